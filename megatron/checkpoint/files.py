@@ -138,15 +138,15 @@ def write_tensors(
 def finite(name: str, values: Tensor, dtype: torch.dtype, where: Path) -> Tensor:
     """The elements of a tensor of the checkpoint ``where`` in another dtype. Raises NotFiniteError
     if one is not finite in that."""
-    found = not_finite({name: values}, dtype)
-    if found is not None:
-        raise NotFiniteError(f"{where}: {found}")
+    reason = not_finite({name: values}, dtype)
+    if reason is not None:
+        raise NotFiniteError(f"{where}: {reason}")
     return values.to(dtype)
 
 
 def not_finite(tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> str | None:
-    """Which of these tensors, by name, have elements that are not finite in a dtype, and how many,
-    in words; None if all are finite."""
+    """Return which of these tensors, by name, have elements that are not finite in a dtype, and
+    their numbers, in words; None if all are finite."""
     counts: dict[str, tuple[int, int]] = {}
     for name, tensor in tensors.items():
         flat = _values(tensor).reshape(-1)
@@ -162,11 +162,11 @@ def not_finite(tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -
         return None
     (name, (bad, numel)), *more = counts.items()
     beyond = "" if dtype == torch.float32 else f" in {str(dtype).removeprefix('torch.')}"
-    found = f"{name} has {bad:,} of {numel:,} elements that are not finite{beyond}"
+    message = f"{name} has {bad:,} of {numel:,} elements that are not finite{beyond}"
     if more:
         total = sum(bad for bad, _ in counts.values())
-        found += f" (in all {total:,} elements of {len(counts)} tensors)"
-    return found
+        message += f" (in all {total:,} elements of {len(counts)} tensors)"
+    return message
 
 
 def _values(tensor: Tensor | LazyTensor) -> Tensor:
@@ -174,7 +174,7 @@ def _values(tensor: Tensor | LazyTensor) -> Tensor:
 
 
 def _all_finite(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether all elements are finite in a dtype; of their smallest and largest, so in one pass
+    """True if all elements are finite in a dtype; of their smallest and largest, so in one pass
     without a copy (both are NaN if one element is)."""
     if not values.numel() or not values.is_floating_point():
         return True
@@ -239,8 +239,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def json_of(path: Path, content: bytes, **accepted: bool) -> Any:
-    """What the JSON file ``path`` with this content says; errors and options as of
-    :func:`read_json`."""
+    """Return the content of the JSON file ``path``; errors and options as of :func:`read_json`."""
     try:
         return parse_json(content, str(path), **accepted)
     except ValueError as error:

@@ -72,7 +72,7 @@ def step_of(name: str) -> int | None:
 
 
 def incomplete_folder(save: Path, iteration: int) -> Path:
-    """Where a checkpoint is written until it is complete."""
+    """Path of a checkpoint that is being written."""
     return save / f".{tag(iteration)}.incomplete"
 
 
@@ -128,7 +128,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def point_to(folder: Path) -> None:
-    """Makes the trackers beside a checkpoint, or a universal copy, name it. Raises OSError if they
+    """Makes the trackers next to a checkpoint, or a universal copy, name it. Raises OSError if they
     cannot be written."""
     if folder.name.endswith(_TWIN):
         write_text(folder.parent / f"{TRACKER}{_TWIN}", folder.name)
@@ -149,7 +149,7 @@ def publish(save: Path, iteration: int, facts: dict[str, Facts]) -> Path:
 
 @contextlib.contextmanager
 def unfinished_folder(final: Path) -> Iterator[Path]:
-    """An empty folder beside ``final`` to write in, removed when the block fails. The block ends
+    """An empty folder next to ``final`` to write in, removed when the block fails. The block ends
     with :func:`publish` or :func:`replace_folder`."""
     folder = final.with_name(f".{final.name}.incomplete")
     shutil.rmtree(folder, ignore_errors=True)
@@ -163,7 +163,7 @@ def unfinished_folder(final: Path) -> Iterator[Path]:
 
 def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> None:
     """Renames a fully written folder of any format to ``final`` and deletes what had that name;
-    then replaces ``trackers``, text of files beside it by name.
+    then replaces ``trackers``, text of files next to it by name.
 
     At every moment the old or the new folder has the name or is :func:`standing_in` for it. Raises
     OSError if something cannot be renamed or written; the old folder has its name again, unless
@@ -221,17 +221,18 @@ def _complete(save: Path, name: str) -> Path | None:
 
 def complete_tags(save: Path) -> list[str]:
     """Tags of all complete checkpoints in a folder, oldest first."""
-    found: dict[int, str] = {}
+    tags: dict[int, str] = {}
     for path in save.iterdir():
         name = path.name.removesuffix(".replaced").removeprefix(".")
         iteration = iteration_of(name)
         if iteration is not None and _complete(save, name):
-            found[iteration] = name
-    return [found[iteration] for iteration in sorted(found)]
+            tags[iteration] = name
+    return [tags[iteration] for iteration in sorted(tags)]
 
 
 def lost_manifest(folder: Path) -> str | None:
-    """Why a folder with the other files of a checkpoint is not a complete one; None for others."""
+    """Return the reason for which a folder with the other files of a checkpoint is incomplete; None
+    for others."""
     if (folder / MANIFEST).is_file() or not all((folder / n).is_file() for n in (INDEX, STATE)):
         return None
     return (
@@ -258,8 +259,8 @@ def iterations_in(save: Path, before: int | None = None) -> list[int]:
     """Iterations of what has the name of a checkpoint, or of a universal copy, in a folder, newest
     first; those ``before`` one, if that is given."""
     names = [path.name for path in save.iterdir()] if save.is_dir() else []
-    found = {iteration for name in names if (iteration := step_of(name)) is not None}
-    return sorted((n for n in found if before is None or n < before), reverse=True)
+    iterations = {iteration for name in names if (iteration := step_of(name)) is not None}
+    return sorted((n for n in iterations if before is None or n < before), reverse=True)
 
 
 def find(load: str, wanted: str | None = None) -> Path | None:
@@ -388,13 +389,13 @@ def _best(save: Path) -> str | None:
 
 def _kept(save: Path) -> list[str]:
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-        found = parse_json((save / KEPT).read_bytes(), KEPT, lenient=True)["kept"]
-        return [str(each["checkpoint"]) for each in found]
+        kept = parse_json((save / KEPT).read_bytes(), KEPT, lenient=True)["kept"]
+        return [str(each["checkpoint"]) for each in kept]
     return []
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether this project saved it, in its own format or in DeepSpeed's with its configuration."""
+    """True if this project saved it, in its own format or in DeepSpeed's with its configuration."""
     if (folder / MANIFEST).is_file():
         return True
     return (folder / "config.json").is_file() and (folder / "state.json").is_file()

@@ -1,5 +1,5 @@
-"""How a model is meant to generate, as ``generation_config.json`` of `transformers` says it: above
-all the tokens at which its texts end. A checkpoint has that file next to its tokenizer's."""
+"""Generation settings of a model, as in ``generation_config.json`` of `transformers`: above all the
+tokens at which its texts end. A checkpoint has that file next to its tokenizer's."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ BASE = "base.json"
 """Of adapters: the model that they belong to."""
 _FORMAT = 2
 _BLANK = "0" * 64
-"""Takes the place of the manifest's own SHA-256 while that is computed."""
+"""Replaces the manifest's own SHA-256 while that is computed."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REQUIRED = (CONFIG, INDEX, STATE)
 _MOST_COUNTED = 2**63
@@ -43,7 +43,7 @@ def tensor_key(name: str, kind: str, part: str = "") -> str:
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """Where a slice of a parameter is stored: ``files`` are those of ``weight`` and of each moment;
+    """Place of a slice of a parameter: ``files`` are those of ``weight`` and of each moment;
     ``part`` distinguishes several slices of one parameter in one process, as part of their keys."""
 
     slice: Slice
@@ -161,7 +161,7 @@ def _check_parameter(
 
 
 def file_facts(path: Path) -> Facts:
-    """What the manifest says of a file."""
+    """Return the manifest's record of a file."""
     return {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
 
 
@@ -191,8 +191,8 @@ def manifest(folder: Path) -> dict[str, Facts]:
 
 
 def entries_of(path: Path, files: object) -> dict[str, Facts]:
-    """What a manifest says of files. Raises CheckpointError if it is something else, or a file is
-    outside the manifest's folder."""
+    """Return the manifest's records of files. Raises CheckpointError if it is something else, or a
+    file is outside the manifest's folder."""
     if not isinstance(files, dict) or not all(map(_is_entry, files.items())):
         raise CheckpointError(f"{path}: its entries are not files with bytes and sha256")
     return files
@@ -227,7 +227,7 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
 
 
 def _check_listed(folder: Path, files: Mapping[str, Any]) -> None:
-    """Refuses a file that the manifest does not list, and a link in place of a folder. Hidden ones
+    """Refuses a file that the manifest does not list, and a link instead of a folder. Hidden ones
     are of file systems and editors, and nothing reads them."""
     known = {MANIFEST, *files}
     for path in sorted(folder.rglob("*")):
@@ -253,10 +253,10 @@ def check_file(
             raise CheckpointError(
                 f"{path} has {size} bytes, but the manifest says {facts['bytes']}"
             )
-        found = sha256_of_file(path, read)
+        digest = sha256_of_file(path, read)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    if found != facts["sha256"]:
+    if digest != facts["sha256"]:
         raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the manifest's")
 
 

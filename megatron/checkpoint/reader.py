@@ -49,9 +49,9 @@ class CheckpointReader(Source):
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
         if not may_be_ours(path):
             return None
-        found = find(str(path), wanted)
+        place = find(str(path), wanted)
         # One of adapters is not a model by itself, and has a reader of its own.
-        return None if found is not None and (found / BASE).is_file() else found
+        return None if place is not None and (place / BASE).is_file() else place
 
     @classmethod
     def family(cls, folder: Path) -> str:
@@ -82,15 +82,15 @@ class CheckpointReader(Source):
                 f"{self.folder}: {name} has the shape {self.shape(name)}, the model needs "
                 f"{wanted.shape}"
             )
-        flat, found = torch.empty(wanted.numel), 0
+        flat, covered = torch.empty(wanted.numel), 0
         for entry in self._entries(name):
             common = wanted.overlap(entry.slice)
             if common is not None:
                 common.copy(flat, self._stored(name, kind, entry, common.first, common.end))
-                found += common.numel
-        if found != wanted.numel:
+                covered += common.numel
+        if covered != wanted.numel:
             raise CheckpointError(
-                f"{self.folder}: {kind} of {name} has {found} of {wanted.numel} elements"
+                f"{self.folder}: {kind} of {name} has {covered} of {wanted.numel} elements"
             )
         return flat
 

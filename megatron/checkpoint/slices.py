@@ -67,7 +67,7 @@ class Slice:
 
     @property
     def is_whole_share(self) -> bool:
-        """Whether it is the complete share."""
+        """True if it is the complete share."""
         return self.start == 0 and self.end == math.prod(self.share_shape)
 
     def overlap(self, other: Slice) -> Overlap | None:
@@ -98,7 +98,7 @@ class Slice:
     @cached_property
     def _boxes(self) -> list[_Box]:
         ranges = {dim: _joined(of_dim) for dim, of_dim in self.cuts}
-        found = []
+        boxes = []
         for box in _boxes(self.share_shape, self.start, self.end):
             taken = [
                 _within(ranges[dim], *bounds) if dim in ranges else [(*bounds, bounds[0])]
@@ -107,8 +107,8 @@ class Slice:
             for runs in product(*taken):
                 starts, ends, places = zip(*runs, strict=True) if runs else ((), (), ())
                 offset = sum(map(mul, places, self._strides)) - self.start
-                found.append(_Box(starts, ends, offset))
-        return found
+                boxes.append(_Box(starts, ends, offset))
+        return boxes
 
     def _place(self, box: _Box, starts: tuple[int, ...]) -> int:
         return box.offset + sum(map(mul, map(sub, starts, box.starts), self._strides))
@@ -155,7 +155,7 @@ class Overlap:
 
 
 def tiles(shape: tuple[int, ...], slices: Iterable[Slice]) -> bool:
-    """Whether slices cover a parameter of that shape, each element once. The runs of data-parallel
+    """True if slices cover a parameter of that shape, each element once. The runs of data-parallel
     ranks must follow one another in each share. Along each cut dimension the shares' ranges must
     fill it, and there must be a share for each product of them."""
     shares: dict[tuple[Any, ...], list[Slice]] = {}
@@ -179,7 +179,7 @@ def tiles(shape: tuple[int, ...], slices: Iterable[Slice]) -> bool:
 
 
 def _fill(runs: list[tuple[int, int]], total: int) -> bool:
-    """Whether runs (start, length) follow one another from 0 to ``total``."""
+    """True if runs (start, length) follow one another from 0 to ``total``."""
     place = 0
     for start, length in sorted(runs):
         if start != place or length <= 0:
@@ -211,21 +211,21 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple
 
 
 def _joined(ranges: Ranges) -> Ranges:
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for start, length in ranges:
-        if found and sum(found[-1]) == start:
-            start, length = found[-1][0], found.pop()[1] + length
-        found.append((start, length))
-    return tuple(found)
+        if joined and sum(joined[-1]) == start:
+            start, length = joined[-1][0], joined.pop()[1] + length
+        joined.append((start, length))
+    return tuple(joined)
 
 
 def _within(ranges: Ranges, start: int, end: int) -> list[tuple[int, int, int]]:
     """The runs at places [start, end) of a share's dimension: (start and end in the whole, place
     in the share)."""
-    found, place = [], 0
+    runs, place = [], 0
     for first, length in ranges:
         low, high = max(start, place), min(end, place + length)
         if low < high:
-            found.append((first + low - place, first + high - place, low))
+            runs.append((first + low - place, first + high - place, low))
         place += length
-    return found
+    return runs

@@ -149,7 +149,7 @@ class Source(ABC):
 
     @property
     def generation(self) -> dict[str, Any]:
-        """How the model generates, and where its texts end: the keys of its
+        """Return the settings of generation and the tokens at which texts end: the keys of its
         ``generation_config.json``; empty where nothing is known. Raises CheckpointError if they are
         malformed."""
         from megatron.checkpoint.generation_settings import read_generation
@@ -183,16 +183,16 @@ def copy_tokenizer_files(folder: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             try:
-                found = own_file(folder / name)
+                source_file = own_file(folder / name)
             except ValueError as error:
                 raise CheckpointError(str(error)) from None
-            if found.stat().st_size > MOST_BYTES:
+            if source_file.stat().st_size > MOST_BYTES:
                 raise CheckpointError(
                     f"{folder / name} has more than {MOST_BYTES:,} bytes: no tokenizer has"
                 )
-            shutil.copyfile(found, target / name, follow_symlinks=False)
+            shutil.copyfile(source_file, target / name, follow_symlinks=False)
             if name.startswith("generation_config"):  # transformers' parser has no bounds
-                settings = read_json(found, lenient=True)
+                settings = read_json(source_file, lenient=True)
                 if isinstance(settings, dict) and settings.pop("_name_or_path", None) is not None:
                     write_json(target / name, settings)  # without a path of this machine
 
@@ -362,7 +362,7 @@ def _tried(prefer: str) -> Iterator[type[Source]]:
 
 
 def _is_empty(path: Path) -> bool:
-    """Whether it is missing or empty: a run that starts from scratch imports no format."""
+    """True if it is missing or empty: a run that starts from scratch imports no format."""
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
@@ -374,7 +374,7 @@ def nothing_at(path: str | Path) -> str:
 def open_checkpoint(load: str | Path, wanted: str | None = None, verify: bool = True) -> Source:
     """Finds and opens a checkpoint of any format; see :func:`locate_checkpoint`. Raises
     CheckpointError if it does not exist or is damaged."""
-    found = locate_checkpoint(load, wanted)
-    if found is None:
+    checkpoint = locate_checkpoint(load, wanted)
+    if checkpoint is None:
         raise CheckpointError(f"{load}: {nothing_at(load)}")
-    return found.open(verify)
+    return checkpoint.open(verify)

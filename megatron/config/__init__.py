@@ -9,7 +9,8 @@ from megatron.config.legacy_flags import LegacyFlags
 from megatron.config.model import ModelConfig, ModelFlags, Vocabulary
 from megatron.config.optimizer import OptimizerConfig, OptimizerFlags
 from megatron.config.output import CheckpointConfig, LoggingConfig
-from megatron.config.parallel import ParallelConfig, ParallelFlags
+from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel_flags import ParallelFlags
 from megatron.config.run import (
     FLAG_CLASSES,
     FLAG_FIELDS,

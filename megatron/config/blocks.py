@@ -1,4 +1,4 @@
-"""What a transformer block consists of: attention, MLP and norms."""
+"""Parts of a transformer block: attention, MLP and norms."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MLP_ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "squared_relu", *GATES)
 
 
 class NormTraits(NamedTuple):
-    """What other code needs to know of a norm.
+    """Properties of a norm that other code depends on.
 
     Attributes:
-        biased: whether it has a bias beside its weight.
+        biased: whether it has a bias next to its weight.
         statistics: float32 numbers per position that it keeps for its backward pass.
     """
 
@@ -353,5 +353,5 @@ class NormConfig:
 
     @property
     def traits(self) -> NormTraits:
-        """Those of the norm that is used."""
+        """Return the properties of the norm in use."""
         return NORMS[self.normalization]

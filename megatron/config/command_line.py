@@ -8,7 +8,6 @@ import dataclasses
 import os
 import re
 import sys
-import typing
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -25,6 +24,7 @@ from megatron.config.flags import (
     integer,
     nearest,
     nearest_flag,
+    type_hints,
 )
 from megatron.util.errors import name_output, one_line
 
@@ -85,7 +85,7 @@ class CommandParser(argparse.ArgumentParser):
         text = super().format_help()
         if len(self._actions) <= MANY_FLAGS:
             return text
-        examples = [found[0] for found in _EXAMPLE.finditer(self.description or "")]
+        examples = [match[0] for match in _EXAMPLE.finditer(self.description or "")]
         return "\n\n".join([f"{text}\nexamples:", *examples]) + "\n" if examples else text
 
     def error(self, message: str) -> NoReturn:
@@ -162,7 +162,7 @@ class FlagParser(CommandParser):
             if unused
             else None,
         )
-        hints = typing.get_type_hints(cls)
+        hints = type_hints(cls)
         texts = field_help(cls)
         for field in fields:
             meta = field.metadata
@@ -196,9 +196,9 @@ class FlagParser(CommandParser):
 
     def settings(self, argv: Sequence[str] | None = None) -> Settings:
         """Parses ``argv``; exits with a message on an unknown flag or a malformed value."""
-        found = dict(vars(self.parse_args(argv)))
+        values = dict(vars(self.parse_args(argv)))
         _parsed[:] = sys.argv[1:] if argv is None else argv
-        return found
+        return values
 
 
 _parsed: list[str] = []
@@ -259,13 +259,13 @@ def versions() -> str:
     """This project's version and those that its runs depend on, without importing them."""
     from importlib.metadata import PackageNotFoundError, version  # costs every start 20 ms
 
-    found = [f"megatron-deepspeed {megatron.__version__}"]
+    names = [f"megatron-deepspeed {megatron.__version__}"]
     for package in ("torch", "deepspeed"):
         try:
-            found.append(f"{package} {version(package)}")
+            names.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            found.append(f"{package} not installed")
-    return ", ".join([*found, f"Python {sys.version.split()[0]}"])
+            names.append(f"{package} not installed")
+    return ", ".join([*names, f"Python {sys.version.split()[0]}"])
 
 
 class _Version(argparse.Action):

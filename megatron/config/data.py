@@ -67,7 +67,7 @@ class DataConfig:
     """JSON file that maps the names of --train-data to files."""
     corpora_outside: bool = option(False)
     """Accept paths in --corpora-file that lead out of its folder. Without the flag a file that
-    somebody else wrote cannot make a run read others than those beside it."""
+    another user wrote cannot make a run read others than those next to it."""
     split: str = option("969,30,1")
     """Relative shares of the documents of --data-path for training, validation and test."""
     skip_samples: tuple[str, ...] = option(())
@@ -82,8 +82,8 @@ class DataConfig:
     num_workers: int = option(2, bounds=NOT_NEGATIVE, role="course")
     """Number of data loader processes per rank; 0 loads in the training process."""
     verify_data: bool = option(False)
-    """Compare every file of --data-path and the like with its checksum (PREFIX.sha256 beside
-    PREFIX.bin and PREFIX.idx, FILE.sha256 beside other files) before training. The processes share
+    """Compare every file of --data-path and the like with its checksum (PREFIX.sha256 next to
+    PREFIX.bin and PREFIX.idx, FILE.sha256 next to other files) before training. The processes share
     the work."""
     mock_data: bool = option(False)
     """Train on synthetic tokens, without data files."""

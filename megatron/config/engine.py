@@ -157,7 +157,7 @@ class FastPathsConfig:
             object.__setattr__(self, "torch_compile", "on" if self.torch_compile else "off")
 
     def float8_blocks(self, blocks: int) -> range:
-        """Those of ``blocks`` blocks whose linear layers compute in FP8."""
+        """Return the numbers, of ``blocks`` blocks, whose linear layers compute in FP8."""
         if self.fp8_format is None:
             return range(0)
         if not self.first_last_layers_bf16:

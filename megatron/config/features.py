@@ -36,7 +36,7 @@ class FlagSection:
 
     @property
     def identifies_samples(self) -> bool:
-        """Whether batches of a GPT have the identity of every sample, to store what is computed of
+        """True if batches of a GPT have the identity of every sample, to store what is computed of
         each."""
         return False
 
@@ -48,7 +48,7 @@ class FlagSection:
 
     @property
     def trains(self) -> bool:
-        """Whether the flags choose weights that are trained, which a frozen model lacks."""
+        """True if the flags choose weights that are trained, which a frozen model lacks."""
         return False
 
 
@@ -79,7 +79,7 @@ class KindConfig(FlagSection):
 
     @property
     def reads_all(self) -> bool:
-        """Whether the flags declare all data paths to be files of this kind."""
+        """True if the flags declare all data paths to be files of this kind."""
         return False
 
     @property
@@ -89,12 +89,12 @@ class KindConfig(FlagSection):
 
     @property
     def acts(self) -> bool:
-        """Whether the kind changes samples or their order in this run."""
+        """True if the kind changes samples or their order in this run."""
         return False
 
     @property
     def pads_batches(self) -> bool:
-        """Whether packed samples are as long as their batch needs."""
+        """True if packed samples are as long as their batch needs."""
         return False
 
     @property
@@ -120,7 +120,7 @@ class ModelPart:
 
     @property
     def idle(self) -> bool:
-        """Whether the network has nothing of the feature."""
+        """True if the network has nothing of the feature."""
         return False
 
     def resolve(
@@ -135,7 +135,7 @@ class ModelPart:
 
 
 class Feature:
-    """What a folder adds to a run.
+    """Hooks by which a folder adds to a run.
 
     Hooks have defaults that add nothing. They import the folder's other modules when they are
     called, so that a run pays for the features that it uses.
@@ -259,6 +259,11 @@ class Feature:
         :class:`~megatron.model.mlp.MLP`. ``config`` is a :class:`~megatron.config.ModelConfig`."""
         return None
 
+    def attention(self, attend: Any, config: Any, layer: int, tp: Any, kind: str) -> Any:
+        """The :data:`~megatron.model.attention_backends.AttentionBackend` of a block, from the one
+        that it has without the feature; ``kind`` is its ``AttentionKind``."""
+        return attend
+
     def base(self, spec: Any, config: Any) -> tuple[Any, int] | None:
         """The model that training starts from, in the form in which the feature keeps its weights,
         and a number that names the form; ``spec``: as its family makes it. None for the form of its
@@ -278,8 +283,9 @@ class Feature:
         built."""
 
     def why_eager(self, config: Any, automatic: bool) -> str | None:
-        """Why blocks are not compiled, to follow the value of ``--torch-compile``; ``automatic``:
-        the value is ``auto``, and compiling has to repay. None for no reason."""
+        """Return the reason for which blocks are not compiled, to follow the value of
+        ``--torch-compile``; ``automatic``: the value is ``auto``, and compiling has to repay. None
+        for no reason."""
         return None
 
     def kernels(self, blocks: Sequence[Any], config: Any) -> None:
@@ -357,18 +363,20 @@ class Feature:
 @cache
 def features() -> Mapping[str, Feature]:
     """All features by the name of their folder, sorted, without those that need a missing one."""
-    found: dict[str, Feature] = {}
+    by_name: dict[str, Feature] = {}
     for parent in FOLDERS:
         if find_spec(parent) is None:
             continue
         for module in pkgutil.iter_modules(import_module(parent).__path__):
             name = f"{parent}.{module.name}.feature"
             if module.ispkg and find_spec(name) is not None:
-                found[module.name] = import_module(name).FEATURE
-    while incomplete := [n for n, feature in found.items() if not found.keys() >= {*feature.needs}]:
+                by_name[module.name] = import_module(name).FEATURE
+    while incomplete := [
+        n for n, feature in by_name.items() if not by_name.keys() >= {*feature.needs}
+    ]:
         for name in incomplete:
-            del found[name]
-    return MappingProxyType(dict(sorted(found.items())))
+            del by_name[name]
+    return MappingProxyType(dict(sorted(by_name.items())))
 
 
 @cache

@@ -158,6 +158,12 @@ def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
 
 
 @functools.cache
+def type_hints(cls: type) -> Mapping[str, Any]:
+    """Types of the fields of a class; a command line reads them for every flag."""
+    return typing.get_type_hints(cls)
+
+
+@functools.cache
 def field_help(cls: type) -> dict[str, str]:
     """Help text of each field: the string literal that follows it in the source, and the note."""
     body = _class_bodies(cls.__module__).get(cls.__name__, [])

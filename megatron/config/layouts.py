@@ -17,11 +17,13 @@ from megatron.config.flags import ConfigError
 SCHEDULES = ("1f1b", "interleaved", "dualpipev")
 PRECISIONS = ("fp32", "bf16", "fp16")
 RECOMPUTE = ("selective", "uniform", "block")
+COMMUNICATIONS = ("p2p", "a2a", "allgather", "a2a+p2p")
+TWO_LEVELS = "a2a+p2p"
 
 
 class StateDtypes(NamedTuple):
-    """How ``--use-precision-aware-optimizer`` stores main weights and Adam's moments, as its flags
-    say it."""
+    """Dtypes in which ``--use-precision-aware-optimizer`` stores main weights and Adam's moments,
+    as its flags name them."""
 
     main_params: str = "fp32"
     exp_avg: str = "fp32"
@@ -44,6 +46,8 @@ class Layout:
     is not known, or nothing is trained; ``float8`` is whether the blocks multiply in 8 bits.
     ``expert`` ranks divide the experts of a layer: they are among the ``data`` ones, and among the
     ``tensor`` ones too with ``expert_tensor`` 1, where experts are whole (None: cut as the rest).
+    ``context`` ranks divide each sequence, and communicate by ``comm``, of all blocks or of each
+    (empty: p2p); with a2a+p2p ``exchanging`` neighbours exchange heads.
     """
 
     tensor: int = 1
@@ -63,6 +67,9 @@ class Layout:
     float8: bool = False
     expert: int = 1
     expert_tensor: int | None = None
+    context: int = 1
+    comm: tuple[str, ...] = ()
+    exchanging: int = 1
 
     @property
     def expert_axis(self) -> int:
@@ -73,17 +80,24 @@ class Layout:
     @property
     def processes(self) -> int:
         """Number of processes."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that ZeRO partitions over, each with the same dense weights: the data-parallel ones
+        of all parts of a sequence."""
+        return self.data * self.context
 
     @property
     def running_zero(self) -> int:
-        """ZeRO stage that the engine runs. Over one data-parallel rank nothing can be partitioned,
+        """ZeRO stage that the engine runs: it partitions over the data-parallel and the context
+        ranks. Over one rank nothing can be partitioned,
         and stage 1 computes what 2 and 3 would without their copies, hooks and waits. Not where
         something is offloaded; nor at stage 2 with float32 sums, which stage 1 keeps beside the
         16-bit gradients."""
         offloaded = self.offload_optimizer or self.offload_param
         sums_only = self.zero == 2 and self.grads_in_fp32
-        if self.data > 1 or self.zero < 2 or offloaded or sums_only:
+        if self.data * self.context > 1 or self.zero < 2 or offloaded or sums_only:
             return self.zero
         return 1
 
@@ -100,15 +114,16 @@ class Layout:
 
     @property
     def dropout(self) -> str:
-        """Which dropout masks equal those of one process: ``all``, ``hidden`` or ``none``.
+        """Dropout masks that equal those of one process: ``all``, ``hidden`` or ``none``.
 
         Masks belong to samples, so data parallelism, ZeRO and pipelines do not change them. With
-        tensor parallelism each process draws those of its attention heads, with sequence
-        parallelism all of those of its part of the sequence.
+        tensor parallelism each process draws those of its attention heads, with context parallelism
+        those of its part of attention, with sequence parallelism all of those of its part of the
+        sequence.
         """
         if self.sequence:
             return "none"
-        return "hidden" if self.tensor > 1 else "all"
+        return "hidden" if self.tensor * self.context > 1 else "all"
 
     @property
     def name(self) -> str:
@@ -131,6 +146,11 @@ class Layout:
         for name, flag in _VALUE_FLAGS.items():
             if name in stated:
                 words += [flag, str(stated[name])]
+        if self.comm:
+            words += ["--cp-comm-type", *self.comm]
+        if TWO_LEVELS in self.comm:
+            levels = self.exchanging, self.context // self.exchanging
+            words += ["--hierarchical-context-parallel-sizes", *map(str, levels)]
         words += ["--sequence-parallel"] * self.sequence
         words += [f"--{self.precision}"] * (self.precision != "fp32")
         words += [_GRADS_IN_FP32] * self.grads_in_fp32
@@ -181,6 +201,7 @@ _VALUE_FLAGS = {
     "zero": "--zero-stage",
     "expert": "--expert-model-parallel-size",
     "expert_tensor": "--expert-tensor-parallel-size",
+    "context": "--context-parallel-size",
 }
 
 
@@ -193,9 +214,9 @@ def complete_schedule(schedule: str | None, chunks: int | None) -> tuple[str, in
 
 @dataclass(frozen=True)
 class Rule:
-    """Why some layouts are not supported: ``values`` are the fields that contradict each other;
-    ``reason``, ``better`` (what to do instead) and ``ramp`` (what else, if the batch size is ramped
-    up) are clauses."""
+    """A reason for which some layouts are not supported: ``values`` are the fields that contradict
+    each other; ``reason``, ``better`` (what to do instead) and ``ramp`` (what else, if the batch
+    size is ramped up) are clauses."""
 
     name: str
     values: tuple[str, ...]
@@ -216,7 +237,7 @@ class Rule:
         return "; ".join(filter(None, (self.reason, self.better, self.ramp if ramp else "")))
 
     def _first_refused(self, layout: Layout) -> tuple[int, ...]:
-        """Of the numbers of micro batches in a ramp-up the first one that is refused."""
+        """Return the first number of micro batches in a ramp-up that is refused."""
         each = ((count,) for count in layout.micro_batches)
         return next((m for m in each if self.refuses(replace(layout, micro_batches=m))), ())
 
@@ -346,21 +367,23 @@ def check_layout(layout: Layout) -> None:
 
 _SIZES = {
     "tensor": "tp", "pipeline": "pp", "chunks": "v", "data": "dp", "zero": "zero", "expert": "ep",
-    "expert_tensor": "etp",
+    "expert_tensor": "etp", "context": "cp",
 }  # fmt: skip
 _WORDS: dict[str, tuple[str, Any]] = {
     "sp": ("sequence", True),
     **{word: ("schedule", word) for word in SCHEDULES},
     **{word: ("precision", word) for word in PRECISIONS},
     **{word: ("recompute", word) for word in RECOMPUTE},
+    **{word: ("comm", (word,)) for word in COMMUNICATIONS[1:]},
 }
 
 
 def parse_layout(name: str) -> Layout:
     """The layout of a short name, such as ``tp2-sp-pp2-dp2-zero1-bf16``, supported or not. ``dpN``
     counts all data-parallel ranks: ``ep2`` alone is ``ep2-dp2``, where each expert has one replica,
-    and ``ep2-dp4`` has two. Raises ConfigError if a token is unknown, or repeats a value, or if the
-    sizes of experts do not fit."""
+    and ``ep2-dp4`` has two. ``cpN`` ranks divide each sequence, and communicate by p2p unless a
+    token says how; with a2a+p2p two neighbours exchange heads. Raises ConfigError if a token is
+    unknown, or repeats a value, or if the sizes of experts or of a context do not fit."""
     values: dict[str, Any] = {}
     sizes = {token: key for key, token in _SIZES.items()}
     for token in name.split("-"):
@@ -374,7 +397,7 @@ def parse_layout(name: str) -> Layout:
         if not fits:
             raise ConfigError(
                 f"layout {name}: unknown {token!r}; a layout consists of tpN, sp, ppN, vN "
-                "(stages per process), dpN, epN, etpN, zero0 to zero3, "
+                "(stages per process), dpN, epN, etpN, cpN, zero0 to zero3, "
                 f"{', '.join(list(_WORDS)[1:])}, joined by '-'"
             )
         if key in values:
@@ -383,7 +406,13 @@ def parse_layout(name: str) -> Layout:
     values["schedule"], values["chunks"] = complete_schedule(
         values.get("schedule"), values.get("chunks")
     )
-    return _with_experts(Layout(**values), name, "data" in values)
+    layout = _with_experts(Layout(**values), name, "data" in values)
+    if layout.comm and (layout.context == 1 or (TWO_LEVELS in layout.comm and layout.context % 4)):
+        raise ConfigError(
+            f"layout {name}: {layout.comm[0]!r} is how the ranks of cpN communicate, where N is 2 "
+            f"or more, and a multiple of 4 with {TWO_LEVELS!r}, which has rings of pairs of ranks"
+        )
+    return replace(layout, exchanging=2 if TWO_LEVELS in layout.comm else 1)
 
 
 def _with_experts(layout: Layout, name: str, complete: bool) -> Layout:

@@ -23,9 +23,9 @@ _LOSS = "the loss is computed in chunks of --logits-chunk-mib, with its gradient
 _RANDOM = "dropout draws from one generator per process and purpose"
 _GRADIENTS = "DeepSpeed's engine reduces gradients; zero_optimization in its JSON sets its buckets"
 _PINNED = '"pin_memory" of offload_optimizer in the DeepSpeed JSON does this'
+_OFFLOADED = "--cpu-offloading-num-layers moves activations, with two buffers in pinned memory"
 _NCCL = "NCCL is set up by its environment variables"
 _REMOTE = "data at s3:// and the like are read by fsspec, with or without it"
-_SEQUENCE = "--sequence-parallel splits activations along the sequence, over tensor-parallel ranks"
 _GROUPED = "experts of a layer are one tensor, and grouped matrix products compute them"
 _TOKENS = "tokens travel to the ranks of their experts and back in one exchange each way"
 _UNUSED = {
@@ -75,7 +75,6 @@ _UNUSED = {
         "the schedules always follow the flags, also after a resume"
     ),
     "--partition-activations": "use --recompute-granularity",
-    "--checkpoint-in-cpu": "activation checkpoints stay on the device",
     "--split-transformers": "use --recompute-granularity",
     "--synchronize-each-layer": "the CPU never synchronizes after a layer",
     "--profile-backward": '"flops_profiler" in the DeepSpeed JSON profiles a step',
@@ -88,6 +87,9 @@ _UNUSED = {
     "--transformer-impl local|transformer_engine": "there is one implementation",
     "--mmap-warmup": "data files are read as they are needed",
     "--manual-gc": "Python collects garbage by itself",
+    "--cpu-offloading-activations": _OFFLOADED,
+    "--cpu-offloading-double-buffering": _OFFLOADED,
+    "--cpu-offloading-retain-pinned-cpu-buffers": _OFFLOADED,
     # Megatron-LM and Megatron-DeepSpeed of 2023.
     "--adlr-autoresume": _SIGNALS,
     "--adlr-autoresume-interval INT": _SIGNALS,
@@ -192,9 +194,6 @@ _UNUSED = {
     "--num-dataset-builder-threads INT": _CACHE,
     "--enable-msc": _REMOTE,
     "--disable-msc": _REMOTE,
-    # Values that turn off what is not supported here.
-    "--context-parallel-size 1|": _SEQUENCE,
-    "--ds-sequence-parallel-size 1|": _SEQUENCE,
     # Of mixture of experts.
     "--create-moe-param-group": "parameters say themselves that they are of experts",
     "--use-tutel": _GROUPED,

@@ -75,7 +75,7 @@ class EmbeddingConfig:
 
     @property
     def tied(self) -> bool:
-        """Whether the head uses the token embedding's weights."""
+        """True if the head uses the token embedding's weights."""
         return not self.untie_embeddings_and_output_weights
 
     def vocabulary(self, size: int, tensor_size: int = 1) -> Vocabulary:
@@ -219,7 +219,7 @@ class ModelConfig(_Network):
             object.__setattr__(self, "parts", tuple(cls() for cls in model_parts()))
 
     def part(self, cls: type[Part]) -> Part:
-        """What a feature adds to the network."""
+        """Return a feature's part of the network."""
         return next(part for part in self.parts if isinstance(part, cls))
 
     @property

@@ -105,24 +105,24 @@ class _Optimizer:
     @property
     def lr_groups(self) -> dict[str, float]:
         """The factor of each pattern. Raises ConfigError if a value is not PATTERN=FACTOR."""
-        found: dict[str, float] = {}
+        factors: dict[str, float] = {}
         for value in self.lr_group:
             pattern, _, factor = value.rpartition("=")
             try:
-                found.setdefault(pattern, float(factor))
+                factors.setdefault(pattern, float(factor))
             except ValueError:
                 pattern = ""
-            if not pattern or not 0 <= found[pattern] < math.inf:
+            if not pattern or not 0 <= factors[pattern] < math.inf:
                 raise ConfigError(
                     f"--lr-group {value} must be PATTERN=FACTOR, a pattern of canonical names of "
                     "parameters and a factor of at least 0, such as embedding.*=0.1"
                 )
-        return found
+        return factors
 
     def lr_factor(self, name: str) -> float:
-        """What the learning rate of the parameter of this canonical name is multiplied by."""
-        found = (f for pattern, f in self.lr_groups.items() if fnmatchcase(name, pattern))
-        return next(found, 1.0)
+        """Return the factor of the learning rate of the parameter with this canonical name."""
+        factors = (f for pattern, f in self.lr_groups.items() if fnmatchcase(name, pattern))
+        return next(factors, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,10 +190,10 @@ def _lengths(
     unit, length = training.length
     _check_units(flags, unit, resolver)
     decay, warmup = f"lr_decay_{unit}", f"lr_warmup_{unit}"
-    found: dict[str, Any] = {}
+    lengths: dict[str, Any] = {}
     span, share = getattr(flags, decay), flags.lr_warmup_fraction
     if length is not None and flags.schedule_units(unit)[1] == unit:
-        span = found[decay] = resolver.fill(decay, span, length, f"train-{unit}")
+        span = lengths[decay] = resolver.fill(decay, span, length, f"train-{unit}")
     elif span is None:
         # As in Megatron-DeepSpeed the fraction is one of steps, also of a decay of tokens.
         span = length
@@ -205,9 +205,9 @@ def _lengths(
         )
     if share is not None and span is not None:
         resolver.check(0 <= share < 1, f"{resolver.show('lr_warmup_fraction')} must be in [0, 1)")
-        how = f"lr-warmup-fraction x {f'lr-decay-{unit}' if decay in found else f'train-{unit}'}"
-        found[warmup] = resolver.put(warmup, int(share * span), how)
-    return found
+        how = f"lr-warmup-fraction x {f'lr-decay-{unit}' if decay in lengths else f'train-{unit}'}"
+        lengths[warmup] = resolver.put(warmup, int(share * span), how)
+    return lengths
 
 
 def _check_units(flags: OptimizerFlags, unit: str, resolver: ConfigResolver) -> None:

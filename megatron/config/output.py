@@ -1,4 +1,4 @@
-"""What a run writes: checkpoints, logs and profiles."""
+"""Output of a run: checkpoints, logs and profiles."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ class LoggingConfig:
 
     @property
     def trackers(self) -> tuple[str, ...]:
-        """What to report to."""
+        """Names of the trackers to report to."""
         names = _names(self.report_to)
         named = {"tensorboard": self.tensorboard_dir, "wandb": self.wandb_project}
         if "none" in names:

@@ -93,7 +93,7 @@ class PositionsFlags(_Positions):
 
 @dataclass(frozen=True, kw_only=True)
 class PositionsConfig(_Positions):
-    """How positions enter a network."""
+    """Position encoding of a network."""
 
     max_position_embeddings: int
     rope_scaling: RopeScaling
@@ -141,7 +141,9 @@ def resolve_positions(
     longest = resolver.fill("max_position_embeddings", flags.max_position_embeddings, needed, how)
     resolver.check(
         seq_length <= longest,
-        f"{resolver.show('seq_length')} is longer than {resolver.show('max_position_embeddings')}",
+        f"{resolver.show('seq_length')} is longer than {resolver.show('max_position_embeddings')}"
+        + f"; give --max-position-embeddings {seq_length}, and --rope-scaling or a higher "
+        "--rotary-base if the model was trained at shorter sequences" * (kind == "rope"),
     )
     resolver.check(
         kind != "learned_absolute" or decoder_length is None or decoder_length <= longest,
@@ -258,7 +260,7 @@ class RopeScaling:
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing is scaled."""
+        """True if nothing is scaled."""
         return self.rope_type == "default"
 
     @classmethod

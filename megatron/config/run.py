@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from megatron.config.engine import (
     resolve_engine,
 )
 from megatron.config.features import FlagSection, KindConfig, features, section_classes
-from megatron.config.flags import ConfigResolver, Settings, build
+from megatron.config.flags import ConfigResolver, Settings, build, type_hints
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.legacy_flags import LegacyFlags
 from megatron.config.model import ModelConfig, ModelFlags, resolve_model
@@ -29,7 +28,8 @@ from megatron.config.output import (
     LoggingConfig,
     resolve_logging,
 )
-from megatron.config.parallel import ParallelConfig, ParallelFlags, resolve_parallel
+from megatron.config.parallel import ParallelConfig, resolve_parallel
+from megatron.config.parallel_flags import ParallelFlags
 from megatron.config.training import (
     PrecisionConfig,
     TrainingConfig,
@@ -140,6 +140,9 @@ class RunConfig:
             float8=self.fast_paths.fp8_format is not None,
             expert=parallel.expert_model_parallel_size,
             expert_tensor=parallel.expert_tensor_parallel_size,
+            context=parallel.context_parallel_size,
+            comm=() if parallel.cp_comm_type == ("p2p",) else parallel.cp_comm_type,
+            exchanging=(*parallel.hierarchical_context_parallel_sizes, 1)[0],
         )
 
     def _micro_batches(self) -> tuple[int, ...]:
@@ -174,7 +177,7 @@ def _from_json(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def _parts() -> Iterator[tuple[str, type]]:
-    for name, cls in typing.get_type_hints(RunConfig).items():
+    for name, cls in type_hints(RunConfig).items():
         if name != "sections":
             yield name, cls
             yield from (own for own in section_classes().items() if own[1].after == name)
@@ -201,7 +204,7 @@ FLAG_CLASSES: tuple[type, ...] = (*PART_FLAGS.values(), LegacyFlags)
 FLAG_FIELDS = {
     field.name: (field, types[field.name])
     for part in FLAG_CLASSES
-    for types in (typing.get_type_hints(part),)
+    for types in (type_hints(part),)
     for field in dataclasses.fields(part)
 }
 """The field of each flag, and its type."""

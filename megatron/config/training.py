@@ -242,7 +242,8 @@ class PrecisionConfig:
 
     @property
     def states(self) -> StateDtypes | None:
-        """How the optimizer's states are stored; None without --use-precision-aware-optimizer."""
+        """Return a description of how the optimizer's states are stored; None without
+        --use-precision-aware-optimizer."""
         if not self.use_precision_aware_optimizer:
             return None
         return StateDtypes(self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)

@@ -1,4 +1,4 @@
-"""What to say of a flag that a program does not have: what to use instead of one of Megatron-LM or
+"""Advice about a flag that a program does not have: what to use instead of one of Megatron-LM or
 Megatron-DeepSpeed that means nothing here, or whose flag it is."""
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _other_trainers() -> dict[str, list[str]]:
 
 
 def refused_flag(flag: str) -> str | None:
-    """What to use instead of a flag of another trainer; None for any other flag."""
+    """Return the advice for a flag of another trainer; None for any other flag."""
     exact = _PATTERNS.get(flag)
     if exact is not None:
         return exact

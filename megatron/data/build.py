@@ -94,9 +94,9 @@ class DataFile(NamedTuple):
 def changed_files(
     before: Sequence[DataFile], now: Sequence[DataFile], same_flags: bool
 ) -> list[str]:
-    """How the files of a run differ from those before, a line for each value. Where the flags are
-    the same, the files of a part are compared in their order, wherever they are now, otherwise
-    those of the same path."""
+    """Return the differences between the files of a run and those before, a line for each value.
+    Where the flags are the same, the files of a part are compared in their order, wherever they are
+    now, otherwise those of the same path."""
     if not same_flags:
         known = {(file.part, file.path): file for file in before}
         pairs = [(known[file[:2]], file) for file in now if file[:2] in known]
@@ -126,7 +126,8 @@ def _changes(old: DataFile, new: DataFile, compared: Sequence[str]) -> list[str]
 
 
 def content_of_files(path: str) -> Mapping[str, int | str]:
-    """What :meth:`IndexedDataset.content` is of a path whose files are tokenized while training."""
+    """Return the size, number and digest of files that are tokenized while training, as
+    :meth:`IndexedDataset.content` of indexed ones."""
     files = expand(path, READ_IN_PLACE)
     blocks = max(2, 128 // len(files))
     return {
@@ -140,7 +141,7 @@ def content_of_files(path: str) -> Mapping[str, int | str]:
 class DatasetBuilder:
     """Builds datasets, without a GPU or a process group. `readers` makes the reader of each kind of
     source when the first one is met, and may raise ValueError for flags of that kind; without
-    `cache_path`, index arrays are stored beside the data."""
+    `cache_path`, index arrays are stored next to the data."""
 
     readers: Mapping[str, Callable[[], SourceReader]]
     cache_path: str | None = None
@@ -226,7 +227,7 @@ class DatasetBuilder:
         return BlendedDataset.build(samples, weights, num_samples, cache, name)
 
     def portions(self, blend: Blend, part: str) -> list[Portion]:
-        """What the samples of a part of one blend are made of, file by file. Errors: see
+        """Return the sources of the samples of a part of one blend, file by file. Errors: see
         :meth:`datasets`."""
         groups = self._chosen(blend, part)
         chosen = list(chain.from_iterable(groups))
@@ -379,7 +380,7 @@ class _Recording:
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> Any:
         self.jobs.append(lambda: self.recipe.build(documents, units, num_samples, name, cache))
-        return range(num_samples)  # stands for the samples, which nobody reads
+        return range(num_samples)  # stands for the samples, which are not read
 
 
 _jobs: list[Job] = []

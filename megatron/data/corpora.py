@@ -71,21 +71,21 @@ class Corpora:
         the command line replaces that in the file; for a group it is divided in proportion to the
         weights of its corpora, which must all have one."""
         names = self.expand(name, flag)
-        found = [(n, self.sources[n] if n in self.sources else self.classes[n]) for n in names]
+        sources = [(n, self.sources[n] if n in self.sources else self.classes[n]) for n in names]
         if weight is None:
-            return found
-        if len(found) == 1:
-            return [(each, replace(source, weight=weight)) for each, source in found]
-        missing = [each for each, source in found if source.weight is None]
+            return sources
+        if len(sources) == 1:
+            return [(each, replace(source, weight=weight)) for each, source in sources]
+        missing = [each for each, source in sources if source.weight is None]
         if missing:
             raise ConfigError(
                 f"{flag} {weight:g} {name}: to divide a weight over a group each of its corpora "
                 f"needs one in {self.path}, and {missing[0]} has none"
             )
-        own = [source.weight or 0.0 for _, source in found]
+        own = [source.weight or 0.0 for _, source in sources]
         return [
             (each, replace(source, weight=weight * part / sum(own)))
-            for (each, source), part in zip(found, own, strict=True)
+            for (each, source), part in zip(sources, own, strict=True)
         ]
 
     def expand(self, name: str, flag: str, within: tuple[str, ...] = ()) -> Iterator[str]:
@@ -209,7 +209,7 @@ def _source(
 
 @dataclass(frozen=True)
 class _Folder:
-    """That of a corpora file; links in it lead where they like."""
+    """The folder of a corpora file; links in it lead where they like."""
 
     folder: Path
     outside: bool
@@ -231,12 +231,12 @@ def _paths(pattern: str, folder: _Folder, where: str) -> list[str]:
     if "://" in pattern:
         return [pattern]
     path = folder.path(pattern, where)
-    found = [path]
+    paths = [path]
     if glob.escape(pattern) != pattern:
-        found = sorted(glob.glob(path))
-        if not found:
+        paths = sorted(glob.glob(path))
+        if not paths:
             raise ConfigError(f"{where}: {pattern} matches no file")
-    return list(dict.fromkeys(f.removesuffix(".bin").removesuffix(".idx") for f in found))
+    return list(dict.fromkeys(f.removesuffix(".bin").removesuffix(".idx") for f in paths))
 
 
 def _is_path(key: str, value: Any) -> bool:

@@ -70,10 +70,18 @@ def positions_within(document_ids_BS: Tensor) -> Tensor:
 
 def restarting_positions(is_last_BS: Tensor) -> Tensor:
     """int64 [B, S]: positions that restart after each last token of a sequence (bool)."""
-    positions_S = torch.arange(is_last_BS.shape[1])
+    positions_S = torch.arange(is_last_BS.shape[1], device=is_last_BS.device)
     start_BS = torch.zeros_like(is_last_BS, dtype=torch.int64)
     start_BS[:, 1:] = torch.where(is_last_BS[:, :-1], positions_S[1:], 0)
     return positions_S - start_BS.cummax(dim=1).values
+
+
+def share_within_documents(document_ids_BS: Tensor, length: int) -> Tensor:
+    """float32 scalar on the device: of the pairs of tokens in sequences of ``length`` tokens the
+    share within documents, the sum of their squared lengths over that of the sequences; in shorter
+    sequences relative to as many tokens."""
+    pairs = 2 * positions_within(document_ids_BS) + 1  # add up to l^2 over l tokens
+    return pairs.sum(dtype=torch.float32) / (document_ids_BS.numel() * length)
 
 
 class GPTBatch(NamedTuple):
@@ -362,7 +370,7 @@ class GPTCollator:
 
 
 def _key(sample: np.ndarray | PackedSample) -> int:
-    """What it is found by: 63 bits of the digest of what a model reads of it."""
+    """Return the key of a sample: 63 bits of the digest of what a model reads of it."""
     parts = [sample]
     if isinstance(sample, PackedSample):
         parts = [sample.tokens_T, sample.document_ids_S]

@@ -103,7 +103,7 @@ MEAN_MOCK_DOCUMENT = 64
 @dataclass(frozen=True)
 class GPTRecipe:
     """Samples of seq_length + 1 tokens, in Megatron's order. As in Megatron, every sequence of a
-    file counts as a document."""
+    file is treated as a document."""
 
     seq_length: int
     """Tokens of a sample that the model reads."""
@@ -190,7 +190,7 @@ class GPTDataset:
         return tokens_T
 
     def origin(self, index: int, /) -> list[Piece]:
-        """Where sample `index` comes from, in the order of its tokens."""
+        """Return the documents and offsets of sample `index`, in the order of its tokens."""
         index = checked_index(index, len(self))
         return [
             Piece(self.documents.prefix, sequence, start, start + length)
@@ -224,7 +224,7 @@ class GPTDataset:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How often the documents are read to give the wanted samples."""
+    """Passes over the documents that give the requested samples."""
 
     epochs: int
     total_samples: int

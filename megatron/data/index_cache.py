@@ -92,8 +92,8 @@ class IndexCache:
 
     @classmethod
     def beside(cls, prefix: str, data_cache_path: str | None) -> IndexCache:
-        """The folder of `--data-cache-path`, else `index-cache/` beside the data. For a glob
-        pattern that is beside the first part with a wildcard, for a URL in the working
+        """The folder of `--data-cache-path`, else `index-cache/` next to the data. For a glob
+        pattern that is next to the first part with a wildcard, for a URL in the working
         directory, and for a file in such a folder that folder."""
         if data_cache_path is not None:
             return cls(Path(data_cache_path), required=True)
@@ -228,10 +228,10 @@ class _Entry:
             os.rename(part, self.folder)
         except OSError:
             # Without locks another process may have published the same entry first.
-            found = self.open()
-            if found is None:
+            arrays = self.open()
+            if arrays is None:
                 raise
-            return found
+            return arrays
         finally:
             shutil.rmtree(part, ignore_errors=True)
         return _map_entry(self.folder)
@@ -316,7 +316,7 @@ def _map_array(file: Path) -> np.ndarray:
 @contextmanager
 def single_writer(entry: Path) -> Iterator[None]:
     """Only one process at a time is in this block for an entry, which need not exist. Raises
-    OSError if the lock file beside it cannot be created."""
+    OSError if the lock file next to it cannot be created."""
     path = f"{entry}.lock"
     try:
         lock = Lock(path, _SECONDS_BEFORE_SAYING_SO)

@@ -76,8 +76,8 @@ class BadLine:
 
 
 def long_line(line: bytes, number: int, longest: int | None = None) -> BadLine | None:
-    """What is wrong with a line if it has more than `longest` bytes (default: `LONGEST_RECORD`),
-    not all of which need to have been read."""
+    """Return an error if a line has more than `longest` bytes (default: `LONGEST_RECORD`), not all
+    of which need to have been read."""
     longest = LONGEST_RECORD if longest is None else longest
     if len(line) <= longest:
         return None
@@ -133,14 +133,14 @@ def texts_of_line(line: bytes, number: int, keys: Sequence[str]) -> list[str] | 
         record = _second_chance(line, number)
         if isinstance(record, BadLine):
             return record
-        found = _texts(record, number, keys)
-        if isinstance(found, list):
-            for key, text in zip(keys, found, strict=True):
+        texts = _texts(record, number, keys)
+        if isinstance(texts, list):
+            for key, text in zip(keys, texts, strict=True):
                 if surrogate := _lone_surrogate(text):
                     return BadLine(
                         number, "a lone surrogate in a text", f'"{key}" contains {surrogate}'
                     )
-        return found
+        return texts
     return _texts(record, number, keys)
 
 
@@ -176,7 +176,7 @@ def _second_chance(line: bytes, number: int) -> Any:
 
 
 def is_too_deep(text: bytes, most: int = MAX_DEPTH) -> bool:
-    """Whether JSON, or what claims to be, has more than `most` brackets inside brackets."""
+    """True if JSON, or what claims to be, has more than `most` brackets inside brackets."""
     if text.count(b"[") + text.count(b"{") <= most:
         return False
     plain = _STRING.sub(b"", text.replace(b"\\\\", b"").replace(b'\\"', b""))
@@ -210,7 +210,7 @@ def _described(value: Any) -> str:
 class ArrayReader:
     """The items of a JSON array as JSON text, one at a time.
 
-    Not ijson, which parses three times as fast, a small part of the time beside tokenization: it
+    Not ijson, which parses three times as fast, a small part of the time next to tokenization: it
     silently turns a lone surrogate into "?", ends at NaN, 1e999 or a long number in any field, and
     reads an item without an end into memory.
     """
@@ -259,12 +259,12 @@ class ArrayReader:
             self._read(max(size, _ARRAY_BYTES))
 
     def _expect(self, wanted: str) -> str:
-        found = self._next_character()
-        if not found or found not in wanted:
-            what = repr(found) if found else "the end of the file"
+        character = self._next_character()
+        if not character or character not in wanted:
+            what = repr(character) if character else "the end of the file"
             raise self._error(f"expected {' or '.join(wanted)}, found {what}")
         self._at += 1
-        return found
+        return character
 
     def _next_character(self) -> str:
         """The next one that is not white space; empty at the end of the file."""

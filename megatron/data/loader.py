@@ -163,7 +163,7 @@ class TrainingData(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """What a worker sends in place of a batch that it cannot make."""
+    """Sent by a worker instead of a batch that it cannot make."""
 
     error: Exception
 
@@ -333,13 +333,13 @@ class Prefetcher(Iterator[Batch], Generic[Batch]):
     def __next__(self) -> Batch:
         if self._end is not None:
             raise self._end
-        found = self._next_ready()
-        if found.error is not None:
-            self._end = found.error
+        ready = self._next_ready()
+        if ready.error is not None:
+            self._end = ready.error
             raise self._end
-        if found.copied is not None:
-            _use_on_current_stream(found.batch, found.copied)
-        batch: Batch = found.batch
+        if ready.copied is not None:
+            _use_on_current_stream(ready.batch, ready.copied)
+        batch: Batch = ready.batch
         return batch
 
     def _next_ready(self) -> _Ready:

@@ -168,7 +168,7 @@ class DataPipeline(ABC):
 
     @property
     def reads_examples(self) -> bool:
-        """Whether samples, or some of them, are instructions and answers."""
+        """True if samples, or some of them, are instructions and answers."""
         return False
 
     @abstractmethod
@@ -190,9 +190,8 @@ class DataPipeline(ABC):
 
     @property
     def length_multiple(self) -> int:
-        """Of which the lengths of batches are multiples that are padded to their longest row."""
-        parallel = self.config.parallel
-        return parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        """Divisor of the lengths of batches that are padded to their longest row."""
+        return self.config.parallel.length_divisor
 
     def answering(self) -> Callable[[Sequence[ScoredText], int], Any]:
         """The function that makes a batch of the model's family of texts and a length to pad them

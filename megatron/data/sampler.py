@@ -1,4 +1,4 @@
-"""Which samples a data-parallel rank reads, as a function of the samples consumed so far.
+"""The samples that a data-parallel rank reads, as a function of the samples consumed so far.
 
 The order is Megatron's default: a micro step takes the next micro_batch_size * data_size samples,
 rank r the r-th micro_batch_size of them. There is no other state, so the stream of the whole job
@@ -111,7 +111,7 @@ def continued_ranges(
     flags_before: Sequence[str], before: Sequence[str], flags: Sequence[str]
 ) -> tuple[str, ...]:
     """The ranges of a run that continues another one, whose flags had some and which then skipped
-    more, ``before`` in all: those, and what this run's flags have beside them."""
+    more, ``before`` in all: those, and what this run's flags have next to them."""
     now = tuple(flags)
     for known in (tuple(before), tuple(flags_before)):
         if now[: len(known)] == known:

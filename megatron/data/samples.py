@@ -71,7 +71,7 @@ class Segment(NamedTuple):
 
 
 class NeighborText(NamedTuple):
-    """Retrieved text that a model reads beside a sample, for people."""
+    """Retrieved text that a model reads next to a sample, as human-readable lines."""
 
     name: str
     """Whose neighbour it is."""
@@ -82,7 +82,7 @@ class NeighborText(NamedTuple):
 
 
 class SampleView(NamedTuple):
-    """One sample, or a row of one that has several, as the model reads it, for people."""
+    """One sample, or a row of one that has several, as the model reads it, human-readable."""
 
     tokens_S: np.ndarray
     loss_mask_S: np.ndarray
@@ -103,7 +103,7 @@ class SampleDataset(Protocol[Sample_co]):
     def __getitem__(self, index: int, /) -> Sample_co: ...
 
     def origin(self, index: int, /) -> Sequence[Piece]:
-        """Where sample `index` comes from, in the order of its tokens."""
+        """Return the documents and offsets of sample `index`, in the order of its tokens."""
 
 
 class RenumberedSamples(ABC, Generic[Sample_co]):
@@ -157,7 +157,7 @@ class MadeSamples(Generic[Sample_co]):
 
 
 class SampleRecipe(Protocol[Sample_co]):
-    """How samples of one type are made from documents; a frozen dataclass of its settings."""
+    """Construction of samples of one type from documents; a frozen dataclass of its settings."""
 
     def units(self, documents: Documents) -> int:
         """Number of documents, or of sequences, that --split divides."""

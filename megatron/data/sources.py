@@ -72,7 +72,7 @@ def with_corpora(settings: Settings) -> Settings:
     file = settings["corpora_file"].value if "corpora_file" in settings else DataConfig.corpora_file
     outside = "corpora_outside" in settings and settings["corpora_outside"].value
     corpora = _corpora(file, _classes(), outside=outside)
-    found = dict(settings)
+    completed = dict(settings)
     for name, words in given.items():
         flag = "--" + name.replace("_", "-")
         names = [word for word in words if _number(word) is None]
@@ -80,13 +80,13 @@ def with_corpora(settings: Settings) -> Settings:
         for corpus in [each for name in names for each in corpora.expand(name, flag)]:
             origin = f"{file}: {corpus}"
             for key, value in corpora.tokenizers.get(corpus, {}).items():
-                before = found.setdefault(key, Setting(value, origin))
+                before = completed.setdefault(key, Setting(value, origin))
                 if before.value != value:
                     raise ConfigError(
                         f"{before.origin} has {key} {before.value}, but {origin} was tokenized "
                         f"with {value}: all data of a run must have the same tokenizer"
                     )
-    return found
+    return completed
 
 
 def parts_of(config: RunConfig) -> Parts:
@@ -120,7 +120,7 @@ def _corpora(
     kind_of: Callable[[str], str] = lambda path: INDEXED,
     outside: bool = False,
 ) -> Corpora:
-    """The corpora of a file, which need not exist if nobody named it, and of classes."""
+    """The corpora of a file, which need not exist if no flag names it, and of classes."""
     if file == DataConfig.corpora_file and not os.path.exists(file):
         return Corpora(file, classes=classes, exists=False)
     kinds = (INDEXED, *file_kinds())
@@ -278,15 +278,15 @@ class BlendReader:
         form = "give NAME NAME ..., or WEIGHT NAME pairs with a weight before every name"
         has_weights = any(_number(word) is not None for word in values)
         pairs = _weighted(values, flag, form) if has_weights else [(None, name) for name in values]
-        found = [each for weight, name in pairs for each in self._find(name, weight, flag)]
-        names = [name for name, _ in found]
+        sources = [each for weight, name in pairs for each in self._find(name, weight, flag)]
+        names = [name for name, _ in sources]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(
                 f"{flag} {' '.join(values)} names {twice} twice, perhaps within a group: it would "
                 "be trained on twice"
             )
-        return tuple(source for _, source in found)
+        return tuple(source for _, source in sources)
 
     def _find(self, name: str, weight: float | None, flag: str) -> list[tuple[str, DataSource]]:
         if name not in self.corpora and os.path.exists(name) and self.kind_of(name) != INDEXED:

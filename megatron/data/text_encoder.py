@@ -78,7 +78,7 @@ def build_splitter(kind: str, lang: str, keep_newlines: bool) -> SentenceSplitte
 
 
 def available_splitter(lang: str) -> str:
-    """What --sentence-splitter auto means on this machine."""
+    """Return the splitter that --sentence-splitter auto means on this machine."""
     return "rules" if _punkt(lang) is None else "punkt"
 
 
@@ -168,7 +168,7 @@ class TextEncoder:
 
     @cached_property
     def dtype(self) -> np.dtype:
-        """Of the tokens in files and samples; the smallest that the vocabulary fits."""
+        """Dtype of the tokens in files and samples; the smallest that the vocabulary fits."""
         return best_dtype(self.tokenizer.vocab_size)
 
     @cached_property

@@ -69,19 +69,19 @@ def check_lengths(lengths: npt.NDArray[np.int64], longest: int | None) -> None:
 
 
 def too_long(answer: str, tokens: int, longest: int, flag: str) -> ValueError:
-    """What is wrong with an answer of more tokens than a model reads."""
+    """Return an error about an answer of more tokens than a model reads."""
     return ValueError(
         f"the answer {answer!r:.60} has {tokens} tokens, and the model reads {longest} ({flag}): "
         "shorten it, or use a model of longer sequences"
     )
 
 
-def fitted(pad_to: int | None, needed: int, longest: int | None, slices: int = 1) -> int:
+def fitted(pad_to: int | None, needed: int, longest: int | None, divisor: int = 1) -> int:
     """The length to pad texts to: as wanted, but no more than the model can read, or the next
-    multiple of the ``slices`` that ranks divide a sequence into."""
+    multiple of the ``divisor`` of all lengths."""
     length = needed if pad_to is None else pad_to
     assert length >= needed
-    return length if longest is None else min(length, -(-longest // slices) * slices)
+    return length if longest is None else min(length, -(-longest // divisor) * divisor)
 
 
 Label = int | float | tuple[int, int]

@@ -56,10 +56,9 @@ class Backend(ABC):
         mesh: Mesh,
         device: torch.device,
     ) -> None:
-        self._config, self._spec, self._mesh, self._device = config, spec, mesh, device
-        self._tp = TensorParallel.of(
-            mesh, config.parallel.sequence_parallel, config.parallel.experts_over_tensor
-        )
+        self._config, self._mesh, self._device = config, mesh, device
+        self._tp = TensorParallel.of(mesh, config.parallel)
+        self._spec = spec.divided(self._tp.context)
         self.layers, self.stage = spec.layers(self._tp), stage_of(settings)
         self.model = self._build(settings)
 
@@ -69,7 +68,7 @@ class Backend(ABC):
 
     @property
     def tensor_parallel(self) -> TensorParallel:
-        """What all layers have of the ranks that they are cut over."""
+        """Groups of ranks that all layers are cut over."""
         return self._tp
 
     @property
@@ -190,7 +189,7 @@ class PlainBackend(Backend):
 
 
 def runs_graphs(config: RunConfig, device: torch.device) -> bool:
-    """Whether blocks run as CUDA graphs, so that ``torch.compiler.cudagraph_mark_step_begin`` must
+    """True if blocks run as CUDA graphs, so that ``torch.compiler.cudagraph_mark_step_begin`` must
     be called before each pass: without it a block could overwrite its own input, as a graph writes
     its outputs to the same memory every time (pytorch issue 160281)."""
     graphs = config.fast_paths.torch_compile_mode in GRAPH_MODES

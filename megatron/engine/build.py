@@ -186,13 +186,13 @@ def _outlast_monitor(engine: Any) -> None:
 
 
 def backend_class(config: RunConfig) -> type[Backend]:
-    """What runs the layers of a layout."""
+    """Return the class that runs the layers of a layout."""
     pipelined = config.parallel.pipeline_model_parallel_size > 1
     return PipelineBackend if pipelined else PlainBackend
 
 
 def attention_line(config: RunConfig, device: torch.device, kind: AttentionKind = "causal") -> str:
-    """What computes attention in a run, in blocks of a kind."""
+    """Return a line that names the attention kernel of a run, for blocks of a kind."""
     # Samples of other kinds are padded.
     documents = (
         kind != "causal"
@@ -229,7 +229,8 @@ def _adapt_settings(
 
 
 def states_line(states: StateDtypes, device: torch.device) -> str:
-    """How the optimizer's states are stored, and why a GPU updates them slowly if it does."""
+    """Return a line about the storage of the optimizer's states, and the reason if a GPU updates
+    them slowly."""
     missing = missing_compiler(device.type) if device.type == "cuda" else None
     slow = f"; {missing}, so that the update is many operations, slower than of float32 states"
     return f"optimizer states: {states.shown}" + (slow if missing else "")

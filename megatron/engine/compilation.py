@@ -29,7 +29,7 @@ for training and evaluation, of each sequence length of a curriculum. Its defaul
 
 
 def to_compile(config: RunConfig, device: torch.device) -> bool:
-    """Whether the blocks of a run on this device are to be compiled. A line reports what ``auto``
+    """True if the blocks of a run on this device are to be compiled. A line reports what ``auto``
     chose on a GPU, a missing compiler, and flags that are not used without compiled blocks."""
     asked, reason = config.fast_paths.torch_compile, why_eager(config, device)
     if reason is None:
@@ -45,8 +45,8 @@ def to_compile(config: RunConfig, device: torch.device) -> bool:
 
 
 def why_eager(config: RunConfig, device: torch.device) -> str | None:
-    """Why the blocks of a run on this device are not compiled, to follow ``--torch-compile``; None
-    if they are."""
+    """Return the reason for which the blocks of a run on this device are not compiled, to follow
+    ``--torch-compile``; None if they are."""
     asked = config.fast_paths.torch_compile
     if asked == "off":
         return asked
@@ -71,8 +71,8 @@ def why_eager(config: RunConfig, device: torch.device) -> str | None:
 def _shown(paths: FastPathsConfig) -> list[str]:
     """The flags of compiled blocks that have a value."""
     mode, budget = paths.torch_compile_mode, paths.activation_memory_budget
-    found = [f"--torch-compile-mode {mode}"] * (mode != "default")
-    return found + [f"--activation-memory-budget {budget}"] * (budget is not None)
+    flags = [f"--torch-compile-mode {mode}"] * (mode != "default")
+    return flags + [f"--activation-memory-budget {budget}"] * (budget is not None)
 
 
 def _iterations(config: RunConfig) -> int:

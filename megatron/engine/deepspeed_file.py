@@ -45,7 +45,7 @@ _KNOWN_KEYS = frozenset(
     steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger
     tensorboard wandb csv_monitor comet data_efficiency curriculum_learning disable_allgather
     seq_parallel_communication_data_type aio timers use_data_before_expert_parallelism
-    dataloader_drop_last vocabulary_size""".split()
+    dataloader_drop_last vocabulary_size sequence_parallel_size activation_checkpointing""".split()
 )
 
 _NEWER_KEYS = {"log_level": "0.19.3", "disable_python_gc": "0.19.8"}
@@ -74,13 +74,9 @@ _REFUSED = {
     "datastates_ckpt": "checkpoints are the trainer's own (--save, --load, --async-save)",
     "torch_autocast": "set bf16, which runs as autocast at ZeRO stage 0",
     "tensor_parallel": "tensor parallelism comes from --tensor-model-parallel-size",
-    "activation_checkpointing": "what is recomputed is set by --recompute-granularity, "
-    "--recompute-method and --recompute-num-layers",
     "load_universal_checkpoint": "--load reads a checkpoint of any layout",
     "pipeline": "the pipeline is set by --pipeline-model-parallel-size, --pipeline-schedule and "
     "--pipeline-partition",
-    "sequence_parallel_size": "activations are split along the sequence by --sequence-parallel, "
-    "over the tensor-parallel processes",
     "weight_quantization": "weights are trained in the dtype of --bf16 or --fp16",
     "checkpoint": "checkpoints are the trainer's own (--save, --load)",
     "autotuning": "the trainer chooses no layout by itself",

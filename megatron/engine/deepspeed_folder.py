@@ -33,9 +33,9 @@ class EngineFolderWriter(CheckpointWriter):
     """Writes checkpoints of one run as DeepSpeed's engine does."""
 
     def check(self, job: SaveJob) -> None:
-        found = ruined(self.engine)
-        if found is not None:
-            raise NotFiniteError(found)
+        reason = ruined(self.engine)
+        if reason is not None:
+            raise NotFiniteError(reason)
 
     def write_own(self, job: SaveJob) -> None:
         write_engine_folder(self.engine, job.folder, job.state, self._universal_info)
@@ -43,8 +43,8 @@ class EngineFolderWriter(CheckpointWriter):
     @cached_property
     def _universal_info(self) -> Json:
         engine = self.engine
-        found = registered_parameters(engine.layers).values()
-        parts = [part for parts in found for part in parts]
+        registered = registered_parameters(engine.layers).values()
+        parts = [part for parts in registered for part in parts]
         return universal_info(parts, engine.config.model, engine.mesh.tensor.size)
 
     def complete(self, job: SaveJob) -> int:

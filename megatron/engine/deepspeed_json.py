@@ -124,6 +124,9 @@ PAIRS = (
 MAX_GRAD_NORM = Pair("optimizer.params.max_grad_norm", "clip_grad")
 """Another spelling of gradient_clipping in files for older versions; DeepSpeed refuses it."""
 
+ULYSSES = Pair("sequence_parallel_size", "ds_sequence_parallel_size")
+"""Read by the trainer, which divides sequences itself, and left out for DeepSpeed."""
+
 _FILLED: dict[str, Callable[[RunConfig], Any]] = {
     "steps_per_print": lambda config: config.logging.log_interval,
     "prescale_gradients": lambda config: config.engine.zero_stage == 0,
@@ -137,7 +140,7 @@ def merge(flags: Settings, content: Json, path: str, world_size: int) -> Setting
     name = Path(path).name
     flags = _with_scale(flags, content, name)
     merged = dict(flags)
-    for pair in (*PAIRS, MAX_GRAD_NORM):
+    for pair in (*PAIRS, MAX_GRAD_NORM, ULYSSES):
         value = get(content, pair.key)
         if value is None or value == "auto":
             continue
@@ -186,6 +189,7 @@ def _with_accumulation(settings: Settings, content: Json, path: str, world: int)
         return f"{settings[field].origin.removeprefix('flag ')} {value(field)}"
 
     model = value("tensor_model_parallel_size", 1) * value("pipeline_model_parallel_size", 1)
+    model *= value("context_parallel_size") or value("ds_sequence_parallel_size", 1)
     if model < 1 or world % model:
         return settings  # refused later, with the layout's own message
     replicas = world // model
@@ -213,7 +217,8 @@ def complete(content: Json, config: RunConfig) -> Json:
     result = copy.deepcopy(content)
     for key, _ in removed_keys(content):
         drop(result, key)
-    drop(result, MAX_GRAD_NORM.key)
+    for left_out in (MAX_GRAD_NORM, ULYSSES):
+        drop(result, left_out.key)
     for key, fill in _FILLED.items():
         if result.get(key) == "auto":
             result[key] = fill(config)
@@ -357,6 +362,8 @@ def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
     additional first step there."""
     result = copy.deepcopy(content)
     put(result, "zero_optimization.stage", running_stage(content, config))
+    # It counts the samples of each rank that has the same layers.
+    result["train_batch_size"] *= config.parallel.context_parallel_size
     result.pop("optimizer", None)
     for key in OWN_SECTIONS:
         result.pop(key, None)
@@ -409,7 +416,7 @@ def get(content: Any, key: str) -> Any:
 
 
 def offloads(content: Json, key: str) -> bool:
-    """Whether the section ``key``, ``offload_optimizer`` or ``offload_param``, has a device."""
+    """True if the section ``key``, ``offload_optimizer`` or ``offload_param``, has a device."""
     return get(content, f"zero_optimization.{key}.device") not in (None, "none")
 
 

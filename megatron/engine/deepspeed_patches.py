@@ -257,7 +257,7 @@ def keep_smallest_scale(wrapper: Any) -> Callable[[], bool]:
 
 
 def queues(stage: int, grads_in_fp32: bool) -> bool:
-    """Whether norm and clipping of a ZeRO stage can be taken over from DeepSpeed;
+    """True if norm and clipping of a ZeRO stage can be taken over from DeepSpeed;
     ``grads_in_fp32``: bf16 gradients are summed in float32."""
     partitioned = QUEUED_ACCUMULATED if stage == 1 and grads_in_fp32 else QUEUED_PARTITIONED
     return made((QUEUED_UNPARTITIONED, partitioned, partitioned, QUEUED_PARTITIONED_3)[stage])

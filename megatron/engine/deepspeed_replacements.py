@@ -1,5 +1,5 @@
-"""What is done in another way than DeepSpeed does it: why, which test compares the two, and which
-versions that was tested with; ``deepspeed_patches.py`` does it.
+"""Replacements of parts of DeepSpeed: why, which test compares the two, and which versions that was
+tested with; ``deepspeed_patches.py`` does it.
 
 A replacement is made for these versions only, and where the code that it replaces looks as
 expected. Elsewhere DeepSpeed's own path runs, which a line reports; where that would be wrong, the
@@ -266,7 +266,7 @@ OWN_SCHEDULES = Replacement(
 
 @cache
 def made(replacement: Replacement) -> bool:
-    """Whether a replacement is made; if not, the main process reports it, once."""
+    """True if a replacement is made; if not, the main process reports it, once."""
     fault = _fault(replacement)
     if fault and is_main_process():
         print(f"{fault}. Without {replacement.what} {replacement.otherwise}", flush=True)

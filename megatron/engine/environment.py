@@ -285,8 +285,8 @@ def meeting(who: str, address: str, port: int, origin: str, timeout: timedelta) 
 
 def _joined(text: str) -> str:
     """Torch's count of those that came, such as ``1/2 clients joined``."""
-    found = re.search(r"\d+/\d+ clients joined", text)
-    return found[0] if found else "not all came"
+    joined = re.search(r"\d+/\d+ clients joined", text)
+    return joined[0] if joined else "not all came"
 
 
 def _tell_deepspeed(device: torch.device) -> None:

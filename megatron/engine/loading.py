@@ -150,20 +150,20 @@ def _load_random_state(path: Path) -> None:
 
 def together(engine: ModelEngine, step: Callable[[], T]) -> T:
     """Runs ``step`` on this rank and raises on all ranks if it failed on one, so that none waits
-    for a rank that has failed. A model of one process, such as one beside a run of several, asks no
-    other. Raises the error of this rank, or else CheckpointError with that of another."""
+    for a rank that has failed. A model of one process, such as one next to a run of several, asks
+    no other. Raises the error of this rank, or else CheckpointError with that of another."""
     result, error = None, None
     try:
         result = step()
     except Exception as caught:
         error = caught
-    found = None if error is None else str(error) or repr(error)
+    reason = None if error is None else str(error) or repr(error)
     if engine.mesh.world.size > 1:
-        found = first_reason(found, engine.device)
+        reason = first_reason(reason, engine.device)
     if error is not None:
         raise error
-    if found is not None:
-        raise CheckpointError(found)
+    if reason is not None:
+        raise CheckpointError(reason)
     return result  # type: ignore[return-value]
 
 

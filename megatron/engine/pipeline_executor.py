@@ -77,8 +77,8 @@ class PipelinePasses:
         self._queue: list[tuple[dist.P2POp, _Arrival | None]] = []
         self._arriving: dict[_Arrival, list[dist.Work]] = {}
         self._leaving: list[list[tuple[dist.Work, Tensor]]] = []
-        found: dict[int, Tensor] = {}
-        self._found = found
+        numbers: dict[int, Tensor] = {}
+        self._found = numbers
         self._boundaries = self._agree_on_boundaries()
         self.executed = []
         for entry in plan:
@@ -94,7 +94,7 @@ class PipelinePasses:
         self.wait_for_sends()
         assert not self._arriving and not self._queue
         del self._batches, self._loaded, self._inputs, self._outputs, self._gradients, self._found
-        return found
+        return numbers
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """In which dtype a stage computes, where that is not its weights'."""
@@ -105,7 +105,7 @@ class PipelinePasses:
         raise AssertionError("evaluations have no backward passes")
 
     def reduce_gradients(self) -> None:
-        """What is left to do with the gradients after the last pass."""
+        """Finish the gradients after the last pass."""
         raise AssertionError("evaluations have no gradients")
 
     def _load(self, micro_batch: int) -> tuple[Any, LayerState]:

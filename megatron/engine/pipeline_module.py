@@ -86,7 +86,7 @@ class _TiedSpec(TiedLayerSpec):
 
 
 def layer_bounds(layers: Sequence[LayerSpec], parallel: ParallelConfig) -> list[int]:
-    """Where each stage starts in the layer list, and the list's length."""
+    """Return the first layer of each stage, and the length of the layer list."""
     weights = [0] * len(layers)
     if parallel.pipeline_partition == "parameters":
         with torch.device("meta"):
@@ -127,19 +127,19 @@ class Boundary(NamedTuple):
         )
 
     def taken_from(self, state: LayerState) -> tuple[Tensor, ...]:
-        found = tuple(
+        tensors = tuple(
             getattr(state, name) if name in _COMPUTED else state.losses[name].to(dtype)
             for name, dtype in zip(self.names, self.dtypes, strict=True)
         )
-        for name, tensor, shape, dtype in zip(*self[:1], found, *self[1:], strict=True):
+        for name, tensor, shape, dtype in zip(*self[:1], tensors, *self[1:], strict=True):
             has = tuple(tensor.shape), tensor.dtype
             assert has == (shape, dtype), f"{name} is {has} between stages, not {shape, dtype}"
-        return found
+        return tensors
 
     def put_into(self, state: LayerState, tensors: Sequence[Tensor]) -> LayerState:
-        found = dict(zip(self.names, tensors, strict=True))
-        hidden, encoder = found.pop("hidden"), found.pop("encoder", state.encoder)
-        return state.changed(hidden=hidden, encoder=encoder, losses={**state.losses, **found})
+        values = dict(zip(self.names, tensors, strict=True))
+        hidden, encoder = values.pop("hidden"), values.pop("encoder", state.encoder)
+        return state.changed(hidden=hidden, encoder=encoder, losses={**state.losses, **values})
 
     def empty(self, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(

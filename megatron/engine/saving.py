@@ -148,8 +148,8 @@ class CheckpointWriter:
         save in the background."""
         if self._running is not None and (wait or self._running.done()):
             self._wait()
-        found, self._results = self._results, []
-        return found
+        results, self._results = self._results, []
+        return results
 
     def close(self) -> list[SaveResult]:
         """Waits for the save in the background, if any, and returns what :meth:`finished` would;
@@ -219,22 +219,23 @@ class CheckpointWriter:
         reason = None if error is None else str(error) or repr(error)
         ruined, lost = isinstance(error, NotFiniteError), False
         try:
-            found = first_reason(reason, self._device, self._group)
-            ruined = found is not None and any_rank(ruined, self._device, self._group)
+            reason_of_any = first_reason(reason, self._device, self._group)
+            ruined = reason_of_any is not None and any_rank(ruined, self._device, self._group)
         except RuntimeError as caught:  # a rank is gone, or took longer than the time limit
-            error, found = caught, reason or f"the ranks could not agree ({caught})"
+            error, reason_of_any = caught, reason or f"the ranks could not agree ({caught})"
             ruined, lost = False, True
-        if found is not None and ruined:
-            raise NotFiniteError(found) from error
-        if found is not None:
+        if reason_of_any is not None and ruined:
+            raise NotFiniteError(reason_of_any) from error
+        if reason_of_any is not None:
             kind = LostRanksError if lost else CheckpointError
             raise kind(
-                f"saving to {self.folder} failed: {found}; earlier checkpoints are untouched"
+                f"saving to {self.folder} failed: {reason_of_any}; earlier checkpoints are "
+                "untouched"
             ) from error
 
     def write(self, job: SaveJob) -> None:
-        """What all ranks do, before one makes the checkpoint visible, in steps that end on all of
-        them or fail on all of them."""
+        """Write the files of all ranks, before one makes the checkpoint visible, in steps that end
+        on all of them or fail on all of them."""
         self._together(lambda: self.check(job))
         self._together(lambda: self.write_own(job))
 
@@ -286,7 +287,7 @@ def shareable(content: Any) -> Any:
 
 
 def own_slices(engine: TrainEngine, folder: Path) -> SliceWriter:
-    """What this rank writes into a checkpoint's folder: views of the engine's state where that is
+    """Return this rank's part of a checkpoint's folder: views of the engine's state where that is
     float32, otherwise what it takes to decode it a slice at a time. At stage 0 all replicas are
     equal and the first one writes."""
     options = engine.config.checkpoint
@@ -317,7 +318,8 @@ def weights_dtype(engine: TrainEngine) -> torch.dtype:
 
 
 def ruined(engine: TrainEngine) -> str | None:
-    """Which of this rank's weights and moments are not finite, in words; None if all are."""
+    """Return the names of this rank's weights and moments that are not finite, in words; None if
+    all are."""
     stored = engine.stored_states
     for dtype, wanted in ((weights_dtype(engine), True), (torch.float32, False)):
         tensors = {
@@ -326,8 +328,8 @@ def ruined(engine: TrainEngine) -> str | None:
             for kind in own.kinds
             if (kind == "weight") == wanted
         }
-        if found := not_finite(tensors, dtype):
-            return found
+        if message := not_finite(tensors, dtype):
+            return message
     return None
 
 

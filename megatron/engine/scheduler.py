@@ -16,16 +16,16 @@ MPI_PORT = 29500
 
 
 def variables_of_scheduler(given: Mapping[str, str]) -> dict[str, str]:
-    """What torch.distributed needs, from the variables of a process of srun or mpirun; those that
-    are given already keep their values. Empty if neither has started this process. Raises
-    ConfigError where they do not say where the first process is."""
+    """Return the settings of torch.distributed, from the variables of a process of srun or mpirun;
+    those that are given already keep their values. Empty if neither has started this process.
+    Raises ConfigError where they do not say where the first process is."""
     if "SLURM_STEP_NODELIST" in given and "SLURM_PROCID" in given:
-        found = _slurm(given)
+        variables = _slurm(given)
     elif "OMPI_COMM_WORLD_RANK" in given:
-        found = _open_mpi(given)
+        variables = _open_mpi(given)
     else:
         return {}
-    return {name: given.get(name, value) for name, value in found.items()}
+    return {name: given.get(name, value) for name, value in variables.items()}
 
 
 def _slurm(given: Mapping[str, str]) -> dict[str, str]:
@@ -47,12 +47,12 @@ def _slurm(given: Mapping[str, str]) -> dict[str, str]:
 def first_of_nodes(nodes: str) -> str:
     """The first name of slurm's notation, such as ``node[07-09,12],login``. Raises ConfigError if
     it is something else."""
-    found = re.fullmatch(r"([^\[\],]+)(?:\[(\d+)[-,\d]*\]([^\[\],]*))?(?:,.*)?", nodes)
-    if found is None:
+    match = re.fullmatch(r"([^\[\],]+)(?:\[(\d+)[-,\d]*\]([^\[\],]*))?(?:,.*)?", nodes)
+    if match is None:
         raise ConfigError(
             f"SLURM_STEP_NODELIST={nodes}: the first node is not clear; set MASTER_ADDR to its name"
         )
-    return "".join(part or "" for part in found.groups())
+    return "".join(part or "" for part in match.groups())
 
 
 def _tasks_of_node(counts: str, node: int) -> str:

@@ -74,7 +74,7 @@ class Float32Partition:
         self._tensors = {**state, "weight": main.data}
 
     def has(self, kind: str) -> bool:
-        """Whether there is this state: no moments before the first update."""
+        """True if there is this state: no moments before the first update."""
         return self._tensors.get(kind) is not None
 
     def get(self, kind: str, start: int, count: int) -> Tensor:

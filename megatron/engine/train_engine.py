@@ -115,7 +115,7 @@ class ModelEngine:
     def evaluate(
         self, batches: Iterator[Batch], count: int, measure: Measure | None = None
     ) -> dict[str, float]:
-        """What a measure reports of the means by name of its numbers over ``count`` of each
+        """Return the numbers that a measure reports, from the means by name over ``count`` of each
         data-parallel rank's batches; by default that of the model's evaluations, the losses."""
         measure = measure or self.spec.evaluated
         if measure is None:
@@ -137,7 +137,7 @@ class ModelEngine:
         return _of_all(self._from_last_stage(own), self.mesh.samples).cpu()
 
     def taught(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-        """So many micro batches with what the losses need."""
+        """Return ``count`` micro batches with the inputs that the losses need."""
         return batches if self.teach is None else self.teach(batches, count)
 
     @record_function("megatron::evaluate")
@@ -177,7 +177,7 @@ _DIMENSIONS = 4
 
 
 def _of_all(rows: Tensor, group: Group) -> Tensor:
-    """Those of each rank, in order."""
+    """Gather the rows of each rank, in order."""
     if group.size == 1:
         return rows[None]
     found = [torch.empty_like(rows) for _ in range(group.size)]
@@ -309,7 +309,8 @@ class TrainEngine(ModelEngine):
     def prepare(self, micro_batches: int) -> None:
         if not self.model.training:  # train() visits every module
             self.engine.train()
-        self.engine.set_train_batch_size(self._samples_per_round * micro_batches)
+        context = self.mesh.group("context").size  # DeepSpeed counts the samples of each rank
+        self.engine.set_train_batch_size(self._samples_per_round * context * micro_batches)
         self.kernels.refresh()
 
     def mean_losses(self, sums: Tensor, micro_batches: int) -> dict[str, Tensor]:

@@ -105,8 +105,8 @@ def _are_halves(cut: Cut) -> bool:
 
 
 def _affine_map(shard: Shard, cut: Cut, size: int) -> dict[str, Any]:
-    """Where each rank's rows are, for parameters of which several ranks have the same share: no
-    list of patterns expresses that (DeepSpeed's ``checkpoint/affine.py``)."""
+    """Map from each rank's rows to rows of the parameter, where several ranks have the same share:
+    no list of patterns expresses that (DeepSpeed's ``checkpoint/affine.py``)."""
     assert cut.dim == 0 and cut.held is not None
     inner = math.prod(shard.full_shape[1:])
     strides = [math.prod(shard.full_shape[axis + 1 :]) for axis in range(len(shard.full_shape))]

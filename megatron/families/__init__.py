@@ -46,8 +46,8 @@ def family_of(name: str) -> Family:
         )
     for feature in features().values():
         if name in feature.families:
-            found: Family = feature.family(name)
-            return found
+            family: Family = feature.family(name)
+            return family
     return FAMILY
 
 

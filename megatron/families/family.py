@@ -22,7 +22,7 @@ from megatron.tokenizer import Tokenizer
 
 
 class NeighborSpec(NamedTuple):
-    """What models that retrieve read for each chunk of a text.
+    """Text that retrieving models read for each chunk.
 
     Attributes:
         chunk_length: tokens of a chunk.
@@ -42,12 +42,12 @@ class NeighborSpec(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of all neighbours of a chunk."""
+        """Number of tokens of all neighbours of a chunk."""
         return self.neighbors * self.neighbor_length
 
 
 class GenerationSpec(NamedTuple):
-    """How the models of a family continue text.
+    """Text generation by the models of a family.
 
     Attributes:
         begin: the initial state of tokens [1, S] of the decoder, their positions and the cache.
@@ -157,8 +157,8 @@ class Family(ABC):
         return TransformerShape.of(model)
 
     def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
-        """How a run's model continues text. Raises ValueError if the tokenizer lacks a token for
-        it."""
+        """Return how a run's model continues text. Raises ValueError if the tokenizer lacks a token
+        for it."""
         raise AssertionError(f"models of the family {self.name} do not generate")
 
     def answered(

@@ -131,7 +131,7 @@ class GPTData(DataPipeline):
 
     @property
     def _head_multiple(self) -> int | None:
-        """Of which the positions of examples that the head computes are a multiple; None where it
+        """Divisor of the number of positions of examples that the head computes; None where it
         computes all: for graphs of one shape, and for a cache that later epochs read, in other
         batches."""
         graphs = self.config.fast_paths.torch_compile_mode in GRAPH_MODES
@@ -147,7 +147,7 @@ class GPTData(DataPipeline):
         return next(kind for kind in self.config.kinds if kind.samples == PACKED)
 
     def _padding(self) -> Padding | None:
-        """How examples are padded that are not packed."""
+        """Return the padding of examples that are not packed."""
         if not self._packed.pads_batches:
             return None
         return Padding(padding_token(self.tokenizer), self.length_multiple)
@@ -177,7 +177,7 @@ class GPTData(DataPipeline):
 
     @property
     def reads_examples(self) -> bool:
-        """Whether samples, or some of them, are instructions and answers."""
+        """True if samples, or some of them, are instructions and answers."""
         if self.config.data.mock_data:
             return False
         blends = self.parts.blends()
@@ -280,9 +280,8 @@ class GPT(Family):
     ) -> GPTBatch:
         longest = config.model.positions.longest
         needed = int(self.scored_lengths(config, texts).max())
-        parallel = config.parallel
-        slices = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        return GPTBatch.scoring(texts, fitted(pad_to, needed, longest, slices), longest)
+        divisor = config.parallel.length_divisor
+        return GPTBatch.scoring(texts, fitted(pad_to, needed, longest, divisor), longest)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> DataPipeline:
         if config.model.head == "reward" and not any(kind.head for kind in config.kinds):

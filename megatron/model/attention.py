@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
+from megatron.config.features import taking_part
 from megatron.model.attention_backends import attention_backend
 from megatron.model.attention_masks import AttentionKind, AttentionMasks, AttentionScoring
 from megatron.model.layer_list import LayerCache, LayerState
@@ -22,7 +23,7 @@ from megatron.parallel.layers import (
     RowParallelLinear,
 )
 from megatron.parallel.shard import Cut, Init, Shard, initial, parameter
-from megatron.parallel.tensor_parallel import TensorParallel, tensor_parallel_random
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
 class Folding(Protocol):
@@ -58,11 +59,14 @@ class Attention(nn.Module):
         super().__init__()
         attention = config.attention
         self.folding = folding
-        self.layer, self.group, self.recompute = layer, tp.group, recompute
+        self.layer, self.tp, self.recompute = layer, tp, recompute
         self.head_dim = attention.kv_channels
         self.dropout = attention.attention_dropout
         self.biased = kind != "cross"
-        self.attend = attention_backend(attention.attention_backend, self.dropout)
+        plain = self.attend = attention_backend(attention.attention_backend, self.dropout)
+        for feature in taking_part():
+            self.attend = feature.attention(self.attend, config, layer, tp, kind)
+        assert tp.context.size == 1 or self.attend is not plain, "attention needs whole sequences"
         self.scores = AttentionScoring.of(config, layer, tp.group, kind)
         self.rotation = None if kind == "cross" else RotaryEmbedding.of(config, layer)
         width, bias, init = config.hidden_size, attention.qkv_bias, initial(config)
@@ -115,7 +119,8 @@ class Attention(nn.Module):
         q, k, v = self._bounded(q, norms[0]), self._bounded(k, norms[1]), self._bounded(v)
         if self.rotation is not None:
             lengths = None if state.cache is None else state.cache.lengths_BS
-            angles = self.rotation.angles(q.shape[1], positions, lengths, q.device, q.dtype)
+            whole = q.shape[1] * self.tp.context.size
+            angles = self.rotation.angles(whole, positions, lengths, q.device, q.dtype)
             q, k = apply_rope(q, *angles), apply_rope(k, *angles)
         if self.norms_last and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -186,5 +191,5 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if not dropout:
             return self.attend(q, k, v, self.scores, masks, 0.0, bias, sinks)
-        with tensor_parallel_random(self.group):
+        with self.tp.random_inside():
             return self.attend(q, k, v, self.scores, masks, dropout, bias, sinks)

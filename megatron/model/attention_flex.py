@@ -77,7 +77,8 @@ def flex_windows(
 
 
 def why_not_flex(config: ModelConfig, device_type: str) -> str | None:
-    """Why FlexAttention is not used for a model on a kind of device; None if it is."""
+    """Return the reason for which FlexAttention is not used for a model on a kind of device; None
+    if it is."""
     attention = config.attention
     if device_type not in DEVICES:
         return "FlexAttention is for GPUs"
@@ -155,8 +156,8 @@ def block_mask(
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of a bool [B, 1, Q, Q]: how many are chosen, int32 [B, 1, Q], and all columns,
-    int32 [B, 1, Q, Q], the chosen ones first, each part in rising order."""
+    """Return, for each row of a bool [B, 1, Q, Q], how many are chosen, int32 [B, 1, Q], and all
+    columns, int32 [B, 1, Q, Q], the chosen ones first, each part in rising order."""
     order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
     # The kernels read a row as neighbours in memory, and sorting keeps the strides of a transpose.
     order = order.to(torch.int32, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""How the blocks of a model score keys, and which keys a query sees.
+"""Scores of keys in the blocks of a model, and the keys that a query sees.
 
 Causal attention sees the keys up to the query's own; full attention, and attention to another
 sequence, all keys.
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ from megatron.parallel.mesh import SINGLE, Group
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+T = TypeVar("T")
+
+_EARLY = 8192
+"""Tokens up to which the mask of documents is made before a layer needs it: 64 MiB a sample."""
+
 AttentionKind = Literal["causal", "full", "cross"]
 """A token sees those up to itself, all of its sequence, or all of another sequence; of the last two
 no padding."""
@@ -30,8 +35,8 @@ no padding."""
 
 @dataclass(frozen=True)
 class AttentionScoring:
-    """How a block computes scores: scale x q k, then softcap x tanh(score / softcap), then less
-    slope x distance.
+    """Computation of scores in a block: scale x q k, then softcap x tanh(score / softcap), then
+    less slope x distance.
 
     Attributes:
         scale: None for 1 / sqrt(D).
@@ -54,8 +59,9 @@ class AttentionScoring:
         group: Group = SINGLE,
         kind: AttentionKind = "causal",
     ) -> AttentionScoring:
-        """Those of block ``layer``, for the heads of a tensor-parallel rank. Cross-attention has
-        neither a window nor ALiBi: positions of two sequences have no distance."""
+        """Return the scoring of block ``layer``, for the heads of a tensor-parallel rank.
+        Cross-attention has neither a window nor ALiBi: positions of two sequences have no
+        distance."""
         attention = config.attention
         scalar, window = attention.query_pre_attn_scalar, attention.window(layer)
         slopes: tuple[float, ...] = ()
@@ -125,10 +131,10 @@ class AttentionMasks:
         self.tokens = None if padding_BT is None else ~padding_BT[:, None, None, :]
         self.blocks = blocks or {}
         self._documents: Tensor | None = None
-        if document_ids_BS is not None and not self.blocks:
+        if document_ids_BS is not None and not self.blocks and len(document_ids_BS[0]) <= _EARLY:
             # Here and not in a layer: code compiled for layers finds it.
             self._documents = document_mask(document_ids_BS, causal)
-        self._made: dict[tuple, Tensor] = {}
+        self._made: dict[Hashable, Any] = {}
 
     @property
     def documents(self) -> Tensor | None:
@@ -136,7 +142,7 @@ class AttentionMasks:
         if self._documents is not None or self.document_ids is None:
             return self._documents
         ids_BS, causal = self.document_ids, self.causal
-        return self._once(("documents",), lambda: document_mask(ids_BS, causal))
+        return self.once(("documents",), lambda: document_mask(ids_BS, causal))
 
     def unmade(self) -> AttentionMasks:
         """The same without what layers made."""
@@ -171,7 +177,7 @@ class AttentionMasks:
             mask = mask if causal else mask[None, None]
             return mask if seen is None else mask & seen
 
-        return self._once(("window", queries, keys, window, device, causal), make)
+        return self.once(("window", queries, keys, window, device, causal), make)
 
     def bias(
         self,
@@ -206,16 +212,17 @@ class AttentionMasks:
             # A row for each sample is no work, but blocks that find it made need another graph.
             return make()
         key = ("bias", queries, keys, width, slopes, like.dtype, like.device, causal)
-        return self._once(key, make)
+        return self.once(key, make)
 
-    def _once(self, key: tuple, make: Callable[[], Tensor]) -> Tensor:
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the result of ``make``, which is called once for equal keys."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
 
 def narrows(window: int | None, keys: int, causal: bool = True) -> bool:
-    """Whether a window hides any of so many keys."""
+    """True if a window hides any of so many keys."""
     return window is not None and keys > (window if causal else window // 2 + 1)
 
 

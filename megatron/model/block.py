@@ -91,8 +91,8 @@ class Block(nn.Module):
         return state.with_hidden(y + last)
 
     def attend_across(self, normed: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
-        """What the attention of normed hidden states to the encoder's output adds to them, and the
-        state after it."""
+        """Return the addend that attention of normed hidden states to the encoder's output makes,
+        and the state after it."""
         assert self.cross_attention is not None
         seen = self.cross_attention_post_norm(self.cross_attention(normed, state))
         return self._added(seen), state

@@ -34,7 +34,7 @@ _CHUNK = 1 << 16
 
 
 def suits(q_BNSD: Tensor, k_BKTD: Tensor, causal: bool = True) -> bool:
-    """Whether :func:`attention` is for these: on a CPU, in bfloat16, probabilities at most twice as
+    """True if :func:`attention` is for these: on a CPU, in bfloat16, probabilities at most twice as
     large as queries, keys, values and output together; causally, as many keys as queries."""
     queries, width = q_BNSD.shape[2:]
     keys = k_BKTD.shape[2]
@@ -238,7 +238,7 @@ def _by_head(scores_XQP: Tensor, q_BNSD: Tensor, count: int) -> Tensor:
 
 
 def _part(bias: Tensor, first: int, end: int, seen: int) -> Tensor:
-    """What a bias adds to the scores of a block; a view."""
+    """Return the part of a bias that belongs to the scores of a block; a view."""
     queries = slice(None) if bias.shape[2] == 1 else slice(first, end)
     return bias[:, :, queries, :seen]
 

@@ -26,7 +26,7 @@ WORDS = "embedding.word_embeddings"
 
 class TokenEmbedding(VocabParallelEmbedding):
     """The token embedding; with ``project`` the output head with the same weight, whose logits have
-    a ``bias`` where it is asked for. ``chunk_bytes`` is as in :class:`LossHead`."""
+    a ``bias`` on request. ``chunk_bytes`` is as in :class:`LossHead`."""
 
     def __init__(
         self,
@@ -58,18 +58,18 @@ class TokenEmbedding(VocabParallelEmbedding):
             x = x * self.input_scale
         if project and state.objective is not None:
             objective = partial(_losses, state.objective, state.batch)
-            found = super().forward(x, project, state.targets, objective)
+            outputs = super().forward(x, project, state.targets, objective)
         else:
-            found = super().forward(x, project, state.targets)
-        if isinstance(found, dict):
-            for name, loss in found.items():
+            outputs = super().forward(x, project, state.targets)
+        if isinstance(outputs, dict):
+            for name, loss in outputs.items():
                 state = state.with_loss(name, loss)
             return state
-        if isinstance(found, TokenScores):
-            return state.changed(scores=found)
+        if isinstance(outputs, TokenScores):
+            return state.changed(scores=outputs)
         if project and state.targets is not None:
-            return state.with_loss(LM_LOSS, found)
-        return state.with_hidden(found)
+            return state.with_loss(LM_LOSS, outputs)
+        return state.with_hidden(outputs)
 
 
 def _losses(

@@ -47,7 +47,7 @@ class TransformerShape:
 
     @property
     def causal(self) -> bool:
-        """Whether any block's attention is causal."""
+        """True if any block's attention is causal."""
         return not self.sees_later or (self.decoder is not None and self.decoder.causal)
 
     @classmethod
@@ -174,6 +174,15 @@ class TransformerShape:
         # The first queries of a causal window have fewer keys before them.
         halved = causal and not self.sees_later
         return sum(w - w**2 / (2 * length) if halved else w for w in seen)
+
+    def scores_per_token(self) -> float:
+        """Forward FLOPs of one token in the scores of causal blocks without a window, and the mix
+        of values: what documents that share a sequence leave out in part. Of l tokens of a document
+        a query sees l / 2 instead of s / 2 of the sequence, so that the share that remains is the
+        sum of l^2 over s^2."""
+        full = self.windows.count(None) if self.windows else self.num_layers
+        keys = 0.0 if self.sees_later else full * self.seq_length / 2
+        return 4 * self.num_attention_heads * self.kv_channels * keys
 
     def flops_per_step(self, samples: int, *, causal: bool) -> float:
         """Model FLOPs of an optimizer step on ``samples`` sequences, over all devices."""

@@ -38,7 +38,7 @@ HEAD_NAMES = {
 
 
 class Pooler(nn.Module):
-    """What stands for a whole sample: tanh of a dense layer of its first token."""
+    """Pools a sample: tanh of a dense layer of its first token."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class MultipleChoiceHead(SampleHead):
 
 
 class SpanHead(WholeLinear):
-    """Where a span of the text starts, and where it ends: two scores of every token."""
+    """Scores the places where a span of the text starts and ends: two scores of every token."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         init = initial(model)
@@ -114,7 +114,7 @@ class SpanHead(WholeLinear):
 
 
 class RewardHead(WholeLinear):
-    """How good a text is: a number, of its last token."""
+    """Rates a text: a number, of its last token."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         init = initial(model)
@@ -127,8 +127,11 @@ class RewardHead(WholeLinear):
             return state.with_hidden(self.tp.whole_sequence(super().forward(state.hidden)))
         last_B1 = state.targets.positions_BP
         assert last_B1 is not None and last_B1.shape[1] == 1, "a reward is that of a last token"
-        x_BPH, _ = state.targets.taken(state.hidden, self.tp)
-        reward_B = self.tp.whole_sequence(super().forward(x_BPH))[:, 0, 0]
+        x_BPH, targets = state.targets.taken(state.hidden, self.tp)
+        reward_BP = self.tp.whole_part(super().forward(x_BPH))[..., 0]
+        # Of a context's ranks one has the last token.
+        reward_BP = reward_BP.masked_fill(targets.mask_BS == 0, 0.0)
+        reward_B = targets.gathered(reward_BP, self.tp.context)[:, 0]
         margin_B = getattr(state.batch, "margin_R", None)
         for name, loss in reward_losses(reward_B, margin_B).items():
             state = state.with_loss(name, loss)
@@ -197,7 +200,8 @@ _HEADS: dict[str, Callable[[ModelConfig, TensorParallel], WholeLinear]] = {
 
 
 def head_layers(model: ModelConfig, tp: TensorParallel) -> list[LayerSpec]:
-    """What follows the final norm of a model with another head than a language model's."""
+    """Return the layers after the final norm of a model with another head than a language
+    model's."""
     head = LayerSpec(HEAD_NAMES[model.head], partial(_HEADS[model.head], model, tp))
     return [head] if model.head in ("span", "reward") else [pooler(model, tp), head]
 

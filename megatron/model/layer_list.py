@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ParallelConfig
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring
+from megatron.parallel.context import Context
 from megatron.parallel.loss_head import Objective, Targets, TokenScores
 from megatron.parallel.mesh import ALONE, Coordinates
 from megatron.parallel.shard import Buffer, init_of, shard_of
@@ -41,8 +42,9 @@ class NeighborStore(Protocol):
         ...
 
     def by_chunk(self, x_1TH: Tensor | None) -> Sequence[Tensor]:
-        """Of all chunks that end, [1, C x n, H], to those of each, [1, n, H]: what is computed one
-        by one does not depend on the others. Nothing of None, where no chunk ends."""
+        """Split the states of all chunks that end, [1, C x n, H], into those of each, [1, n, H]:
+        results computed one by one do not depend on the others. None, where no chunk ends, gives
+        nothing."""
         ...
 
     def attend(
@@ -126,7 +128,10 @@ class EmbeddingNoise(NamedTuple):
         shape = (samples, self.longest, x_BSH.shape[-1])
         draws_BSH = torch.rand(shape, generator=random, device=x_BSH.device)[:, :length]
         width_BS = self.alpha * (self.tokens_BS * shape[-1]).rsqrt()
-        noise_BSH = (2 * tp.own(draws_BSH, 1) - 1) * tp.own(width_BS, 1)[..., None]
+        draws_BSH, width_BS = (
+            tp.own(tp.context.take(each, 1), 1) for each in (draws_BSH, width_BS)
+        )
+        noise_BSH = (2 * draws_BSH - 1) * width_BS[..., None]
         return noise_BSH.to(x_BSH.dtype)
 
 
@@ -158,6 +163,7 @@ class LayerState(NamedTuple):
         scores: of the targets, where they are to be scored.
         objective: what the head computes instead of the cross entropy of the targets.
         noise: on the token embeddings.
+        apart: the numbers of a sample must not depend on the samples next to it, as in generation.
     """
 
     hidden: Tensor
@@ -176,6 +182,7 @@ class LayerState(NamedTuple):
     scores: TokenScores | None = None
     objective: Objective | None = None
     noise: EmbeddingNoise | None = None
+    apart: bool = False
 
     def changed(self, **fields: Any) -> LayerState:
         """This state with other values of some fields."""
@@ -184,6 +191,20 @@ class LayerState(NamedTuple):
 
     def with_hidden(self, hidden: Tensor) -> LayerState:
         return self.changed(hidden=hidden, pending=None)
+
+    def divided(self, context: Context) -> LayerState:
+        """The part of a rank of a context of the state before the first layer, with the positions
+        of its tokens in the whole sequences; ``batch``, ``masks`` and ``noise`` stay whole."""
+        length, positions_BS = self.hidden.shape[1], self.position_ids
+        if positions_BS is None:
+            positions_BS = torch.arange(length, device=self.hidden.device)[None]
+        types_BS, targets = self.token_types, self.targets
+        return self.changed(
+            hidden=context.take(self.hidden, 1),
+            position_ids=context.take(positions_BS, 1),
+            token_types=None if types_BS is None else context.take(types_BS, 1),
+            targets=None if targets is None else targets.divided(context, length),
+        )
 
     @property
     def total(self) -> Tensor:
@@ -198,7 +219,7 @@ class LayerState(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """How to build one layer.
+    """Recipe of one layer.
 
     Attributes:
         name: canonical name (``layers.3``), the prefix of its parameters' names.
@@ -273,7 +294,7 @@ class LayerSequence:
                 self.steps[place] = index, partial(around, step)
 
     def observe(self, observer: Callable[[int, LayerState], None]) -> None:
-        """Calls a function with the index of every layer and the state after it, from now on."""
+        """Calls a function with the index of every layer and the state after it."""
         self.steps = [(index, _observed(index, step, observer)) for index, step in self.steps]
 
 
@@ -283,12 +304,14 @@ class RecomputedLayers(LayerSequence):
     def __call__(self, state: LayerState) -> LayerState:
         if not torch.is_grad_enabled():
             return super().__call__(state)
-        return checkpoint(self._with_unmade_masks, state, use_reentrant=False)
+        # Of what is computed by the arguments: so it is saved as other tensors are, by their hooks.
+        rest = state.changed(hidden=None, encoder=None)
+        return checkpoint(self._again, state.hidden, state.encoder, rest, use_reentrant=False)
 
-    def _with_unmade_masks(self, state: LayerState) -> LayerState:
+    def _again(self, hidden: Tensor, encoder: Tensor | None, rest: LayerState) -> LayerState:
         # Recomputation must not find masks that the first pass made: compiled code would differ.
-        masks = None if state.masks is None else state.masks.unmade()
-        return super().__call__(state.changed(masks=masks))
+        masks = None if rest.masks is None else rest.masks.unmade()
+        return super().__call__(rest.changed(hidden=hidden, encoder=encoder, masks=masks))
 
 
 def _from_zero(block: Step, state: LayerState) -> LayerState:

@@ -40,7 +40,7 @@ class RotaryEmbedding:
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> RotaryEmbedding | None:
-        """That of block ``layer``; None for a model without RoPE."""
+        """Return the embedding of block ``layer``; None for a model without RoPE."""
         positions = config.positions
         if positions.position_embedding_type != "rope":
             return None

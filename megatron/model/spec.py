@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from typing import Any, Literal, Protocol, TypeVar
@@ -15,7 +15,7 @@ from megatron.config import RunConfig
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerSpec, LayerState
-from megatron.parallel.loss_head import Targets
+from megatron.parallel.context import Context
 from megatron.parallel.tensor_parallel import TensorParallel
 
 
@@ -50,11 +50,13 @@ class Measure:
 
     def start(self, begin: LayerState) -> LayerState:
         """The initial state of a micro batch from which the last layer computes what is needed."""
+        if self.per_sample:
+            begin = begin.changed(apart=True)
         if self.ends == "logits":
             return begin.changed(targets=None)
         if self.ends == "scores":
             assert begin.targets is not None
-            return begin.changed(targets=Targets(*begin.targets[:3], scored=True))
+            return begin.changed(targets=begin.targets.changed(scored=True))
         return begin
 
     def of(self, state: LayerState, batch: Any) -> Tensor:
@@ -146,6 +148,12 @@ class ModelSpec:
     widened: bool = False
     draws: bool = False
     is_addition: Callable[[str], bool] = lambda name: False
+
+    def divided(self, context: Context) -> ModelSpec:
+        """The model in which each rank of a context begins with its part of every sequence."""
+        if context.size == 1:
+            return self
+        return replace(self, begin=lambda batch: self.begin(batch).divided(context))
 
     def total(self, losses: Mapping[str, Number]) -> Number:
         weighted = (

@@ -1,7 +1,7 @@
-"""Which of torch's kernels computes scaled_dot_product_attention on a GPU, and what is said of it.
+"""Choice of torch's kernel for scaled_dot_product_attention on a GPU, and lines about it.
 
-torch takes the first kernel of a list that supports the inputs. Flash-attention 3 and 4 take the
-place of torch's own flash kernel, version 2, in that list.
+torch takes the first kernel of a list that supports the inputs. Flash-attention 3 and 4 replace
+torch's own flash kernel, version 2, in that list.
 """
 
 from __future__ import annotations
@@ -92,13 +92,11 @@ class _Flash(NamedTuple):
     @property
     def installed(self) -> bool:
         try:
-            found = importlib.util.find_spec(self.module)
+            spec = importlib.util.find_spec(self.module)
         except (ImportError, ValueError):  # a package around it is missing or broken
             return False
         # A folder without code holds other versions.
-        return found is not None and (
-            found.origin is not None or not found.submodule_search_locations
-        )
+        return spec is not None and (spec.origin is not None or not spec.submodule_search_locations)
 
 
 FLASH = {
@@ -129,7 +127,7 @@ def version_of_flash(name: str, dropout: float) -> int:
 
 
 def _problem(version: int, dropout: float) -> str | None:
-    """Why a version cannot be used, with the remedy."""
+    """Return the reason for which a version cannot be used, with the remedy."""
     flash = FLASH[version]
     if not flash.installed:
         return (
@@ -152,8 +150,8 @@ def _problem(version: int, dropout: float) -> str | None:
 
 def kernel_order(name: str) -> KernelOrder:
     """The order for an ``--attention-backend``: cudnn, flash3 and flash4 first; for sdpa torch's
-    own, but cuDNN first where it is the fastest. Versions 3 and 4 of flash-attention take the place
-    of torch's flash kernel in this process, until another order is asked for. Raises ConfigError
+    own, but cuDNN first where it is the fastest. Versions 3 and 4 of flash-attention replace
+    torch's flash kernel in this process, until another order is requested. Raises ConfigError
     without a GPU for cuDNN."""
     on_gpu = torch.cuda.is_available()
     usable = on_gpu and torch.backends.cudnn.is_available()
@@ -176,7 +174,7 @@ def kernel_order(name: str) -> KernelOrder:
 
 
 def _cudnn_is_fastest(version: int) -> bool:
-    """Whether it is and torch would put it last; from EXACT_CUDNN on torch puts it first."""
+    """True if it is and torch would put it last; from EXACT_CUDNN on torch puts it first."""
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":  # torch's own switch
         return False
     major, minor = _capability()
@@ -272,10 +270,10 @@ def _kernel(
         mask = mask.expand(1, 1, length, length).requires_grad_(learned)
     order = TORCHS_ORDER if name == "flash2" else kernel_order(name)
     with order.during(device, length, length, masked, learned):
-        found = torch._fused_sdp_choice(
+        choice = torch._fused_sdp_choice(
             q, k, v, mask, dropout, not masked, scale=scores.scale, enable_gqa=heads != groups
         )
-        kernel = SDPBackend(found)
+        kernel = SDPBackend(choice)
     said = _name(kernel)
     if kernel == SDPBackend.MATH:
         said += (

@@ -1,4 +1,4 @@
-"""What the ranks of a run must have in common, compared through the store at which they meet.
+"""Facts that the ranks of a run must have in common, compared through the store at which they meet.
 
 Before any collective, which ranks with other sizes would not leave: every rank hands in a digest of
 its facts, rank 0 compares them and publishes a verdict. Only where digests differ does one rank of
@@ -50,7 +50,7 @@ class DisagreementError(ConfigError):
 
 
 def on_several_nodes() -> bool:
-    """Whether the processes of the run are on more than one node, as far as the launcher says."""
+    """True if the processes of the run are on more than one node, as far as the launcher says."""
     if not together_with_others():
         return False
     here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", ""))
@@ -64,7 +64,7 @@ def own_name() -> str:
 
 
 def together_with_others() -> bool:
-    """Whether this process is one of several of a run, and knows where they meet."""
+    """True if this process is one of several of a run, and knows where they meet."""
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     numbers = (os.environ.get(name, "") for name in needed if name != "MASTER_ADDR")
     return all(text.isdecimal() for text in numbers) and int(os.environ["WORLD_SIZE"]) > 1
@@ -86,8 +86,8 @@ class Start:
 
     @property
     def store(self) -> dist.Store:
-        """What this start has in the store; other ranks than 0 ask for its name first. Raises
-        torch's DistStoreError if rank 0 does not answer."""
+        """Return the entry of this start in the store; other ranks than 0 ask for its name first.
+        Raises torch's DistStoreError if rank 0 does not answer."""
         if self._store is None:
             self._name = self._asked() if self._rank else self._made()
             _meeting.start = f"start/{self._name}"
@@ -135,7 +135,7 @@ class Start:
 
 
 def of_launcher() -> bool:
-    """Whether the store is the launcher's, which all ranks are clients of."""
+    """True if the store is the launcher's, which all ranks are clients of."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -158,7 +158,7 @@ def start_name() -> str:
 
 
 def met(seconds: float = 0.0) -> bool:
-    """Whether the ranks have met, now or within so many seconds, and :func:`connect` can be
+    """True if the ranks have met, now or within so many seconds, and :func:`connect` can be
     called."""
     return _meeting.met.wait(seconds)
 
@@ -262,16 +262,16 @@ class Agreement:
         for number in range(1, self._size + 1):
             if not self._start.wait(f"{here}/{number}", self._timeout):
                 raise DisagreementError(self._missing(digests))
-            found = self._read(f"{here}/{number}")
-            rank = found["rank"]
-            self._hosts[rank] = found["host"]
-            if found["size"] != self._size:  # which may be why it has ended
-                raise DisagreementError(_sizes(rank, found["size"], self._size))
-            if "reason" in found:
-                raise DisagreementError(f"{self._named([rank])}: {found['reason']}")
+            kind = self._read(f"{here}/{number}")
+            rank = kind["rank"]
+            self._hosts[rank] = kind["host"]
+            if kind["size"] != self._size:  # which may be why it has ended
+                raise DisagreementError(_sizes(rank, kind["size"], self._size))
+            if "reason" in kind:
+                raise DisagreementError(f"{self._named([rank])}: {kind['reason']}")
             if rank in digests:
                 raise DisagreementError(f"two processes have RANK={rank}; give each its own")
-            digests[rank] = found["digest"]
+            digests[rank] = kind["digest"]
         kinds: dict[str, list[int]] = {}
         for rank in sorted(digests):
             kinds.setdefault(digests[rank], []).append(rank)
@@ -281,14 +281,14 @@ class Agreement:
         """The error of all ranks: ``told`` are the facts of the first rank of each of ``kinds``."""
         (most, *minorities), (usual, *others) = kinds, told
         shown, more = list[str](), 0
-        for ranks, found in zip(minorities, others, strict=False):
-            for key in sorted(usual.keys() | found.keys()):
-                if usual.get(key) == found.get(key):
+        for ranks, explanation in zip(minorities, others, strict=False):
+            for key in sorted(usual.keys() | explanation.keys()):
+                if usual.get(key) == explanation.get(key):
                     continue
                 if len(shown) == _SHOWN_KEYS:
                     more += 1
                     continue
-                its, theirs = _excerpts(found.get(key), usual.get(key))
+                its, theirs = _excerpts(explanation.get(key), usual.get(key))
                 who, all_else = self._named(ranks), self._named(most)
                 shown.append(f"{key} is {its} on {who} and {theirs} on {all_else}")
         tail = f", and {more} more" if more else ""
@@ -332,7 +332,7 @@ class Agreement:
 
 
 class _Meeting:
-    """Where this process stands with the others of its run."""
+    """Progress of this process towards meeting the others of its run."""
 
     def __init__(self) -> None:
         self.agreement: Agreement | None = None
@@ -372,7 +372,7 @@ def compare(facts: Callable[[], Facts]) -> None:
 
 
 def settled() -> None:
-    """After the last comparison: nobody waits in the store any more."""
+    """After the last comparison: no rank waits in the store any more."""
     _meeting.agreement = None
 
 

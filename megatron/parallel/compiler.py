@@ -1,4 +1,4 @@
-"""Whether torch.compile can build code here. Looking imports torch's compiler only for a CPU."""
+"""Availability of torch.compile. Looking imports torch's compiler only for a CPU."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch._compile import _disable_dynamo
 
 FIRST_CAPABILITY = (7, 0)
 """Compute capability of the oldest GPUs that Triton builds for."""
 
 
+untraced = _disable_dynamo
+"""Decorator of functions that torch's compiler does not trace. ``torch.compiler.disable`` would
+import the compiler where the function is defined, which fails while ZeRO 3 builds a model: torch's
+constructors are replaced then. This one does it at the first call."""
+
+
 @cache
 def missing_compiler(device_type: str) -> str | None:
-    """What torch.compile lacks to build code for this kind of device ("cpu", "cuda"), in words;
-    None if nothing. For a CPU this imports torch's compiler, which takes seconds."""
+    """Return the parts that torch.compile lacks to build code for this kind of device ("cpu",
+    "cuda"), in words; None if nothing. For a CPU this imports torch's compiler, which takes
+    seconds."""
     if device_type == "cuda":
         return _missing_for_gpus()
     from torch._inductor.cpp_builder import get_cpp_compiler

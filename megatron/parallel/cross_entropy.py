@@ -55,10 +55,11 @@ def linear_cross_entropy(
     """Mean of -log softmax(x weight^T + bias)[label] over the tokens whose mask is 1, zero if none
     is: a scalar, float32 or float64, the same on every rank. Hidden states are the same on every
     rank or, in a split region, this rank's slice; weight and bias are this rank's rows of the
-    vocabulary, padding included; targets are those of the whole sequence."""
+    vocabulary, padding included; targets are those of the whole sequence, or of a context rank's
+    part of it, whose sum is divided by the mask of all."""
     make = partial(LogitChunks, targets=targets, head=head)
     (loss,) = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
-    return loss
+    return loss if targets.whole is None else head.tp.context.sum(loss)
 
 
 def linear_loss_and_correct(
@@ -67,7 +68,11 @@ def linear_loss_and_correct(
     """:func:`linear_cross_entropy`, and how many of the tokens whose mask is not 0 are the most
     probable ones, without a gradient; the logits are computed once."""
     make = partial(LogitChunks, targets=targets, head=head, counting=True)
-    return ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
+    numbers = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
+    if targets.whole is None:
+        return numbers
+    loss, correct = map(head.tp.context.sum, numbers)
+    return loss, correct
 
 
 @torch.no_grad()
@@ -83,7 +88,13 @@ def linear_scores(
     counts_BP = targets.mask_BS > 0
     correct_BP = (best_T == targets.labels_BS.flatten()).view(counts_BP.shape) & counts_BP
     log_probs_BP = log_probs_T.view(counts_BP.shape).masked_fill(~counts_BP, 0.0)
-    return TokenScores(log_probs_BP, correct_BP)
+    if targets.whole is None:
+        return TokenScores(log_probs_BP, correct_BP)
+    whole_BP, right_BP = (
+        targets.gathered(each, head.tp.context)
+        for each in (log_probs_BP, correct_BP.to(log_probs_BP.dtype))
+    )
+    return TokenScores(whole_BP, right_BP > 0)
 
 
 def as_computed(
@@ -171,7 +182,8 @@ class LogitChunks:
             labels_T = labels_T.masked_fill(labels_T >= self.columns.used, -1)
         self.labels_T = labels_T
         self.mask_T = targets.mask_BS.flatten().to(self.work)
-        self.counted = self.mask_T.sum().clamp(min=1.0)
+        counted = self.mask_T if targets.whole is None else targets.whole.mask_BS.to(self.work)
+        self.counted = counted.sum().clamp(min=1.0)
         self._allocate(head.chunk_bytes)
 
     logits_CP: Tensor
@@ -308,14 +320,14 @@ class _BestTokens:
         self.largest_T = torch.full_like(labels_T, -torch.inf, dtype=work)
 
     def add(self, chunk: slice, logits_CV: Tensor) -> None:
-        """Those of this rank's columns, for the places of a chunk."""
+        """Store the largest logits of this rank's columns, for the places of a chunk."""
         if logits_CV.shape[1]:
             largest_C, self.best_T[chunk] = logits_CV.max(-1)
             self.largest_T[chunk] = largest_C
 
     def over_ranks(self, largest_T: Tensor | None, first: int, group: Group) -> Tensor:
-        """Of all ranks' columns, where this rank's begin at ``first``; ``largest_T`` are the
-        largest logits of all ranks, if they are known."""
+        """Return the columns of the largest logits of all ranks, where this rank's columns begin at
+        ``first``; ``largest_T`` are these logits, if they are known."""
         best_T = self.best_T + first
         if group.size > 1:
             if largest_T is None:
@@ -333,7 +345,7 @@ _fitting: dict[torch.device, int] = {}
 def logits_chunk(
     device: str, token_bytes: int, chunk_bytes: int | None, compiled: bool
 ) -> tuple[int | None, int]:
-    """How many tokens have their logits in memory at a time.
+    """Return the number of tokens whose logits are in memory at a time.
 
     Args:
         device: "cpu" or "cuda".
@@ -357,7 +369,7 @@ def logits_chunk(
 
 @cache
 def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds a product of 16-bit matrices to a float32 matrix. On GPUs it does
+    """True if this torch adds a product of 16-bit matrices to a float32 matrix. On GPUs it does
     since 2.12 or so; on CPUs never."""
     if device.type == "cpu":
         return False

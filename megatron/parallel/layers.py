@@ -19,7 +19,7 @@ from megatron.parallel.tensor_parallel import (
 
 
 class LayerAdapters(Protocol):
-    """What is added to the outputs of a layer; its parameters are the layer's own."""
+    """Additions to the outputs of a layer; its parameters are the layer's own."""
 
     def outputs(
         self, layer: ParallelLinear, x_BSI: Tensor, maps: Sequence[LinearMap]
@@ -217,6 +217,12 @@ class Dropout(nn.Module):
         """[B, S, H] to [B, S, H]."""
         if not self.training or not self.probability:
             return x_BSH
+        context = self.tp.context
+        if context.size > 1 and not self.tp.split:
+            # The mask of one process, of which this rank has its part.
+            samples, length, width = x_BSH.shape
+            ones_BSH = x_BSH.new_ones(samples, length * context.size, width)
+            return x_BSH * context.take(F.dropout(ones_BSH, self.probability), 1)
         with self.tp.random():
             return F.dropout(x_BSH, self.probability)
 
@@ -259,7 +265,7 @@ class VocabParallelEmbedding(nn.Module):
             return over_targets(x, self.weight, targets, self.head, self.bias)
         if project:
             (logits_BSV,) = column_linear(x, (LinearMap(self.weight, self.bias),), self.tp)
-            return self.head.capped(logits_BSV)
+            return self.tp.context.whole(self.head.capped(logits_BSV), 1)
         found_BSH = self._looked_up(x)
         return found_BSH if self.bias is None else _WithZeroGradient.apply(found_BSH, self.bias)
 

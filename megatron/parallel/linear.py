@@ -125,7 +125,7 @@ class KernelStates:
         """Called on every rank after the last backward pass of a step."""
 
     def state(self) -> dict[str, Tensor]:
-        """What checkpoints keep, by name, the same on all ranks that share layers."""
+        """Return the values for checkpoints, by name, the same on all ranks that share layers."""
         return {}
 
     def load(self, state: Mapping[str, Tensor], folder: Path) -> str | None:
@@ -345,15 +345,15 @@ class _ColumnLinear(torch.autograd.Function):
 def _start_sums(
     grads: tuple[Tensor | None, Tensor | None], copies: int, group: Group
 ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
-    found = [grad for grad in grads if grad is not None]
-    if copies == 1 or not found:
+    present = [grad for grad in grads if grad is not None]
+    if copies == 1 or not present:
         return lambda: grads
-    flat = torch.cat([grad.flatten() for grad in found])
+    flat = torch.cat([grad.flatten() for grad in present])
     finish_flat = start_sum_over_copies(flat, copies, group)
 
     def finish() -> tuple[Tensor | None, Tensor | None]:
-        totals = finish_flat().split([grad.numel() for grad in found])
-        for grad, total in zip(found, totals, strict=True):
+        totals = finish_flat().split([grad.numel() for grad in present])
+        for grad, total in zip(present, totals, strict=True):
             grad.copy_(total.view_as(grad))
         return grads
 

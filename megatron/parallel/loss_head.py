@@ -1,4 +1,4 @@
-"""What an output head predicts, and what its losses are computed of.
+"""Predictions of an output head, and the inputs of its losses.
 
 Shapes: B batch, S sequence, P predicted positions (outside the region a rank's slice of them if
 that is split), H hidden, V one rank's share of the padded vocabulary.
@@ -14,8 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.parallel.context import Context
 from megatron.parallel.softmax_loss import capped
 from megatron.parallel.tensor_parallel import TensorParallel
+
+_POSITIONS = 8
+"""Divisor of the number of a rank's targets at positions, for kernels."""
 
 
 class Targets(NamedTuple):
@@ -26,19 +30,64 @@ class Targets(NamedTuple):
         positions_BP: where in the sequence they are predicted; None for everywhere, in order. With
             fewer rows than the hidden states: where in these rows, one after another.
         scored: whether each is to be scored, instead of a loss of all.
+        of_samples: whether they belong to samples, and not to places of a sequence.
+        whole: of all ranks of a context, where these are one's.
+        places_BP: where among those these are; None for this rank's part of all, in order.
     """
 
     labels_BS: Tensor
     mask_BS: Tensor
     positions_BP: Tensor | None = None
     scored: bool = False
+    of_samples: bool = False
+    whole: Targets | None = None
+    places_BP: Tensor | None = None
+
+    def changed(self, **fields: Any) -> Targets:
+        """Return these targets with other values of some fields."""
+        # Not _replace: a tuple that leaves compiled code through it is empty with torch 2.11.
+        return Targets(**dict(zip(Targets._fields, self, strict=True)) | fields)
+
+    @property
+    def total(self) -> Tensor | None:
+        """Sum of the mask of all ranks of a context; None where these are all targets."""
+        return None if self.whole is None else self.whole.mask_BS.sum()
+
+    def divided(self, context: Context, length: int) -> Targets:
+        """Return the targets of a rank's part of sequences of ``length`` tokens, which matters for
+        targets at positions only. They are the counted ones, padded to the same number in each row,
+        and at least one, by others that do not count."""
+        if self.of_samples:
+            return self
+        if self.positions_BP is None:
+            labels_BS, mask_BS = (context.take(each, 1) for each in self[:2])
+            return self.changed(labels_BS=labels_BS, mask_BS=mask_BS, whole=self)
+        local_BP, here_BP = context.local(self.positions_BP, length)
+        here_BP &= self.mask_BS != 0
+        most = -(-max(1, int(here_BP.sum(1).max())) // _POSITIONS) * _POSITIONS
+        places_BP = here_BP.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+        labels_BP, mask_BP, local_BP = (
+            each.gather(1, places_BP) for each in (self.labels_BS, self.mask_BS * here_BP, local_BP)
+        )
+        targets = self.changed(labels_BS=labels_BP, mask_BS=mask_BP, positions_BP=local_BP)
+        return targets.changed(whole=self, places_BP=places_BP)
+
+    def gathered(self, x_BP: Tensor, context: Context) -> Tensor:
+        """Numbers of a rank's targets, [B, P], 0 where these do not count, as those of all ranks'
+        targets, in the order of ``whole``; each rank computes the same with them."""
+        if self.whole is None:
+            return x_BP
+        if self.places_BP is None:
+            return context.whole(x_BP, 1)
+        zeros = x_BP.new_zeros(self.whole.labels_BS.shape)
+        return context.sum(zeros.scatter_add(1, self.places_BP, x_BP))
 
     def at(self, positions_BP: Tensor) -> Targets:
-        """Those of some positions, of each row or of as many rows together as there are for one of
-        the positions'."""
+        """Return the targets of some positions, of each row or of as many rows together as there
+        are for one of the positions'."""
         together = (each.reshape(len(positions_BP), -1) for each in self[:2])
         labels_BP, mask_BP = (each.gather(1, positions_BP) for each in together)
-        return Targets(labels_BP, mask_BP, self.positions_BP, self.scored)
+        return self.changed(labels_BS=labels_BP, mask_BS=mask_BP)
 
     def ending_in(self, labels_BK: Tensor) -> Targets:
         """With other labels for the last K, all of which count."""
@@ -46,14 +95,15 @@ class Targets(NamedTuple):
         labels_BP = torch.cat((self.labels_BS[:, :first], labels_BK), dim=1)
         mask_BP = self.mask_BS.clone()
         mask_BP[:, first:] = 1.0
-        return Targets(labels_BP, mask_BP, self.positions_BP, self.scored)
+        return self.changed(labels_BS=labels_BP, mask_BS=mask_BP)
 
     def padded(self, count: int) -> Targets:
         """With further ones that do not count."""
         if not count:
             return self
         labels, mask = (F.pad(each, (0, count)) for each in self[:2])
-        return Targets(labels, mask, self.positions_BP, self.scored)
+        places = self.places_BP if self.places_BP is None else F.pad(self.places_BP, (0, count))
+        return self.changed(labels_BS=labels, mask_BS=mask, places_BP=places)
 
     def taken(self, x_BSH: Tensor, tp: TensorParallel) -> tuple[Tensor, Targets]:
         """The hidden states that predict them, and themselves, as many as ranks can divide."""
@@ -65,7 +115,7 @@ class Targets(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """How probable a model finds each target.
+    """Probability of each target.
 
     Attributes:
         log_probs_BP: natural logarithm of its probability, float32 or float64; 0 where the mask is.
@@ -79,7 +129,7 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True)
 class LossHead:
-    """How hidden states become a loss.
+    """Computation of a loss from hidden states.
 
     Attributes:
         softcap: logits are softcap x tanh(logit / softcap); None leaves them alone.
@@ -97,7 +147,7 @@ class LossHead:
 
 
 class HeadInput(NamedTuple):
-    """What an output head computes its logits of.
+    """Input of an output head.
 
     Attributes:
         x_BPH: hidden states that predict the targets (a rank's slice of them where the region is

@@ -36,7 +36,7 @@ ALONE: Coordinates = {}
 
 
 class Replicated(Protocol):
-    """What says along which axes a parameter is replicated, as a ``Shard`` does."""
+    """Has the axes along which a parameter is replicated, as a ``Shard`` does."""
 
     @property
     def reduced(self) -> tuple[str, ...]: ...
@@ -124,23 +124,23 @@ _COMBINATIONS = (*_ALWAYS, SAMPLES, ("context",), ("expert",), ("expert", "tenso
 
 
 def coordinates_of(rank: int, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    found = {}
+    places = {}
     for axis in reversed(AXES):
         size = sizes.get(axis, 1)
         rank, place = divmod(rank, size)
-        found[axis] = place, size
+        places[axis] = place, size
     assert rank == 0, f"the mesh {sizes} has no such rank"
-    return found
+    return places
 
 
 def memberships(sizes: Mapping[str, int], axes: Collection[str]) -> list[tuple[int, ...]]:
     """Global ranks of every group along these axes, groups in the order of their first ranks."""
     others = [axis for axis in AXES if axis not in axes]
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(sizes.values())):
         places = coordinates_of(rank, sizes)
-        found.setdefault(tuple(places[axis][0] for axis in others), []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+        groups.setdefault(tuple(places[axis][0] for axis in others), []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
 
 
 def build_mesh(sizes: Mapping[str, int], timeout: timedelta | None = None) -> Mesh:
@@ -173,7 +173,7 @@ def _wide(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def any_rank(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether ``flag`` is true on any rank of a group (None for all); every rank must call it."""
+    """True if ``flag`` is true on any rank of a group (None for all); every rank must call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return flag
     flags = torch.tensor(float(flag), dtype=torch.float64, device=device)

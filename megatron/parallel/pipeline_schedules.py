@@ -18,9 +18,9 @@ def stage_bounds(
     costs: Sequence[int] | None = None,
     with_next_block: Sequence[bool] | None = None,
 ) -> list[int]:
-    """Where each stage starts in the layer list, followed by the list's length. Every stage gets at
-    least one of the repeated blocks; other layers follow a block, or belong to the first or the
-    last stage. Raises ValueError if the list does not fit.
+    """Return the first layer of each stage, followed by the length of the layer list. Every stage
+    gets at least one of the repeated blocks; other layers follow a block, or belong to the first or
+    the last stage. Raises ValueError if the list does not fit.
 
     Args:
         weights: parameters of each layer.

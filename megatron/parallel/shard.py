@@ -1,4 +1,4 @@
-"""How a parameter is cut over the mesh.
+"""Division of a parameter over the mesh.
 
 Initialisation, gradient norm, checkpoints, conversion and the parity tests all read this
 description; nothing else knows a layout.
@@ -24,7 +24,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """How one dimension of a parameter is cut over an axis of the mesh, or several together.
+    """Cut of one dimension of a parameter over an axis of the mesh, or several together.
 
     Attributes:
         axis: its name, or the names of several, slowest first: a rank's place is that among the
@@ -72,9 +72,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shard:
-    """How one parameter is cut over the mesh: ``full_shape`` includes padding (under ``zero.Init``
-    the tensor itself is empty); each of ``cuts`` is over other axes; ``whole`` is the last name
-    of the whole parameter where several parameters are parts of it."""
+    """Division of one parameter over the mesh: ``full_shape`` includes padding (under ``zero.Init``
+    the tensor itself is empty); each of ``cuts`` is over other axes; ``whole`` is the last name of
+    the whole parameter where several parameters are parts of it."""
 
     full_shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
@@ -131,7 +131,7 @@ class Shard:
         return tuple(shape)
 
     def counted(self, coordinates: Coordinates, among: Sequence[str] = AXES) -> bool:
-        """Whether a rank's copy counts in norms and checkpoints: the first of those with the same
+        """True if a rank's copy counts in norms and checkpoints: the first of those with the same
         values along the axes ``among`` does. Pipeline stages have other parameters."""
         for axis in among:
             rank, _ = coordinates.get(axis, (0, 1))
@@ -146,7 +146,7 @@ class Shard:
         assert tuple(canonical.shape) == self.canonical_shape, (canonical.shape, self)
         share = canonical
         for dim, ranges in self.ranges(coordinates).items():
-            pieces = [_taken(share, dim, *found) for found in ranges]
+            pieces = [_taken(share, dim, *bounds) for bounds in ranges]
             share = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
         return share
 
@@ -187,10 +187,10 @@ def _matched(
 def _taken(values: Tensor, dim: int, start: int, length: int) -> Tensor:
     size = values.shape[dim]
     kept = max(0, min(length, size - start))
-    found = values.narrow(dim, min(start, size), kept)
+    part = values.narrow(dim, min(start, size), kept)
     if kept == length:
-        return found
-    return F.pad(found, (0, 0) * (values.dim() - dim - 1) + (0, length - kept))
+        return part
+    return F.pad(part, (0, 0) * (values.dim() - dim - 1) + (0, length - kept))
 
 
 @dataclass(frozen=True)

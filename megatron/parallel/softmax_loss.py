@@ -1,4 +1,4 @@
-"""Cross entropy of a chunk of logits, and its gradient in place of them.
+"""Cross entropy of a chunk of logits, and its gradient instead of them.
 
 There are two ways. On CPUs torch's own functions go over a few rows at a time, in float32 memory
 that fits into a core's caches. On GPUs with a compiler the whole chunk is compiled into kernels
@@ -38,7 +38,7 @@ tokens vary, as with a curriculum, would end with an error."""
 
 
 class Columns(NamedTuple):
-    """What the columns of the logits are.
+    """Columns of the logits.
 
     Attributes:
         used: columns that are tokens (V); the rest is padding.
@@ -60,8 +60,8 @@ def _slope(capped_logits: Tensor, softcap: float | None) -> Tensor | None:
 
 
 class Softmax(NamedTuple):
-    """What is known of each token's softmax: the largest logit, the sum of exp(logit - largest),
-    and the label's logit (zero where another rank has it), each [C] in the dtype of the work."""
+    """Partial softmax of each token: the largest logit, the sum of exp(logit - largest), and the
+    label's logit (zero where another rank has it), each [C] in the dtype of the work."""
 
     largest_C: Tensor
     total_C: Tensor
@@ -72,7 +72,7 @@ class Softmax(NamedTuple):
         return (self.largest_C - self.target_C) + self.total_C.log()
 
     def joined(self, other: Softmax) -> Softmax:
-        """That of the columns of both."""
+        """Return the softmax of the columns of both."""
         largest_C = torch.maximum(self.largest_C, other.largest_C)
         total_C, more_C = (
             part.total_C * (part.largest_C - largest_C).exp() for part in (self, other)
@@ -80,7 +80,7 @@ class Softmax(NamedTuple):
         return Softmax(largest_C, total_C + more_C, self.target_C + other.target_C)
 
     def over_ranks(self, group: Group) -> Softmax:
-        """That of all ranks' columns, where this is of one rank's."""
+        """Return the softmax of all ranks' columns, where this is of one rank's."""
         largest_C = self.largest_C.clone()
         dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group.handle)
         sums_2C = torch.stack([self.total_C * (self.largest_C - largest_C).exp(), self.target_C])
@@ -90,7 +90,7 @@ class Softmax(NamedTuple):
 
 @cache
 def compiles_for(device_type: str) -> bool:
-    """Whether the loss is compiled on this kind of device; a line says so if a GPU lacks what it
+    """True if the loss is compiled on this kind of device; a line says so if a GPU lacks what it
     takes. CPUs never ask, since that would import torch's compiler."""
     if device_type != "cuda":
         return False
@@ -120,7 +120,7 @@ def softmax_of(logits_CP: Tensor, labels_C: Tensor, columns: Columns) -> Softmax
 
 
 def _of_blocks(logits_CP: Tensor, at: slice, labels_C: Tensor, columns: Columns) -> Softmax:
-    """That of some columns, block by block."""
+    """Return the softmax of some columns, block by block."""
     work = torch.promote_types(logits_CP.dtype, torch.float32)
     low = torch.finfo(work).min
     number_K = torch.arange(at.start, at.stop, device=logits_CP.device)

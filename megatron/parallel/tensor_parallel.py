@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.config import ParallelConfig
+from megatron.parallel.context import Context
 from megatron.parallel.mesh import SINGLE, Coordinates, Group, Mesh
 from megatron.util.digests import hash64
 
@@ -26,7 +28,7 @@ Finish = Callable[[], Tensor]
 
 # The names before torch 2.13.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -67,7 +69,7 @@ def start_scatter_sequence(x: Tensor, group: Group) -> Finish:
     assert x.shape[1] % group.size == 0, (x.shape, group.size)
     slices = x.unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()
     total = torch.empty_like(slices[0])
-    work = _reduce_scatter(total.view(-1), slices.view(-1), group=group.handle, async_op=True)
+    work = reduce_scatter_flat(total.view(-1), slices.view(-1), group=group.handle, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -194,17 +196,26 @@ class TensorParallel:
     """Over which ranks layers are cut, and, with ``sequence``, that activations between them are
     split along the sequence. ``axes`` are groups along other axes than ``tensor`` that some layers
     are cut over, see :meth:`over`. ``experts`` is how the ranks share experts: each has a part of
-    every expert (``cut``), they have different ones (``folded``), or all the same (``whole``)."""
+    every expert (``cut``), they have different ones (``folded``), or all the same (``whole``).
+    ``context``: the ranks that divide sequences."""
 
     group: Group = SINGLE
     sequence: bool = False
     axes: Mapping[tuple[str, ...], Group] = field(default_factory=dict, compare=False)
     experts: str = "cut"
+    context: Context = Context()
 
     @classmethod
-    def of(cls, mesh: Mesh, sequence: bool = False, experts: str = "cut") -> TensorParallel:
-        further = (("expert",), ("expert", "tensor"))
-        return cls(mesh.tensor, sequence, {axes: mesh.group(*axes) for axes in further}, experts)
+    def of(cls, mesh: Mesh, parallel: ParallelConfig | None = None) -> TensorParallel:
+        """The groups of a mesh; without ``parallel`` activations are whole."""
+        further: tuple[tuple[str, ...], ...] = (("expert",), ("expert", "tensor"))
+        axes = {each: mesh.group(*each) for each in further}
+        if parallel is None:
+            return cls(mesh.tensor, axes=axes, context=Context(mesh.group("context")))
+        inner = (*parallel.hierarchical_context_parallel_sizes, 1)[0]
+        context = Context(mesh.group("context"), parallel.cp_comm_type, inner)
+        experts = parallel.experts_over_tensor
+        return cls(mesh.tensor, parallel.sequence_parallel, axes, experts, context)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -227,28 +238,36 @@ class TensorParallel:
 
     @property
     def whole(self) -> TensorParallel:
-        """For activations that every rank has whole, in spite of ``sequence``."""
-        return replace(self, sequence=False)
+        """For activations that every rank has whole, in spite of ``sequence`` and ``context``."""
+        return replace(self, sequence=False, context=Context())
 
     @contextlib.contextmanager
     def unsplit(self) -> Iterator[None]:
         """Within the block no layer that has this object splits activations, whatever ``sequence``
-        says: for generation, whose steps have few tokens."""
-        before = self.sequence
-        object.__setattr__(self, "sequence", False)
+        and ``context`` say: for generation, whose steps have few tokens."""
+        before = vars(self).copy()
+        vars(self).update(sequence=False, context=Context())
         try:
             yield
         finally:
-            object.__setattr__(self, "sequence", before)
+            vars(self).update(before)
 
     def first_token(self, x_BSH: Tensor) -> Tensor:
         """The first token of the whole sequence, [B, H], on every rank; each then computes the same
         with it, and the gradient goes to the rank that has it."""
-        return _FirstToken.apply(x_BSH, self.group) if self.split else x_BSH[:, 0]
+        x_BH = _FirstToken.apply(x_BSH, self.group) if self.split else x_BSH[:, 0]
+        if self.context.size == 1:
+            return x_BH
+        # Zeros of the other ranks: so their backward passes communicate as the first one's does.
+        return self.context.sum(x_BH * float(self.context.rank == 0))
 
     def whole_sequence(self, x_BSH: Tensor) -> Tensor:
         """All tokens [B, S, H] on every rank; each then computes the same with them, and the
         gradient of a token goes to the rank that has it."""
+        return self.context.whole(self.whole_part(x_BSH), 1)
+
+    def whole_part(self, x_BSH: Tensor) -> Tensor:
+        """The same of the tokens of this context rank, on its tensor-parallel ranks."""
         return _WholeSequence.apply(x_BSH, self.group) if self.split else x_BSH
 
     def take(self, x_BSH: Tensor, positions_GP: Tensor) -> Tensor:
@@ -297,8 +316,13 @@ class TensorParallel:
         return x.chunk(self.group.size, dim)[self.group.rank] if self.split else x
 
     def random(self) -> contextlib.AbstractContextManager[None]:
-        """Random numbers for activations outside: they differ between ranks that have slices."""
-        return tensor_parallel_random(self.group) if self.split else contextlib.nullcontext()
+        """Random numbers for activations outside: they differ between ranks that have slices, or
+        parts of a sequence."""
+        return tensor_parallel_random(*[self.group] * self.split, self.context.group)
+
+    def random_inside(self) -> contextlib.AbstractContextManager[None]:
+        """Random numbers for activations of cut layers: they differ between all ranks."""
+        return tensor_parallel_random(self.group, self.context.group)
 
 
 def _rows(x_BSH: Tensor, positions_GP: Tensor) -> Tensor:
@@ -335,17 +359,18 @@ def seed_devices(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def tensor_parallel_random(group: Group) -> Iterator[None]:
-    """Random numbers inside the block differ between the ranks of ``group``. Outside, all ranks of
-    a tensor-parallel group draw the same numbers, so that they draw a common seed here; the state
-    outside is restored on leaving."""
-    if group.size == 1:
+def tensor_parallel_random(*groups: Group) -> Iterator[None]:
+    """Random numbers inside the block differ between the ranks of the groups. Outside, all ranks
+    that have the same samples draw the same numbers, so that they draw a common seed here; the
+    state outside is restored on leaving."""
+    ranks = [group.rank for group in groups if group.size > 1]
+    if not ranks:
         yield
         return
     common = int(torch.randint(2**62, (), dtype=torch.int64))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        seed_devices(derive_seed(common, group.rank))
+        seed_devices(derive_seed(common, *ranks))
         yield
 
 

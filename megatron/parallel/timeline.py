@@ -186,7 +186,8 @@ def work_plan(schedule: PipelineSchedule, rank: int) -> list[Action | Exchange]:
 
 
 def transfer_of(schedule: PipelineSchedule, action: Action) -> Transfer | None:
-    """How an action's result reaches the next stage; None when that is on the same rank."""
+    """Return the path of an action's result to the next stage; None when that is on the same
+    rank."""
     target_stage = action.stage + (-1 if action.backward else 1)
     if not 0 <= target_stage < schedule.stages:
         return None

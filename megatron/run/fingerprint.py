@@ -1,5 +1,5 @@
-"""What the processes of a run are compared by before they start: flags, DeepSpeed JSON, code,
-versions, tokenizer, variables of the environment; then data and checkpoint."""
+"""Facts by which the processes of a run are compared before they start: flags, DeepSpeed JSON,
+code, versions, tokenizer, variables of the environment; then data and checkpoint."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ _ABOUT_WEIGHTS = frozenset(("config.json", "params.json", "adapter_config.json")
 
 
 def run_facts(config: RunConfig, content: Json, *more: Any) -> Facts:
-    """What every process of a run must have in common before it starts; ``content`` is the
-    completed DeepSpeed JSON, ``more`` are configurations of a tool."""
+    """Return the facts that every process of a run must have in common before it starts;
+    ``content`` is the completed DeepSpeed JSON, ``more`` are configurations of a tool."""
     return {
         **_flags(config),
         **{key: value for own in more for key, value in flag_facts(own).items()},
@@ -109,21 +109,21 @@ def given_facts(settings: Settings) -> Facts:
 
 def data_facts(files: Sequence[DataFile]) -> Facts:
     """The files of the data, in their order."""
-    found = {}
+    facts = {}
     for number, file in enumerate(files):
         use = f"{file.path}, weight {_shown(file.weight)}, range {_shown(file.share)}"
-        found[f"file {number} of the data ({file.part})"] = use
+        facts[f"file {number} of the data ({file.part})"] = use
         for name, value in file.content.items():
-            found[f"{file.path}: {name}"] = str(value)
-    return found
+            facts[f"{file.path}: {name}"] = str(value)
+    return facts
 
 
 def checkpoint_facts(
     loaded: Sequence[FoundCheckpoint | None], config: RunConfig | None = None
 ) -> Facts:
     """The checkpoints that a run loads, the models to which they add adapters, and what the flags
-    of ``config`` name beside them. Raises CheckpointError if one of these is damaged, or a model of
-    adapters is missing."""
+    of ``config`` name next to them. Raises CheckpointError if one of these is damaged, or a model
+    of adapters is missing."""
     bases = [
         one.form.locate_base(one.folder, one.base)  # type: ignore[attr-defined]
         for one in loaded
@@ -133,13 +133,13 @@ def checkpoint_facts(
     if config is not None:
         named = (item for f in features().values() for item in f.checkpoints(config).items())
         used |= {f"the checkpoint of {flag}": [locate_checkpoint(p)] for flag, p in named if p}
-    found = {}
+    facts = {}
     for name, ones in used.items():
         shown = (f"{one.folder} ({one.form.title})" if one else "none" for one in ones)
-        found[name] = ", ".join(shown)
+        facts[name] = ", ".join(shown)
         for one in filter(None, ones):
-            found[f"the content of {one.folder}"] = checkpoint_digest(one.folder)
-    return found
+            facts[f"the content of {one.folder}"] = checkpoint_digest(one.folder)
+    return facts
 
 
 def checkpoint_digest(folder: Path) -> str:
@@ -169,7 +169,7 @@ def digest_of_files(folder: Path, paths: Iterable[Path]) -> str:
 
 
 def tokenizer_digest(config: TokenizerConfig) -> str:
-    """Of the content of a tokenizer's files."""
+    """Return a digest of the content of a tokenizer's files."""
     config = with_files(config)
     return digest_of_parts(
         part
@@ -196,7 +196,7 @@ def _tokenizer_files(named: str | None) -> list[Path]:
 
 
 def _flags(config: RunConfig) -> Facts:
-    found = {}
+    facts = {}
     for part, values in config.to_dict().items():
         flags = {field.name: field for field in dataclasses.fields(PART_FLAGS[part])}
         for name, value in values.items():
@@ -204,8 +204,8 @@ def _flags(config: RunConfig) -> Facts:
                 continue
             field = flags.get(name)
             own = field is not None and not field.metadata.get("internal")
-            found[flag_of(field) if own and field else f"{part}.{name}"] = _shown(value)
-    return found
+            facts[flag_of(field) if own and field else f"{part}.{name}"] = _shown(value)
+    return facts
 
 
 def _shown(value: Any) -> str:
@@ -228,16 +228,16 @@ def _code() -> Facts:
     """A digest of every source file of the package, and of the program."""
     root = os.path.dirname(megatron.__file__)
     beside = len(os.path.dirname(root)) + 1
-    found = {}
+    facts = {}
     for folder, _, files in os.walk(root):  # pathlib takes twice as long for all of them
         for name in files:
             if name.endswith(".py"):
                 path = f"{folder}/{name}"
-                found[path[beside:]] = path
+                facts[path[beside:]] = path
     program = getattr(sys.modules["__main__"], "__file__", None)
     if program is not None and os.path.isfile(program):
-        found[os.path.basename(program)] = program
-    return {f"the code of {name}": _digest_of(path) for name, path in found.items()}
+        facts[os.path.basename(program)] = program
+    return {f"the code of {name}": _digest_of(path) for name, path in facts.items()}
 
 
 def _digest_of(path: str) -> str:
@@ -247,14 +247,14 @@ def _digest_of(path: str) -> str:
 
 def versions() -> dict[str, str]:
     """The versions of what computes, by their names."""
-    found = {
+    by_package = {
         "python": platform.python_version(),
         "torch": f"{torch.__version__} ({torch.version.git_version})",
         "torch's CUDA": str(torch.version.cuda or torch.version.hip),
     }
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found | {name: _version(name) for name in _PACKAGES}
+        by_package["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return by_package | {name: _version(name) for name in _PACKAGES}
 
 
 def _version(package: str) -> str:
@@ -277,15 +277,15 @@ def inputs_of(config: RunConfig, origin: ResumeSource | None) -> Inputs:
     """The inputs of a run from a checkpoint. Models that do not exist are left out: what needs them
     says so."""
     base = config.checkpoint.pretrained_checkpoint
-    found: dict[str, Mapping[str, str]] = {}
+    inputs: dict[str, Mapping[str, str]] = {}
     if origin is not None and not origin.continues:
-        found[BASE] = model_input(str(origin.found.folder), origin.found)
+        inputs[BASE] = model_input(str(origin.found.folder), origin.found)
     elif base is not None:
         with contextlib.suppress(CheckpointError):  # it may be damaged, and need not be read
-            found |= located_model(BASE, base)
+            inputs |= located_model(BASE, base)
     for feature in features().values():
-        found |= feature.inputs(config)
-    return found
+        inputs |= feature.inputs(config)
+    return inputs
 
 
 def located_model(what: str, path: str | None) -> Inputs:
@@ -307,14 +307,14 @@ def file_input(path: str, folder: Path, content: str) -> dict[str, str]:
 def text_inputs(config: RunConfig, template: str | None) -> Inputs:
     """Tokenizer and chat template of a run that tokenizes its examples."""
     named = config.tokenizer
-    found = {}
+    inputs = {}
     path = named.tokenizer_model or named.vocab_file
     if path is not None:
-        found[TOKENIZER] = file_input(path, Path(path), tokenizer_digest(named))
+        inputs[TOKENIZER] = file_input(path, Path(path), tokenizer_digest(named))
     if template is not None:
         file = Path(template)
-        found[TEMPLATE] = file_input(template, file.parent, digest_of_sample(file))
-    return found
+        inputs[TEMPLATE] = file_input(template, file.parent, digest_of_sample(file))
+    return inputs
 
 
 def recorded_inputs(folder: Path) -> Inputs:
@@ -322,16 +322,16 @@ def recorded_inputs(folder: Path) -> Inputs:
     if that is malformed."""
     path = folder / STATE
     state = read_json(path) if path.is_file() else {}
-    found = state.get(INPUTS, {}) if isinstance(state, dict) else {}
+    inputs = state.get(INPUTS, {}) if isinstance(state, dict) else {}
     keys = ("path", "folder", "content")
     try:
-        return {what: {key: str(one[key]) for key in keys} for what, one in found.items()}
+        return {what: {key: str(one[key]) for key in keys} for what, one in inputs.items()}
     except (KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path}: {INPUTS} is malformed") from None
 
 
 def changed_inputs(before: Inputs, now: Inputs) -> list[str]:
-    """How the inputs of a run differ from those before, a line each."""
+    """Return the differences between the inputs of a run and those before, a line each."""
     lines = []
     for what, new in now.items():
         old = before.get(what)

@@ -98,10 +98,10 @@ def set_infiniband() -> None:
     if given not in ("0", "1"):
         raise ConfigError(f"{theirs}={given}: it must be 0 or 1; or unset it and set {ours}")
     wanted = "0" if given == "1" else "1"
-    found = os.environ.get(ours)
-    if found not in (None, wanted):
-        raise ConfigError(f"{theirs}={given} contradicts {ours}={found}; unset one of them")
-    if found is None:
+    value = os.environ.get(ours)
+    if value not in (None, wanted):
+        raise ConfigError(f"{theirs}={given} contradicts {ours}={value}; unset one of them")
+    if value is None:
         os.environ[ours] = wanted
         logger.info(f"{theirs}={given} is set as {ours}={wanted}: NCCL connects the nodes")
 
@@ -155,16 +155,16 @@ def _node_rank(addresses: Sequence[str]) -> int:
         return int(given)
     own = [rank for rank, address in enumerate(addresses) if _is_here(address)]
     if len(own) != 1:
-        found = "none of them is" if not own else "several of them are"
+        problem = "none of them is" if not own else "several of them are"
         raise ConfigError(
-            f"--node-ips {listed}: {found} this node's, whose addresses are "
+            f"--node-ips {listed}: {problem} this node's, whose addresses are "
             f"{', '.join(_own_addresses())}; correct the list, or set NODE_RANK on each node"
         )
     return own[0]
 
 
 def _is_here(address: str) -> bool:
-    """Whether a socket can be bound to an address or name."""
+    """True if a socket can be bound to an address or name."""
     try:
         places = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except socket.gaierror as error:

@@ -32,7 +32,7 @@ from megatron.util.processes import is_main_process
 
 
 class Watch(Protocol):
-    """What ends a process that does not advance."""
+    """Ends a process that does not advance."""
 
     def part(self) -> None:
         """Leave the other ranks, as before the store ends."""
@@ -90,7 +90,7 @@ def compare_checkpoints(
     found: Sequence[FoundCheckpoint | None], config: RunConfig | None = None
 ) -> None:
     """Compares the checkpoints that the processes of a run load, the last thing that they compare;
-    with ``config`` also those that its flags name beside them. Raises DisagreementError if they
+    with ``config`` also those that its flags name next to them. Raises DisagreementError if they
     differ."""
 
     def facts() -> agreement.Facts:

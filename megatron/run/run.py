@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -62,7 +64,9 @@ def parse_run(
     (:func:`start_processes`). With ``--explain-config`` it prints every value with its origin and
     exits. Raises ValueError if a value is missing, wrong or contradicted; the message names it."""
     hidden = family_of(family).unused_flags if family else frozenset[str]()
-    settings = FlagParser(*FLAG_CLASSES, description=description, hidden=hidden).settings(argv)
+    parser = flag_parser(description, frozenset(hidden))
+    parser.prog = ArgumentParser().prog  # by which the process was started this time
+    settings = parser.settings(argv)
     show_log()
     if family is not None:
         given = settings.setdefault("family", Setting(family, "this program"))
@@ -74,6 +78,12 @@ def parse_run(
     run = run_of(settings, start_processes(settings, argv))
     show_configuration(run)
     return run
+
+
+@functools.cache
+def flag_parser(description: str | None, hidden: frozenset[str]) -> FlagParser:
+    """The command line of a run, built once in a process that starts many."""
+    return FlagParser(*FLAG_CLASSES, description=description, hidden=hidden)
 
 
 def show_configuration(run: Run) -> None:
@@ -145,7 +155,7 @@ class RunToolParser(FlagParser, Generic[Config]):
         return own.format_help()
 
     def parse(self, argv: Sequence[str] | None = None) -> tuple[Config, Settings]:
-        """The tool's options, and the settings of the run; log messages are shown from now on.
+        """The tool's options, and the settings of the run; shows log messages.
         Raises ConfigError if an option is out of its bounds."""
         show_log()
         settings = self.settings(argv)

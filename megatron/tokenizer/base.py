@@ -110,7 +110,7 @@ class Tokenizer(ABC):
 
     @functools.cached_property
     def word_starts(self) -> WordStarts:
-        """Whether a token begins a word, for whole-word masking, [vocab_size], read-only.
+        """True if a token begins a word, for whole-word masking, [vocab_size], read-only.
 
         WordPiece: all but those with `##`. SentencePiece and the byte-level encodings: those that
         begin with the space before a word (so the first word of a text need not have a mark), with
@@ -122,9 +122,9 @@ class Tokenizer(ABC):
 
     @functools.cached_property
     def token_bytes(self) -> list[bytes]:
-        """What each token adds to a text that it is not the first of, in UTF-8, [vocab_size]; of
-        a character that several tokens make, the bytes of each. Special tokens have their names, if
-        `detokenize` writes these; ids that are not used have nothing."""
+        """Bytes that each token adds to a text that it is not the first of, in UTF-8, [vocab_size];
+        of a character that several tokens make, the bytes of each. Special tokens have their names,
+        if `detokenize` writes these; ids that are not used have nothing."""
         return self._find_token_bytes()
 
     @functools.cached_property
@@ -257,10 +257,10 @@ def byte_of_piece(piece: str) -> bytes:
 
 def sentinel_ids(vocab: Mapping[str, int]) -> tuple[int, ...]:
     """Ids of `<extra_id_0>`, `<extra_id_1>` and on in a vocabulary, up to the first one missing."""
-    found = {int(m[1]): i for token, i in vocab.items() if (m := _SENTINEL.fullmatch(token))}
+    sentinels = {int(m[1]): i for token, i in vocab.items() if (m := _SENTINEL.fullmatch(token))}
     ids: list[int] = []
-    while len(ids) in found:
-        ids.append(found[len(ids)])
+    while len(ids) in sentinels:
+        ids.append(sentinels[len(ids)])
     return tuple(ids)
 
 
@@ -290,9 +290,9 @@ def read_vocabulary_file(path: str | Path, flag: str) -> bytes:
     """A whole file. Raises FileNotFoundError; ValueError if it is too large for a vocabulary."""
     path = Path(path)
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "is no ordinary file"
-        found = found if path.exists() else "does not exist"
-        raise FileNotFoundError(f"{flag} {path} {found}; it must be a file")
+        problem = "is a folder" if path.is_dir() else "is no ordinary file"
+        problem = problem if path.exists() else "does not exist"
+        raise FileNotFoundError(f"{flag} {path} {problem}; it must be a file")
     with path.open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:

@@ -79,7 +79,7 @@ def token_bytes(token: str) -> bytes:
 
 
 def starts_with_space(token: bytes) -> bool:
-    """Whether a token begins with a space, or other ASCII white space: it begins a word."""
+    """True if a token begins with a space, or other ASCII white space: it begins a word."""
     return token[:1].isspace()
 
 
@@ -180,7 +180,7 @@ class RankedEncoding:
 
 
 def is_exact(vocab: Vocabulary, merges: Merges, definition: models.BPE) -> bool:
-    """Whether `RankedEncoding` gives the ids of `definition` for every text."""
+    """True if `RankedEncoding` gives the ids of `definition` for every text."""
     made = set(CHARACTER_OF_BYTE)
     if not made <= vocab.keys():
         return False
@@ -267,8 +267,8 @@ class GPT2BPETokenizer(Tokenizer):
         )
 
     def sample_ids(self, texts: Sequence[str]) -> list[TokenIds]:
-        found = self._definition.encode_batch(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, np.int32) for each in found]
+        encodings = self._definition.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, np.int32) for each in encodings]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         if self._batches is None:

@@ -46,10 +46,10 @@ class HFTokenizer(Tokenizer):
         `transformers` cannot read it as a tokenizer."""
         directory = Path(directory)
         if not directory.is_dir():
-            found = "is a file" if directory.exists() else "does not exist"
+            problem = "is a file" if directory.exists() else "does not exist"
             raise FileNotFoundError(
-                f"--tokenizer-model {directory} {found}; it must be a local folder with the files "
-                "of a Hugging Face tokenizer (tokenizer.json, tokenizer_config.json)"
+                f"--tokenizer-model {directory} {problem}; it must be a local folder with the "
+                "files of a Hugging Face tokenizer (tokenizer.json, tokenizer_config.json)"
             )
         self._tokenizer: Any = load_as_written(directory)
         self._watched: WatchedNormalizer | None = None

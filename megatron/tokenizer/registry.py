@@ -132,9 +132,9 @@ def with_cached_files(config: TokenizerConfig, published: PublishedFiles | None)
     """The configuration with the file that --tokenizer-model-type is the path of, or with files of
     --cache-dir where none are given, and without that folder. Raises ConfigError if it does not
     have them, FileNotFoundError."""
-    found = dataclasses.replace(config, cache_dir=None)
+    completed = dataclasses.replace(config, cache_dir=None)
     if published is None:
-        return found
+        return completed
     model, files, by_name = published
     named = config.tokenizer_model_type
     if named and by_name:
@@ -142,10 +142,10 @@ def with_cached_files(config: TokenizerConfig, published: PublishedFiles | None)
         if _is_path(named, config.cache_dir is not None):
             path = config.vocab_file or _file_at(Path(named))
             return dataclasses.replace(
-                found, vocab_file=path, tokenizer_model_type=_model_at(named)
+                completed, vocab_file=path, tokenizer_model_type=_model_at(named)
             )
     if config.cache_dir is None or config.vocab_file or config.merge_file:
-        return found
+        return completed
     folder = Path(config.cache_dir)
     ways: list[dict[str, Any]] = [
         {field: _first(place, names, model) for field, names in files}
@@ -153,7 +153,7 @@ def with_cached_files(config: TokenizerConfig, published: PublishedFiles | None)
     ]
     for paths in (*ways, _downloaded(folder, files, model)):
         if all(paths.values()):
-            return dataclasses.replace(found, **paths)
+            return dataclasses.replace(completed, **paths)
     wanted = " and ".join(" or ".join(name.format(model) for name in names) for _, names in files)
     flags = " and ".join("--" + field.replace("_", "-") for field, _ in files)
     raise ConfigError(
@@ -206,7 +206,7 @@ def _first(place: Path, names: tuple[str, ...], model: str) -> str | None:
 
 def _downloaded(folder: Path, files: FileNames, model: str) -> dict[str, Any]:
     """Files as the downloads of 2019 named them: by a digest, with the address in DIGEST.json."""
-    found: dict[str, Any] = {field: None for field, _ in files}
+    files_by_field: dict[str, Any] = {field: None for field, _ in files}
     for note in sorted(folder.glob("*.json")):
         if not note.is_file() or note.stat().st_size > _LONGEST_NOTE:
             continue
@@ -218,5 +218,5 @@ def _downloaded(folder: Path, files: FileNames, model: str) -> dict[str, Any]:
         for field, names in files:
             published = names[0].format(model)
             if str(address).endswith(f"/{published}") and note.with_suffix("").is_file():
-                found[field] = str(note.with_suffix(""))
-    return found
+                files_by_field[field] = str(note.with_suffix(""))
+    return files_by_field

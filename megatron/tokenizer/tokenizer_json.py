@@ -20,7 +20,7 @@ from megatron.util.errors import rust_errors
 MOST_IDS = 1 << 20
 """Ids that any vocabulary may use, with gaps; a larger one may use four for each token."""
 LONGEST_CONTENT = 1 << 10
-"""Characters that a step may put in the place of some, and tokens around a text."""
+"""Characters that a step may put instead of some, and tokens around a text."""
 _HARMLESS_GROWTH = 64
 """Times that steps one after another may lengthen a text without being watched."""
 _MOST_ADDED = 1 << 17
@@ -194,7 +194,7 @@ def _check_pattern(pattern: str, where: str) -> None:
 
 
 def _is_slow(splitter: pre_tokenizers.PreTokenizer, text: str, where: str) -> bool:
-    """Whether a text takes longer than it may, each of a few times: a busy machine may hold up one
+    """True if a text takes longer than it may, each of a few times: a busy machine may hold up one
     of them."""
     for _ in range(3):
         start = time.thread_time()
@@ -244,7 +244,7 @@ class WatchedNormalizer:
 
     @classmethod
     def of(cls, tokenizer: tokenizers.Tokenizer, source: str) -> WatchedNormalizer | None:
-        """That of a tokenizer; None if it can do no harm."""
+        """Return the watched normalizer of a tokenizer; None if it can do no harm."""
         normalizer = tokenizer.normalizer
         if normalizer is None:
             return None

@@ -70,7 +70,7 @@ class CheckpointManager(Callback):
         self._decide(but=iteration if self.writer.options.async_save else None)
 
     def counters(self, consumed_samples: int) -> dict[str, Any]:
-        """What a checkpoint of now says of the training, beside its iteration."""
+        """Return the counters of the training for a checkpoint, besides its iteration."""
         return {
             "consumed_samples": consumed_samples,
             **{name: value() for name, value in self.counted.items()},
@@ -105,7 +105,7 @@ class CheckpointManager(Callback):
         activity.saved = "" if newest is None else str(newest)
 
     def before_step(self, trainer: Trainer) -> None:
-        """Saves the initial state, if that is asked for."""
+        """Saves the initial state, on request."""
         if self.writer.options.save_init and trainer.iteration == 0:
             self.save(0, trainer.consumed_samples)
 

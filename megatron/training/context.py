@@ -65,7 +65,7 @@ class Order(IntEnum):
 
 
 class RunContext:
-    """What exists of a run. An attribute is set once, when ``build_trainer`` has built its value;
+    """The objects of a run. An attribute is set once, when ``build_trainer`` has built its value;
     the hook of a feature says which exist when it is called.
 
     Attributes:
@@ -118,8 +118,8 @@ class RunContext:
 
     def added(self, kind: type[Kind]) -> Kind:
         """The callback of a class, one of which was added."""
-        (found,) = (each for _, each in self._callbacks if isinstance(each, kind))
-        return found
+        (callback,) = (each for _, each in self._callbacks if isinstance(each, kind))
+        return callback
 
     def check(self, iteration: int) -> None:
         """Raise an error, on every rank, if the state after an iteration is not to be used."""

@@ -43,6 +43,7 @@ from megatron.run.run import (
     show_configuration,
 )
 from megatron.tokenizer import Tokenizer
+from megatron.training.longer import check_scaling
 from megatron.training.resume import find_origin
 from megatron.training.resume_source import ResumeSource
 from megatron.util.processes import is_main_process
@@ -102,6 +103,7 @@ def opened_checkpoint(
         spec = spec_of(run.config.model, run.config.parallel)
         engine = build_evaluator(run.config, spec, mesh, training_device())
         source = load_checkpoint(engine, origin.found, weights_only=True)
+        check_scaling(source.model, run.config.model, str(source.folder))
         for note in (*notes, *source.notes) if is_main_process() else ():
             say(note)
         folder, iteration = source.folder, source.state.get("iteration")
@@ -272,10 +274,8 @@ def measure_texts(
 
 def _runs(engine: ModelEngine, count: int, size: int, lengths: Any = None) -> Iterator[list[Round]]:
     """The rounds of a data set, in lists that the engine takes at once."""
-    mesh, slices = engine.mesh, 1
-    if engine.config.parallel.sequence_parallel:
-        slices = mesh.tensor.size
-    multiple = slices if engine.device.type == "cpu" else int(np.lcm(MULTIPLE, slices))
+    mesh, divisor = engine.mesh, engine.config.parallel.length_divisor
+    multiple = divisor if engine.device.type == "cpu" else int(np.lcm(MULTIPLE, divisor))
     if count:
         # As many batches as that size needs, of one smaller size if fewer are then filled up.
         batches = -(-count // (mesh.samples.size * size))
@@ -313,7 +313,7 @@ def _rounds(count: int, ranks: int, size: int, lengths: Any, multiple: int) -> I
 
 
 def _fits(own: Length | None, shared: Length | None) -> bool:
-    """Whether samples of a padded length may be padded to another."""
+    """True if samples of a padded length may be padded to another."""
     if own is None or shared is None:
         return True
     pairs = zip(np.atleast_1d(own), np.atleast_1d(shared), strict=True)

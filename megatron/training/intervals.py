@@ -126,7 +126,11 @@ class IntervalMeter:
         values.append(value)
 
     def add(
-        self, step: Step, flops: float, recomputed_flops: float = 0.0, grows: bool = False
+        self,
+        step: Step,
+        flops: torch.Tensor | float,
+        recomputed_flops: torch.Tensor | float = 0.0,
+        grows: bool = False,
     ) -> None:
         """Counts an optimizer step; reads nothing from the device. FLOPs are the model's, and those
         of recomputed activations, with samples that are as long as can be; the length of samples is

@@ -127,7 +127,7 @@ class TrainingPlan:
         }[unit or self.unit]
 
     def evaluates_after(self, iteration: int) -> bool:
-        """Whether that step is followed by an evaluation; the end of the run always is."""
+        """True if that step is followed by an evaluation; the end of the run always is."""
         return iteration % self.eval_interval == 0 and iteration < self.train_iters
 
     def epochs_ended(self, iteration: int) -> range:

@@ -232,7 +232,15 @@ class Reporter(Callback):
             self.recompute, causal=True, blocks=self.recomputed_blocks
         )
         recomputed = step.samples * step.seq_length * again
-        self.meter.add(step, flops, recomputed, self.plan.lengths.grows)
+        across: torch.Tensor | float = 0.0
+        if step.within is not None:
+            tokens = step.samples * step.seq_length
+            across = tokens * shape.scores_per_token() * (1 - step.within)
+        blocks = self.recomputed_blocks or shape.num_layers
+        share = min(1.0, blocks / shape.num_layers) if self.recompute else 0.0
+        self.meter.add(
+            step, flops - 3 * across, recomputed - share * across, self.plan.lengths.grows
+        )
         self._bar.update()
         if self._early and not trainer.at_end:
             self._say_early(step)
@@ -344,6 +352,9 @@ def _layout(config: RunConfig) -> str:
         words.append(f"{layout.pipeline_schedule} with {chunks} stages per process")
     if layout.sequence_parallel:
         words.append("sequence parallel")
+    if layout.context_parallel_size > 1:
+        kinds = " ".join(layout.cp_comm_type)
+        words.append(f"sequences divided over {layout.context_parallel_size} ({kinds})")
     if layout.expert_model_parallel_size > 1:
         words.append(f"experts divided over {layout.expert_model_parallel_size}")
     precision = "fp16" if config.precision.fp16 else "bf16" if config.precision.bf16 else "fp32"

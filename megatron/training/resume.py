@@ -1,4 +1,4 @@
-"""Where a run starts: at the beginning, or from a checkpoint, whose settings it may take over."""
+"""Start of a run: at the beginning, or from a checkpoint, whose settings it may take over."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from megatron.data.sampler import check_skipped, continued_ranges
 from megatron.engine.saving import check_writable, shareable
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_names, family_of
+from megatron.training.longer import check_scaling, unscaled_note
 from megatron.training.plan import TrainingPlan
 from megatron.training.resume_source import (
     ResumeSource,
@@ -61,12 +62,12 @@ _HOW_FAST = {"torch_compile", "torch_compile_mode", "activation_memory_budget"}
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run starts. ``folder`` is None without a checkpoint; ``changed`` are values that
-    differ from its run, ``notes`` what was decided where it does not say, a line each.
-    ``restarts``: also the optimizer's state was loaded, and the count starts again.
-    ``skip_samples`` are the ranges of training samples that the run skips, those that its flags
-    name and those that it found bad itself; ``spikes`` is what its rule of spikes has learned;
-    ``generation`` and ``tokenizer`` are those of its :class:`Source`."""
+    """Start of a run. ``folder`` is None without a checkpoint; ``changed`` are values that differ
+    from its run, ``notes`` what was decided where it does not say, a line each. ``restarts``: also
+    the optimizer's state was loaded, and the count starts again. ``skip_samples`` are the ranges of
+    training samples that the run skips, those that its flags name and those that it found bad
+    itself; ``spikes`` is what its rule of spikes has learned; ``generation`` and ``tokenizer`` are
+    those of its :class:`Source`."""
 
     folder: Path | None = None
     iteration: int = 0
@@ -84,11 +85,15 @@ class ResumePoint:
 def locate(config: RunConfig) -> ResumeSource | None:
     """The checkpoint to start from, if any; called before anything that takes time is built. Raises
     CheckpointError if it does not exist or is incomplete, it is of another model family, ``--save``
-    cannot be written, or saving would overwrite another run."""
+    cannot be written, or saving would overwrite another run; ConfigError if its RoPE scaling cannot
+    become that of the run."""
     options = config.checkpoint
     origin = find_origin(options)
     if origin is not None:
         _check_family(origin, config.model.family)
+        if not config.model.positions.rope_scaling.is_default:
+            source = origin.found.open(verify=False)
+            check_scaling(source.model, config.model, str(source.folder))
     for feature in taking_part():
         feature.check_source(config, origin)
     if options.save:
@@ -229,7 +234,8 @@ def _resume_point(
     files: Sequence[DataFile],
 ) -> ResumePoint:
     config = engine.config
-    changed, notes = tuple(changes(source, config)), tuple(source.notes)
+    changed = tuple(changes(source, config))
+    notes = (*source.notes, *unscaled_note(source.model, config.model))
     if not origin.continues or not source.state:
         return ResumePoint(source.folder, changed=changed, notes=notes, weights_only=True)
     state = source.state
@@ -262,8 +268,8 @@ def _skipped(source: Source, config: RunConfig, consumed_samples: int) -> tuple[
 
 
 def _changed_data(source: Source, config: RunConfig, files: Sequence[DataFile]) -> list[str]:
-    """What is in other files of data than when the checkpoint was saved, a line each; none where
-    the flags name other ones, or it does not say. Raises CheckpointError unless
+    """Return the files of data that differ from those when the checkpoint was saved, a line each;
+    none where the flags name other ones, or it does not say. Raises CheckpointError unless
     ``--allow-changed-data`` is given."""
     try:
         saved = [DataFile(**file) for file in source.state.get("data", ())]

@@ -40,7 +40,7 @@ class ResumeSource:
 
 
 def saves_beside(save: Path, origin: ResumeSource, options: CheckpointConfig) -> bool:
-    """Whether a run saves beside the checkpoint that it continues."""
+    """True if a run saves next to the checkpoint that it continues."""
     continues = origin.continues and not options.reset_iteration
     return continues and origin.found.folder.parent.samefile(save)
 
@@ -50,9 +50,9 @@ def load_finite(engine: TrainEngine, origin: ResumeSource) -> Source:
     that are not finite: earlier versions saved such."""
     source = load_checkpoint(engine, origin.found, weights_only=not origin.continues)
     if origin.continues and source.state:
-        found = first_reason(ruined(engine), engine.device)
-        if found is not None:
-            raise DamagedError(f"{source.folder}: {found}")
+        reason = first_reason(ruined(engine), engine.device)
+        if reason is not None:
+            raise DamagedError(f"{source.folder}: {reason}")
     return source
 
 
@@ -64,7 +64,7 @@ def newest_older(
     unless the flags allow that and there is one."""
     load = Path(options.load or "")
     wanted = options.load_tag or _named_by_tracker(load) or "?"
-    # A tracker may have anything in it, but the checkpoints are beside it.
+    # A tracker may have anything in it, but the checkpoints are next to it.
     named = load / (tag(int(wanted)) if wanted.isdecimal() else Path(wanted).name or "?")
     folder = named if found is None else found.folder
     for older in _older(options, folder):
@@ -86,24 +86,24 @@ def load_older(
     if origin.flag != f"--load {options.load}":
         raise reason
     damaged[folder] = str(reason)
-    for found in _of_all_ranks(engine, list(_older(options, folder))):
-        older = replace(origin, found=found._replace(base=origin.found.base), damaged=damaged)
+    for checkpoint in _of_all_ranks(engine, list(_older(options, folder))):
+        older = replace(origin, found=checkpoint._replace(base=origin.found.base), damaged=damaged)
         try:
             if options.on_damaged_checkpoint == "previous":
                 return load_finite(engine, older), older
             open_whole(engine, older.found)
         except DamagedError as error:
-            damaged[found.folder] = str(error)
+            damaged[checkpoint.folder] = str(error)
             continue
         raise DamagedError(
-            f"{reason}; the older {found.folder} is whole: --on-damaged-checkpoint previous "
+            f"{reason}; the older {checkpoint.folder} is whole: --on-damaged-checkpoint previous "
             "continues from it"
         )
     raise DamagedError(f"{reason}; no older checkpoint in {folder.parent} is whole")
 
 
 def set_damaged_aside(engine: TrainEngine, origin: ResumeSource) -> list[str]:
-    """If a run saves beside the checkpoint that it continues, renames the damaged ones that were
+    """If a run saves next to the checkpoint that it continues, renames the damaged ones that were
     passed over, so that nothing replaces or deletes them, and makes the trackers name the one that
     was loaded; every rank must call it. Returns a line about each of them, on the first rank, which
     does the work. Raises OSError or CheckpointError if that is not possible."""
@@ -130,19 +130,19 @@ def _named_by_tracker(save: Path) -> str:
 
 
 def _older(options: CheckpointConfig, folder: Path) -> Iterator[FoundCheckpoint]:
-    """The checkpoints beside a damaged one that are older than it, newest first, and can be
+    """The checkpoints next to a damaged one that are older than it, newest first, and can be
     opened; all of them if its name does not say how old it is."""
     prefer = "universal" if options.universal_checkpoint else "native"
     for iteration in iterations_in(folder.parent, step_of(folder.name)):
         with contextlib.suppress(CheckpointError, OSError):
-            found = locate_checkpoint(folder.parent, str(iteration), prefer)
-            if found is not None:
-                found.open(verify=False)
-                yield found
+            checkpoint = locate_checkpoint(folder.parent, str(iteration), prefer)
+            if checkpoint is not None:
+                checkpoint.open(verify=False)
+                yield checkpoint
 
 
 def _of_all_ranks(engine: TrainEngine, found: list[FoundCheckpoint]) -> list[FoundCheckpoint]:
-    """Those that every rank has found, so that all try the same."""
+    """Return the sources that every rank has, so that all try the same."""
     world = engine.mesh.world
     if world.size == 1:
         return found

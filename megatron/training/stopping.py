@@ -1,4 +1,4 @@
-"""What ends a training early: signals, limits, and steps that are not finite.
+"""Reasons to end a training early: signals, limits, and steps that are not finite.
 
 A step is the smallest unit that can be saved, so a signal handler only records the signal; the loop
 checks between steps, agrees with the other ranks, saves and returns.
@@ -145,15 +145,15 @@ class NonFiniteGuard(Callback):
         TrainingStopped also at the end of a training that has changed no weight, without fp16."""
         self._read(trainer, everything=True)
         if self._fresh and self._skipped and trainer.at_end:
-            found = (
+            reason = (
                 f"all {self._skipped} steps were skipped, as their gradients were not finite: the "
                 "weights are those that the run began with"
             )
             if not self._fp16:
-                raise TrainingStopped(found)
+                raise TrainingStopped(reason)
             # A first scale that is too large takes some steps to fall; a short run ends before.
             self._fresh = False
-            logger.warning(f"{found}; train longer, or give a smaller --initial-loss-scale")
+            logger.warning(f"{reason}; train longer, or give a smaller --initial-loss-scale")
 
     def went_back(self, trainer: Trainer) -> None:
         self._skipped, self._reads = 0, DelayedReads.on(self._device)
@@ -199,24 +199,24 @@ class NonFiniteGuard(Callback):
         raise TrainingStopped(f"{reason}; {self._weights()}{remedy}")
 
     def _of_ranks(self, step: Step) -> str:
-        """Of which ranks the losses are not finite, if others' are; every rank must ask."""
+        """Return the ranks whose losses are not finite, if others' are; every rank must ask."""
         own = float(step.result.own_loss)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return ""
-        found: list[tuple[float, str]] = [(own, "")] * dist.get_world_size()
-        dist.all_gather_object(found, (own, socket.gethostname()))
+        by_rank: list[tuple[float, str]] = [(own, "")] * dist.get_world_size()
+        dist.all_gather_object(by_rank, (own, socket.gethostname()))
         # Stages of a pipeline before the last have 0.
-        wrong = [f"{n} ({host})" for n, (own, host) in enumerate(found) if not math.isfinite(own)]
-        if not wrong or not any(math.isfinite(own) and own for own, _ in found):
+        wrong = [f"{n} ({host})" for n, (own, host) in enumerate(by_rank) if not math.isfinite(own)]
+        if not wrong or not any(math.isfinite(own) and own for own, _ in by_rank):
             return ""
         return f", on rank {', '.join(wrong)} alone"
 
     def _weights(self) -> str:
-        """What has become of the model, and where it can be continued from."""
-        found = first_reason(self._ruined(), self._device)
-        if found is None:
+        """Return a line about the model's state, and the place to continue from."""
+        reason = first_reason(self._ruined(), self._device)
+        if reason is None:
             return f"the weights are as they were before it; {self._newest()}"
-        return f"the model was ruined before it, since {found}; {self._newest()}"
+        return f"the model was ruined before it, since {reason}; {self._newest()}"
 
 
 class StopRequest:
@@ -257,7 +257,8 @@ class StopRequest:
 
     @property
     def requested(self) -> str | None:
-        """Why this process should stop, such as ``"SIGTERM"``; None while it should continue."""
+        """Reason for which this process should stop, such as ``"SIGTERM"``; None while it should
+        continue."""
         if self._received is not None:
             return self._received
         if self._watch_parent and launcher_chain() != self._parents:
@@ -288,14 +289,14 @@ class StopRequest:
 
 
 class StopAgreement:
-    """Whether any rank wants to stop, without waiting for the newest step."""
+    """Agreement of the ranks to stop, without waiting for the newest step."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
         self._device, self._alone = device, ranks == 1
         self._reads: DelayedReads[None] = DelayedReads.on(device)
 
     def reached(self, here: bool, at_end: bool) -> bool:
-        """Whether a rank wants to stop; every rank must call it after every step. ``at_end``: no
+        """True if a rank wants to stop; every rank must call it after every step. ``at_end``: no
         step follows, so every request so far counts."""
         if self._alone:
             return here

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.data.gpt_batch import GPTBatch, share_within_documents
 from megatron.data.loader import (
     MicroBatches,
     StalledDataError,
@@ -49,7 +50,8 @@ class StepCounts(NamedTuple):
 class Step:
     """An optimizer step, done or queued on the device. ``iteration`` counts from 1;
     ``first_sample`` is the number of samples of all steps before it; ``counts`` are its tokens
-    where they differ from step to step."""
+    where they differ from step to step; ``within`` is the share of the pairs of tokens that are in
+    one document, of this rank's samples, None where attention crosses documents."""
 
     result: StepResult
     iteration: int
@@ -59,6 +61,7 @@ class Step:
     learning_rate: float
     weight_decay: float
     counts: StepCounts | None = None
+    within: Tensor | None = None
 
 
 class GoBack(Exception):  # noqa: N818  # no error: a decision
@@ -100,7 +103,7 @@ class Callback:
         """Between two steps, before an evaluation, which is long and can be killed."""
 
     def reason_to_stop(self, trainer: Trainer) -> str | None:
-        """Why training should stop after this step, as words after "stopped by"; None to
+        """Return the reason to stop after this step, as words after "stopped by"; None to
         continue."""
         return None
 
@@ -211,11 +214,16 @@ class Trainer:
         if self.data.weighed:
             mesh, device = self.engine.mesh, self.engine.device
             batches, counts = weighed_step(batches, micro_batches, mesh, device)
+        shares: list[Tensor] = []
+        batches = _watched(batches, length, shares)
         result = self.engine.train_step(batches, micro_batches, first_sample, rate, decay)
         samples = plan.batch_size.batch_size(first_sample)
         self.iteration += 1
         self.consumed_samples += samples
-        step = Step(result, self.iteration, first_sample, samples, length, rate, decay, counts)
+        within = torch.stack(shares).mean() if shares else None
+        step = Step(
+            result, self.iteration, first_sample, samples, length, rate, decay, counts, within
+        )
         self._tell("after_step", step)
 
     def _between_steps(self) -> str | None:
@@ -239,7 +247,7 @@ class Trainer:
 
     @property
     def at_end(self) -> bool:
-        """Whether the plan has no step after this one."""
+        """True if the plan has no step after this one."""
         return self.iteration >= self.plan.train_iters
 
     def evaluate(self) -> None:
@@ -303,6 +311,14 @@ class Trainer:
     def _tell(self, what: str, *about: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, what)(self, *about)
+
+
+def _watched(batches: Iterator[Any], length: int, shares: list[Tensor]) -> Iterator[Any]:
+    """The batches, of whose documents the share of pairs is added to ``shares``."""
+    for batch in batches:
+        if isinstance(batch, GPTBatch) and batch.document_ids_BS is not None:
+            shares.append(share_within_documents(batch.document_ids_BS, length))
+        yield batch
 
 
 def weighed_step(

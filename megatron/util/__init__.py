@@ -1,4 +1,4 @@
-"""What every package may need, once: files, locks, digests, hints, processes.
+"""Helpers of all packages: files, locks, digests, hints, processes.
 
 It imports nothing of this project, and neither torch nor NumPy.
 """

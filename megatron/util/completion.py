@@ -17,7 +17,7 @@ _IMPORTED = sys.stdlib_module_names | {"megatron", "tools", "argcomplete"}
 
 
 def skip_libraries() -> None:
-    """Replaces all packages that are imported from now on."""
+    """Replaces all packages that are imported later."""
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
 
 

@@ -19,16 +19,16 @@ def digest(content: Content) -> str:
 
 def digest_of_parts(parts: Iterable[Content]) -> str:
     """:func:`digest` of the concatenated parts, which need not be in memory together."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for part in parts:
-        found.update(part.encode() if isinstance(part, str) else part)
-    return found.hexdigest()
+        digest.update(part.encode() if isinstance(part, str) else part)
+    return digest.hexdigest()
 
 
 def hash64(content: bytes, key: bytes = b"") -> int:
     """64 bits of BLAKE2b, as a number."""
-    found = hashlib.blake2b(content, digest_size=8, key=key).digest()
-    return int.from_bytes(found, "little")
+    digest = hashlib.blake2b(content, digest_size=8, key=key).digest()
+    return int.from_bytes(digest, "little")
 
 
 def sha256(content: Content) -> str:
@@ -38,12 +38,12 @@ def sha256(content: Content) -> str:
 
 def sha256_of_file(path: Path, read: Callable[[int], object] = lambda count: None) -> str:
     """SHA-256 of a file, as ``sha256sum`` prints it; ``read`` is told how many bytes were read."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_BLOCK_BYTES):
-            found.update(block)
+            digest.update(block)
             read(len(block))
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def digest_of_sample(path: Path, blocks: int = 128, block_bytes: int = 2**13) -> str:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 RESTART_STATUS = 3
 """Exit status of a run that ends because of a hang, a lost rank or a machine that computes
-wrongly: nobody has to change anything before it is started again. 2 is the user's mistake."""
+wrongly: nothing has to be changed before it is started again. 2 is the user's mistake."""
 
 READER_GONE = 141
 """Exit status of a program that ends because nothing reads its output: 128 + SIGPIPE, a shell's
@@ -38,8 +38,8 @@ class FaultError(RuntimeError):
 
 
 def is_for_users(error: BaseException) -> bool:
-    """Whether this package raised an error about the user's input, with a message for users, or
-    the system did about files. What is raised deeper (torch, deepspeed) is not."""
+    """True if this package raised an error about the user's input, with a message for users, or the
+    system did about files. What is raised deeper (torch, deepspeed) is not."""
     frames = traceback.extract_tb(error.__traceback__)
     own = Path(__file__).resolve().parent.parent
     return isinstance(error, OSError) or (
@@ -49,7 +49,7 @@ def is_for_users(error: BaseException) -> bool:
 
 def one_line(message: object) -> str:
     """The text of an error or message in one line: its lines follow each other, what a terminal
-    would obey or cannot show is escaped, and of a very long value, which a file of somebody else
+    would obey or cannot show is escaped, and of a very long value, which a file of another user
     may have, are left its ends."""
     text = " ".join(line.strip() for line in str(message).splitlines())
     text = _LONG.sub(_ends, _LONG_WORD.sub(_ends, text))

@@ -120,20 +120,20 @@ def own_file(path: Path) -> Path:
     followed within the folder, and into the ``blobs`` of a snapshot in Hugging Face's cache. Raises
     ValueError if it leads elsewhere: there may be a file of this user, which a copy would give
     away."""
-    folder, found = path.parent.resolve(), path.resolve()
+    folder, target = path.parent.resolve(), path.resolve()
     inside = [folder]
     for each in (folder, *folder.parents):
         model = each.parent.parent
         if each.parent.name == "snapshots" and (each == folder or "--" in model.name):
             inside.append(model / "blobs")
-    if not any(found.is_relative_to(each) for each in inside):
+    if not any(target.is_relative_to(each) for each in inside):
         raise ValueError(
-            f"{path} is a link to {found}, outside of its folder, and is not copied: put the file "
+            f"{path} is a link to {target}, outside of its folder, and is not copied: put the file "
             "itself there if it belongs to the folder"
         )
-    if not stat.S_ISREG(os.lstat(found).st_mode):
+    if not stat.S_ISREG(os.lstat(target).st_mode):
         raise ValueError(f"{path} is not a regular file")
-    return found
+    return target
 
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

@@ -1,4 +1,4 @@
-"""What this process does at the moment, for those who watch it."""
+"""Current phase of this process, for those who watch it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ after the last step."""
 
 @dataclass
 class Activity:
-    """Where a thread is. ``moves`` grows with every change and every :func:`moved`: a thread in
+    """Activity of a thread. ``moves`` grows with every change and every :func:`moved`: a thread in
     which it does not is waiting, or computing something long.
 
     Attributes:
@@ -48,7 +48,8 @@ background: dict[int, Activity] = {}
 """Those of other threads that are in a phase, such as a save, by their identifiers."""
 
 background_groups: WeakSet[Any] = WeakSet()
-"""Groups of processes in which such threads communicate: what happens there moves nobody else."""
+"""Groups of processes in which such threads communicate: what happens there moves no other
+group."""
 
 
 @contextlib.contextmanager
@@ -78,7 +79,7 @@ def phase(
 
 def moved(iteration: int | None = None) -> None:
     """Says that the phase of this thread advances, such as by a micro batch; ``iteration`` is that
-    of the step which is computed from now on."""
+    of the step which is computed later."""
     own = _own()
     if own is None:
         return

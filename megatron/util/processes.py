@@ -29,7 +29,7 @@ _ITEMS_PER_WORKER = 4
 
 
 def is_main_process() -> bool:
-    """Whether this process prints and writes for all."""
+    """True if this process prints and writes for all."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -140,8 +140,8 @@ def map_in_order(
 
 
 def death(exit_code: int | None) -> str:
-    """How a process died, for a message. Of SIGKILL, which nobody can catch, the sender is not
-    known: the system sends it when memory runs out."""
+    """Return a description of how a process died, for a message. Of SIGKILL, which nobody can
+    catch, the sender is not known: the system sends it when memory runs out."""
     if exit_code is None:
         return "closed its connection"
     if exit_code >= 0:

@@ -19,7 +19,7 @@ _WITH = frozenset(
     "master mlflow ngc nvidia openai private read refresh session signing ssh trackio upload user "
     "wandb write".split()
 )
-"""Words beside which those of ``_PERHAPS`` mean a secret: ``--eod-token`` has none."""
+"""Words next to which those of ``_PERHAPS`` mean a secret: ``--eod-token`` has none."""
 
 _NEXT_ADDRESS = re.compile(r"([,;|&<>(){}\[\]=]+[A-Za-z][\w+.-]*://)")
 _USER = re.compile(r"[^:/?#]*:")
@@ -70,7 +70,7 @@ _LEAST = 8
 
 
 def is_secret(name: str) -> bool:
-    """True if a flag or key of this name has a value that nobody else may see."""
+    """True if a flag or key of this name has a value that only its owner may see."""
     words = _words(name)
     return bool(words & _SECRET) or bool(words & _PERHAPS and (len(words) == 1 or words & _WITH))
 

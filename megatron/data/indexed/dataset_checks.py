@@ -150,10 +150,10 @@ def read_checksums(prefix: str | os.PathLike[str]) -> Mapping[str, str]:
 
 
 def verify_checksums(paths: Sequence[str], rank: int = 0, processes: int = 1) -> None:
-    """Compare this process's share of the files of data paths with the checksums beside them:
+    """Compare this process's share of the files of data paths with the checksums next to them:
     PREFIX.sha256, or FILE.sha256 of a file that is not indexed. Raises ValueError if one is missing
     or differs, or a path is a URL; OSError if a file cannot be read."""
-    known = [found for path in dict.fromkeys(paths) for found in _checksums(path)]
+    known = [digest for path in dict.fromkeys(paths) for digest in _checksums(path)]
     sizes = {path: path.stat().st_size for path, _ in known}
     shares: list[list[tuple[Path, str]]] = [[] for _ in range(processes)]
     loads = [0] * processes
@@ -163,10 +163,10 @@ def verify_checksums(paths: Sequence[str], rank: int = 0, processes: int = 1) ->
         shares[least].append((path, wanted))
     with progress_bar("verifying the data", total=loads[rank]) as bar:
         for path, wanted in shares[rank]:
-            found = sha256_of_file(path, bar.update)
-            if found != wanted:
+            digest = sha256_of_file(path, bar.update)
+            if digest != wanted:
                 raise ValueError(
-                    f"--verify-data: {path} has the SHA-256 {found}, but the .sha256 file beside "
+                    f"--verify-data: {path} has the SHA-256 {digest}, but the .sha256 file beside "
                     f"it says {wanted}: the file was damaged or replaced since; copy it again"
                 )
 
@@ -214,8 +214,8 @@ def _read_tokens(dataset: IndexedDataset) -> tuple[np.ndarray | None, str]:
                 tokens = np.frombuffer(block, dataset.dtype)
                 extremes.add(position, tokens)
                 position += len(tokens)
-    found = extremes.array() if integers and position else None
-    return found, digest.hexdigest()
+    largest = extremes.array() if integers and position else None
+    return largest, digest.hexdigest()
 
 
 def contents(dataset: IndexedDataset) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def _statistics(count: int, blocks: Iterable[np.ndarray]) -> dict[str, Any]:
         of_blocks.append((total, empty, int(values.min()), int(values.max())))
         seen += len(values)
     totals, empties, smallest, largest = zip(*of_blocks or [(0, 0, 0, 0)], strict=True)
-    found = np.percentile(
+    percentiles = np.percentile(
         np.concatenate(sample or [np.zeros(1, np.int64)]), QUANTILES, method="inverted_cdf"
     )
     return {
@@ -273,5 +273,5 @@ def _statistics(count: int, blocks: Iterable[np.ndarray]) -> dict[str, Any]:
         "largest": max(largest),
         "empty": sum(empties),
         "mean": sum(totals) / count if count else 0.0,
-        "quantiles": {f"{q}%": int(v) for q, v in zip(QUANTILES, found, strict=True)},
+        "quantiles": {f"{q}%": int(v) for q, v in zip(QUANTILES, percentiles, strict=True)},
     }

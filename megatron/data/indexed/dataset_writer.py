@@ -222,16 +222,16 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> list[str]:
             f"{with_modes[0]} has a mode for each sequence (multimodal data) and {without[0]} has "
             "none: they cannot be merged"
         )
-    found = {f"{prefix}.bin": read_mark(mark_path(prefix)) for prefix in prefixes}
+    marks = {f"{prefix}.bin": read_mark(mark_path(prefix)) for prefix in prefixes}
     from megatron.tokenizer.mark import common_mark  # writing alone does not need it
 
-    common = common_mark(found)
+    common = common_mark(marks)
     with IndexedDatasetWriter(output_prefix, dtype, common.json() if common else None) as writer:
         for prefix in prefixes:
             writer.merge(prefix, widen=True)
-    unknown = [name for name, each in found.items() if each is None]
+    unknown = [name for name, each in marks.items() if each is None]
     notes = []
-    if 0 < len(unknown) < len(found):
+    if 0 < len(unknown) < len(marks):
         notes.append(f"{unknown[0]}: it is not known which tokenizer made it; not compared")
     return notes + [
         f"{bin_path(d.prefix)}: {d.dtype.name} tokens are written as {dtype.name}"

@@ -41,8 +41,8 @@ Arranged = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
 class StateFormat(Protocol):
-    """How main weights and moments are stored. Its methods on slices are traced by torch's
-    compiler, for any n: no number may be read from a tensor."""
+    """Storage of main weights and moments. Its methods on slices are traced by torch's compiler,
+    for any n: no number may be read from a tensor."""
 
     def create(self, main: Tensor) -> dict[str, Tensor]:
         """Moments of a partition before its first update, by their names in
@@ -72,7 +72,7 @@ class Partition(Protocol):
     """Main weights that the optimizer updates with their moments, read and written in float32."""
 
     def has(self, kind: str) -> bool:
-        """Whether there is this state: no moments before the first update."""
+        """True if there is this state: no moments before the first update."""
         ...
 
     def get(self, kind: str, start: int, count: int) -> Tensor:

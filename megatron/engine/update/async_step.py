@@ -34,7 +34,7 @@ from megatron.parallel.mesh import MODEL, SHARDED, Mesh
 
 
 def can_defer(config: RunConfig, settings: Json) -> bool:
-    """Whether :class:`AsyncOptimizerStep` can replace DeepSpeed's own steps in this run."""
+    """True if :class:`AsyncOptimizerStep` can replace DeepSpeed's own steps in this run."""
     offloaded = any(offloads(settings, key) for key in ("offload_optimizer", "offload_param"))
     adam = config.optimizer.optimizer == "adam"
     if not adam or config.precision.fp16 or offloaded:
@@ -130,26 +130,26 @@ class AsyncOptimizerStep:
         return norm
 
     def _partitioned_norm(self) -> Tensor:
-        wrapper, found = self._wrapper, []
+        wrapper, partials = self._wrapper, []
         for number in range(len(wrapper.bit16_groups)):
             grads = wrapper.averaged_gradients[number]
             grads = (grad for grad in grads if not getattr(grad, "_zero_padding", False))
             params = wrapper.params_in_partition[number]
-            found.append([g for g, p in zip(grads, params, strict=False) if p in self._counted])
-        return self._scaled_norm(found, torch.float32)
+            partials.append([g for g, p in zip(grads, params, strict=False) if p in self._counted])
+        return self._scaled_norm(partials, torch.float32)
 
     def _partitioned_norm_3(self) -> Tensor:
         wrapper, counted = self._wrapper, self._counted
-        found = [
+        partials = [
             [g for p, g in zip(params, wrapper.averaged_gradients[n], strict=True) if p in counted]
             for n, params in enumerate(wrapper.fp16_groups)
         ]
-        return self._scaled_norm(found, torch.float64)
+        return self._scaled_norm(partials, torch.float64)
 
     def _accumulated_norm(self) -> Tensor:
         """Stage 1 with float32 sums: gradients of whole parameters, of which a part is updated."""
         wrapper = self._wrapper
-        found = [
+        partials = [
             grad
             for params, grads, there in zip(
                 wrapper.bf16_groups,
@@ -161,7 +161,9 @@ class AsyncOptimizerStep:
             if has and param in self._counted
         ]
         single = torch.float32
-        norm = norm_of_groups([found], single, single, [self._mesh.group(*SHARDED)], self._device)
+        norm = norm_of_groups(
+            [partials], single, single, [self._mesh.group(*SHARDED)], self._device
+        )
         if self._clip_grad > 0:
             self._factor = clipping_factor(norm, self._clip_grad)
         return norm

@@ -74,18 +74,18 @@ def build_optimizer(
 def rate_factors(
     names: Mapping[nn.Parameter, str], config: OptimizerConfig, mesh: Mesh
 ) -> dict[nn.Parameter, float]:
-    """What ``--lr-group`` multiplies the learning rates by, of parameters with these canonical
-    names. Every rank must call it. Raises ConfigError if a pattern matches no parameter of any
-    pipeline stage."""
+    """Return the factors of ``--lr-group``, by which the learning rates of parameters with these
+    canonical names are multiplied. Every rank must call it. Raises ConfigError if a pattern matches
+    no parameter of any pipeline stage."""
     patterns = list(config.lr_groups)
     if not patterns:
         return {}
-    found = [bool(fnmatch.filter(names.values(), pattern)) for pattern in patterns]
+    matched = [bool(fnmatch.filter(names.values(), pattern)) for pattern in patterns]
     if mesh.pipeline.size > 1:
-        of_all: list[list[bool]] = [found] * mesh.pipeline.size
-        dist.all_gather_object(of_all, found, group=mesh.pipeline.handle)
-        found = [any(each) for each in zip(*of_all, strict=True)]
-    for pattern, matches in zip(patterns, found, strict=True):
+        of_all: list[list[bool]] = [matched] * mesh.pipeline.size
+        dist.all_gather_object(of_all, matched, group=mesh.pipeline.handle)
+        matched = [any(each) for each in zip(*of_all, strict=True)]
+    for pattern, matches in zip(patterns, matched, strict=True):
         if not matches:
             some = ", ".join(list(names.values())[:4])
             raise ConfigError(
@@ -151,7 +151,7 @@ _ROWS = 256
 
 
 def owned(param: nn.Parameter, mesh: Mesh, among: Sequence[str]) -> bool:
-    """Whether this rank's copy of a parameter counts in the norm of the gradients and in
+    """True if this rank's copy of a parameter counts in the norm of the gradients and in
     checkpoints. Only one copy counts along the axes ``among``: ``SHARDED`` for sums over the ranks
     of one replica, ``MODEL`` where each replica has its own part, ``AXES`` for one of all ranks."""
     # DeepSpeed marks the copies of tied parameters on pipeline stages after the first.

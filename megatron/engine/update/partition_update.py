@@ -55,7 +55,7 @@ class PartitionSlice(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether its gradients are a part of one tensor."""
+        """True if its gradients are a part of one tensor."""
         return len(self.parts) == 1 and self.parts[0].length == self.length
 
 
@@ -235,14 +235,14 @@ def _elements(piece: PartitionSlice, firsts: Sequence[int], device: torch.device
     begins = [firsts[part.gradient] + part.start for part in piece.parts]
     if piece.whole:
         return torch.full((), wrapped(begins[0]), dtype=torch.int32, device=device)
-    found = torch.zeros(piece.length, dtype=torch.int32, device=device)
+    numbers = torch.zeros(piece.length, dtype=torch.int32, device=device)
     place = 0
     for part, begin in zip(piece.parts, begins, strict=True):
         # Counted in 64 bits, of which the lower half is taken.
         counted = torch.arange(begin, begin + part.length, device=device)
-        found[place : place + part.length] = counted.to(torch.int32)
+        numbers[place : place + part.length] = counted.to(torch.int32)
         place += part.length
-    return found
+    return numbers
 
 
 def _collect(piece: PartitionSlice, grads: Sequence[Tensor], buffer: Tensor) -> Tensor:
