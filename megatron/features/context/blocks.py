@@ -1,0 +1,342 @@
+"""Attention to keys that come in blocks: one after another from other ranks, or from the memory of
+the host.
+
+A block of keys meets the queries in tiles. Most are whole blocks, which need no mask, or whose mask
+is the triangle of causal attention: one call of a kernel each. Others, at the edge of a window or
+of a document, or with ALiBi, have a mask of their own, of some rows of queries and those keys only
+that they may see; no mask of a whole sequence exists.
+
+Shapes: B batch, N query heads, K key heads, S queries, T keys of a block, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.features.context import kernels
+from megatron.features.context.documents import DocumentBounds
+from megatron.features.context.exchange import KeyBlock, KeySource, Span, Spans
+from megatron.features.context.kernels import Scoring
+from megatron.model.attention_masks import slopes_on
+from megatron.parallel.tensor_parallel import derive_seed
+
+_HIDDEN = -1e30
+"""Addend of a score that is not seen. Finite, so that a row of a tile without any key is no NaN in
+any kernel; its weight is 0 where the tile is merged."""
+
+_MASK = 1 << 23
+"""Elements of a mask at most, where it does not need more for 16 queries."""
+
+_ROWS = 512
+"""Queries of a tile with a mask at most: it has the keys that any of them sees."""
+
+_KEYS = 4096
+"""Keys of a tile whose mask has heads."""
+
+_FAR = 1 << 62
+
+
+class Tile(NamedTuple):
+    """Queries and keys of one call of a kernel, by their indices in their tensors, and their
+    positions in the sequence."""
+
+    queries: slice
+    keys: slice
+    query: int
+    key: int
+    kind: Literal["all", "causal", "masked"]
+
+
+@dataclass(frozen=True)
+class BlockRule:
+    """Rule of the keys that a query sees, by positions in the sequence, and of their scores.
+
+    Attributes:
+        causal: no key after the query.
+        window: as in :class:`~megatron.model.attention_masks.AttentionScoring`.
+        slopes: ALiBi's slope of each head.
+        documents: a query sees its own document only.
+        tokens: bool [B, 1, 1, keys of the sequence], False for padding, which no query sees.
+        seed: from which each tile has the seed of its dropout.
+    """
+
+    scoring: Scoring
+    causal: bool = True
+    window: int | None = None
+    slopes: tuple[float, ...] = ()
+    documents: DocumentBounds | None = None
+    tokens: Tensor | None = None
+    seed: int = 0
+    _tiles: dict[tuple[Spans, Spans], list[Tile]] = field(default_factory=dict, compare=False)
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Places before and after a query where it sees keys."""
+        if self.window is None:
+            return _FAR, 0 if self.causal else _FAR
+        half = self.window // 2
+        return (self.window - 1, 0) if self.causal else (half, half)
+
+    def seen(self, queries: Span) -> Span:
+        """Positions outside which no query of a span sees a key."""
+        before, after = self.reach
+        first, end = queries[0] - before, queries[1] + after
+        if self.documents is None:
+            return first, end
+        of_documents = self.documents.seen(queries)
+        return max(first, of_documents[0]), min(end, of_documents[1])
+
+    def shared(self, queries: Span) -> Span:
+        """Positions of keys that all queries of a span see."""
+        before, after = self.reach
+        first, end = queries[1] - 1 - before, queries[0] + after + 1
+        if self.documents is None:
+            return first, end
+        of_documents = self.documents.shared(queries)
+        return max(first, of_documents[0]), min(end, of_documents[1])
+
+    def sees(self, queries: Spans, keys: Span) -> bool:
+        """Return whether any query may see any of the keys."""
+        ranges = map(self.seen, queries)
+        return any(first < keys[1] and keys[0] < end for first, end in ranges)
+
+    def tiles(self, queries: Spans, keys: Spans) -> list[Tile]:
+        """The tiles of a block."""
+        if (queries, keys) not in self._tiles:
+            self._tiles[queries, keys] = self._cut(queries, keys)
+        return self._tiles[queries, keys]
+
+    def _cut(self, queries: Spans, keys: Spans) -> list[Tile]:
+        if queries == keys and self._triangular((queries[0][0], queries[-1][1])):
+            whole = slice(0, sum(end - first for first, end in queries))
+            return [Tile(whole, whole, queries[0][0], keys[0][0], "causal")]
+        tiles, row = [], 0
+        for rows in queries:
+            column = 0
+            for columns in keys:
+                tiles += self._pair(rows, columns, row - rows[0], column - columns[0])
+                column += columns[1] - columns[0]
+            row += rows[1] - rows[0]
+        return _joined(tiles)
+
+    def _triangular(self, span: Span) -> bool:
+        """Return whether queries of a span see all of its keys up to their own, and no others."""
+        alone = not (self.slopes or self.tokens is not None)
+        return (
+            alone
+            and self.causal
+            and self.shared((span[1] - 1, span[1]))[0] <= span[0]
+            and (self.documents is None or self.documents.shared(span)[0] <= span[0])
+        )
+
+    def _pair(self, rows: Span, columns: Span, row: int, column: int) -> list[Tile]:
+        """Tiles of the keys ``columns`` for the queries ``rows``; a position plus ``row`` or
+        ``column`` is an index."""
+        seen, shared = self.seen(rows), self.shared(rows)
+        first, end = max(columns[0], seen[0]), min(columns[1], seen[1])
+        if first >= end:
+            return []
+
+        def tile(first: int, end: int, kind: Literal["all", "causal", "masked"]) -> Tile:
+            queries = slice(rows[0] + row, rows[1] + row)
+            return Tile(queries, slice(first + column, end + column), rows[0], first, kind)
+
+        biased = self.slopes or self.tokens is not None
+        if not biased:
+            if shared[0] <= first and end <= shared[1]:
+                return [tile(first, end, "all")]
+            if (first, end) == rows and self._triangular(rows):
+                return [tile(first, end, "causal")]
+            if self.causal and first < rows[0] < end and shared[0] <= first:
+                before = tile(first, rows[0], "all")
+                return [before, *self._pair(rows, (rows[0], end), row, column)]
+        length, height = end - first, rows[1] - rows[0]
+        if self.slopes and length > _KEYS:
+            cuts = [(at, min(at + _KEYS, end)) for at in range(first, end, _KEYS)]
+            return [tile for cut in cuts for tile in self._pair(rows, cut, row, column)]
+        most = min(_ROWS, max(16, _MASK // (length * max(1, len(self.slopes)))))
+        by_row = self.slopes or not (shared[0] <= first and end <= shared[1])
+        if by_row and height > most:
+            cuts = [(at, min(at + most, rows[1])) for at in range(rows[0], rows[1], most)]
+            return [tile for cut in cuts for tile in self._pair(cut, (first, end), row, column)]
+        return [tile(first, end, "masked")]
+
+    def mask(self, tile: Tile, q_BNSD: Tensor) -> Tensor | None:
+        """Addend of the scores of a tile, broadcastable to them; None where it shows all keys."""
+        if tile.kind != "masked":
+            return None
+        rows, columns = _span(tile.query, tile.queries), _span(tile.key, tile.keys)
+        device, shared = q_BNSD.device, self.shared(rows)
+        places_S1 = torch.arange(*rows, device=device)[:, None]
+        distances_ST = places_S1 - torch.arange(*columns, device=device)
+        hidden = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
+        if self.tokens is not None:
+            hidden = ~self.tokens[..., slice(*columns)]
+        if not (shared[0] <= columns[0] and columns[1] <= shared[1]):
+            before, after = self.reach
+            hidden = hidden | (distances_ST > before) | (distances_ST < -after)
+            if self.documents is not None:
+                hidden = hidden | self.documents.different(rows, columns)
+        biases = torch.zeros((), device=device)
+        if self.slopes:
+            dtype = torch.promote_types(q_BNSD.dtype, torch.float32)
+            biases = -slopes_on(self.slopes, device, dtype)[:, None, None] * distances_ST.abs()
+        shape = torch.broadcast_shapes(hidden.shape, biases.shape)
+        mask = kernels.empty_mask((*shape[:-1], columns[1] - columns[0]), q_BNSD).copy_(biases)
+        return mask.masked_fill_(hidden, max(_HIDDEN, torch.finfo(mask.dtype).min))
+
+    def seed_of(self, tile: Tile) -> int:
+        """Seed of the dropout of a tile."""
+        return derive_seed(self.seed, tile.query, tile.key) if self.scoring.dropout else 0
+
+
+def _span(first: int, indices: slice) -> Span:
+    return first, first + indices.stop - indices.start
+
+
+def _joined(tiles: list[Tile]) -> list[Tile]:
+    """Neighbouring tiles without masks as one: those of the same keys, then of the same queries."""
+    for along in (0, 1):
+        joined: list[Tile] = []
+        for tile in sorted(tiles, key=lambda tile: _corner(tile)[:: 2 * along - 1]):
+            last = joined[-1] if joined else tile
+            ends, starts = (last.queries, last.keys), (tile.queries, tile.keys)
+            follows = ends[along].stop == starts[along].start
+            alike = ends[1 - along] == starts[1 - along]
+            if last.kind == tile.kind == "all" and follows and alike:
+                both = slice(ends[along].start, starts[along].stop)
+                last = last._replace(keys=both) if along else last._replace(queries=both)
+                joined[-1] = last
+            else:
+                joined.append(tile)
+        tiles = joined
+    return tiles
+
+
+def _corner(tile: Tile) -> tuple[int, int]:
+    return tile.queries.start, tile.keys.start
+
+
+def block_attention(
+    q_BNSD: Tensor,
+    k: Tensor,
+    v: Tensor,
+    source: KeySource,
+    rule: BlockRule,
+    spans: Spans,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """[B, N, S, D]: attention of queries at the positions ``spans`` to all blocks of keys that
+    ``source`` makes of ``k`` and ``v``, as ``rule`` says. Outputs and gradients of blocks are added
+    in float32 or better. Each query sees a key of some block."""
+    return _BlockAttention.apply(q_BNSD, k, v, sinks_N, source, rule, spans)
+
+
+class Accumulator:
+    """The output for all keys so far, [B, N, S, D], and the logarithm L of each query's sum of
+    exponentials, [B, N, S], in float32 or better."""
+
+    def __init__(self, q_BNSD: Tensor) -> None:
+        kind = torch.promote_types(q_BNSD.dtype, torch.float32)
+        batch, heads, length, width = q_BNSD.shape
+        # In the layout that the projection reads.
+        y_BSND = q_BNSD.new_zeros(batch, length, heads, width, dtype=kind)
+        self.y_BNSD = y_BSND.transpose(1, 2)
+        self.sums_BNS = q_BNSD.new_full((batch, heads, length), -torch.inf, dtype=kind)
+        self._empty = True
+
+    def add(self, q_BNSD: Tensor, block: KeyBlock, rule: BlockRule, spans: Spans) -> None:
+        """Attend to one more block."""
+        for tile in rule.tiles(spans, block.spans):
+            q = q_BNSD[:, :, tile.queries]
+            y, sums = kernels.forward(
+                q, block.k[:, :, tile.keys], block.v[:, :, tile.keys], rule.scoring,
+                tile.kind == "causal", rule.mask(tile, q), rule.seed_of(tile),
+            )  # fmt: skip
+            before, total = self.y_BNSD[:, :, tile.queries], self.sums_BNS[:, :, tile.queries]
+            if self._empty and sums.shape == self.sums_BNS.shape:
+                before.copy_(y)
+                total.copy_(sums)
+                self._empty = False
+                continue
+            self._empty = False
+            both = torch.logaddexp(total, sums)
+            before.mul_(torch.exp(total - both)[..., None])
+            before.addcmul_(y, torch.exp(sums - both)[..., None])
+            total.copy_(both)
+
+    def result(self, dtype: torch.dtype, sinks_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output in a dtype, and L; with sinks, whose weights multiply nothing, in both."""
+        if sinks_N is None:
+            return self.y_BNSD.to(dtype), self.sums_BNS
+        total = torch.logaddexp(self.sums_BNS, sinks_N.to(self.sums_BNS.dtype)[:, None])
+        self.y_BNSD.mul_(torch.exp(self.sums_BNS - total)[..., None])
+        return self.y_BNSD.to(dtype), total
+
+
+class Gradients:
+    """The gradient of the queries from all blocks so far, in float32 or better; the output and L
+    are final."""
+
+    def __init__(self, grad_BNSD: Tensor, q_BNSD: Tensor, y_BNSD: Tensor, sums_BNS: Tensor) -> None:
+        self.grad, self.q, self.y, self.sums = grad_BNSD, q_BNSD, y_BNSD, sums_BNS
+        self.q_grad = torch.zeros_like(q_BNSD, dtype=sums_BNS.dtype)
+
+    def add(self, block: KeyBlock, rule: BlockRule, spans: Spans) -> tuple[Tensor, Tensor]:
+        """Add those of one more block; return those of its keys and values."""
+        kind = self.sums.dtype
+        k_grad, v_grad = (torch.zeros_like(x, dtype=kind) for x in (block.k, block.v))
+        for tile in rule.tiles(spans, block.spans):
+            at, keys = tile.queries, tile.keys
+            q = self.q[:, :, at]
+            grads = kernels.backward(
+                self.grad[:, :, at], q, block.k[:, :, keys], block.v[:, :, keys],
+                self.y[:, :, at], self.sums[:, :, at], rule.scoring,
+                tile.kind == "causal", rule.mask(tile, q), rule.seed_of(tile),
+            )  # fmt: skip
+            self.q_grad[:, :, at] += grads[0]
+            k_grad[:, :, keys] += grads[1]
+            v_grad[:, :, keys] += grads[2]
+        return k_grad, v_grad
+
+    def of_sinks(self, sinks_N: Tensor) -> Tensor:
+        """[N]: the weight of a sink takes from all others in proportion."""
+        kind = self.sums.dtype
+        weights = torch.exp(sinks_N.to(kind)[:, None] - self.sums)
+        dots = torch.linalg.vecdot(self.grad.to(kind), self.y.to(kind))
+        return -(weights * dots).sum((0, 2)).to(sinks_N.dtype)
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        source: KeySource,
+        rule: BlockRule,
+        spans: Spans,
+    ) -> Tensor:
+        ctx.source, ctx.rule, ctx.spans = source, rule, spans
+        sum_of_blocks = Accumulator(q)
+        source.forward(k, v, lambda block: sum_of_blocks.add(q, block, rule, spans))
+        y, sums = sum_of_blocks.result(q.dtype, sinks)
+        ctx.save_for_backward(q, k, v, sinks, y, sums)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, y, sums = ctx.saved_tensors
+        rule, spans = ctx.rule, ctx.spans
+        gradients = Gradients(grad, q, y, sums)
+        k_grad, v_grad = ctx.source.backward(k, v, lambda block: gradients.add(block, rule, spans))
+        of_sinks = None if sinks is None else gradients.of_sinks(sinks)
+        return gradients.q_grad.to(q.dtype), k_grad, v_grad, of_sinks, None, None, None

@@ -1,0 +1,183 @@
+"""Flags of the memory of long sequences."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron.config.features import FlagSection
+from megatron.config.flags import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    ConfigError,
+    ConfigResolver,
+    nearest,
+    needs_value,
+    option,
+)
+
+if TYPE_CHECKING:
+    from megatron.config.run import RunConfig
+
+_FULL = needs_value("recompute_granularity", "full", refused=False)
+_FPDT = needs_value("ds_sequence_parallel_fpdt", refused=False)
+_SECTION = "activation_checkpointing"
+_KEYS = (
+    "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+    "number_checkpoints", "synchronize_checkpoint_boundary", "profile",
+)  # fmt: skip
+_WITHOUT_EFFECT = {
+    "partition_activations": "--sequence-parallel divides the activations between blocks",
+    "contiguous_memory_optimization": "inputs of recomputed layers are not copied on the device",
+    "synchronize_checkpoint_boundary": "the CPU never synchronizes after a layer",
+    "profile": "tools/profile_step.py says where the time of a step goes",
+}
+"""Switches of DeepSpeed's section that change nothing here, and why."""
+
+
+@dataclass(frozen=True)
+class LongContextConfig(FlagSection):
+    """Memory of long sequences: MLPs in chunks, activations and keys in host memory."""
+
+    after: ClassVar[str] = "parallel"
+
+    mlp_chunks_for_training: int = option(1, bounds=NOT_NEGATIVE)
+    """Chunks of the sequence in which dense MLPs are computed, in the backward pass again, so that
+    the inner activations of one exist at a time; 0: tokens / hidden size, rounded up."""
+    cpu_offloading_num_layers: int = option(0, bounds=NOT_NEGATIVE)
+    """Blocks of each pipeline stage, its first ones, whose saved activations are in host memory
+    between forward and backward pass."""
+    cpu_offloading: bool = option(False)
+    """Same as --cpu-offloading-num-layers with all blocks."""
+    checkpoint_in_cpu: bool = option(False, needs=_FULL)
+    """Keep the inputs of recomputed layers in host memory (cpu_checkpointing of
+    activation_checkpointing in the DeepSpeed JSON)."""
+    activation_checkpointing: str | None = option(None, internal=True)
+    """The section of that name in a DeepSpeed JSON."""
+    ds_sequence_parallel_fpdt: bool = option(False)
+    """FPDT: attention, MLP and loss in chunks of the sequence."""
+    ds_sequence_parallel_fpdt_chunk_size: int = option(65536, bounds=POSITIVE, needs=_FPDT)
+    """Tokens of the whole sequence that attention computes at a time; MLPs have half as many, the
+    loss a 32nd, on each rank divided by the context-parallel size."""
+    ds_sequence_parallel_fpdt_offloading: bool = option(False, needs=_FPDT)
+    """Keep the queries, keys, values and outputs of the chunks in host memory."""
+
+    @property
+    def in_host_memory(self) -> bool:
+        """True if inputs of recomputed layers are kept on the host."""
+        return self.checkpoint_in_cpu or bool(self.section.get("cpu_checkpointing"))
+
+    @property
+    def tiles(self) -> bool:
+        """True if MLPs may compute in tiles."""
+        return self.mlp_chunks_for_training != 1 or self.ds_sequence_parallel_fpdt
+
+    def loss_tokens(self, ranks: int) -> int:
+        """Tokens of a rank whose logits FPDT computes at a time."""
+        return max(1, self.ds_sequence_parallel_fpdt_chunk_size // ranks // 32)
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """DeepSpeed's section of a JSON, where it is not turned off."""
+        content = json.loads(self.activation_checkpointing or "{}")
+        return {} if content.get("enabled") is False else content
+
+    def check_section(self) -> None:
+        """Raise ConfigError for unknown keys and wrong values of that section."""
+        content = json.loads(self.activation_checkpointing or "{}")
+        if not isinstance(content, dict):
+            raise ConfigError(f"{_SECTION} is {json.dumps(content)}; it must be an object")
+        for key, value in content.items():
+            if key not in (*_KEYS, "enabled"):
+                hint = nearest(key, _KEYS, '; the nearest known one is "{}"')
+                raise ConfigError(f'unknown key "{key}" in {_SECTION}{hint}')
+            count = key == "number_checkpoints"
+            fits = value is None or (type(value) is int if count else isinstance(value, bool))
+            if not fits:
+                kind = "a number of checkpoints or null" if count else "true or false"
+                raise ConfigError(f"{_SECTION}.{key} is {json.dumps(value)}; it must be {kind}")
+
+    def blocks_offloaded(self, blocks: int) -> int:
+        """Number of the blocks of a stage, of so many, whose activations are on the host."""
+        return blocks if self.cpu_offloading else min(blocks, self.cpu_offloading_num_layers)
+
+    def tile(self, length: int, tokens: int, hidden_size: int, ranks: int) -> int:
+        """Tokens of a tile of an MLP.
+
+        Args:
+            length: that of the sequence that a rank has between the blocks.
+            tokens: those that go through the MLP together, which sequence parallelism gathers.
+            ranks: those that divide sequences.
+        """
+        chunks = self.mlp_chunks_for_training or -(-tokens // hidden_size)
+        if self.ds_sequence_parallel_fpdt:
+            most = max(1, self.ds_sequence_parallel_fpdt_chunk_size // ranks // 2)
+            chunks = max(chunks, -(-tokens // most))
+        return max(1, -(-length // chunks))
+
+    def check(self, config: RunConfig, resolver: ConfigResolver) -> None:
+        """Refuse what contradicts other flags. Raises ConfigError."""
+        for key, reason in _WITHOUT_EFFECT.items():
+            if self.section.get(key):
+                resolver.notes.append(f"{_SECTION}.{key} changes nothing: {reason}")
+        recompute = config.parallel.recompute_granularity
+        if self.section.get("cpu_checkpointing") and recompute != "full":
+            resolver.notes.append(
+                f"{_SECTION}.cpu_checkpointing changes nothing without --recompute-granularity full"
+            )
+        self._check_offloading(config, resolver)
+        if self.ds_sequence_parallel_fpdt:
+            self._check_chunks(config, resolver)
+        name = "mlp_chunks_for_training"
+        shown = "ds_sequence_parallel_fpdt" if self.mlp_chunks_for_training == 1 else name
+        resolver.check(
+            not (self.tiles and config.fast_paths.fp8_format is not None),
+            f"{resolver.show(shown)} contradicts {resolver.show('fp8_format')}, whose scales are "
+            "those of whole tensors: leave one of them out",
+        )
+
+    def _check_offloading(self, config: RunConfig, resolver: ConfigResolver) -> None:
+        from megatron.config.engine import GRAPH_MODES
+
+        offloading = "cpu_offloading" if self.cpu_offloading else "cpu_offloading_num_layers"
+        layers, parallel = config.model.num_layers, config.parallel
+        resolver.check(
+            self.cpu_offloading_num_layers <= layers,
+            f"{resolver.show('cpu_offloading_num_layers')} exceeds "
+            f"{resolver.show('num_layers')}: give at most that, or --cpu-offloading for all",
+        )
+        blocks = bool(self.blocks_offloaded(layers))
+        resolver.check(
+            not (blocks and parallel.recompute_method == "uniform"),
+            f"{resolver.show(offloading)} contradicts --recompute-granularity full, of which only "
+            "the inputs of layers are kept: give --checkpoint-in-cpu, or leave recomputation out",
+        )
+        mode = config.fast_paths.torch_compile_mode
+        resolver.check(
+            not (blocks and mode in GRAPH_MODES),
+            f"{resolver.show(offloading)} contradicts {resolver.show('torch_compile_mode')}: CUDA "
+            "graphs keep the memory of their activations; use --torch-compile-mode default",
+        )
+
+    def _check_chunks(self, config: RunConfig, resolver: ConfigResolver) -> None:
+        length, ranks = config.model.seq_length, config.parallel.context_parallel_size
+        name = "ds_sequence_parallel_fpdt_chunk_size"
+        chunk, shown = self.ds_sequence_parallel_fpdt_chunk_size, resolver.show(name)
+        resolver.check(
+            length % min(chunk, length) == 0,
+            f"{shown} must divide {resolver.show('seq_length')}: choose a divisor of {length}",
+        )
+        resolver.check(
+            chunk % (2 * ranks) == 0,
+            f"{shown} must be divisible by 2 x {resolver.show('context_parallel_size')}: choose a "
+            f"multiple of {2 * ranks}",
+        )
+        kinds = set(config.parallel.cp_comm_type or ("p2p",)) - {"a2a"}
+        resolver.check(
+            ranks == 1 or not kinds,
+            f"--ds-sequence-parallel-fpdt contradicts --cp-comm-type {' '.join(sorted(kinds))}: it "
+            "computes whole sequences of some heads in chunks, and the keys of other ranks come in "
+            "blocks already; give --cp-comm-type a2a, or leave it out and give "
+            "--mlp-chunks-for-training 0 and --cpu-offloading",
+        )
