@@ -191,14 +191,14 @@ def verify_all(path: Path, every: bool = False) -> Iterator[Verdict]:
             yield Verdict(path, error=lost)
     for wanted in tags or [None]:
         try:
-            found = locate_checkpoint(path, wanted)
+            checkpoint = locate_checkpoint(path, wanted)
         except (ValueError, OSError) as error:
             yield Verdict(path / (wanted or ""), error=str(error))
         else:
-            if found is None:
+            if checkpoint is None:
                 yield Verdict(path, error=f"{path}: {nothing_at(path)}", there=False)
             else:
-                yield _verified(found)
+                yield _verified(checkpoint)
     if tags:
         # Each can be intact, and the tracker name none of them.
         try:

@@ -114,11 +114,11 @@ class MetaFolder(TableSource):
             if Path(name).name != name or not path.is_file():
                 continue  # the tokenizer's sum, of a file that lies elsewhere
             with path.open("rb") as file:
-                found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
-            if found.hexdigest() != wanted.lower():
+                digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
+            if digest.hexdigest() != wanted.lower():
                 raise CheckpointError(
-                    f"{path} is damaged: its MD5 sum is {found.hexdigest()}, {checklist.name} says "
-                    f"{wanted}; download it again"
+                    f"{path} is damaged: its MD5 sum is {digest.hexdigest()}, {checklist.name} "
+                    f"says {wanted}; download it again"
                 )
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -204,9 +204,9 @@ class MetaFolder(TableSource):
             ):
                 copies = count // (wanted[0] // shapes[0][0])
                 return lambda parts: torch.cat(list(parts)[::copies])
-        found = " and ".join(dict.fromkeys(map(str, shapes)))
+        shown_shapes = " and ".join(dict.fromkeys(map(str, shapes)))
         raise CheckpointError(
-            f"{self.folder}: {name} has the shape {found} in {count} file"
+            f"{self.folder}: {name} has the shape {shown_shapes} in {count} file"
             f"{'s' if count > 1 else ''}; {PARAMS} makes it {wanted}"
         )
 

@@ -61,9 +61,9 @@ class Inert(metaclass=_Frozen):
     """A stand-in for an object of an unknown class, which keeps its arguments and state."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
-        found = super().__new__(cls)
-        found.__dict__["args"] = args
-        return found
+        inert = super().__new__(cls)
+        inert.__dict__["args"] = args
+        return inert
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -302,8 +302,8 @@ def _check_values(content: Any, most: int) -> None:
             if isinstance(each, Inert) and id(each) in closed:  # it may refer to its owner
                 continue
             closed.add(id(each))
-            found = vars(each) if isinstance(each, Inert | Namespace) else each
-            inside += found.values() if isinstance(found, dict) else found
+            values = vars(each) if isinstance(each, Inert | Namespace) else each
+            inside += values.values() if isinstance(values, dict) else values
         count += len(inside)
         if count > most:
             raise pickle.UnpicklingError(f"it has more than {most:,} values")

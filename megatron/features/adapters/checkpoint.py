@@ -77,11 +77,11 @@ def digests_of(source: Source, names: Iterable[str]) -> dict[str, str]:
 
 class AdaptedSource(Source):
     """A model with adapters, as one whose weights contain them; a subclass per format of the
-    adapters. ``base`` takes the place of the base that they name.
+    adapters. ``base`` replaces the base that they name.
 
     Attributes:
         base: the model without adapters.
-        additions: the adapters by canonical name, with what else was trained beside them, and in
+        additions: the adapters by canonical name, with what else was trained next to them, and in
             this project's own checkpoints their moments and the state of the run.
         adapters: what they are.
     """
@@ -93,8 +93,8 @@ class AdaptedSource(Source):
 
     def __init__(self, folder: Path, base: str | Path | None = None) -> None:
         super().__init__(folder)
-        found = self.locate_base(folder, base)
-        self.base = found.open(verify=False)
+        base_checkpoint = self.locate_base(folder, base)
+        self.base = base_checkpoint.open(verify=False)
         self.base.require_model()
 
     @classmethod
@@ -107,16 +107,16 @@ class AdaptedSource(Source):
         """The base of adapters: ``base``, or else the one that they name. Raises CheckpointError if
         it is missing."""
         path = cls.base_of(folder) if base is None else base
-        found = locate_checkpoint(path) if os.path.exists(path) else None
-        if found is None:
+        checkpoint = locate_checkpoint(path) if os.path.exists(path) else None
+        if checkpoint is None:
             where = "which is not there" if base is None else "where there is no checkpoint"
             raise CheckpointError(
                 f"{folder} has adapters of the model {path}, {where}: name its place by "
                 "--pretrained-checkpoint"
             )
-        if found.folder.resolve() == folder.resolve():
+        if checkpoint.folder.resolve() == folder.resolve():
             raise CheckpointError(f"{folder} has adapters that name themselves as their base")
-        return found
+        return checkpoint
 
     @classmethod
     def verify(
@@ -127,7 +127,7 @@ class AdaptedSource(Source):
     def names(self) -> Sequence[str]:
         mine, before = self.beside, self.base.names()
         if self.model.head != self.base.model.head:
-            # The head for tokens, in whose place there is another one beside the adapters.
+            # The head for tokens, in whose place there is another one next to the adapters.
             before = [name for name in before if not name.startswith("output_layer.")]
         return [*before, *(name for name in mine if name not in set(before))]
 
@@ -150,7 +150,7 @@ class AdaptedSource(Source):
             whole = whole.clone()  # it may be a file that is mapped into memory
         for part, tensors in parts.items():
             rows = rows_of_part(self.model, part, whole.shape[0])
-            values = {kind: self.additions.tensor(found) for kind, found in tensors.items()}
+            values = {kind: self.additions.tensor(entry) for kind, entry in tensors.items()}
             whole[rows] = merged(whole[rows], self.scale_of(name, part), **values)
         return whole
 
@@ -159,7 +159,7 @@ class AdaptedSource(Source):
         return self.adapters.alpha
 
     def scale_of(self, weight: str, part: str) -> float:
-        """What an addition to a part of a weight is multiplied by."""
+        """Return the factor of an addition to a part of a weight."""
         rank = self.additions.shape(self.adapted[weight][part]["a"])[-2]
         return self.adapters.scale_of(rank, self.alpha_of(weight, part))
 
@@ -180,18 +180,18 @@ class AdaptedSource(Source):
         """The weights with additions: by their names and part, the names of the adapter's
         parameters by kind. Raises CheckpointError if one is missing, or the base has no such
         weight."""
-        found: dict[str, dict[str, dict[str, str]]] = {}
+        by_weight: dict[str, dict[str, dict[str, str]]] = {}
         for name in self.additions.names():
             parsed = adapter_name(name)
             if parsed is not None:
-                parts = found.setdefault(parsed.of, {})
+                parts = by_weight.setdefault(parsed.of, {})
                 parts.setdefault(parsed.part, {})[parsed.kind] = name
-        for weight in found.keys() - set(self.base.names()):
+        for weight in by_weight.keys() - set(self.base.names()):
             raise CheckpointError(
                 f"{self.folder} has adapters of {weight}, which {self.base.folder} does not have"
             )
         needed = {"a", "b"} | ({"magnitude"} if self.adapters.use_dora else set())
-        for weight, parts in found.items():
+        for weight, parts in by_weight.items():
             for part, kinds in parts.items():
                 if kinds.keys() != needed:
                     raise CheckpointError(
@@ -200,11 +200,11 @@ class AdaptedSource(Source):
                         f"{', '.join(sorted(needed))}: the file is incomplete, or of other "
                         "adapters than its configuration"
                     )
-        return found
+        return by_weight
 
     @cached_property
     def beside(self) -> list[str]:
-        """The whole parameters that were trained beside the adapters."""
+        """The whole parameters that were trained next to the adapters."""
         return [name for name in self.additions.names() if adapter_name(name) is None]
 
 
@@ -249,8 +249,8 @@ class AdaptedCheckpoint(AdaptedSource):
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
         if not may_be_ours(path):
             return None
-        found = find(str(path), wanted)
-        return found if found is not None and (found / BASE).is_file() else None
+        place = find(str(path), wanted)
+        return place if place is not None and (place / BASE).is_file() else None
 
     @classmethod
     def family(cls, folder: Path, base: str | Path | None = None) -> str:
@@ -273,8 +273,8 @@ class AdaptedCheckpoint(AdaptedSource):
     ) -> None:
         """:meth:`verify` for the base alone."""
         super().verify(folder, share, shares, base)
-        found = cls.locate_base(folder, base)
-        check_base(BaseRecord.read(folder), found.open(verify=False), folder, share, shares)
+        checkpoint = cls.locate_base(folder, base)
+        check_base(BaseRecord.read(folder), checkpoint.open(verify=False), folder, share, shares)
 
 
 def check_base(

@@ -12,7 +12,7 @@ ALL_LINEAR = "all-linear"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a canonical name is that of an adapter's parameter."""
+    """True if a canonical name is that of an adapter's parameter."""
     return name.rpartition(".")[2].startswith("lora_")
 
 
@@ -81,9 +81,9 @@ class AdapterConfig(FlagSection):
 
     @property
     def scale(self) -> float:
-        """What the additions are multiplied by."""
+        """Factor of the additions."""
         return self.scale_of(self.lora_rank, self.alpha)
 
     def scale_of(self, rank: int, alpha: float) -> float:
-        """What an addition of this rank and alpha is multiplied by."""
+        """Return the factor of an addition of this rank and alpha."""
         return alpha / (rank**0.5 if self.use_rslora else rank)

@@ -37,7 +37,6 @@ from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
 from megatron.parallel.tensor_parallel import (
     start_all_reduce,
     start_sum_over_copies,
-    tensor_parallel_random,
 )
 
 
@@ -198,7 +197,7 @@ class _Adapters:
     def _dropped(self, layer: ParallelLinear, x_BSI: Tensor) -> Tensor:
         """The input after dropout; one mask for all additions of a layer."""
         tp = layer.tp
-        random = tensor_parallel_random(tp.group) if self._by_inputs else tp.random()
+        random = tp.random_inside() if self._by_inputs else tp.random()
         with random:
             return F.dropout(x_BSI, self._dropout)
 
@@ -235,7 +234,7 @@ class _Adapters:
         return tuple(outputs)
 
     def _factors(self, layer: ParallelLinear, maps: Sequence[LinearMap]) -> list[Tensor]:
-        """What each output of each map is multiplied by, [OP]: 1 where nothing is added."""
+        """Return the factors of the outputs of each map, [OP]: 1 where nothing is added."""
         parts: list[list[Tensor]] = [[] for _ in maps]
         ends = [0] * len(maps)
         for rows in sorted(self._rows, key=lambda rows: (rows.map, rows.start)):

@@ -67,8 +67,8 @@ def record_base(engine: TrainEngine, source: Source) -> BaseRecord:
     if world.size > 1:
         digests *= world.size
         dist.all_gather_object(digests, digests[world.rank])
-    found = {name: value for share in digests for name, value in share.items()}
-    ordered = {name: found[name] for name in names}
+    merged = {name: value for share in digests for name, value in share.items()}
+    ordered = {name: merged[name] for name in names}
     return BaseRecord(str(source.folder.resolve()), source.title, ordered)
 
 
@@ -93,13 +93,13 @@ def continued_adapters(engine: TrainEngine, source: Source) -> AdaptedSource:
 def chosen_adapters(engine: TrainEngine, folder: str, base: Source) -> AdaptedSource:
     """The adapters of ``--load-adapter`` on a run's base. Raises CheckpointError if it has none, or
     others than the run's."""
-    found = locate_checkpoint(folder)
-    if found is None or not found.form.on_base:
+    checkpoint = locate_checkpoint(folder)
+    if checkpoint is None or not checkpoint.form.on_base:
         raise CheckpointError(
             f"--load-adapter {folder}: neither a folder of peft (adapter_config.json) nor a "
             "checkpoint of a run with --lora"
         )
-    source = found._replace(base=str(base.folder)).open()
+    source = checkpoint._replace(base=str(base.folder)).open()
     assert isinstance(source, AdaptedSource)
     require_same(engine, source)
     require_same_scale(engine, source)
@@ -120,11 +120,11 @@ def require_same_scale(engine: TrainEngine, source: AdaptedSource) -> None:
     wanted = engine.config.section(AdapterConfig).scale
     for weight, parts in source.adapted.items():
         for part in parts:
-            found = source.scale_of(weight, part)
-            if not math.isclose(found, wanted, rel_tol=1e-6):
+            scale = source.scale_of(weight, part)
+            if not math.isclose(scale, wanted, rel_tol=1e-6):
                 raise CheckpointError(
                     f"{source.folder} has other adapters than this run: its addition to {weight} "
-                    f"is multiplied by {found:g}, this run's by {wanted:g}. Its flags are "
+                    f"is multiplied by {scale:g}, this run's by {wanted:g}. Its flags are "
                     f"{shown(source.adapters)}"
                 )
 
@@ -145,15 +145,15 @@ def require_same(engine: TrainEngine, source: AdaptedSource) -> None:
     for them."""
     wanted = {name: shape for name, shape in trained_shapes(engine).items() if adapter_name(name)}
     stored = source.additions
-    found = {name: stored.shape(name) for name in stored.names() if adapter_name(name)}
-    different = [name for name in wanted | found if wanted.get(name) != found.get(name)]
+    shapes = {name: stored.shape(name) for name in stored.names() if adapter_name(name)}
+    different = [name for name in wanted | shapes if wanted.get(name) != shapes.get(name)]
     if not different:
         return
     name = different[0]
     raise CheckpointError(
         f"{source.folder} has other adapters than this run: {name} is "
-        f"{found.get(name, 'missing')} there and {wanted.get(name, 'missing')} here. Its flags are "
-        f"{shown(source.adapters)}"
+        f"{shapes.get(name, 'missing')} there and {wanted.get(name, 'missing')} here. Its flags "
+        f"are {shown(source.adapters)}"
     )
 
 

@@ -31,8 +31,8 @@ from megatron.parallel.tensor_parallel import (
 
 
 class UpPlace(NamedTuple):
-    """Where one B is added: to outputs [start, start + width) of map number ``map``, from places
-    [first, first + r) of x A^T. Its gradient is summed over ``copies`` neighbouring ranks."""
+    """Place of one B: to outputs [start, start + width) of map number ``map``, from places [first,
+    first + r) of x A^T. Its gradient is summed over ``copies`` neighbouring ranks."""
 
     map: int
     start: int
@@ -42,7 +42,7 @@ class UpPlace(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """What does not change between calls.
+    """The constants of a layer's adapters.
 
     Attributes:
         maps: number of maps of the input, each with a weight and perhaps a bias.
@@ -185,7 +185,7 @@ def _parts(form: LowRank, tensors: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _needs(form: LowRank, needs: tuple[bool, ...]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Which A and B need gradients."""
+    """Return which A and B need gradients."""
     first = 3 + 2 * form.maps
     return needs[first : first + form.downs], needs[first + form.downs :]
 
@@ -199,7 +199,7 @@ def _joined(downs: Any, like_TI: Tensor) -> Tensor:
 
 
 def _input_gradient(grads: list[Tensor], weights: list[Any]) -> Tensor:
-    """What comes through the weights, [T, I]."""
+    """Return the gradient of the input through the weights, [T, I]."""
     (first, *rest) = zip(grads, weights, strict=True)
     found = first[0] @ first[1].to(first[0].dtype)
     for grad, weight in rest:
@@ -221,12 +221,12 @@ def _sums(grads: list[tuple[Tensor | None, int]], group: Group) -> list[Tensor |
     }
     totals = {copies: finish() for copies, finish in pending.items()}
     places = dict.fromkeys(totals, 0)
-    found: list[Tensor | None] = []
+    sums: list[Tensor | None] = []
     for grad, copies in grads:
         if grad is None or copies not in totals:
-            found.append(grad)
+            sums.append(grad)
             continue
         start = places[copies]
         places[copies] = start + grad.numel()
-        found.append(totals[copies][start : start + grad.numel()].view_as(grad))
-    return found
+        sums.append(totals[copies][start : start + grad.numel()].view_as(grad))
+    return sums

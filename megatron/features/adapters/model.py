@@ -31,18 +31,25 @@ def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     """The model with the adapters of a run, and all its other parameters frozen except those of a
     head that is not the language model's. Raises ConfigError if a target is not known."""
     flags = config.section(AdapterConfig)
-    found = additions_of(config.model, flags.lora_targets)
-    if (flags.qlora or flags.use_dora) and _others(config.model):
-        flag = "--qlora" if flags.qlora else "--use-dora"
+    additions = additions_of(config.model, flags.lora_targets)
+    stacked = _stacked(config.model)
+    if flags.qlora and stacked:
         raise ConfigError(
-            f"{flag} is for the matrices of dense layers, and the model of "
-            "--pretrained-checkpoint has experts: leave it out, for LoRA"
+            "--qlora stores the weights of linear layers in 4 bits, and most weights of the model "
+            "of --pretrained-checkpoint are its experts': leave it out, for LoRA"
+        )
+    if flags.use_dora and (matrices := sorted(stacked & additions.keys())):
+        name = matrices[0].rpartition(".{n}.mlp.")[2]
+        raise ConfigError(
+            f"--use-dora is for linear layers, and --lora-targets {' '.join(flags.lora_targets)} "
+            f"includes the matrices of experts ({name}): leave --use-dora out, or give the names "
+            "of other layers"
         )
     head = spec.head_parts if config.model.head != "lm" else ()
 
     def layers(tp: TensorParallel) -> list[LayerSpec]:
         return [
-            replace(each, build=partial(_build, each, found, head, config))
+            replace(each, build=partial(_build, each, additions, head, config))
             for each in spec.layers(tp)
         ]
 
@@ -65,7 +72,7 @@ def _build(
     stack = spec.name.rpartition(".")[0]
     for path, layer in module.named_modules():
         own = additions.get(f"{stack}.{{n}}.{path}", ())
-        if own and hasattr(layer, "add_low_rank"):  # the matrices of experts
+        if own and is_stacked(layer):
             layer.add_low_rank(flags.lora_rank, flags.scale, flags.lora_dropout)
         if not isinstance(layer, ParallelLinear):
             continue
@@ -77,39 +84,51 @@ def _build(
 
 
 def additions_of(model: ModelConfig, targets: Sequence[str]) -> Additions:
-    """What ``--lora-targets`` names. Raises ConfigError if it is unknown in the model's Hugging
-    Face architecture, or names nothing."""
-    known = [*linear_targets(model), *_others(model)]
+    """Return the layers that ``--lora-targets`` names. Raises ConfigError if a name is unknown in
+    the model's Hugging Face architecture."""
+    known: list[LinearTarget] = [*linear_targets(model)]
+    layers = {target.layer for target in known}
+    replaced = [name for name in _replaced_layers(model) if name not in layers]
+    known += [LinearTarget(name, "", 0, name) for name in replaced]
     wanted = set()
     for name in targets:
         chosen = {target for target in known if name == ALL_LINEAR or _matches(target, name)}
         if not chosen:
             raise ConfigError(_unknown(name, known))
         wanted |= chosen
-    found: dict[str, list[Addition]] = defaultdict(list)
+    additions: dict[str, list[Addition]] = defaultdict(list)
     for target in known:
         if target in wanted:
             parts = (target.index,) if target.part else ()
-            found[target.layer].append(Addition(target.part, parts))
-    return found
+            additions[target.layer].append(Addition(target.part, parts))
+    return additions
 
 
-def _others(model: ModelConfig) -> list[LinearTarget]:
-    """The layers of a feature's MLP in the place of the usual one, as experts, by their names."""
+def _replaced_layers(model: ModelConfig) -> dict[str, nn.Module]:
+    """Layers of the MLP with which a feature replaces the usual one, by name: linear ones, and
+    those of several matrices, as of experts."""
     with torch.device("meta"):
-        made = (
+        mlps = (
             feature.mlp(model, layer, TensorParallel())
             for layer in range(model.num_layers)
             for feature in taking_part()
         )
-        mlp = next((module for module in made if module is not None), None)
-    modules = () if mlp is None else mlp.named_modules()
-    names = [
-        f"layers.{{n}}.mlp.{path}"
-        for path, layer in modules
-        if isinstance(layer, ParallelLinear) or hasattr(layer, "add_low_rank")
-    ]
-    return [LinearTarget(name, "", 0, name) for name in names]
+        mlp = next((module for module in mlps if module is not None), None)
+    return {
+        f"layers.{{n}}.mlp.{path}": layer
+        for path, layer in (() if mlp is None else mlp.named_modules())
+        if isinstance(layer, ParallelLinear) or is_stacked(layer)
+    }
+
+
+def is_stacked(layer: nn.Module) -> bool:
+    """True for a layer of several matrices, which makes its additions itself; a token is multiplied
+    by ``share`` of them."""
+    return hasattr(layer, "add_low_rank")
+
+
+def _stacked(model: ModelConfig) -> set[str]:
+    return {name for name, layer in _replaced_layers(model).items() if is_stacked(layer)}
 
 
 def _matches(target: LinearTarget, name: str) -> bool:

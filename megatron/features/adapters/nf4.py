@@ -131,8 +131,8 @@ def quantise(weight_OI: Tensor, double: bool) -> QuantisedMatrix:
         groups_G = grouped_GM.abs().amax(1)
         relative_GM = grouped_GM * (1.0 / groups_G.clamp(min=1e-38))[:, None]
         code = _dynamic_code(weight_OI.device)
-        found = torch.bucketize(relative_GM, _bounds(code)).to(torch.uint8)
-        scales_N = found.flatten()[: len(scales_N)]
+        codes = torch.bucketize(relative_GM, _bounds(code)).to(torch.uint8)
+        scales_N = codes.flatten()[: len(scales_N)]
     whole = slice(0, columns)
     return QuantisedMatrix(codes_OP, scales_N.view(rows, -1), groups_G, mean, 0, stride, whole)
 
@@ -173,17 +173,17 @@ def _pairs(device: torch.device) -> Tensor:
 def _dynamic_code(device: torch.device) -> Tensor:
     """The signed dynamic numbers of 8 bits, ascending (Dettmers et al. 2022, arXiv:2110.02861,
     section 1.3): a fraction of the more bits the larger the power of ten."""
-    found = [0.0, 1.0]
+    code = [0.0, 1.0]
     for exponent in range(7):
         edges = torch.linspace(0.1, 1, 2**exponent + 1)
         means = (10.0 ** (exponent - 6)) * (edges[:-1] + edges[1:]) / 2
-        found += [*means.tolist(), *(-means).tolist()]
-    return torch.tensor(sorted(found), device=device)
+        code += [*means.tolist(), *(-means).tolist()]
+    return torch.tensor(sorted(code), device=device)
 
 
 @cache
 def _kernel(device_type: str) -> Callable[..., Tensor] | None:
-    """What bitsandbytes has for a kind of device, if it is installed."""
+    """Return bitsandbytes' kernel for a kind of device, if it is installed."""
     if device_type != "cuda":
         return None
     try:

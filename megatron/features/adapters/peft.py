@@ -18,18 +18,20 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, finite, read_json, save_tensors, write_json
 from megatron.checkpoint.source import FoundCheckpoint
-from megatron.config import ModelConfig
+from megatron.config import ConfigError, ModelConfig
 from megatron.features.adapters.checkpoint import AdaptedSource
-from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.adapters.flags import AdapterConfig, is_adapter
 from megatron.features.adapters.peft_tensors import (
     EMBEDDING,
     KINDS,
     PREFIX,
     WEIGHTS,
     PeftTensors,
+    ends,
     head_of,
     module_name,
     places,
+    wrappers,
 )
 from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.source import copy_tokenizer, tokenizer_in
@@ -50,7 +52,6 @@ _REFUSED = {
     "kasa_config": "KaSA has another formula",
     "monteclora_config": "MonteCLoRA has another formula",
     "velora_config": "VeLoRA has another formula",
-    "target_parameters": "adapters of parameters that are in no linear module",
     "megatron_config": "adapters of Megatron's own layers",
 }
 
@@ -70,8 +71,14 @@ class PeftFolder(AdaptedSource):
         self.tokenizer = tokenizer_in(folder) or self.base.tokenizer
         if isinstance(content.get("target_modules"), str):  # a pattern, which flags do not take
             present = set(additions.names())
-            used = [m for m, place in places(self.model).items() if place.name("a") in present]
-            targets = tuple(target_modules(used, self.model))
+            used = [
+                module
+                for module, place in places(self.model).items()
+                if place.name("a") in present and not place.target.stacked
+            ]
+            targets = (
+                *target_modules(used, self.model), *(content.get("target_parameters") or ())
+            )  # fmt: skip
             self.adapters = replace(self.adapters, lora_targets=targets)
 
     @classmethod
@@ -114,8 +121,8 @@ class PeftFolder(AdaptedSource):
     @cached_property
     def _modules(self) -> dict[tuple[str, str], str]:
         """Names of modules by our weight and the part of it that they are."""
-        found = places(self.model)
-        return {(f"{p.layer}.weight", p.target.part): name for name, p in found.items()}
+        modules = places(self.model)
+        return {(f"{p.layer}.weight", p.target.part): name for name, p in modules.items()}
 
     def copy_tokenizer(self, target: Path) -> bool:
         return copy_tokenizer(self.folder, target) or self.base.copy_tokenizer(target)
@@ -125,7 +132,7 @@ def _matches(pattern: str, module: str, path: Path) -> bool:
     """True if a pattern of peft matches a module. Raises CheckpointError if it is malformed, or
     takes too long."""
     try:
-        found = regex.match(rf"(.*\.)?({pattern})$", module, timeout=_PATTERN_SECONDS)
+        match = regex.match(rf"(.*\.)?({pattern})$", module, timeout=_PATTERN_SECONDS)
     except (regex.error, RecursionError, MemoryError, OverflowError) as error:
         raise CheckpointError(
             f"{path}: alpha_pattern has {pattern[:80]!r}, which is not a regular expression: "
@@ -136,7 +143,7 @@ def _matches(pattern: str, module: str, path: Path) -> bool:
             f"{path}: alpha_pattern has {pattern[:80]!r}, which takes longer than "
             f"{_PATTERN_SECONDS} s on {module}"
         ) from None
-    return found is not None
+    return match is not None
 
 
 def _content(folder: Path) -> dict[str, Any]:
@@ -183,6 +190,11 @@ def _adapters(content: Mapping[str, Any], path: Path) -> AdapterConfig:
         raise CheckpointError(
             f"{path}: target_modules is {targets!r:.60}; expected a list of names"
         )
+    parameters = content.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+        raise CheckpointError(
+            f"{path}: target_parameters is {parameters!r:.60}; expected a list of names"
+        )
     saved = content.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
         raise CheckpointError(f"{path}: modules_to_save is {saved!r:.60}; expected a list of names")
@@ -200,7 +212,7 @@ def _adapters(content: Mapping[str, Any], path: Path) -> AdapterConfig:
         lora=True,
         lora_rank=rank,
         lora_alpha=float(numbers[0]),
-        lora_targets=tuple(targets),
+        lora_targets=(*targets, *parameters),
         lora_dropout=float(numbers[1]),
         use_rslora=bool(content.get("use_rslora")),
         use_dora=bool(content.get("use_dora")),
@@ -217,26 +229,29 @@ def write_peft(
     model, adapters, additions = source.model, source.adapters, source.additions
     present = set(additions.names())
     tensors: dict[str, Tensor] = {}
-    used: list[str] = []
     ranks, alphas = dict[str, int](), dict[str, float]()
-    for module, place in places(model).items():
-        if place.name("a") in present:
-            used.append(module)
-            rank = additions.shape(place.name("a"))[0]
-            alpha = source.alpha_of(f"{place.layer}.weight", place.target.part)
-            if rank != adapters.lora_rank:
-                ranks[re.escape(module)] = rank
-            if alpha != adapters.alpha:
-                alphas[re.escape(module)] = _number(alpha)
-            for theirs, kind in KINDS.items():
-                name = place.name(kind)
-                if name in present:
-                    values = finite(name, additions.tensor(name), dtype, source.folder)
-                    if kind != "a":
-                        values = place.target.rows_to_hf(values)
-                    ending = "" if kind == "magnitude" else ".weight"
-                    key = f"{PREFIX}{module}.lora_{theirs}{ending}"
-                    tensors[key] = values.contiguous()
+    targets = {name: place for name, place in places(model).items() if place.name("a") in present}
+    parameters = [name for name, place in targets.items() if place.target.stacked]
+    written = {place.name(kind) for place in targets.values() for kind in KINDS.values()}
+    if others := sorted(name for name in present - written if is_adapter(name)):
+        raise ConfigError(
+            f"{source.folder} has adapters of a layer that models of Hugging Face do not have "
+            f"({others[0]}): convert_checkpoint.py to-hf writes the merged model"
+        )
+    for target, module in wrappers(targets, parameters).items():
+        place = targets[target]
+        rank = additions.shape(place.name("a"))[-2]
+        alpha = source.alpha_of(f"{place.layer}.weight", place.target.part)
+        if rank != adapters.lora_rank:
+            ranks[re.escape(target)] = rank
+        if alpha != adapters.alpha:
+            alphas[re.escape(target)] = _number(alpha)
+        for theirs, kind in KINDS.items():
+            name = place.name(kind)
+            if name in present:
+                values = finite(name, additions.tensor(name), dtype, source.folder)
+                ending = "" if kind == "magnitude" else ".weight"
+                tensors[f"{PREFIX}{module}.lora_{theirs}{ending}"] = place.to_peft(values, kind)
     saved = list[str]()
     tied = model.embedding.tied and EMBEDDING in present
     for parameter in architecture_of(model).parameters(model):
@@ -246,14 +261,14 @@ def write_peft(
             for file_name, values in parameter.to_hf(whole).items():
                 theirs = module_name(file_name)
                 module = theirs.rpartition(".")[0]
-                if module not in used:  # else it is there as the base has it
+                if module not in targets:  # else it is there as the base has it
                     tensors[PREFIX + theirs] = values
                     saved.append(module)
                 if tied and name == EMBEDDING:
                     tensors[PREFIX + module_name(head_of(model))] = values.clone()
     if base is None:
-        found = source.base.folder
-        base = str(found) if (found / "config.json").is_file() else None
+        folder_of_base = source.base.folder
+        base = str(folder_of_base) if (folder_of_base / "config.json").is_file() else None
     save_tensors(tensors, folder / WEIGHTS[0], {"format": "pt"})
     write_json(
         folder / CONFIG,
@@ -265,8 +280,16 @@ def write_peft(
             "lora_alpha": _number(adapters.alpha),
             "rank_pattern": ranks,
             "alpha_pattern": alphas,
-            "lora_dropout": adapters.lora_dropout,
-            "target_modules": target_modules(used, model),
+            # peft accepts none with parameters that are in no linear module.
+            "lora_dropout": 0.0 if parameters else adapters.lora_dropout,
+            "target_modules": target_modules(
+                [name for name in targets if name not in parameters], model
+            ),
+            **(
+                {"target_parameters": sorted({_short(name) for name in parameters})}
+                if parameters
+                else {}
+            ),
             "modules_to_save": target_modules(saved, model, str.endswith) or None,
             # Else peft trains a copy of a tied embedding, and leaves the head as it was.
             "ensure_weight_tying": tied,
@@ -286,12 +309,13 @@ def _number(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
-def _ends(module: str, ending: str) -> bool:
-    return f".{module}".endswith(f".{ending}")
+def _short(parameter: str) -> str:
+    """Name of a parameter of experts without its block, ``mlp.experts.down_proj``."""
+    return ".".join(parameter.split(".")[-3:])
 
 
 def target_modules(
-    used: Sequence[str], model: ModelConfig, matches: Callable[[str, str], bool] = _ends
+    used: Sequence[str], model: ModelConfig, matches: Callable[[str, str], bool] = ends
 ) -> list[str]:
     """The shortest endings of module names that peft takes for these modules and no others;
     ``matches`` is how it compares a module with an ending."""

@@ -2,6 +2,10 @@
 tensors of the merged model: trained modules (``modules_to_save``), embeddings with trained tokens
 (``trainable_token_indices``) or additions, and embeddings of another vocabulary.
 
+Of experts, which are parameters of several matrices (``target_parameters``), A has the rows of all,
+expert by expert, and B their columns, the experts of a column together. Two parameters of a module
+are wrapped in their order: the names of the first have ``base_layer``.
+
 Of a base whose head is its embedding (tied), peft trains a copy of one and leaves the other as it
 was, so that the merged model's head is untied, unless ``ensure_weight_tying`` is set, or only
 tokens of the embedding were trained.
@@ -48,7 +52,7 @@ base, some rows, or an addition."""
 
 
 class Place(NamedTuple):
-    """Where an adapter is: its block's layer by canonical name, and the module that it is of."""
+    """Place of an adapter: its block's layer by canonical name, and the module that it is of."""
 
     layer: str
     target: ModuleTarget
@@ -57,6 +61,21 @@ class Place(NamedTuple):
         """The canonical name of one of its parameters, ``kind`` a, b or magnitude."""
         part = f"{self.target.part}_" if self.target.part else ""
         return f"{self.layer}.lora_{part}{kind}"
+
+    def to_peft(self, values: Tensor, kind: str) -> Tensor:
+        """One of its parameters as peft has it."""
+        values = values if kind == "a" else self.target.rows_to_hf(values)
+        if self.target.stacked:  # [E, r, I] to [E r, I], and [E, O, r] to [O, r E]
+            values = values.flatten(0, 1) if kind == "a" else values.permute(1, 2, 0).flatten(1)
+        return values.contiguous()
+
+    def from_peft(self, values: Tensor, kind: str, experts: int) -> Tensor:
+        """The inverse of :meth:`to_peft`."""
+        if self.target.stacked and kind == "a":
+            values = values.unflatten(0, (experts, -1))
+        elif self.target.stacked:
+            values = values.unflatten(1, (-1, experts)).permute(2, 0, 1)
+        return values.contiguous() if kind == "a" else self.target.rows_from_hf(values)
 
 
 def places(model: ModelConfig) -> dict[str, Place]:
@@ -67,6 +86,24 @@ def places(model: ModelConfig) -> dict[str, Place]:
         for target in linear_targets(model)
         for n in range(stacks[target.layer.partition(".{n}.")[0]](model))
     }
+
+
+def wrappers(targets: Mapping[str, Place], parameters: Sequence[str]) -> dict[str, str]:
+    """Names of the modules that peft puts around linear modules, and around the parameters with one
+    of these endings, by the names of both."""
+    names: dict[str, str] = {}
+    for name, place in reversed([*targets.items()]):
+        if not place.target.stacked:
+            names[name] = name
+        elif any(ends(name, ending) for ending in parameters):
+            module = name.rpartition(".")[0]
+            names[name] = f"{module}.base_layer" if module in names.values() else module
+    return {name: names[name] for name in targets if name in names}
+
+
+def ends(module: str, ending: str) -> bool:
+    """True if a module's name ends with these parts, by which peft chooses it."""
+    return f".{module}".endswith(f".{ending}")
 
 
 class PeftTensors(Source):
@@ -107,7 +144,10 @@ class PeftTensors(Source):
         }
 
     def _sort(self) -> None:
-        modules, architecture = places(self._base.model), architecture_of(self._base.model)
+        architecture = architecture_of(self._base.model)
+        targets = places(self._base.model)
+        wrapped = wrappers(targets, self._content.get("target_parameters") or [])
+        modules = {module: targets[name] for name, module in wrapped.items()}
         known = {theirs for each in self._before.values() for theirs in each.theirs} | {self._head}
         for key in self._tensors:
             name = key.removeprefix(PREFIX)
@@ -125,7 +165,7 @@ class PeftTensors(Source):
                     f"{self._path}: {key} is of no linear layer of the blocks of the base "
                     f"({architecture.title}), and cannot be represented"
                 )
-            # Beside those of a wrapper, a name without one is of the same values.
+            # Next to those of a wrapper, a name without one is of the same values.
             pieces = self._pieces.setdefault(theirs, {})
             if piece not in pieces or name != theirs:
                 pieces[piece] = key
@@ -195,7 +235,19 @@ class PeftTensors(Source):
         key, place = self._additions[name]
         parsed, values = adapter_name(name), self._read(key)
         assert parsed is not None
-        return values.contiguous() if parsed.kind == "a" else place.target.rows_from_hf(values)
+        return place.from_peft(values, parsed.kind, self._experts(key, place, values, parsed.kind))
+
+    def _experts(self, key: str, place: Place, values: Tensor, kind: str) -> int:
+        """Number of matrices of the parameter that an addition is of."""
+        if not place.target.stacked:
+            return 1
+        experts, size = self._base.shape(f"{place.layer}.weight")[0], values.shape[kind != "a"]
+        if values.dim() != 2 or size % experts:
+            raise CheckpointError(
+                f"{self._path}: {key} has the shape {tuple(values.shape)}, which is not that of "
+                f"additions to {experts} experts"
+            )
+        return experts
 
     def _whole_tensor(self, parameter: Parameter) -> Tensor:
         values = parameter.from_hf([self._after(theirs) for theirs in parameter.theirs])
@@ -291,7 +343,7 @@ class PeftTensors(Source):
 
 
 class _Tensor(NamedTuple):
-    """A tensor in a file, which is not read before it is asked for."""
+    """A tensor in a file, which is not read before it is requested."""
 
     shape: tuple[int, ...]
     tensor: Callable[[], Tensor]

@@ -1,4 +1,4 @@
-"""Frozen weights of linear layers in 4 bits, in place of their parameters (QLoRA).
+"""Frozen weights of linear layers in 4 bits, instead of their parameters (QLoRA).
 
 They are no parameters: nothing casts, broadcasts, partitions or saves them. A layer makes a matrix
 of 16 or 32 bits of its weight for each product, and frees it; the backward pass makes it again.
@@ -28,7 +28,7 @@ class QuantisedWeight:
     by itself, as a whole, so that the numbers are the same in every layout.
 
     Args:
-        param: the parameter that it takes the place of.
+        param: the parameter that it replaces.
         coordinates: of the rank.
         double: whether scales are quantised too.
     """
@@ -98,7 +98,7 @@ class QuantisedWeight:
 
 
 def quantise_layer(layer: ParallelLinear, double: bool) -> None:
-    """Puts weights in 4 bits in the place of a layer's parameters, whose values are gone."""
+    """Puts weights in 4 bits instead of a layer's parameters, whose values are gone."""
     for name in WEIGHTS:
         param = layer._parameters.get(name)
         if param is not None:

@@ -1,4 +1,4 @@
-"""What a run with adapters trains, and how much work that is."""
+"""Lines about the parameters that a run with adapters trains, and their work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from megatron.config import RunConfig
 from megatron.families import spec_of
 from megatron.features.adapters.flags import AdapterConfig, is_adapter
-from megatron.features.adapters.model import with_adapters
+from megatron.features.adapters.model import is_stacked, with_adapters
 from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -24,20 +24,27 @@ def _whole(config: RunConfig) -> LayerStack:
 
 def with_additions(shape: TransformerShape, config: RunConfig) -> TransformerShape:
     """A model's shape with the additions of a run, all other weights frozen."""
-    of_stack, of_decoder = 0.0, 0.0
-    for name, param in _whole(config).canonical_parameters():
-        if is_adapter(name) and param.dim() == 2:
+    of_stack, of_decoder, model = 0.0, 0.0, _whole(config)
+    shares = {
+        param: float(layer.share)  # type: ignore[arg-type]
+        for layer in model.modules()
+        if is_stacked(layer)
+        for param in layer.parameters(recurse=False)
+    }
+    for name, param in model.canonical_parameters():
+        if is_adapter(name) and param.dim() > 1:
+            flops = 2.0 * param.numel() * shares.get(param, 1.0)
             # Keys and values of cross-attention are computed of the encoder's tokens.
             if name.startswith("decoder.") and ".cross_attention.kv." not in name:
-                of_decoder += 2.0 * param.numel()
+                of_decoder += flops
             else:
-                of_stack += 2.0 * param.numel()
+                of_stack += flops
     decoder = shape.decoder and replace(shape.decoder, additions=of_decoder)
     return replace(shape, additions=of_stack, decoder=decoder)
 
 
 def trained_line(config: RunConfig) -> str:
-    """How many parameters are trained, of how many."""
+    """Return a line with the numbers of trained parameters and of all."""
     params = [param for _, param in _whole(config).canonical_parameters()]
     every = sum(param.numel() for param in params)
     trained = sum(param.numel() for param in params if param.requires_grad)

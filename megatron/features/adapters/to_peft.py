@@ -52,12 +52,6 @@ def to_peft(argv: Sequence[str]) -> None:
         )
     source = found.open()
     assert isinstance(source, AdaptedSource)
-    stacked = [name for name in source.additions.names() if len(source.additions.shape(name)) > 2]
-    if stacked:
-        raise ConfigError(
-            f"--load {load} has adapters of experts ({stacked[0]}), which are not written in the "
-            "format of peft: convert_checkpoint.py to-hf writes the merged model"
-        )
     with published(output, config.overwrite, found.folder, marks=(CONFIG,)) as folder:
         count = write_adapters(source, folder, config.base_model, DTYPES[config.dtype])
     print(

@@ -392,7 +392,7 @@ def _scatter(
 
 def token_rarity(counts_V: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """-log of each token's share of all tokens; as in Megatron-DeepSpeed, a token that never occurs
-    counts as one that occurs once."""
+    is treated as one that occurs once."""
     seen_V = np.maximum(counts_V, 1)
     return -np.log(seen_V / seen_V.sum())
 
@@ -431,7 +431,7 @@ def fingerprint(dataset: SampleDataset[Any]) -> str:
 
 
 def _text(sample: Any) -> Any:
-    """Of a sample with neighbours its text, which the difficulty is of."""
+    """Return the text of a sample with neighbours, on which its difficulty depends."""
     return getattr(sample, "text", sample)
 
 

@@ -347,7 +347,7 @@ class Curriculum(DataKind):
         parallel = data.config.parallel
         if sampling is None or sampling.lengths or parallel.pipeline_model_parallel_size > 1:
             return collate
-        return WithoutPadding(collate, math.lcm(LENGTH_MULTIPLE, _split_over(parallel)))
+        return WithoutPadding(collate, math.lcm(LENGTH_MULTIPLE, parallel.length_divisor))
 
     def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
         """Step i has the length of step i + 1 of DeepSpeed's schedule, which counts from 1."""
@@ -398,16 +398,15 @@ def _check_lengths(
             f"{schedule_name} grows to sequences of {max(lengths)} tokens, more than the samples "
             f"have: --seq-length {seq_length}"
         )
-    ranks = _split_over(parallel)
+    divisor, context = parallel.length_divisor, parallel.context_parallel_size
+    split = [
+        "--sequence-parallel splits over --tensor-model-parallel-size "
+        f"{parallel.tensor_model_parallel_size}"
+    ] * parallel.sequence_parallel
+    split += [f"--context-parallel-size {context} cuts into {2 * context} pieces"] * (context > 1)
     for length in lengths:
-        if length % ranks:
+        if length % divisor:
             raise ConfigError(
-                f"{schedule_name} has sequences of {length} tokens, which --sequence-parallel "
-                f"splits over --tensor-model-parallel-size {ranks}: make difficulty_step and all "
-                f"difficulties multiples of {ranks}"
+                f"{schedule_name} has sequences of {length} tokens, which {' and '.join(split)}: "
+                f"make difficulty_step and all difficulties multiples of {divisor}"
             )
-
-
-def _split_over(parallel: ParallelConfig) -> int:
-    """Ranks that a sequence is split over."""
-    return parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1

@@ -75,7 +75,7 @@ class Distillation(Callback):
                 torch.cuda.empty_cache()
 
     def _samples(self, data: TrainingData, plan: TrainingPlan, consumed: int) -> Iterator[Sampled]:
-        """Those of which the losses of this run need the teacher."""
+        """Return the samples for which the losses of this run need the teacher."""
         steps = min(plan.train_iters, self._flags.kd_iters or plan.train_iters)
         wanted, evaluated, tested = plan.sample_counts
         train, last = data.datasets.train, plan.batch_size.samples(steps)

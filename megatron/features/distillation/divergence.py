@@ -31,7 +31,7 @@ DEVICE_WORK_BYTES = 64 * 2**20
 
 
 class TeacherHead(NamedTuple):
-    """What a teacher's output head computes its logits of.
+    """Input of a teacher's output head.
 
     Attributes:
         x_BPH: its hidden states at the student's targets, sliced as the student's are.
@@ -62,7 +62,7 @@ class TopTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Distilling:
-    """What is minimised: alpha x cross entropy + beta x temperature^2 x divergence."""
+    """The minimised loss: alpha x cross entropy + beta x temperature^2 x divergence."""
 
     alpha: float = 1.0
     beta: float = 1.0
@@ -94,18 +94,18 @@ def linear_distillation(
     probabilities among themselves. The tokens that :class:`TopTokens` leave out count as one."""
     make = partial(_Distilled, targets=targets, head=head, teacher=teacher, terms=terms)
     found = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
-    return DistilledLosses(*found)
+    return DistilledLosses(*map(head.tp.context.sum, found))
 
 
 @torch.no_grad()
 def linear_top_tokens(teacher: TeacherHead, count: int, temperature: float) -> TopTokens:
     """The ``count`` most probable tokens of a teacher at each of its positions, the same on every
-    rank."""
-    run = _chunks_of(teacher)
+    rank, those of the whole sequence."""
+    run, whole = _chunks_of(teacher), teacher.head.tp.context.whole
     parts = [_top_of_chunk(run, chunk, count, temperature) for chunk in run.chunks]
     shape = (teacher.x_BPH.shape[0], -1)
     found = (torch.cat(part).unflatten(0, shape) for part in zip(*parts, strict=True))
-    return TopTokens(*found)
+    return TopTokens(*(whole(each, 1) for each in found))
 
 
 def _top_of_chunk(run: LogitChunks, chunk: slice, count: int, temperature: float) -> TopTokens:
@@ -138,7 +138,7 @@ def _top_of_chunk(run: LogitChunks, chunk: slice, count: int, temperature: float
 
 
 def _beside(own_CK: Tensor, group: Group) -> Tensor:
-    """What all ranks have, one rank's beside another's."""
+    """Gather the columns of all ranks, in order."""
     found = [torch.empty_like(own_CK) for _ in range(group.size)]
     dist.all_gather(found, own_CK.contiguous(), group=group.handle)
     return torch.cat(found, dim=1)

@@ -100,6 +100,7 @@ class DistillationLoss:
         if self.teacher is None:
             loss = linear_cross_entropy(x_BPH, weight_VH, targets, head, bias_V)
             return DistilledLosses(loss, loss.detach(), torch.zeros_like(loss.detach()))
-        return linear_distillation(
-            x_BPH, weight_VH, targets, head, self.teacher, self.terms, bias_V
-        )
+        teacher = self.teacher
+        if isinstance(teacher, TopTokens):
+            teacher = TopTokens(*(head.tp.context.take(each, 1) for each in teacher))
+        return linear_distillation(x_BPH, weight_VH, targets, head, teacher, self.terms, bias_V)

@@ -97,6 +97,8 @@ def find_teacher(config: RunConfig, token_count: int | None = None) -> FoundTeac
     parallel = config.parallel
     if parallel.pipeline_partition not in ("blocks", "parameters"):
         parallel = dataclasses.replace(parallel, pipeline_partition="blocks")
+    # Values for each of the student's blocks say nothing of the teacher's.
+    parallel = dataclasses.replace(parallel, cp_comm_type=parallel.cp_comm_type[:1])
     partitions = config.engine.zero_stage == 3
     compiling = "off" if partitions else config.fast_paths.torch_compile
     trained = (type(section)() for section in config.sections if section.trains)
@@ -264,7 +266,7 @@ class _HeadInputs(Measure):
 
     @property
     def taken(self) -> HeadInput | None:
-        """What the head got last."""
+        """The last input of the head."""
         return self.kept[-1] if self.kept else None
 
     def __call__(self, inputs: HeadInput, batch: Any) -> dict[str, Tensor]:
@@ -379,7 +381,7 @@ class TeacherCache:
                 moved = [batch.to(teacher.engine.device) for batch in batches]
                 for batch, head in zip(batches, teacher.heads(moved), strict=False):
                     top = linear_top_tokens(head, count, temperature)
-                    if mesh.tensor.rank == 0:
+                    if mesh.tensor.rank == mesh.group("context").rank == 0:
                         block.add(batch, TopTokens(*(each.cpu() for each in top)))
                         if block.bytes >= BLOCK_BYTES:
                             block.write(self._folder)
@@ -403,7 +405,8 @@ class TeacherCache:
             yield TaughtBatch(batch, TopTokens(*parts))
 
     def _of(self, key: int, length: int) -> tuple[Tensor, ...]:
-        """What the teacher says of the first positions of a sample, and zeros after its last."""
+        """Return the teacher's numbers for the first positions of a sample, and zeros after its
+        last."""
         place = self._places.get(key)
         if place is None:
             raise CheckpointError(

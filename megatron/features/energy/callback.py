@@ -53,7 +53,8 @@ class Totals:
 
 @dataclass(frozen=True)
 class Prices:
-    """Of an hour of one device, in any currency, and grams of CO2 of a kWh; None if not known."""
+    """Price of an hour of one device, in any currency, and grams of CO2 of a kWh; None if not
+    known."""
 
     device_hour: float | None = None
     gco2_per_kwh: float | None = None
@@ -92,8 +93,8 @@ class Prices:
 
 
 def read_totals(folder: Path) -> Totals:
-    """Totals of a run in a folder of checkpoints; zeros where it has none. A damaged file counts as
-    none, with a warning."""
+    """Totals of a run in a folder of checkpoints; zeros where it has none. A damaged file is
+    treated as none, with a warning."""
     path = folder / FILE
     try:
         content = parse_json(read_regular(path), str(path))

@@ -203,7 +203,7 @@ class RunEnergy:
 
     @property
     def counted(self) -> bool:
-        """Whether any rank has a counter."""
+        """True if any rank has a counter."""
         return any(self._known)
 
     def used(self) -> Joules:

@@ -15,7 +15,7 @@ ORIGIN = "--epochs"
 PROVISIONAL = 10**6
 """Length of the run until the number of samples is known."""
 EVEN = 0.01
-"""Relative difference between the passes over two files that still counts as equal."""
+"""Relative difference between the passes over two files that is still equal."""
 
 
 class FileSamples(NamedTuple):

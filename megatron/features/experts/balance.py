@@ -1,5 +1,4 @@
-"""How evenly tokens are spread over experts: counts, and the bias that evens them out without a
-loss.
+"""Balance of experts: counts of their tokens, and the bias that evens them out without a loss.
 
 Shapes: E experts, N layers of experts on this rank, K choices of a token.
 """
@@ -28,9 +27,9 @@ class Balance:
     Attributes:
         counts_E: for each expert, and last for no expert, the number of choices of this rank's
             tokens, int64; None before the first.
-        apart: whether tensor-parallel ranks count different tokens.
+        apart: True if tensor-parallel ranks count different tokens.
         biases_E: with quantile balancing the sum of the biases of micro batches, float32.
-        frozen: whether the router is not trained, and keeps its bias.
+        frozen: True if the router is not trained, and keeps its bias.
         global_counts: choices of the micro batches of the step, for a loss over them.
     """
 
@@ -118,7 +117,7 @@ class Balances(KernelStates):
             return
         widest = max(balance.experts for balance in balances)
         counts_NE = torch.stack([_widened(b.counts_E, widest) for b in balances])
-        groups = [self._mesh.samples, *([self._mesh.tensor] if balances[0].apart else [])]
+        groups = [self._mesh.dense, *([self._mesh.tensor] if balances[0].apart else [])]
         for group in groups:
             if group.size > 1:
                 dist.all_reduce(counts_NE, group=group.handle)

@@ -1,7 +1,7 @@
 """Parameters and FLOPs of layers of experts, of which each token uses some.
 
-Tokens are those of a dropless layer: a capacity computes fewer, and padding more. The router counts
-as the matrix product that it is.
+The layer is taken as dropless: a capacity computes fewer, and padding more. The router is
+counted as a matrix product.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class LayerCosts:
 
     Attributes:
         chosen: of the experts of one token.
-        others: that every token uses: of the router, shared and residual experts and latent states.
+        others: of router, shared and residual experts and latent states, which every token uses.
         expert: all parameters of one expert, with biases.
     """
 
@@ -29,7 +29,7 @@ class LayerCosts:
 
 
 def layer_costs(model: ModelConfig, experts: int) -> LayerCosts:
-    """Return the weights of a layer with so many experts."""
+    """Return the weights of a layer with this number of experts."""
     part, hidden, gates = model.part(ExpertsConfig), model.hidden_size, 1 + model.mlp.gated
     width, inner = part.moe_latent_size or hidden, part.moe_ffn_hidden_size or 0
     weights = (gates + 1) * width * inner
@@ -51,8 +51,8 @@ def active_parameters(model: ModelConfig, parameters: int) -> int:
 
 
 def with_experts(shape: TransformerShape, model: ModelConfig) -> TransformerShape:
-    """Return the shape with the products of a token's experts in place of those of an MLP, where
-    layers have experts; a capacity is not counted."""
+    """Return the shape with the products of a token's experts instead of an MLP's in layers of
+    experts; a capacity is not counted."""
     layers = [count for count in model.part(ExpertsConfig).layer_experts if count]
     dense = (2 + model.mlp.gated) * model.hidden_size * model.mlp.ffn_hidden_size
     costs = [layer_costs(model, count) for count in layers]

@@ -1,11 +1,12 @@
 """Tokens of a layer of experts over the ranks that share its work.
 
-Tensor-parallel ranks route different tokens where they have slices of the sequence, or where the
-experts are not cut over them. Rows, copies of tokens, then go to the ranks that have their experts,
-and come back, by one exchange each way.
+Ranks that divide sequences route different tokens. So do tensor-parallel ranks where they have
+slices of the sequence, or where the experts are not cut over them. Rows, copies of tokens, then go
+to the ranks that have their experts, and come back, by one exchange each way.
 
-Shapes: B batch, S sequence, T tokens of a rank, R rows, H hidden, X any width; t tensor-parallel
-ranks, P ranks of the exchange, E experts, L experts of a rank.
+Shapes: B batch, S sequence (of activations the part of this context rank), T tokens of a rank, R
+rows, H hidden, X any width; t tensor-parallel ranks, P ranks of the exchange, E experts, L experts
+of a rank.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.parallel.context import Context
 from megatron.parallel.mesh import SINGLE, Group
 from megatron.parallel.tensor_parallel import TensorParallel, all_gather_flat, sum_gradients
 
@@ -79,11 +81,14 @@ class _Total(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """The tokens [B, S] of a micro batch over the tensor-parallel ranks; each routes its own.
+    """The tokens [B, S] of a micro batch over context and tensor-parallel ranks; each routes its
+    own.
 
     Attributes:
-        group: the ranks that route different tokens; of one rank where all route the same.
+        group: tensor-parallel ranks that route different tokens; of one rank where all route the
+            same.
         sliced: whether a rank has a slice of every sequence, [B, S/t], and not a run of tokens.
+        context: ranks that divide every sequence, before tensor-parallel ranks do.
     """
 
     samples: int
@@ -91,6 +96,7 @@ class SharedTokens:
     group: Group = SINGLE
     sliced: bool = False
     device: torch.device = torch.device("cpu")
+    context: Context = Context()
 
     @property
     def count(self) -> int:
@@ -100,37 +106,43 @@ class SharedTokens:
     @cached_property
     def samples_T(self) -> Tensor:
         """Sample of each token of this rank, int64; -1 for padding."""
-        size, rank = self.group.size, self.group.rank
+        size, rank, length = self.group.size, self.group.rank, self.length // self.context.size
         if self.sliced:
             rows = torch.arange(self.samples, device=self.device)
-            return rows.repeat_interleave(self.length // size)
-        share = -(-self.count // size)
+            return rows.repeat_interleave(length // size)
+        share = -(-self.samples * length // size)
         places = torch.arange(rank * share, (rank + 1) * share, device=self.device)
-        return torch.where(places < self.count, places // self.length, -1)
+        return torch.where(places < self.samples * length, places // length, -1)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks, without a gradient."""
-        x = x.detach()
-        return _Total.apply(x, self.group) if self.group.size > 1 else x
+        return self.total(x.detach())
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks, each of which computes the same with it: the gradient of its own
         addend is that of the sum."""
-        return _Total.apply(x, self.group) if self.group.size > 1 else x
+        x = _Total.apply(x, self.group) if self.group.size > 1 else x
+        return self.context.sum(x)
 
     @torch.no_grad()
     def gather(self, x_TX: Tensor) -> Tensor:
-        """The values of all tokens of the micro batch, sample by sample, without a gradient."""
-        if self.group.size == 1:
-            return x_TX.detach()
-        whole = all_rows(x_TX, self.group)
-        if not self.sliced:
-            return whole[: self.count]
-        parts = whole.unflatten(0, (self.group.size, self.samples, -1))
-        return parts.transpose(0, 1).flatten(0, 2)
+        """The values of all tokens of the micro batch, sample by sample and in the order of each
+        sequence, without a gradient."""
+        whole = x_TX.detach()
+        if self.group.size > 1:
+            whole = all_rows(whole, self.group)
+            if self.sliced:
+                parts = whole.unflatten(0, (self.group.size, self.samples, -1))
+                whole = parts.transpose(0, 1).flatten(0, 2)
+            whole = whole[: self.count // self.context.size]
+        if self.context.size == 1:
+            return whole
+        return self.context.whole(whole.unflatten(0, (self.samples, -1)), 1).flatten(0, 1)
 
     def own(self, x_TX: Tensor) -> Tensor:
         """This rank's part of the result of :meth:`gather`; zeros for padding."""
+        if self.context.size > 1:
+            x_TX = self.context.take(x_TX.unflatten(0, (self.samples, -1)), 1).flatten(0, 1)
         if self.group.size == 1:
             return x_TX
         if self.sliced:
@@ -141,7 +153,7 @@ class SharedTokens:
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """How the tokens of a layer meet its experts."""
+    """Ranks that share the tokens and the experts of a layer."""
 
     tp: TensorParallel
 
@@ -168,11 +180,11 @@ class ExpertRanks:
 
     def tokens(self, x_BSH: Tensor) -> SharedTokens:
         """The tokens of activations, which are a slice of the sequence in a split region."""
-        samples, length = x_BSH.shape[:2]
+        (samples, length), context = x_BSH.shape[:2], self.tp.context
         apart = self.tp.split or self.shares_tokens
         group = self.tp.group if apart else SINGLE
-        sliced = self.tp.split
-        return SharedTokens(samples, length * self.tp.slices, group, sliced, x_BSH.device)
+        length *= self.tp.slices * context.size
+        return SharedTokens(samples, length, group, self.tp.split, x_BSH.device, context)
 
     def routed(self, x_BSH: Tensor) -> Tensor:
         """The tokens that this rank routes, [T, H]."""
@@ -195,7 +207,7 @@ class ExpertRanks:
         return self.tp.enter(x_TX.unflatten(0, (samples, -1))).flatten(0, 1)
 
     def chosen(self, x_TX: Tensor, samples: int) -> Tensor:
-        """The same of integers."""
+        """:meth:`entering` of integers, without a gradient."""
         if not (self.cut and self.tp.split):
             return x_TX
         parts = all_rows(x_TX, self.tp.group).unflatten(0, (self.tp.group.size, samples, -1))
@@ -213,7 +225,7 @@ class ExpertRanks:
 
 
 class RowPlan:
-    """Where the rows of all ranks are, from the numbers that the host reads once.
+    """Places of the rows of all ranks, from numbers that the host reads once.
 
     Attributes:
         sizes: number of rows of each of this rank's experts, from all ranks.

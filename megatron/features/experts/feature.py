@@ -94,7 +94,7 @@ class ExpertsFeature(Feature):
             return ()
         return (
             f"--fp8-format {config.fast_paths.fp8_format}: the products of experts and routers are "
-            "in the dtype of the model; those of attention and dense MLPs are in 8 bits",
+            "in the dtype of the model; attention and dense MLPs are in 8 bits",
         )
 
     def ready(self, context: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.config.features import ModelPart
 from megatron.config.flags import (
@@ -26,9 +27,22 @@ _EXPERTS = needs_value("num_experts", refused=False)
 _SHARED = needs_value("moe_shared_expert_intermediate_size")
 _GROUPS = needs_value("moe_router_num_groups")
 _BIAS = needs_value("moe_router_enable_expert_bias")
+_DROPPING = Need(
+    "--num-experts, or with --disable-moe-token-dropping",
+    lambda values: (
+        bool(values["num_experts"])
+        and (values["moe_gate"] != "deepspeed" or values["moe_token_dropping"])
+    ),
+    refused=False,
+)
 _CAPACITY = Need(
-    "--num-experts and --moe-expert-capacity-factor",
-    lambda values: bool(values["num_experts"] and values["moe_expert_capacity_factor"]),
+    "--num-experts and --moe-expert-capacity-factor, or with --disable-moe-token-dropping",
+    lambda values: _DROPPING.met(values) and bool(values["moe_expert_capacity_factor"]),
+    refused=False,
+)
+_POLICY = Need(
+    "--num-experts, --moe-expert-capacity-factor and --moe-gate megatron",
+    lambda values: _CAPACITY.met(values) and values["moe_gate"] == "megatron",
     refused=False,
 )
 _DEEPSPEED = Need(
@@ -36,6 +50,8 @@ _DEEPSPEED = Need(
     lambda values: bool(values["num_experts"]) and values["moe_gate"] == "deepspeed",
     refused=False,
 )
+_weights = partial(option, role="weights", needs=_EXPERTS, megatron=True)
+_results = partial(option, role="results", needs=_EXPERTS, megatron=True)
 _COUNTS = Bounds(lambda counts: min(counts, default=0) >= 0, "must not be negative")
 _WEIGHTS = Bounds(lambda weights: min(weights, default=0) >= 0, "must not be negative")
 _JITTER = Bounds(lambda value: 0 <= value < 1, "must be in [0, 1)")
@@ -46,8 +62,8 @@ class ExpertsFlags(ModelPart):
     """Mixture of experts: layers whose MLP is several experts, of which a router chooses some for
     each token.
 
-    ``layer_experts`` is empty in a model without experts. Defaults are those of Megatron-LM; with
-    flags that only Megatron-DeepSpeed has, they are Megatron-DeepSpeed's where the two differ, see
+    ``layer_experts`` is empty in a model without experts. Defaults are Megatron-LM's; with a flag
+    that only Megatron-DeepSpeed has they are Megatron-DeepSpeed's, see
     :mod:`megatron.features.experts.resolve`.
     """
 
@@ -66,31 +82,20 @@ class ExpertsFlags(ModelPart):
     """Layers with experts: N for layers N, 2N and so on, counted from 1."""
     layer_experts: tuple[int, ...] = option((), internal=True, role="weights")
     """Experts of each layer, 0 in a dense one."""
-    moe_ffn_hidden_size: int | None = option(
-        None,
-        bounds=POSITIVE,
-        role="weights",
-        derived="ffn-hidden-size",
-        needs=_EXPERTS,
-        megatron=True,
-    )
+    moe_ffn_hidden_size: int | None = _weights(None, bounds=POSITIVE, derived="ffn-hidden-size")
     """Inner size of an expert."""
-    moe_shared_expert_intermediate_size: int | None = option(
-        None, bounds=POSITIVE, role="weights", needs=_EXPERTS, megatron=True
-    )
+    moe_shared_expert_intermediate_size: int | None = _weights(None, bounds=POSITIVE)
     """Inner size of all shared experts together, which every token goes through."""
-    moe_shared_expert_gate: bool = option(False, role="weights", needs=_SHARED, megatron=True)
+    moe_shared_expert_gate: bool = _weights(False, needs=_SHARED)
     """Multiply the output of the shared experts by the sigmoid of a linear layer of the token."""
     mlp_type: str = option(
         "standard", choices=("standard", "residual"), role="weights", needs=_EXPERTS
     )
     """residual: an MLP next to the experts; a layer's output is a mean of both, weighted for each
     token (PR-MoE)."""
-    moe_latent_size: int | None = option(
-        None, bounds=POSITIVE, role="weights", needs=_EXPERTS, megatron=True
-    )
+    moe_latent_size: int | None = _weights(None, bounds=POSITIVE)
     """Size of the hidden states that experts read and write: linear layers lead there and back."""
-    moe_apply_probs_on_input: bool = option(False, role="results", needs=_EXPERTS, megatron=True)
+    moe_apply_probs_on_input: bool = _results(False)
     """Multiply an expert's input by its weight instead of its output, as Llama 4; needs one expert
     per token."""
     moe_gate: str = option(
@@ -102,25 +107,15 @@ class ExpertsFlags(ModelPart):
     """Rule by which tokens get experts: Megatron-LM's, which the flags of the router describe;
     DeepSpeed's gates of one, two or more choices, also chosen by flags that only Megatron-DeepSpeed
     has; or Phi-MoE's SparseMixer."""
-    moe_router_topk: int = option(
-        2,
-        bounds=POSITIVE,
-        role="results",
-        aliases=("--topk",),
-        derived="2; 1 with flags of Megatron-DeepSpeed",
-        needs=_EXPERTS,
-        megatron=True,
+    moe_router_topk: int = _results(
+        2, bounds=POSITIVE, aliases=("--topk",), derived="2; 1 with flags of Megatron-DeepSpeed"
     )
     """Experts of each token."""
-    moe_router_score_function: str = option(
-        "softmax",
-        choices=("softmax", "sigmoid", "sqrtsoftplus"),
-        role="results",
-        needs=_EXPERTS,
-        megatron=True,
+    moe_router_score_function: str = _results(
+        "softmax", choices=("softmax", "sigmoid", "sqrtsoftplus")
     )
     """Scores of experts, from the logits of the router."""
-    moe_router_pre_softmax: bool = option(False, role="results", needs=_EXPERTS, megatron=True)
+    moe_router_pre_softmax: bool = _results(False)
     """Compute the softmax over all experts, before the choice, instead of over the chosen ones."""
     moe_router_normalize: bool | None = option(
         None,
@@ -133,30 +128,20 @@ class ExpertsFlags(ModelPart):
     """Divide the weights of a token's experts by their sum."""
     moe_router_bias: bool = option(False, role="weights", needs=_EXPERTS)
     """Add a learned bias to the logits of the router."""
-    moe_router_num_groups: int | None = option(
-        None, bounds=POSITIVE, role="results", needs=_EXPERTS, megatron=True
-    )
+    moe_router_num_groups: int | None = _results(None, bounds=POSITIVE)
     """Groups of consecutive experts, of which each token uses --moe-router-group-topk."""
-    moe_router_group_topk: int | None = option(
-        None, bounds=POSITIVE, role="results", needs=_GROUPS, megatron=True
-    )
+    moe_router_group_topk: int | None = _results(None, bounds=POSITIVE, needs=_GROUPS)
     """Groups of experts that a token uses."""
     moe_router_group_score: str = option(
         "top", choices=("top", "max"), role="results", needs=_GROUPS
     )
     """Score of a group: the sum of its best --moe-router-topk / --moe-router-group-topk scores
     (DeepSeek-V3), or the best one (DeepSeek-V2)."""
-    moe_router_topk_scaling_factor: float | None = option(
-        None, bounds=POSITIVE, role="results", needs=_EXPERTS, megatron=True
-    )
+    moe_router_topk_scaling_factor: float | None = _results(None, bounds=POSITIVE)
     """Multiply the weights of a token's experts by this."""
-    moe_router_dtype: str | None = option(
-        None, choices=("fp32", "fp64"), role="results", needs=_EXPERTS, megatron=True
-    )
-    """Dtype of the router's matrix product and scores; by default that of the hidden states."""
-    moe_router_enable_expert_bias: bool = option(
-        False, role="weights", needs=_EXPERTS, megatron=True
-    )
+    moe_router_dtype: str | None = _results(None, choices=("fp32", "fp64"))
+    """Dtype of the router's matrix product and scores; by default the hidden states' dtype."""
+    moe_router_enable_expert_bias: bool = _weights(False)
     """Add a bias to the scores for the choice, not for the weights, that every step moves towards
     experts with few tokens (DeepSeek-V3); needs sigmoid or sqrtsoftplus scores."""
     moe_router_bias_update_rate: float = option(
@@ -192,17 +177,13 @@ class ExpertsFlags(ModelPart):
         None, bounds=NOT_NEGATIVE, needs=_EXPERTS, megatron=True
     )
     """Weight of the router's z-loss, the mean of logsumexp(logits)^2; 0.001 is usual."""
-    moe_input_jitter_eps: float | None = option(
-        None, bounds=_JITTER, role="results", needs=_EXPERTS, megatron=True
-    )
+    moe_input_jitter_eps: float | None = _results(None, bounds=_JITTER)
     """Multiply the router's input in training by random numbers of [1 - eps, 1 + eps]."""
-    moe_expert_capacity_factor: float | None = option(
+    moe_expert_capacity_factor: float | None = _results(
         None,
-        role="results",
         aliases=("--moe-train-capacity-factor",),
         derived="no limit; 1.0 with --moe-gate deepspeed",
-        needs=_EXPERTS,
-        megatron=True,
+        needs=_DROPPING,
     )
     """Limit the tokens of an expert in a micro batch to this times its even share; the others skip
     the expert. A negative number sets no limit."""
@@ -210,10 +191,10 @@ class ExpertsFlags(ModelPart):
         None,
         bounds=POSITIVE,
         role="results",
-        needs=_EXPERTS,
+        needs=_DROPPING,
         derived="moe-expert-capacity-factor; 1.0 with flags of Megatron-DeepSpeed",
     )
-    """The same in evaluations."""
+    """Limit of the tokens of an expert in evaluations."""
     moe_min_capacity: int = option(
         0,
         bounds=NOT_NEGATIVE,
@@ -222,9 +203,7 @@ class ExpertsFlags(ModelPart):
         needs=_CAPACITY,
     )
     """Tokens that an expert accepts in any case."""
-    moe_token_drop_policy: str = option(
-        "probs", choices=("probs", "position"), role="results", needs=_CAPACITY, megatron=True
-    )
+    moe_token_drop_policy: str = _results("probs", choices=("probs", "position"), needs=_POLICY)
     """Tokens that an expert at its capacity keeps: those with the largest weights, or the first."""
     moe_token_dropping: bool = option(
         True, off="--disable-moe-token-dropping", role="results", needs=_DEEPSPEED
@@ -234,3 +213,8 @@ class ExpertsFlags(ModelPart):
         True, off="--disable-moe-top2-2nd-expert-sampling", role="results", needs=_DEEPSPEED
     )
     """Choose the best second expert in DeepSpeed's gate of two choices instead of a random one."""
+
+    @property
+    def counts(self) -> list[int]:
+        """The different numbers of experts that layers have."""
+        return sorted({*self.layer_experts} - {0})

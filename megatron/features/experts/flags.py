@@ -21,8 +21,7 @@ class ExpertsConfig(ExpertsFlags):
     """Experts of a network; ``layer_experts`` is empty in a model without experts."""
 
     models: ClassVar[tuple[str, ...]] = ("gpt",)
-    """Families whose layers can have experts. The flags are those of all: dense scripts have
-    them."""
+    """Families whose layers can have experts; the others accept the flags, as of dense scripts."""
 
     @property
     def idle(self) -> bool:
@@ -63,10 +62,8 @@ class ExpertsConfig(ExpertsFlags):
     def check_run(self, family: str, parallel: ParallelConfig, resolver: ConfigResolver) -> None:
         """Refuse experts in other families, and sizes of expert and tensor parallelism that do not
         divide them."""
-        ranks, shown = (
-            parallel.expert_model_parallel_size,
-            resolver.show("expert_model_parallel_size"),
-        )
+        ranks = parallel.expert_model_parallel_size
+        shown = resolver.show("expert_model_parallel_size")
         if self.idle:
             resolver.check(
                 ranks == 1,
@@ -79,7 +76,7 @@ class ExpertsConfig(ExpertsFlags):
             f"{resolver.show('num_experts')}: models of the family {family} have no experts; leave "
             "it out, or train a GPT",
         )
-        for experts in sorted({count for count in self.layer_experts if count}):
+        for experts in self.counts:
             resolver.check(
                 experts % ranks == 0,
                 f"{shown} must divide the experts of every layer, and one has {experts}; choose a "
@@ -91,13 +88,12 @@ class ExpertsConfig(ExpertsFlags):
                 resolver.check_divides("tensor_model_parallel_size", name)
 
     def check_batch(self, tokens: int, resolver: ConfigResolver) -> None:
-        """Refuse quantiles where the choices of a micro batch of so many tokens cannot be the same
-        number for every expert."""
+        """Refuse quantile balancing where experts cannot have equal shares of the choices of the
+        ``tokens`` of a micro batch."""
         if "quantile_balancing" not in self.moe_router_load_balancing_type:
             return
         k = self.moe_router_topk
-        counts = {count for count in self.layer_experts if count}
-        wrong = [count for count in counts if k >= count or tokens * k % count]
+        wrong = [count for count in self.counts if k >= count or tokens * k % count]
         resolver.check(
             not wrong,
             "--moe-router-load-balancing-type quantile_balancing gives every expert the same "

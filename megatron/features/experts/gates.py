@@ -68,8 +68,8 @@ def megatron_capacity(config: ExpertsConfig, experts: int, count: int, training:
 
 
 def deepspeed_capacity(config: ExpertsConfig, experts: int, count: int, training: bool) -> int:
-    """The same as DeepSpeed's gates: max(ceil(N / E x factor x K), minimum), rounded in float32 as
-    they do."""
+    """Choices that an expert computes in DeepSpeed's gates: max(ceil(N / E x factor x K), minimum),
+    rounded in float32 as they do."""
     factor = _factor(config, training)
     if factor is None or not config.moe_token_dropping:
         return count

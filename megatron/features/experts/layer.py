@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig
 from megatron.features.experts.balance import Balance
 from megatron.features.experts.compute import (
-    ExpertLinear,
     RowOrder,
-    Sizes,
     combine,
     dispatch,
     expert_mlp,
@@ -29,6 +27,7 @@ from megatron.features.experts.compute import (
 )
 from megatron.features.experts.exchange import ExpertRanks, RowExchange, SharedTokens
 from megatron.features.experts.flags import ExpertsConfig
+from megatron.features.experts.linear import ExpertLinear, Sizes
 from megatron.features.experts.losses import losses
 from megatron.features.experts.router import Routing, logits, route
 from megatron.model.layer_list import LayerCache, LayerState
@@ -84,6 +83,7 @@ class Experts(nn.Module):
             tp=ranks.tp,
             cut_over=ranks.axes,
             shared=ranks.shared_experts,
+            share=part.moe_router_topk / experts,
         )
         self.up = both(
             (inner, inner) if mlp.gated else (inner,),
@@ -97,7 +97,7 @@ class Experts(nn.Module):
         self, x_RH: Tensor, sizes: Sizes, padded: Callable[[int], int] | None = None
     ) -> Tensor:
         """Rows [R, H], sorted by the experts of this rank, to [R, H]; addends of it where ranks
-        have parts of the experts. ``padded`` is that of a :class:`LayerCache`."""
+        have parts of the experts. ``padded`` is the method of :class:`LayerCache`."""
         if padded is None or isinstance(sizes, Tensor):
             return self.down(self.activation(self.up(x_RH, sizes)), sizes)
         places_R, sizes = padded_places(sizes, padded)
@@ -151,7 +151,7 @@ class ExpertsMLP(nn.Module):
         routed_TH = ranks.routed(x_BSH)
         cache = state.cache
         logits_TE = self._logits(routed_TH, cache)
-        routing = self._route(logits_TE, tokens, cache is None)
+        routing = self._route(logits_TE, tokens, cache is None and not state.apart)
         state = self._with_losses(state, routing, logits_TE, tokens)
         if self.training:
             self.balance.count(routing.experts_TK, logits_TE, tokens)
@@ -204,8 +204,8 @@ class ExpertsMLP(nn.Module):
         return self.router(F.pad(x_TH, (0, 0, 0, missing)))[:rows]
 
     def _route(self, logits_TE: Tensor, tokens: SharedTokens, limited: bool) -> Routing:
-        """``limited``: experts have their capacity. In generation they have none: which tokens are
-        computed together must not change results."""
+        """``limited``: experts have their capacity. They have none in generation and where texts
+        are scored: which tokens are computed together must not change results."""
         bias, seed = self.router.expert_bias, None
         if self.training and self.part.draws:
             # The default generator of the CPU is the same on all tensor-parallel ranks.

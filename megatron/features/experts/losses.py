@@ -1,8 +1,8 @@
 """Losses that keep the experts of a layer evenly used.
 
 All are of one layer and without a coefficient. Balancing losses are 1 if every expert has the same
-number of choices. They are those of the whole micro batch on each rank that shares it, with the
-gradient of this rank's tokens.
+number of choices. Each rank that shares a micro batch computes the loss of the whole micro batch,
+with the gradient of its tokens.
 
 Shapes: T tokens that a rank routes, B samples of the micro batch, E experts, K choices of a token,
 L losses.

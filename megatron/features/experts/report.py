@@ -21,13 +21,13 @@ from megatron.training.writers import RunWriter
 ROWS, LOADS = "experts", "expert_loads"
 """Kinds of rows of metrics: numbers of all layers, and the share of each expert of a layer."""
 _ENOUGH = 32
-"""Mean number of tokens of an expert from which on it is no chance that one has none."""
+"""Mean number of tokens of an expert above which an idle expert is not due to chance."""
 
 logger = logging.getLogger(__name__)
 
 
 class LayerUse(NamedTuple):
-    """How a layer used its experts.
+    """Use of its experts by a layer.
 
     Attributes:
         max_over_mean: tokens of the fullest expert over the mean of all; 1 at perfect balance.
@@ -56,8 +56,8 @@ class LayerUse(NamedTuple):
 
 
 class ExpertsReport(Callback):
-    """Log lines have the numbers of the worst layer, rows of metrics those of every layer since the
-    last log line. Counts stay on the device until then."""
+    """Numbers of the worst layer for log lines, and of every layer since the last log line for rows
+    of metrics. Counts stay on the device until then."""
 
     def __init__(self, part: ExpertsConfig, context: Any) -> None:
         self._part, self._mesh, self._device = part, context.mesh, context.device
@@ -130,13 +130,13 @@ class ExpertsReport(Callback):
 
     def _warn(self) -> None:
         """Warn of layers that leave experts out at two log lines in a row; of each layer once."""
-        found = {
+        uneven = {
             layer: text
             for layer, counts in self._lines.items()
             if (text := collapse(counts, self._part.moe_router_topk)) and layer not in self._warned
         }
-        again = {layer: text for layer, text in found.items() if layer in self._suspected}
-        self._suspected = found
+        again = {layer: text for layer, text in uneven.items() if layer in self._suspected}
+        self._suspected = uneven
         if again and self._mesh.world.rank == 0:
             (layer, text), *others = again.items()
             more = f", and {len(others)} other layers likewise" if others else ""
@@ -148,8 +148,8 @@ class ExpertsReport(Callback):
 
 
 def collapse(counts: Sequence[int], k: int) -> str | None:
-    """Words for a layer whose tokens, each with ``k`` experts, leave some of them out: one has more
-    than half of all tokens and four times the mean, or some have none; None for other layers."""
+    """Description of a layer whose tokens, each with ``k`` experts, leave some of them out: one has
+    more than half of all tokens and four times the mean, or some have none; else None."""
     *chosen, dropped = counts
     tokens = (sum(chosen) + dropped) // k
     if sum(chosen) < _ENOUGH * len(chosen):
@@ -164,7 +164,7 @@ def collapse(counts: Sequence[int], k: int) -> str | None:
 
 
 def remedy(part: ExpertsConfig) -> str:
-    """How a run with these flags spreads tokens better."""
+    """Advice to a run with these flags for spreading tokens better."""
     weights = [f"{weight:g}" for weight in part.moe_aux_loss_coeff if weight]
     if weights:
         return f"raise --moe-aux-loss-coeff {' '.join(weights)}, or lower the learning rate"

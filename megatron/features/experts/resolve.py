@@ -1,6 +1,6 @@
 """Values of the flags of experts that follow from others, and which contradict each other.
 
-Megatron-LM and Megatron-DeepSpeed have flags of their own for the same things, with other defaults.
+Megatron-LM and Megatron-DeepSpeed have different flags and defaults for the same things.
 A bare ``--num-experts 8`` means Megatron-LM's. A flag that only Megatron-DeepSpeed has
 (:data:`DEEPSPEED_FLAGS`) chooses its gates, and its defaults for what is not given, as its scripts
 expect; flags of both need ``--moe-gate``, which says whose gate is used, with the defaults of
@@ -38,7 +38,7 @@ _ALONE = {"sinkhorn", "quantile_balancing", "none"}
 
 
 def resolve_experts(part: Part, layers: int, resolver: ConfigResolver) -> Part:
-    """The experts of a network of so many layers. Raises ConfigError."""
+    """Return the experts of a network of ``layers`` layers. Raises ConfigError."""
     if max(part.num_experts, default=0) < 2:
         if resolver.given("num_experts"):
             how = "one expert is a dense layer"
@@ -52,8 +52,7 @@ def resolve_experts(part: Part, layers: int, resolver: ConfigResolver) -> Part:
     inner = resolver.values["ffn_hidden_size"]
     inner = resolver.fill("moe_ffn_hidden_size", part.moe_ffn_hidden_size, inner, "ffn-hidden-size")
     part = replace(part, moe_ffn_hidden_size=inner)
-    smallest = min(count for count in part.layer_experts if count)
-    _check_choice(part, smallest, resolver)
+    _check_choice(part, part.counts[0], resolver)
     _check_groups(part, resolver)
     _check_balancing(part, resolver)
     _check_capacity(part, resolver)
@@ -67,7 +66,7 @@ def resolve_experts(part: Part, layers: int, resolver: ConfigResolver) -> Part:
 
 
 def _values(part: ExpertsFlags, resolver: ConfigResolver) -> dict[str, Any]:
-    """Values for fields that are not given."""
+    """Return values of fields that have none."""
     values: dict[str, Any] = {}
     flag = _deepspeed_flag(part, resolver)
     if flag is not None and not resolver.given("moe_gate"):
@@ -85,14 +84,13 @@ def _values(part: ExpertsFlags, resolver: ConfigResolver) -> dict[str, Any]:
         for name, value in defaults.items():
             if not resolver.given(name):
                 values[name] = resolver.put(name, value, how)
-    factor = values.get("moe_expert_capacity_factor", part.moe_expert_capacity_factor)
     name = "moe_expert_capacity_factor"
-    if factor is not None and factor <= 0:
-        resolver.check(factor < 0, f"{resolver.show(name)} must be positive, or negative for none")
-        factor = values[name] = resolver.put(name, None, "negative: no limit")
-    gate = values.get("moe_gate", part.moe_gate)
+    factor, gate = values.get(name, getattr(part, name)), values.get("moe_gate", part.moe_gate)
     if factor is None and gate == "deepspeed" and part.moe_token_dropping:
         values[name] = resolver.put(name, 1.0, "--moe-gate deepspeed")
+    if factor is not None and factor <= 0:
+        resolver.check(factor < 0, f"{resolver.show(name)} must be positive, or negative for none")
+        values[name] = resolver.put(name, None, "negative: no limit")
     types = part.moe_router_load_balancing_type
     weights = values.get("moe_aux_loss_coeff", part.moe_aux_loss_coeff)
     if not weights:
@@ -147,7 +145,7 @@ def _layer_experts(part: ExpertsFlags, layers: int, resolver: ConfigResolver) ->
         "give one number, or one for each of them",
     )
     remaining = iter(numbers * count if len(numbers) == 1 else numbers)
-    chosen = [next(remaining) if each else 0 for each in has_experts]
+    chosen = [next(remaining) if sparse else 0 for sparse in has_experts]
     return tuple(number if number > 1 else 0 for number in chosen)
 
 
@@ -169,7 +167,7 @@ def layer_pattern(text: str, layers: int) -> list[bool]:
             f"--moe-layer-freq {text:.200} has {len(value)} values; expected 0 or 1 for each of "
             f"the {layers} layers"
         )
-    return [each == 1 for each in value]
+    return [bool(digit) for digit in value]
 
 
 def _evaluated(node: ast.expr, limit: int) -> int | list[int]:
@@ -253,7 +251,7 @@ def _check_groups(part: ExpertsFlags, resolver: ConfigResolver) -> None:
         raise ConfigError(f"{shown} needs --moe-router-group-topk, the groups that a token uses")
     resolver.check(best <= groups, f"{shown_best} is more than {shown}")
     k, shown_k = part.moe_router_topk, resolver.show("moe_router_topk")
-    for experts in sorted({count for count in part.layer_experts if count}):
+    for experts in part.counts:
         resolver.check(
             experts % groups == 0,
             f"{shown} must divide the experts of every layer, and one has {experts}",
@@ -265,8 +263,8 @@ def _check_groups(part: ExpertsFlags, resolver: ConfigResolver) -> None:
         )
     resolver.check(
         k % best == 0 or part.moe_router_group_score == "max",
-        f"{shown_best} must divide {shown_k}, so that a group's score is the sum of as many of its "
-        "scores; or give --moe-router-group-score max",
+        f"{shown_best} must divide {shown_k}: a group's score is the sum of its best choices per "
+        "group; or give --moe-router-group-score max",
     )
 
 
@@ -293,14 +291,9 @@ def _check_balancing(part: ExpertsFlags, resolver: ConfigResolver) -> None:
     if typed and not balanced:
         text = "nothing balances the experts: --moe-aux-loss-coeff is 0; 0.01 is usual"
         resolver.notes.append(text)
-    resolver.check(
-        part.moe_gate == "megatron" or not _ALONE - {"none"} & set(types),
-        f"{shown} contradicts {resolver.show('moe_gate')}: both say how experts are chosen; leave "
-        "one of them out",
-    )
-    for name in ("moe_router_num_groups", "moe_router_enable_expert_bias"):
+    for name in ("moe_gate", "moe_router_num_groups", "moe_router_enable_expert_bias"):
         resolver.check(
-            not _ALONE - {"none"} & set(types) or not getattr(part, name),
+            types[0] in (*LOSSES, "none") or getattr(part, name) in (None, False, "megatron"),
             f"{shown} contradicts {resolver.show(name)}: both say how experts are chosen; leave "
             "one of them out",
         )

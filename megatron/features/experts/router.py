@@ -38,8 +38,8 @@ class Routing(NamedTuple):
 
 
 class _WideLinear(torch.autograd.Function):
-    """A GEMM in another dtype than that of its inputs, which it keeps as they are: their copies in
-    that dtype would need memory until the backward pass."""
+    """A GEMM in another dtype than its inputs have, which are saved as they are: copies in that
+    dtype would need memory until the backward pass."""
 
     @staticmethod
     def forward(
@@ -66,8 +66,8 @@ class _WideLinear(torch.autograd.Function):
 def logits(
     x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, dtype: torch.dtype | None
 ) -> Tensor:
-    """[T, H] to logits [T, E], computed in ``dtype`` (None: that of ``x_TH``), with gradients in
-    the dtypes of the inputs."""
+    """[T, H] to logits [T, E], computed in ``dtype`` (None: as ``x_TH``), with gradients in the
+    dtypes of the inputs."""
     dtype = dtype or x_TH.dtype
     if x_TH.dtype == weight_EH.dtype == dtype:
         return F.linear(x_TH, weight_EH, bias_E)

@@ -3,8 +3,8 @@ et al. 2024, arXiv:2410.07524; Megatron-LM ``core/transformer/moe/upcycling_util
 
 With granularity G, MLPs of inner width F are cut into G parts, and an expert is one of them: E
 experts are X = E / G copies, part after part. The G parts of a copy have the same row in the
-router, and so are chosen together. Where a token's weights sum to 1, its output is that of the
-dense model if G is 1, or if the activation is homogeneous (squared ReLU); otherwise nearly.
+router, and so are chosen together. Where a token's weights sum to 1, its output equals the dense
+model's if G is 1, or if the activation is homogeneous (squared ReLU); otherwise nearly.
 
 Shapes: E experts, F inner width of the dense MLP, H hidden.
 """
@@ -154,7 +154,7 @@ class UpcycledSource(Source):
 
 
 def weight_scale(model: ModelConfig, granularity: int, experts: int) -> float:
-    """The factor of the weights of one of so many experts, by which a token's output is as large as
+    """Factor of the weights of one of E experts, by which a token's output is as large as
     the dense MLP's: s^(1/3) with three factors in the product (a gate, or squared ReLU), else
     s^(1/2). s is the number G of parts where a token's weights sum to 1; else E G / k, by the
     weights 1 / E of a router that prefers none of E experts, of which a token has k."""

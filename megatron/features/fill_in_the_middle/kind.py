@@ -73,14 +73,14 @@ class FimTokens:
                 if name == "eod":
                     ids[name] = tokenizer.eod
                 continue
-            found = token_id(tokenizer, text)
-            if found is None:
+            token = token_id(tokenizer, text)
+            if token is None:
                 raise ValueError(
                     f"--{field.replace('_', '-')} {text}: the vocabulary has no such token; add it "
                     "to the tokenizer (additional_special_tokens of a Hugging Face folder), or "
                     "name its own token for this"
                 )
-            ids[name] = found
+            ids[name] = token
         tokens = cls(**ids)
         if tokens.pad == tokens.eod:
             raise ValueError(
@@ -152,9 +152,9 @@ class FimDataset:
         tokens_T = self.samples[index]
         tokens = self.recipe.tokens
         rng = np.random.default_rng([self.recipe.seed, zlib.crc32(self._name.encode()), int(index)])
-        found = _each_part(tokens_T, tokens.eod, lambda part: self._document(part, rng))
+        sample = _each_part(tokens_T, tokens.eod, lambda part: self._document(part, rng))
         sample_T = np.full(len(tokens_T), tokens.pad, np.int64)
-        sample_T[: len(found)] = found[: len(tokens_T)]
+        sample_T[: len(sample)] = sample[: len(tokens_T)]
         return sample_T
 
     def origin(self, index: int, /) -> Sequence[Piece]:

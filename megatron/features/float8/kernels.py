@@ -1,4 +1,5 @@
-"""Which layers of a run multiply in 8 bits, and what is said of a device that makes them slow."""
+"""Choice of the layers that multiply in 8 bits, and warnings about a device that makes them
+slow."""
 
 from __future__ import annotations
 
@@ -45,23 +46,23 @@ def check_float8(config: RunConfig, device: torch.device) -> None:
             "their effect on the loss"
         )
         return
-    found = torch.cuda.get_device_capability(device)
-    if found < FIRST_CAPABILITY:
-        needed, has = (".".join(map(str, pair)) for pair in (FIRST_CAPABILITY, found))
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FIRST_CAPABILITY:
+        needed, has = (".".join(map(str, pair)) for pair in (FIRST_CAPABILITY, capability))
         raise ConfigError(
             f"{named} needs a GPU of compute capability {needed} or more (Ada, Hopper, Blackwell); "
             f"{torch.cuda.get_device_name(device)} has {has}. Leave it out"
         )
     if fast.fp8_recipe == "blockwise":
-        _check_blockwise(device, found)
+        _check_blockwise(device, capability)
     slow = _why_float8_is_slow(config, device)
     if slow is not None:
         _say(f"{named}: {slow}")
 
 
 def _why_float8_is_slow(config: RunConfig, device: torch.device) -> str | None:
-    """Where casts are not parts of the kernels of compiled blocks, and what to do; None if they
-    are."""
+    """Return the casts that are not parts of the kernels of compiled blocks, and the remedy; None
+    if they are."""
     slower = "which makes a step slower than in bfloat16"
     alone = "casts are kernels of their own, which can make a step slower than in bfloat16"
     missing = missing_compiler(device.type)

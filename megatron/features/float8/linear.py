@@ -39,7 +39,7 @@ _FORWARD = torch.float8_e4m3fn
 
 
 class Kept(NamedTuple):
-    """What a layer keeps for its weight from one step to the next.
+    """State of a layer's weight that lasts from one step to the next.
 
     Attributes:
         weight: the weight in 8 bits in both layouts; None to cast it at every use.
@@ -78,7 +78,7 @@ NOTHING_KEPT = Kept()
 
 @dataclass(frozen=True)
 class Float8:
-    """How the linear layers of a block multiply in 8 bits. ``hybrid``: gradients are E5M2, inputs
+    """8-bit multiplication in the linear layers of a block. ``hybrid``: gradients are E5M2, inputs
     and weights always E4M3. ``recipe``: see this file's beginning."""
 
     hybrid: bool = True
@@ -251,12 +251,12 @@ class Float8:
         assert left is not None and right is not None
         with _without_autocast(left.values):
             if self.recipe == "blockwise":
-                found = _multiply_blocks(left, right, squares)
+                product = _multiply_blocks(left, right, squares)
             else:
-                found = self._multiply_scaled(left, right, dtype, fast)
+                product = self._multiply_scaled(left, right, dtype, fast)
         # Compiled by torch 2.11, a function whose result went through a cast that changes nothing
         # has no gradients.
-        return found if found.dtype == dtype else found.to(dtype)
+        return product if product.dtype == dtype else product.to(dtype)
 
     def _multiply_scaled(
         self, left: Operand, right: Operand, dtype: torch.dtype, fast: bool

@@ -1,5 +1,6 @@
-"""What 8-bit linear layers keep from one optimizer step to the next: their weights in 8 bits, cast
-once for each update, and with ``--fp8-recipe delayed`` the largest magnitudes of earlier steps."""
+"""State of 8-bit linear layers that lasts from one optimizer step to the next: their weights in 8
+bits, cast once for each update, and with ``--fp8-recipe delayed`` the largest magnitudes of earlier
+steps."""
 
 from __future__ import annotations
 
@@ -69,12 +70,12 @@ class Float8State(KernelStates):
         if not self._stale or not self._keeps_weights:
             return
         for place in self._places:
-            found, kept = place.float8.cast_weight(place.weight), place.kept
+            cast, kept = place.float8.cast_weight(place.weight), place.kept
             if kept.weight is None:
-                place.keep(weight=found)
+                place.keep(weight=cast)
                 continue
             # In place: CUDA graphs read fixed addresses.
-            for target, values in zip(kept.operands(), Kept(found).operands(), strict=True):
+            for target, values in zip(kept.operands(), Kept(cast).operands(), strict=True):
                 target.copy_(values)
         self._stale = False
 
@@ -165,14 +166,14 @@ class AmaxHistory:
         of every layer. If not, nothing changes."""
         # Cut over more ranks than it has heads, a weight is in two parts.
         whole = {key.partition("/")[0]: values for key, values in state.items()} | dict(state)
-        found = []
+        states = []
         for place in self._places:
             values = whole.get(place.key, whole.get(place.key.partition("/")[0]))
             if values is None:
                 return False
-            found.append(values)
+            states.append(values)
         self._history.zero_()
-        for n, values in enumerate(found):
+        for n, values in enumerate(states):
             length = min(len(values), len(self._history))
             self._history[:length, n] = values[:length].to(self._history)
         self._choose()

@@ -40,8 +40,8 @@ def read_template(path: str | Path, where: str) -> str:
     UTF-8 text, or too long for a template; FileNotFoundError."""
     path = Path(path)
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "is not a file"
-        raise FileNotFoundError(f"{where} {found}; it must be a chat template")
+        problem = "is a folder" if path.is_dir() else "is not a file"
+        raise FileNotFoundError(f"{where} {problem}; it must be a chat template")
     with path.open("rb") as file:
         content = file.read(_LONGEST_TEMPLATE + 1)
     if len(content) > _LONGEST_TEMPLATE:

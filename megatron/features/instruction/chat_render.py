@@ -48,7 +48,7 @@ class RefusalError(Exception):
 
 
 class Marks:
-    """Where the text has what {% generation %} is around."""
+    """Places in the text that {% generation %} encloses."""
 
     def __init__(self) -> None:
         self.written, self.found = 0, list[tuple[int, int]]()
@@ -69,7 +69,7 @@ def rendered(
 
 
 def make_environment() -> tuple[Any, Marks]:
-    """What templates run in, and the marks of the one that runs."""
+    """Return the environment of templates, and the marks of the one that runs."""
     marks = Marks()
     import jinja2
     from jinja2.ext import Extension, loopcontrols

@@ -157,7 +157,7 @@ class RecordFields:
         return next((key for key in keys if key in self._values), None)
 
     def take(self, key: str) -> Any:
-        """The value of a key, which counts as read; None without one."""
+        """The value of a key, which is then marked as read; None without one."""
         self._left.pop(key, None)
         return self._values.get(key)
 

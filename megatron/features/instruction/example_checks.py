@@ -1,4 +1,4 @@
-"""What is probably wrong with examples that a run is about to train on, found in a few of them.
+"""Warnings about examples that a run is about to train on, from a few of them.
 
 A template without an end token, answers that never count, tokens that the model does not have, and
 a format that the base does not know train without an error; the result then never stops, learns
@@ -56,7 +56,7 @@ class Finding(NamedTuple):
 
 
 class Base(NamedTuple):
-    """What is known of the model that training starts from.
+    """Facts about the model that training starts from.
 
     Attributes:
         vocabulary: tokens of its table; None where unknown.
@@ -72,19 +72,19 @@ def check_examples(
     train: SampleDataset[Any],
     base: Base = Base(),  # noqa: B008  # immutable
 ) -> list[Finding]:
-    """What is probably wrong with the training samples of a run, if they are instructions or
+    """Return probable mistakes in the training samples of a run, if they are instructions or
     preferences. Reads a few of them; no two processes need to call it."""
     samples = [train[number] for number in range(min(LOOKED_AT, len(train)))]
     kept = [s for s in samples if isinstance(s, PackedSample | ScoredRows)]
     if not kept:
         return []
-    found = [
+    warnings = [
         _without_loss(data, kept),
         _without_end(data, kept),
         _outside_of_table(data, kept, base.vocabulary),
         _other_format(data, base.template),
     ]
-    return [finding for finding in found if finding is not None]
+    return [finding for finding in warnings if finding is not None]
 
 
 class _Answer(NamedTuple):
@@ -130,7 +130,7 @@ def _without_loss(
 def _without_end(
     data: DataPipeline, samples: Sequence[PackedSample | ScoredRows]
 ) -> Finding | None:
-    """Nothing is said where one of the answers ends with a token that no text contains."""
+    """No warning where one of the answers ends with a token that no text contains."""
     ends = np.array(sorted(possible_ends(data.tokenizer)), np.int64)
     answers = ((s, answer) for s in samples for answer in _answers(data, s) if answer.whole)
     first = None
@@ -151,16 +151,16 @@ def _without_end(
 
 def possible_ends(tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens that may end an answer: those that no ordinary text contains."""
-    found = set(tokenizer.special_tokens)
+    ends = set(tokenizer.special_tokens)
     for name in ("eod", "eos"):
         try:
-            found.add(getattr(tokenizer, name))
+            ends.add(getattr(tokenizer, name))
         except ValueError:
             continue
     fast = getattr(tokenizer, "transformers_tokenizer", None)
     if fast is not None:
-        found |= set(fast.added_tokens_decoder)
-    return frozenset(found)
+        ends |= set(fast.added_tokens_decoder)
+    return frozenset(ends)
 
 
 def answer_ends(
@@ -174,12 +174,12 @@ def answer_ends(
     known = possible_ends(tokenizer)
     answers = (answer for sample in samples for answer in _answer_endings(sample))
     last = Counter(next((i for i in reversed(each) if i in known), None) for each in answers)
-    found = tokenizer.ends | tokenizer.special_tokens.intersection(of_base)
+    ends = tokenizer.ends | tokenizer.special_tokens.intersection(of_base)
     if last:
         token, times = last.most_common(1)[0]
         if token is not None and times > _MOSTLY * last.total():
-            found |= {token}
-    return found
+            ends |= {token}
+    return ends
 
 
 def _answer_endings(sample: Any) -> Iterator[list[int]]:
@@ -227,13 +227,13 @@ def _outside_of_table(
 
 def _other_format(data: DataPipeline, template: str | None) -> Finding | None:
     """Compares what the run reads with what the base's own template writes."""
-    found = _first_example(data)
-    if template is None or found is None:
+    example = _first_example(data)
+    if template is None or example is None:
         return None
     config = data.config.section(InstructionConfig)
     try:
-        ours = ExampleEncoder(config, data.tokenizer, data.config.tokenizer).text_of(found)
-        theirs = ChatTemplate(data.tokenizer, template).text_of(found)
+        ours = ExampleEncoder(config, data.tokenizer, data.config.tokenizer).text_of(example)
+        theirs = ChatTemplate(data.tokenizer, template).text_of(example)
     except ValueError:
         return None  # what refuses an example says so itself
     if ours.rstrip() == theirs.rstrip():
@@ -268,11 +268,11 @@ def template_in(folder: Path) -> str | None:
     if not settings.is_file():
         return None
     content = parse_json(settings.read_bytes(), str(settings), lenient=True)
-    found = content.get("chat_template") if isinstance(content, dict) else None
-    if isinstance(found, list):
-        several = (each for each in found if isinstance(each, dict))
-        found = {each.get("name"): each.get("template") for each in several}.get("default")
-    return found if isinstance(found, str) else None
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    if isinstance(template, list):
+        several = (each for each in template if isinstance(each, dict))
+        template = {each.get("name"): each.get("template") for each in several}.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _shown(data: DataPipeline, sample: PackedSample | ScoredRows) -> str:

@@ -115,7 +115,7 @@ class ExampleEncoder:
 
     @property
     def columns(self) -> RecordColumns:
-        """How records are read."""
+        """Columns of records."""
         return RecordColumns.of(self._config)
 
     def __call__(self, examples: Sequence[tuple[str, Example]]) -> list[EncodedExample]:
@@ -141,8 +141,8 @@ class ExampleEncoder:
         return [encoded[number] for number in range(len(examples))]
 
     def text_of(self, example: Example) -> str:
-        """What is tokenized, without the token that ends plain text. Raises ValueError if the
-        example cannot be put into the format."""
+        """Return the text to tokenize, without the token that ends plain text. Raises ValueError if
+        the example cannot be put into the format."""
         kind = self.format_of(example)
         if kind == "chat":
             return self._chat.text_of(example)
@@ -231,7 +231,7 @@ class ExampleEncoder:
         texts = [t for e in examples for p, a in e for t in (p, p + a)]
         ids = iter(self._tokenizer.tokenize_batch(texts))
         eod = self._tokenizer.eod if texts else -1
-        found = []
+        tokenized = []
         for pairs in examples:
             parts = []
             for _ in pairs:
@@ -240,8 +240,8 @@ class ExampleEncoder:
                 if not len(whole) or whole[-1] != eod:
                     whole = np.append(whole, eod)
                 parts.append((whole, start))
-            found.append(parts)
-        return found
+            tokenized.append(parts)
+        return tokenized
 
 
 def _counts(example: Example) -> list[bool]:
@@ -272,7 +272,7 @@ def _unwritten(what: str, key: str, example: Example) -> ValueError:
 
 
 def shared_tokens(first: np.ndarray, second: np.ndarray) -> int:
-    """How many tokens both begin with."""
+    """Return the number of tokens with which both begin."""
     shared = min(len(first), len(second))
     differs = np.flatnonzero(first[:shared] != second[:shared])
     return int(differs[0]) if len(differs) else shared

@@ -94,7 +94,7 @@ class TokenizedExamples:
         return self._index[name][start + offset : start + stop]
 
     def _are_whole(self) -> bool:
-        """Whether the offsets are those of the tokens."""
+        """True if the offsets are those of the tokens."""
         rising = self._offsets[0] == 0 and (np.diff(self._offsets) >= 0).all()
         return bool(rising and self._offsets[-1] == len(self._index["tokens"]))
 
@@ -127,8 +127,8 @@ class InstructionExamples(TokenizedExamples):
 
     @cached_property
     def prompt_hashes(self) -> npt.NDArray[np.uint64]:
-        """Of each example's tokens before the first that counts in the loss; of all of them where
-        no token comes before."""
+        """Return hashes of each example's tokens before the first that counts in the loss; of all
+        of them where no token comes before."""
         firsts = np.where(self.first_counted > 1, self.first_counted, self.sequence_lengths)
         tokens, starts = self._index["tokens"], self._offsets[:-1]
         hashes = (
@@ -369,14 +369,14 @@ def of_prompts(hashes: npt.NDArray[np.uint64], units: range, part: str) -> npt.N
     order = np.argsort(hashes, kind="stable")
     sorted_hashes = hashes[order]
     first = np.searchsorted(sorted_hashes, sorted_hashes)
-    found = np.sort(order[(first >= units.start) & (first < units.stop)])
-    if not len(found):
+    rows = np.sort(order[(first >= units.start) & (first < units.stop)])
+    if not len(rows):
         raise ValueError(
             f"{part}: --split-by prompt leaves no prompt for the {len(units)} of {len(hashes)} "
             f"examples of this part ({len(np.unique(hashes))} different prompts): give it a larger "
             "share in --split, or --split-by order"
         )
-    return found
+    return rows
 
 
 class Instruction(DataKind):

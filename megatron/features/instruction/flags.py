@@ -88,7 +88,7 @@ class InstructionConfig(KindConfig):
 
     @property
     def pads_batches(self) -> bool:
-        """Whether samples are as long as their batch needs."""
+        """True if samples are as long as their batch needs."""
         return not self.packing and self.sft_padding == "longest"
 
     @property
@@ -97,6 +97,6 @@ class InstructionConfig(KindConfig):
 
     @property
     def changes_steps(self) -> bool:
-        """Whether training steps compute more than the mean loss of each micro batch."""
+        """True if training steps compute more than the mean loss of each micro batch."""
         noise = self.neftune_noise_alpha is not None
         return noise or self.log_token_accuracy or self.sft_loss_weights != "micro-batches"

@@ -59,7 +59,7 @@ class ResponseLoss:
             loss = linear_cross_entropy(x_BPH, weight_VH, targets, head, bias_V)
             return {LM_LOSS: loss * weights_2[0].to(loss.dtype)}
         loss, correct = linear_loss_and_correct(x_BPH, weight_VH, targets, head, bias_V)
-        counted = (targets.mask_BS > 0).sum().clamp(min=1)
+        counted = ((targets.whole or targets).mask_BS > 0).sum().clamp(min=1)
         return {
             LM_LOSS: loss * weights_2[0].to(loss.dtype),
             ACCURACY: (correct / counted * weights_2[1]).to(loss.dtype),
@@ -69,8 +69,9 @@ class ResponseLoss:
 def _evaluated(state: LayerState, batch: Any) -> dict[str, Tensor]:
     assert state.scores is not None and state.targets is not None
     log_probs_BP, correct_BP = state.scores
+    targets = state.targets.whole or state.targets
     # What ranks can divide may be more than there are.
-    targets = state.targets.padded(log_probs_BP.shape[1] - state.targets.mask_BS.shape[1])
+    targets = targets.padded(log_probs_BP.shape[1] - targets.mask_BS.shape[1])
     mask_BP = targets.mask_BS.to(log_probs_BP.dtype)
     weight, counted = batch.weights_2
     loss = -(log_probs_BP * mask_BP).sum() / mask_BP.sum().clamp(min=1.0)

@@ -53,10 +53,10 @@ class BestEvaluation(Callback):
         self.losses: dict[int, float] = {}
         """The validation loss after so many steps."""
         if iteration and self._path is not None:
-            found = [self.read(self._path) if self._main else {}]
+            best = [self.read(self._path) if self._main else {}]
             if mesh.world.size > 1:
-                dist.broadcast_object_list(found, src=0, group=mesh.world.handle)
-            self.losses = {at: loss for at, loss in found[0].items() if at <= iteration}
+                dist.broadcast_object_list(best, src=0, group=mesh.world.handle)
+            self.losses = {at: loss for at, loss in best[0].items() if at <= iteration}
 
     @staticmethod
     def read(path: Path) -> dict[int, float]:
@@ -89,11 +89,11 @@ class BestEvaluation(Callback):
         """After the validation: takes it into account."""
         if not self._now:
             return
-        found = [math.fsum(self._now.values()) / len(self._now)]
+        mean = [math.fsum(self._now.values()) / len(self._now)]
         self._now = {}
         if self._mesh.world.size > 1:  # all ranks must decide alike
-            dist.broadcast_object_list(found, src=0, group=self._mesh.world.handle)
-        self.losses[trainer.iteration] = found[0]
+            dist.broadcast_object_list(mean, src=0, group=self._mesh.world.handle)
+        self.losses[trainer.iteration] = mean[0]
         if self._keeps and self.best == trainer.iteration:
             self._checkpoints.save(trainer.iteration, trainer.consumed_samples)
         self._write()
@@ -155,9 +155,9 @@ def _is_over(losses: Mapping[int, float], best: int, patience: int, iteration: i
 def _minimised(trainer: Trainer, evaluation: Evaluation) -> float:
     """The number that training minimises, as the evaluation has it."""
     weights = trainer.engine.spec.losses
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         name: weight * evaluation.losses[name]
         for name, weight in weights.items()
         if weight and name in evaluation.losses
     }
-    return math.fsum(found.values()) if found else evaluation.losses.get(LM_LOSS, math.nan)
+    return math.fsum(values.values()) if values else evaluation.losses.get(LM_LOSS, math.nan)

@@ -1,4 +1,4 @@
-"""How the optimizer's states are stored in fewer than 32 bits, and stochastic rounding.
+"""Storage of the optimizer's states in fewer than 32 bits, and stochastic rounding.
 
 All of it is elementwise arithmetic, of 8 bits over blocks of neighbours, which torch.compile fuses.
 Values are float32 in between. Except where it is exact, an update rounds stochastically, to one of
@@ -26,8 +26,8 @@ _ONE = 0x3F800000
 _STEP_BITS = 20
 """Bits of float32 that an 8-bit code leaves out: it keeps 3 of the mantissa."""
 _SMALLEST = 2.0**-90
-"""Blocks whose largest moment is smaller become 0, so that no code means a subnormal number. Beside
-Adam's epsilon neither the first nor the root of the second moment matters there."""
+"""Blocks whose largest moment is smaller become 0, so that no code means a subnormal number. Next
+to Adam's epsilon neither the first nor the root of the second moment matters there."""
 
 
 class Stored(ABC):
@@ -131,7 +131,7 @@ class MainWeights(ABC):
 
     @abstractmethod
     def zeros(self, numel: int, device: torch.device) -> tuple[Tensor, ...]:
-        """What is stored beside that many weights."""
+        """Return the zeros that are stored next to n weights."""
 
     @abstractmethod
     def decode(self, weight: Tensor, stored: tuple[Tensor, ...]) -> Tensor:
@@ -141,12 +141,13 @@ class MainWeights(ABC):
     def encode(
         self, values: Tensor, random: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``weight`` and what is stored beside it, of float32 values; ``random`` as for moments."""
+        """``weight`` and what is stored next to it, of float32 values; ``random`` as for
+        moments."""
 
     @property
     @abstractmethod
     def bytes(self) -> float:
-        """Bytes per element beside the model's weights."""
+        """Bytes per element next to the model's weights."""
 
 
 class Remainder(MainWeights):
@@ -194,7 +195,7 @@ class Rounded(MainWeights):
 
 
 class StateFormats(NamedTuple):
-    """How the states of Adam are stored."""
+    """Formats of the states of Adam."""
 
     main: MainWeights
     exp_avg: Stored
@@ -202,7 +203,7 @@ class StateFormats(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Bytes per parameter, beside the model's weights."""
+        """Bytes per parameter, next to the model's weights."""
         return self.main.bytes + self.exp_avg.bytes + self.exp_avg_sq.bytes
 
 

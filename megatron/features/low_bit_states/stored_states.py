@@ -1,8 +1,8 @@
 """The optimizer's states of ``--use-precision-aware-optimizer`` at ZeRO 1 and 2.
 
 The tensor that the optimizer updates is the rank's partition of the model's own bf16 weights; what
-is stored beside it is in ``optimizer.state`` under it. A state is one or two tensors, with a number
-per element or per :data:`~megatron.engine.update.adam.BLOCK` elements of the partition.
+is stored next to it is in ``optimizer.state`` under it. A state is one or two tensors, with a
+number per element or per :data:`~megatron.engine.update.adam.BLOCK` elements of the partition.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class StoredStates:
         self._scaled = any(len(names) > 1 for names in self._names.values())
 
     def create(self, main: Tensor) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        states: dict[str, Tensor] = {}
         for kind, form in self._moments.items():
             zeros = form.zeros(main.numel(), main.device)
-            found |= zip(self._names[kind], zeros, strict=True)
-        return found
+            states |= zip(self._names[kind], zeros, strict=True)
+        return states
 
     def take_main_weights(
         self, wrapper: Any, optimizer: torch.optim.Optimizer, ranks: Sequence[int]
@@ -141,7 +141,7 @@ class StoredPartition:
         self._edges: dict[tuple[str, int], Tensor] = {}
 
     def has(self, kind: str) -> bool:
-        """Whether there is this state: no moments before the first update."""
+        """True if there is this state: no moments before the first update."""
         return kind == "weight" or kind in self._state
 
     def get(self, kind: str, start: int, count: int) -> Tensor:
@@ -158,8 +158,8 @@ class StoredPartition:
             )
             for part in self._whole_and_last(first, end)
         ]
-        found = torch.cat([part.view(-1) for part in parts])
-        return found[start - first : end - first]
+        values = torch.cat([part.view(-1) for part in parts])
+        return values[start - first : end - first]
 
     def set(self, kind: str, start: int, values: Tensor) -> None:
         """Writes elements from ``start`` on, rounded to nearest. Neighbouring ranges may share a
@@ -198,8 +198,8 @@ class StoredPartition:
         form, names = self._form._moments[kind], self._form._names[kind]
         for begin, end in self._whole_and_last(first, first + values.numel()):
             part = values[begin - first : end - first]
-            found = form.encode(part.view(-1, min(BLOCK, end - begin)))
-            for name, encoded in zip(names, found, strict=True):
+            stored = form.encode(part.view(-1, min(BLOCK, end - begin)))
+            for name, encoded in zip(names, stored, strict=True):
                 self._blocks(self._state[name], begin, end).copy_(encoded)
 
     def _whole_and_last(self, first: int, end: int) -> list[tuple[int, int]]:

@@ -54,8 +54,8 @@ MASKED, RANDOM = 0.8, 0.1
 
 @dataclass(frozen=True)
 class BertRecipe(SegmentRecipe[BertSample]):
-    """How BERT's samples are made from documents that are split into sentences. Documents of fewer
-    than two sentences make no pairs and are left out."""
+    """Construction of BERT's samples from documents that are split into sentences. Documents of
+    fewer than two sentences make no pairs and are left out."""
 
     cache_name: ClassVar[str] = "bert"
     seq_length: int
@@ -156,7 +156,7 @@ class BertRecipe(SegmentRecipe[BertSample]):
 
 @dataclass(frozen=True)
 class WordMasking:
-    """How tokens are masked."""
+    """Masking of tokens."""
 
     mask_prob: float
     """Share of a sample's tokens, including special ones, that are to be predicted."""
@@ -250,12 +250,13 @@ HEAD_PARTS = (
 
 def begin(model: ModelConfig, batch: BertBatch) -> LayerState:
     """The initial state of a micro batch."""
+    targets = Targets(batch.labels_BS, batch.loss_mask_BS)
     return LayerState(
         hidden=batch.tokens_BS,
         token_types=batch.types_BS,
         position_ids=batch.position_ids_BS,
         masks=masks(model, batch, batch.document_ids_BS),
-        targets=Targets(batch.labels_BS, batch.loss_mask_BS),
+        targets=targets.at(batch.positions_BP)._replace(positions_BP=batch.positions_BP),
         batch=batch,
     )
 
@@ -266,7 +267,7 @@ def begin_labelled(model: ModelConfig, batch: LabelledBatch) -> LayerState:
         hidden=batch.tokens_BS,
         token_types=batch.types_BS,
         masks=masks(model, batch),
-        targets=Targets(batch.labels_B, torch.ones_like(batch.labels_B)),
+        targets=Targets(batch.labels_B, torch.ones_like(batch.labels_B), of_samples=True),
         batch=batch,
     )
 

@@ -277,11 +277,11 @@ def _unnamed(labels: int) -> tuple[str, ...]:
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {"type_vocab_size": max(model.token_types, 1)}
+    fields: dict[str, Any] = {"type_vocab_size": max(model.token_types, 1)}
     if model.num_labels is None:
-        return found
+        return fields
     names = model.label_names or _unnamed(model.num_labels)
-    return found | {
+    return fields | {
         "id2label": {str(label): name for label, name in enumerate(names)},
         "label2id": {name: label for label, name in enumerate(names)},
         "problem_type": "regression" if model.num_labels == 1 else "single_label_classification",

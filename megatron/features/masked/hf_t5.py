@@ -85,7 +85,7 @@ class TextToText(Task):
         }
 
     def end_only(self, source: Source) -> dict[str, Any]:
-        # Those of T5, which `transformers` assumes where nothing is said.
+        # Those of T5, which `transformers` assumes by default.
         end = 1 if source.end_of_text is None else source.end_of_text
         tokens = {"pad_token_id": 0, "eos_token_id": end, "decoder_start_token_id": 0}
         return tokens | _cache(source.model)

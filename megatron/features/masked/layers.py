@@ -29,6 +29,7 @@ from megatron.model.heads import head_layers, pooler
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.mlp import ACTIVATIONS
 from megatron.model.norm import FinalNorm, build_norm
+from megatron.parallel.context import Context
 from megatron.parallel.layers import WholeLinear
 from megatron.parallel.shard import Cut, Shard, initial, parameter
 from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype
@@ -41,7 +42,7 @@ NO_ORDER = -1
 
 
 class BinaryHead(WholeLinear):
-    """Whether the second segment of a sample is random, or the two are swapped."""
+    """Predicts if the second segment of a sample is random, or the two are swapped."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         init = initial(model)
@@ -66,8 +67,8 @@ def order_loss(logits_B2: Tensor, labels_B: Tensor) -> Tensor:
 
 
 class LMTransform(nn.Module):
-    """What hidden states pass before the output head: a dense layer, its activation and a norm.
-    Where there are targets, only those of the predicted tokens are used: they are a seventh
+    """Layers between the hidden states and the output head: a dense layer, its activation and a
+    norm. Where there are targets, only those of the predicted tokens are used: they are a seventh
     of all, and nothing is computed for the others."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
@@ -81,11 +82,8 @@ class LMTransform(nn.Module):
     def forward(self, state: LayerState) -> LayerState:
         """Hidden states [B, S, H] to [B, S, H] or, with their targets, [B, P, H]."""
         if state.targets is not None:
-            positions_BP = state.batch.positions_BP
-            missing = -positions_BP.shape[1] % self.tp.slices
-            targets = state.targets.at(positions_BP).padded(missing)
-            hidden = self.tp.take(state.hidden, F.pad(positions_BP, (0, missing)))
-            state = state.changed(hidden=hidden, targets=targets)
+            hidden, targets = state.targets.taken(state.hidden, self.tp)
+            state = state.changed(hidden=hidden, targets=targets._replace(positions_BP=None))
         return state.with_hidden(self.norm(self.activation(self.dense(state.hidden))))
 
 
@@ -122,9 +120,22 @@ def bert_layers(
     ]
 
 
-def _enter_decoder(table: nn.Module, state: LayerState) -> LayerState:
-    tokens = state.batch.decoder_tokens_BD
+def _enter_decoder(context: Context, table: nn.Module, state: LayerState) -> LayerState:
+    tokens = context.take(state.batch.decoder_tokens_BD, 1)
+    state = _in_decoder(context, state)
     return table(state.changed(hidden=tokens, encoder=state.hidden, bias=None))
+
+
+def _in_decoder(context: Context, state: LayerState) -> LayerState:
+    """The state with the positions of the decoder's tokens."""
+    if context.size == 1:
+        return state
+    tokens_BD = state.batch.decoder_tokens_BD
+    return state.changed(position_ids=context.positions(tokens_BD.shape[1], tokens_BD.device)[None])
+
+
+def _decoder_block(context: Context, block: nn.Module, state: LayerState) -> LayerState:
+    return block(_in_decoder(context, state))
 
 
 def decoder_start(model: ModelConfig) -> int:
@@ -164,8 +175,10 @@ def t5_layers(
         layers = []
         for n in range(blocks):
             block: Callable[[], nn.Module] = partial(Block, model, n, tp, selective, kind, cross)
-            layers += [bias] * relative
-            layers.append(LayerSpec(f"{name}.layers.{n}", block, block=True, cost=cost))
+            layer = LayerSpec(f"{name}.layers.{n}", block, block=True, cost=cost)
+            if cross and tp.context.size > 1:
+                layer = replace(layer, forward=partial(_decoder_block, tp.context))
+            layers += [*[bias] * relative, layer]
         return [*layers, LayerSpec(f"{name}.final_norm", partial(FinalNorm, model, tp))]
 
     of_encoder, of_decoder = block_costs(model)
@@ -173,7 +186,7 @@ def t5_layers(
         words,
         positions,
         *stack("encoder", model.num_layers, of_encoder, "full", cross=False),
-        replace(words, forward=_enter_decoder, with_next_block=True),
+        replace(words, forward=partial(_enter_decoder, tp.context), with_next_block=True),
         replace(positions, with_next_block=True),
         *stack("decoder", model.decoder_num_layers, of_decoder, "causal", cross=True),
         head,
@@ -215,15 +228,26 @@ class RelativeBias(nn.Module):
         if state.cache is not None:
             return state.changed(bias=self._by_distance(state.cache.positions))
         x_BSH = state.hidden
-        length, device = x_BSH.shape[1] * self.tp.slices, x_BSH.device
+        context, device = self.tp.context, x_BSH.device
+        length = x_BSH.shape[1] * self.tp.slices * context.size
         places_D = distance_buckets(length, self.buckets, self.furthest, self.causal, device)
         of_distances_ND = self.weight[places_D].t()
         # Query i sees key j at distance j - i: a window over the distances, one to the left for
-        # every query. Its gradient is one of D distances and not of S x S scores.
-        bias_NSS = of_distances_ND.unfold(-1, length, 1).flip(-2).to(autocast_dtype(x_BSH))
+        # every query. Its gradient is one of D distances and not of S x S scores. Ranks that divide
+        # a sequence have the rows of their queries.
+        width, pieces = length // (2 * context.size), context.pieces
+        spans = (
+            [(0, length)] if context.size == 1 else [(n * width, (n + 1) * width) for n in pieces]
+        )
+        parts = [
+            of_distances_ND[:, length - end : 2 * length - 1 - first].unfold(-1, length, 1).flip(-2)
+            for first, end in spans
+        ]
+        bias_NsS = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(autocast_dtype(x_BSH))
         masks = state.masks or AttentionMasks()
-        unseen = masks.bias(length, length, None, (), bias_NSS, self.causal)
-        return state.changed(bias=bias_NSS.unsqueeze(0) + unseen)
+        unseen = masks.bias(length, length, None, (), bias_NsS, self.causal)
+        unseen = context.take(unseen, -2) if unseen.dim() and unseen.shape[-2] > 1 else unseen
+        return state.changed(bias=bias_NsS.unsqueeze(0) + unseen)
 
     def _by_distance(self, positions: int) -> Tensor:
         """[N, T], the bias of keys that are 0, 1, ... places before the query."""

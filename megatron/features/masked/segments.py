@@ -314,7 +314,7 @@ class SegmentRecipe(ABC, Generic[Sample]):
     @property
     @abstractmethod
     def rules(self) -> SegmentRules:
-        """How sentences are combined."""
+        """Rules by which sentences are combined."""
 
     @abstractmethod
     def sample(
@@ -400,7 +400,7 @@ class SegmentDataset(Generic[Sample]):
         return self.recipe.sample(texts, is_random, rng)
 
     def origin(self, index: int, /) -> list[Piece]:
-        """Where the text of sample `index` comes from, before tokens of it are replaced."""
+        """Return the documents of sample `index`, before tokens of it are replaced."""
         return [piece for pieces in self._segments(index)[0] for piece in pieces]
 
     def _segments(self, index: int) -> tuple[list[list[Piece]], bool, np.random.Generator]:

@@ -1,7 +1,7 @@
 """Numbers for the sentences of some documents: none is empty, none longer than a limit.
 
 A sentence is a sequence of the documents. Empty ones are left out, and one that is longer than a
-sample counts as several, so that a text that was not split into sentences is still read whole.
+sample is treated as several, so that a text that was not split into sentences is still read whole.
 
 Shape suffixes: N sentences, D documents.
 """

@@ -56,7 +56,7 @@ _DECODER_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class T5Recipe(SegmentRecipe[T5Sample]):
-    """How T5's samples are made from documents, split into sentences or not."""
+    """Construction of T5's samples from documents, split into sentences or not."""
 
     cache_name: ClassVar[str] = "t5"
     encoder_length: int
@@ -185,7 +185,7 @@ class SpanCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """How spans are drawn."""
+    """Drawing of spans."""
 
     noise_density: float
     """Share of the tokens that are corrupted."""
@@ -196,7 +196,8 @@ class SpanCorruption:
 
     @classmethod
     def of(cls, config: MaskedDataConfig) -> SpanCorruption:
-        """Those of the flags; ConfigError if a flag's value is out of its range."""
+        """Return the rules that the flags ask for; ConfigError if a flag's value is out of its
+        range."""
         config.check_shares()
         if config.mean_noise_span_length < 1:
             raise ConfigError(
@@ -286,7 +287,7 @@ def begin(batch: T5Batch) -> LayerState:
 
 
 class _DecoderTokens(NamedTuple):
-    """What the decoder's first layer takes of a batch."""
+    """Input of the decoder's first layer, from a batch."""
 
     decoder_tokens_BD: Tensor
 
@@ -299,13 +300,14 @@ def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> Lay
 def travels(
     model: ModelConfig, state: LayerState, tp: TensorParallel, index: int
 ) -> dict[str, tuple[int, ...]]:
-    """What crosses a stage boundary: hidden states [B, E / slices, H] of the encoder; behind its
-    end those of the decoder, [B, D / slices, H], and the encoder's output."""
+    """Return the tensors that cross a stage boundary: hidden states [B, E / parts, H] of the
+    encoder; behind its end those of the decoder, [B, D / parts, H], and the encoder's output."""
+    parts = tp.slices * tp.context.size
 
     def shape(tokens_BS: Tensor) -> tuple[int, ...]:
         samples, length = tokens_BS.shape
-        assert length % tp.slices == 0
-        return samples, length // tp.slices, model.hidden_size
+        assert length % parts == 0
+        return samples, length // parts, model.hidden_size
 
     encoded = shape(state.batch.encoder_tokens_BE)
     if index <= decoder_start(model):

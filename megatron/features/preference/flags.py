@@ -104,5 +104,5 @@ class PreferenceConfig(KindConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares the model with a frozen one."""
+        """True if the loss compares the model with a frozen one."""
         return self.preference in COMPARING

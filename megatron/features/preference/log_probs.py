@@ -40,8 +40,8 @@ def linear_log_probs(
     bias_V: Tensor | None = None,
 ) -> Tensor:
     """log softmax(x weight^T + bias)[label] of every target, [B, P], float32 or float64, 0 where
-    its mask is 0; the same on every rank, and so must be the gradient that it gets. The arguments
-    are those of :func:`linear_cross_entropy`."""
+    its mask is 0; the same on every tensor-parallel rank, and so must be the gradient that it gets.
+    The arguments are those of :func:`linear_cross_entropy`."""
     return _LinearLogProbs.apply(x_BPH, weight_VH, bias_V, targets, head, torch.is_grad_enabled())
 
 

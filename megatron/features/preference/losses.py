@@ -30,7 +30,7 @@ that the rewards are made of."""
 
 
 class Answers(NamedTuple):
-    """What a model says of the answers of a micro batch; a row each, [R].
+    """Log-probabilities of the answers of a micro batch; a row each, [R].
 
     Attributes:
         log_prob_R: log-probability of the answer, given its prompt.

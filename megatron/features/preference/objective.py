@@ -70,8 +70,10 @@ class PreferenceObjective:
         assert self.batch is not None
         together = name == "kto" and self.batch.others_N is None
         scores_RP = _judged_scores(inputs) if together else _scores(inputs)
+        scores_RP = inputs.targets.gathered(scores_RP, inputs.head.tp.context)
+        targets = inputs.targets.whole or inputs.targets
         # Log-probabilities of long answers are large, and their differences small.
-        answers = self._answers(scores_RP.double(), inputs.targets.mask_BS > 0)
+        answers = self._answers(scores_RP.double(), targets.mask_BS > 0)
         found = LOSSES[name](self.options, answers)
         return {name: found[name].to(scores_RP.dtype) for name in self.losses}
 
@@ -122,8 +124,8 @@ def _scores(inputs: HeadInput) -> Tensor:
 
 
 def _judged_scores(inputs: HeadInput) -> Tensor:
-    """Those of the rows that serve the reference point, every second one, without a gradient, which
-    would cost two of three products of the head."""
+    """Return the scores of the rows that serve the reference point, every second one, without a
+    gradient, which would cost two of three products of the head."""
     rows = (_rows(inputs, slice(first, None, 2)) for first in (0, 1))
     judged_NP = _scores(next(rows))
     with torch.no_grad():

@@ -337,7 +337,7 @@ class PreferenceExamples(TokenizedExamples):
 
     @cached_property
     def content_digest(self) -> str:
-        """Of everything that the samples depend on."""
+        """Return a digest of everything that the samples depend on."""
         parts = (self._index["tokens"], self._offsets, self.values)
         return digest(b"".join(digest(np.ascontiguousarray(p).data).encode() for p in parts))
 

@@ -53,8 +53,8 @@ def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
     parts = [part for part in _preferences(data) if part.reference is None]
     if not parts:
         return
-    found, flag = reference_checkpoint(run.config)
-    weights = _from_main_process(lambda: weights_digest(found, _cache(run, parts[0])))
+    checkpoint, flag = reference_checkpoint(run.config)
+    weights = _from_main_process(lambda: weights_digest(checkpoint, _cache(run, parts[0])))
     device = training_device()
     keys = [_depends_on(run.config, weights, part) for part in parts]
     missing = []
@@ -67,7 +67,7 @@ def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
             part.reference = stored["log_probs"]
     if not missing:
         return
-    engine = _reference_model(run.config, found, mesh)
+    engine = _reference_model(run.config, checkpoint, mesh)
     for part, key in missing:
         if is_main_process():
             say(
@@ -98,10 +98,10 @@ def reference_checkpoint(config: RunConfig) -> tuple[FoundCheckpoint, str]:
             "give --pretrained-checkpoint, the model that training starts from, or "
             "--reference-checkpoint"
         )
-    found = locate_checkpoint(path, tag)
-    if found is None:
+    checkpoint = locate_checkpoint(path, tag)
+    if checkpoint is None:
         raise CheckpointError(f"{flag} {path}: {nothing_at(path)}")
-    return found, f"{flag} {path}"
+    return checkpoint, f"{flag} {path}"
 
 
 def _reference_model(config: RunConfig, found: FoundCheckpoint, mesh: Mesh) -> Evaluator:
@@ -172,16 +172,16 @@ def _preferences(data: TrainingData) -> list[PreferenceDataset]:
     """All of them, inside of blends and of other orders too, each once."""
     sets = data.datasets
     waiting: list[Any] = [sets.train, *sets.valid.values(), *sets.test.values()]
-    found: list[PreferenceDataset] = []
+    datasets: list[PreferenceDataset] = []
     while waiting:
         samples = waiting.pop(0)
         if isinstance(samples, PreferenceDataset):
-            found.append(samples)
+            datasets.append(samples)
         elif hasattr(samples, "parts"):
             waiting.extend(samples.parts)
         elif hasattr(samples, "dataset"):
             waiting.append(samples.dataset)
-    return list({id(part): part for part in found}.values())
+    return list({id(part): part for part in datasets}.values())
 
 
 def _cache(run: Run, part: PreferenceDataset) -> IndexCache:
@@ -221,7 +221,8 @@ def weights_digest(found: FoundCheckpoint, cache: IndexCache) -> str:
 
 
 def _from_main_process(make: Any) -> str:
-    """What ``make`` gives on the main process, on every rank; an error there is raised on all."""
+    """Return the result of ``make`` on the main process, on every rank; an error there is raised on
+    all."""
     result: list[Any] = [None, None]
     if is_main_process():
         try:

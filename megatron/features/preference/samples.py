@@ -303,10 +303,10 @@ def other_prompts(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     before = (np.arange(count) - 1) % count
     if (hashes == hashes[:1]).all():
         return before
-    found = before.copy()
+    prompts = before.copy()
     # One whose predecessor has the same prompt takes what that takes; twice around, for the first
     # ones depend on the last.
     for place in [*range(count), *range(count)]:
         if hashes[before[place]] == hashes[place]:
-            found[place] = found[before[place]]
-    return found
+            prompts[place] = prompts[before[place]]
+    return prompts

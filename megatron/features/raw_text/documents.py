@@ -191,9 +191,9 @@ def with_key_of(source: DataSource, config: RawTextConfig) -> RawTextConfig:
 def text_settings(
     config: RawTextConfig, tokenizer: TokenizerConfig, sentences: bool = False
 ) -> TextSettings:
-    """How texts become sequences. `sentences` makes each sentence a sequence, for BERT and T5,
-    without an end-of-document token: the lines of a text with --presplit-sentences, else what
-    NLTK's punkt finds, or rules where its data is not installed."""
+    """Settings by which texts become sequences. `sentences` makes each sentence a sequence, for
+    BERT and T5, without an end-of-document token: the lines of a text with --presplit-sentences,
+    else what NLTK's punkt finds, or rules where its data is not installed."""
     split = sentences and not config.presplit_sentences
     return TextSettings(
         tokenizer,

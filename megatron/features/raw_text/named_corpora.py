@@ -73,7 +73,7 @@ class NamedCorpora(Mapping[str, DataSource]):
         return str(getattr(_module(), "__file__", MODULE))
 
     def _arguments(self) -> dict[str, Any]:
-        """What the data sets of 2019 were made with."""
+        """Return the arguments with which the data sets of 2019 were made."""
         return {
             "text_key": self.config.text_key,
             "label_key": "label",
@@ -169,7 +169,7 @@ class _Corpus:
         return {name: value for name, value in self.offered.items() if name in known}
 
     def digest(self) -> str:
-        """Of the data's names, sizes and dates, the code and the arguments."""
+        """Return a digest of the data's names, sizes and dates, the code and the arguments."""
         root = Path(self.path)
         files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
         states = [

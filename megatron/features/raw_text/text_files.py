@@ -60,7 +60,7 @@ class TextFile(NamedTuple):
 
     @property
     def has_columns(self) -> bool:
-        """Whether it is a table (.csv, .tsv) and not JSON lines."""
+        """True if it is a table (.csv, .tsv) and not JSON lines."""
         return self.path.endswith((".csv", ".tsv"))
 
     @property
@@ -74,14 +74,14 @@ class TextFile(NamedTuple):
 def text_files(path: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[TextFile]:
     """The files of a path: itself, or the sorted ones of a folder (those with one of `endings`) or
     a glob. Raises FileNotFoundError; ValueError if a file is compressed, or the path is a URL."""
-    found = [str(p) for p in expand(path, endings)]
-    for name in found:
+    files = [str(p) for p in expand(path, endings)]
+    for name in files:
         if name.endswith(PACKED_ENDINGS) and not name.endswith(endings):
             raise ValueError(
                 f"{name} cannot be read in place: decompress it to JSON lines, or convert its text "
                 "to a .bin/.idx with tools/preprocess_data.py"
             )
-    return [TextFile.of(name) for name in found]
+    return [TextFile.of(name) for name in files]
 
 
 class TextRecords(ABC):
@@ -236,7 +236,7 @@ def text_records(path: str, text_key: str, delim: str | None) -> list[TextRecord
 
 
 def changed(file: TextFile, offset: int) -> ValueError:
-    """What to raise when a record is not where it was."""
+    """Return the error of a record that is not at its recorded place."""
     return ValueError(
         f"{file.path} has changed while it was in use: there is a different record at byte "
         f"{offset} than when it was indexed; start the run again (its samples will be different)"
@@ -281,10 +281,10 @@ def scan(
     try:
         scans = map_in_order(tasks, partial(_scanner, encoder), workers if workers > 1 else 0)
         with progress_bar("counting tokens", total=size) as bar:
-            for (_, base, (start, stop)), (_, found) in zip(ranges, scans, strict=True):
-                offsets.append(found[0] + base)
-                lengths.append(found[1])
-                counts.append(found[2])
+            for (_, base, (start, stop)), (_, lines) in zip(ranges, scans, strict=True):
+                offsets.append(lines[0] + base)
+                lengths.append(lines[1])
+                counts.append(lines[2])
                 bar.update(stop - start)
     except ChildProcessError as error:
         raise ChildProcessError(f"counting tokens: {error}") from error

@@ -207,7 +207,7 @@ class RemoteFile:
         logger.info("fetching bytes %d to %d of %s", start, start + size, self.url)
         new = not self._folder.is_dir()
         self._folder.mkdir(parents=True, exist_ok=True)
-        if new:  # for people who look into the cache
+        if new:  # for users who look into the cache
             (self._folder / "url").write_text(f"{self.url}\n{self.version}\n")
         with replacing(path) as part, part.open("wb") as file:
             for at in range(start, start + size, CHUNK_BYTES):
@@ -220,13 +220,13 @@ class RemoteFile:
         if os.getpid() != self._process:
             self._connect()
         with self._errors(f"cannot be read from byte {start} on"):
-            found: bytes = self._system.cat_file(self._path, start=start, end=end)
-        if len(found) != end - start:
+            content: bytes = self._system.cat_file(self._path, start=start, end=end)
+        if len(content) != end - start:
             raise OSError(
-                f"{self.url} gave {len(found)} bytes of {end - start} from byte {start} on: it was "
-                "replaced by a shorter file, or its server does not support ranges"
+                f"{self.url} gave {len(content)} bytes of {end - start} from byte {start} on: it "
+                "was replaced by a shorter file, or its server does not support ranges"
             )
-        return found
+        return content
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""Which URLs data may be read from, and a web client that does not go elsewhere.
+"""URLs that data may be read from, and a web client that follows no link elsewhere.
 
-The paths of data are often somebody else's: in a list of corpora, a blend, a project of Retro. So a
+The paths of data are often another user's: in a list of corpora, a blend, a project of Retro. So a
 URL must be of a store or a web server; fsspec has protocols that run code, read any local file or
 wrap each other. A web server must not lead this machine to another one that only it can reach: to
 the metadata service of a cloud, which gives out its credentials, or from outside into its network.
@@ -55,7 +55,8 @@ def host_of(url: str) -> str:
 
 
 def web_client(url: str, longest: int) -> Callable[..., Awaitable[Any]]:
-    """What fsspec calls to make aiohttp's session for a URL that :func:`check_url` has accepted.
+    """Return the function by which fsspec makes aiohttp's session for a URL that :func:`check_url`
+    has accepted.
 
     Its requests fail where the server, or what it redirects to, has the address of a metadata
     service; where a server outside of this machine's network redirects into it, or from https to
@@ -73,12 +74,12 @@ def web_client(url: str, longest: int) -> Callable[..., Awaitable[Any]]:
             self._inner = aiohttp.DefaultResolver()
 
         async def resolve(self, name: str, port: int = 0, family: Any = socket.AF_INET) -> Any:
-            found = await self._inner.resolve(name, port, family)
-            for each in found:
+            addresses = await self._inner.resolve(name, port, family)
+            for each in addresses:
                 reason = _refusal(each["host"], public and name != host)
                 if reason:  # aiohttp shows the second argument only
                     raise OSError(errno.EHOSTUNREACH, f"{each['host']} {reason}")
-            return found
+            return addresses
 
         async def close(self) -> None:
             await self._inner.close()
@@ -120,7 +121,8 @@ def web_client(url: str, longest: int) -> Callable[..., Awaitable[Any]]:
 
 
 def _refusal(host: str, public: bool) -> str:
-    """Why a host or address is not asked; ``public``: it must not be in this machine's network."""
+    """Return the reason for which a host or address is refused; ``public``: it must not be in this
+    machine's network."""
     address = _address(host)
     if host in _METADATA or (address is not None and _is_metadata(address)):
         return "is the metadata service of a machine, which is not read"
@@ -135,22 +137,22 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 def _address(host: str) -> _Address | None:
     """The address that a host is, also in the old notations (``0xa9fea9fe``, ``2852039166``)."""
     try:
-        found = ipaddress.ip_address(host.partition("%")[0])
+        address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         try:
             return ipaddress.IPv4Address(socket.inet_aton(host))
         except (OSError, UnicodeError):
             return None
-    mapped = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None)
-    return mapped or found
+    mapped = getattr(address, "ipv4_mapped", None) or getattr(address, "sixtofour", None)
+    return mapped or address
 
 
 def _addresses(host: str) -> list[_Address]:
     try:
-        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+        addresses = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
     except (OSError, UnicodeError):
         return []  # the request will say it
-    return [each for entry in found if (each := _address(str(entry[4][0]))) is not None]
+    return [each for entry in addresses if (each := _address(str(entry[4][0]))) is not None]
 
 
 def _is_metadata(address: _Address) -> bool:

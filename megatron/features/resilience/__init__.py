@@ -1,1 +1,1 @@
-"""Runs that nobody watches: the watchdog of a rank, who waits for whom, restarts."""
+"""Unattended runs: the watchdog of a rank, who waits for whom, restarts."""

@@ -1,4 +1,4 @@
-"""A run that nobody watches: hangs, replicas, anomalies, spikes, stragglers and restarts."""
+"""An unattended run: hangs, replicas, anomalies, spikes, stragglers and restarts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ResilienceConfig(FlagSection):
     """Number of steps over which --straggler-factor compares ranks, and 60 seconds of steps at
     least."""
     inprocess_restart: bool = option(False)
-    """Keep a process beside each rank that starts it again when a rank is lost, without the
+    """Keep a process next to each rank that starts it again when a rank is lost, without the
     launcher: the ranks continue from the newest checkpoint."""
     inprocess_max_iterations: int | None = option(None, bounds=POSITIVE)
     """How often --inprocess-restart starts the ranks again; no limit by default."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.features import Feature
+from megatron.config.flags import ConfigResolver
 from megatron.features.retro.flags import RetrievalConfig, RetroDataConfig
 
 
@@ -14,6 +15,14 @@ class RetroFeature(Feature):
     sections = {"retro": RetroDataConfig}
     model_parts = (RetrievalConfig,)
     families = ("retro",)
+
+    def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
+        resolver.check(
+            config.model.family != "retro" or config.parallel.context_parallel_size == 1,
+            f"{resolver.show('context_parallel_size')}: the chunks of a Retro read whole "
+            "neighbours, which are not divided over ranks; leave it out, and use "
+            "--tensor-model-parallel-size with --sequence-parallel, which divides activations",
+        )
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
         project = config.section(RetroDataConfig).retro_project_dir

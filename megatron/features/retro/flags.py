@@ -121,7 +121,7 @@ class RetroDataConfig(KindConfig):
     """single: samples are read in one pass, in Megatron's order. cyclic: those that have neighbours
     are read again, in the same order, for --retro-cyclic-train-iters."""
     retro_cyclic_train_iters: int | None = option(None, bounds=POSITIVE)
-    """Iterations to train with --dataloader-type cyclic, in place of the project's number of
+    """Iterations to train with --dataloader-type cyclic, instead of the project's number of
     samples."""
     retro_verify_neighbor_count: bool = option(True, off="--retro-no-verify-neighbor-count")
     """Train although the number of samples is not the one that has neighbours; those without

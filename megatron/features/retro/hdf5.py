@@ -69,7 +69,7 @@ def _own_dataset(file: Any, name: str) -> Any:
 
 
 class MappedArray(NamedTuple):
-    """Where a memory-mapped array is: what is sent to another process instead of its content."""
+    """Place of a memory-mapped array: what is sent to another process instead of its content."""
 
     path: str
     dtype: np.dtype

@@ -227,7 +227,7 @@ def retro_layers(
 
 
 def encoder_travels(model: ModelConfig, index: int) -> bool:
-    """Whether layers from this index of the list on read what the encoder has computed before."""
+    """True if layers from this index of the list on read what the encoder has computed before."""
     attending = model.part(RetrievalConfig).retro_cross_attention_layers
     before = 3  # token embeddings and positions, of the text and of its neighbours, less one
     return before + attending[0] < index <= before + attending[-1]

@@ -176,7 +176,7 @@ def neighbor_texts(
     retrieved: int,
     detokenize: Callable[[list[int]], str],
 ) -> list[NeighborText]:
-    """The neighbours of a sample's chunks, numbers [L, K], for people: where they are from, and
+    """The neighbours of a sample's chunks, numbers [L, K], human-readable: where they are from, and
     the text of ``retrieved`` chunks of each, which is what a model reads."""
     texts = []
     for (chunk, rank), number in np.ndenumerate(chunks_LK):

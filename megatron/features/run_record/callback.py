@@ -168,7 +168,7 @@ def _now() -> str:
 
 
 def _as_json(value: object) -> bytes:
-    """JSON for people: indented, in the order given."""
+    """Human-readable JSON: indented, in the order given."""
     return json.dumps(value, indent=1, default=str).encode() + b"\n"
 
 

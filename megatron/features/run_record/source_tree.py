@@ -28,7 +28,8 @@ class SourceTree:
     """A working tree of git.
 
     Attributes:
-        patch: what ``git apply`` makes of the commit to have the code of this tree: changes of
+        patch: the input with which ``git apply`` gives the commit to have the code of this tree:
+        changes of
             files that git has, and new modules that this process has imported; empty without any.
         left_out: changed files that the patch does not have.
     """
@@ -180,7 +181,7 @@ _KEY_OF_CODE = re.compile(r"(?=.*\d)[\w+/=.-]{16,}")
 
 
 def without_values(patch: str) -> str:
-    """A patch of git with ``***`` in place of the values of secret names: those in quotes, and in
+    """A patch of git with ``***`` instead of the values of secret names: those in quotes, and in
     files other than code also those without."""
     return "".join(map(_section, re.split(r"^(?=diff --git )", patch, flags=re.M)))
 

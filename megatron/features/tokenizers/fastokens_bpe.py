@@ -1,4 +1,4 @@
-"""Batches of text on fastokens, if it is asked for: the ids of tiktoken, in a fraction of the time.
+"""Batches of text on fastokens, if it is requested: the ids of tiktoken, in a fraction of the time.
 
 fastokens keeps the words it has seen, in tables of bounded size: on OpenWebText it is twelve times
 as fast as tiktoken where it knows the words. Building the tables costs as much time as tiktoken
@@ -86,14 +86,14 @@ class BatchEncoder:
         if self._fast is not None:
             try:
                 with rust_errors("fastokens"):
-                    found = self._fast.encode_batch(texts)
+                    encodings = self._fast.encode_batch(texts)
             except UnicodeEncodeError:
                 raise
             except Exception as error:
                 self._give_up(f"failed ({type(error).__name__}: {error})")
             else:
-                self._compare(texts, found, slowly)
-                return found
+                self._compare(texts, encodings, slowly)
+                return encodings
         wanted = [slowly(text) for text in texts]
         if self._to_go is not None:
             self._to_go -= sum(map(len, texts))

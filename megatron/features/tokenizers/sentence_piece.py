@@ -208,10 +208,10 @@ def load_processor(path: str | Path) -> sentencepiece.SentencePieceProcessor:
     SentencePiece model that `transformers` can run."""
     path = Path(path)
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "is no ordinary file"
-        found = found if path.exists() else "does not exist"
+        problem = "is a folder" if path.is_dir() else "is no ordinary file"
+        problem = problem if path.exists() else "does not exist"
         raise FileNotFoundError(
-            f"--tokenizer-model {path} {found}; it must be a SentencePiece model "
+            f"--tokenizer-model {path} {problem}; it must be a SentencePiece model "
             "(python tools/train_tokenizer.py --tokenizer-type SentencePieceTokenizer trains one)"
         )
     content = read_vocabulary_file(path, "--tokenizer-model")

@@ -259,7 +259,7 @@ def ranked_pieces(processor: sentencepiece.SentencePieceProcessor) -> RankedPiec
 
 
 def _no_ties(words: dict[str, float], runs: dict[int, float]) -> bool:
-    """Whether all scores differ, those of runs of spaces (by length) from one another, too; or
+    """True if all scores differ, those of runs of spaces (by length) from one another, too; or
     these have one, below all others, and none is missing from 2 to the longest."""
     if len({*words.values(), *runs.values()}) == len(words) + len(runs):
         return True

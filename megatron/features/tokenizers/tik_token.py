@@ -235,7 +235,7 @@ def _json_specials(given: Sequence[str], number: int) -> list[str]:
 
 
 def is_json(path: str) -> bool:
-    """Whether --tokenizer-model is JSON. Raises FileNotFoundError; ValueError if it is not
+    """True if --tokenizer-model is JSON. Raises FileNotFoundError; ValueError if it is not
     UTF-8."""
     return read_text(path, "--tokenizer-model").lstrip()[:1] in ("[", "{")
 

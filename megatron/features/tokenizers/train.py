@@ -135,7 +135,7 @@ def train_wordpiece(
 
 
 def train_missing_model(config: TokenizerConfig, texts: TextSource) -> None:
-    """Trains the model of --tokenizer-model, with its pieces in a .vocab beside it, unless it
+    """Trains the model of --tokenizer-model, with its pieces in a .vocab next to it, unless it
     exists; other processes wait. Raises
     ConfigError if a flag is missing, or --tokenizer-model-type is unknown; ValueError if no model
     can be learned from the texts."""
@@ -158,7 +158,7 @@ def train_missing_model(config: TokenizerConfig, texts: TextSource) -> None:
 
 
 def _pieces(model: bytes) -> str:
-    """The pieces of a model with their scores, a line each, as SentencePiece writes them beside a
+    """The pieces of a model with their scores, a line each, as SentencePiece writes them next to a
     model; people read them, programs do not."""
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
     numbers = range(pieces.get_piece_size())

@@ -1,4 +1,4 @@
-"""Names of the values of a run in the trackers, and texts for people in them."""
+"""Names of the values of a run in the trackers, and human-readable texts in them."""
 
 from __future__ import annotations
 

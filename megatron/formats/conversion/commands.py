@@ -366,7 +366,7 @@ class ToUniversalConfig:
     """Conversion to DeepSpeed's universal checkpoint."""
 
     output: str | None = option(None)
-    """Folder to create, for example checkpoints/global_step100_universal; latest_universal beside
+    """Folder to create, for example checkpoints/global_step100_universal; latest_universal next to
     it will name it."""
     zero_stage: int = option(1, choices=(1, 2, 3))
     """ZeRO stage of the scripts that will load it; 1 and 2 load the same."""
@@ -412,10 +412,10 @@ def parsed(argv: Sequence[str], command: str, description: str, *classes: type) 
 def located(load: str, iteration: int | None, base: str | None = None) -> FoundCheckpoint:
     """The checkpoint of ``--load``; ``base`` is the model of adapters. Raises CheckpointError if
     it is missing."""
-    found = locate_checkpoint(load, None if iteration is None else str(iteration))
-    if found is None:
+    checkpoint = locate_checkpoint(load, None if iteration is None else str(iteration))
+    if checkpoint is None:
         raise CheckpointError(f"--load {load}: {nothing_at(load)}")
-    return found._replace(base=base)
+    return checkpoint._replace(base=base)
 
 
 def _dtype_of(source: Source) -> str:

@@ -1,4 +1,5 @@
-"""Where a converted model goes: a folder that is complete or absent, and the Hugging Face hub."""
+"""Destination of a converted model: a folder that is complete or absent, and the Hugging Face
+hub."""
 
 from __future__ import annotations
 

@@ -242,13 +242,13 @@ class EngineFiles:
     def names(self) -> list[str]:
         """All parameters by the folder's names; those of a layer file begin with its place in the
         pipeline's list."""
-        found: dict[str, None] = {}
+        by_name: dict[str, None] = {}
         for rank in range(len(self._models)):
-            found |= dict.fromkeys([*self._slices(rank), *self._weights(rank)])
-            found |= dict.fromkeys(self._expert_weights(rank))
+            by_name |= dict.fromkeys([*self._slices(rank), *self._weights(rank)])
+            by_name |= dict.fromkeys(self._expert_weights(rank))
         for place in sorted(self.layers):
-            found |= {f"{place}.{key}": None for key in self._dict(self.layers[place][0])}
-        return list(found)
+            by_name |= {f"{place}.{key}": None for key in self._dict(self.layers[place][0])}
+        return list(by_name)
 
     def _module(self, rank: int) -> Mapping[str, Tensor]:
         states = self.model_states(rank)

@@ -122,9 +122,13 @@ class NamedFolder(Source):
         return super().family(folder) if run is None else run.model.family
 
     def _describe(self, states: Mapping[str, Any], tensors: StoredTensors) -> Description:
-        found = describe(self.folder, states, tensors)
-        self.run, self.model, self.tokenizer = found.run, found.model, found.tokenizer
-        self.state = found.state
+        description = describe(self.folder, states, tensors)
+        self.run, self.model, self.tokenizer = (
+            description.run,
+            description.model,
+            description.tokenizer,
+        )
+        self.state = description.state
         if not self.model.vocabulary.size:
             raise CheckpointError(f"{self.folder} does not say how large its vocabulary is")
         try:
@@ -132,7 +136,7 @@ class NamedFolder(Source):
         except (TypeError, ValueError, RuntimeError) as error:  # of torch, about a size
             reason = one_line(str(error).partition("\n")[0])
             raise CheckpointError(f"{self.folder} has sizes of no network: {reason}") from None
-        return found
+        return description
 
     def names(self) -> Sequence[str]:
         return list(self._naming.shapes)
@@ -154,16 +158,16 @@ class DeepSpeedFolder(NamedFolder):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._files = EngineFiles(folder)
-        found = self._describe(
+        description = self._describe(
             self._files.model_states(), StoredTensors(self._files.names, self._elements)
         )
-        experts = "cut" if found.run is None else found.run.parallel.experts_over_tensor
+        experts = "cut" if description.run is None else description.run.parallel.experts_over_tensor
         self._naming: RankNaming = EngineNaming(self.model, self._files.tensor_size, experts)
-        if found.foreign is not None:
-            self._naming = found.foreign(self.model, self._files.names(), folder)
+        if description.foreign is not None:
+            self._naming = description.foreign(self.model, self._files.names(), folder)
             self.state["optimizer_step"] = self._files.optimizer_step()
         self._moments = self._files.moments()
-        if found.foreign and not self._moments:
+        if description.foreign and not self._moments:
             self.state = {}
 
     @classmethod
@@ -179,14 +183,14 @@ class DeepSpeedFolder(NamedFolder):
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
         self.shape(name)
-        naming, found = self._naming, []
+        naming, parts = self._naming, []
         for part in naming.parts(name):
             shares = self._files.shares(part, kind, naming.registered_name)
             if shares is None:
                 raise CheckpointError(f"{self.folder} has no {kind} of {name} ({part})")
-            found.append(shares)
+            parts.append(shares)
         try:
-            return naming.join(name, kind, found).float()
+            return naming.join(name, kind, parts).float()
         except CheckpointError as error:
             raise CheckpointError(f"{self.folder}: {kind} of {error}") from None
 

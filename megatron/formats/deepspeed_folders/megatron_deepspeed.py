@@ -94,7 +94,8 @@ def write_megatron_deepspeed(
 
 
 def _their_name(name: str, model: ModelConfig) -> str:
-    """Their name of a parameter, of experts that of the first. Raises ValueError without one."""
+    """Their name of a parameter, of the first expert where it is of experts. Raises ValueError
+    without one."""
     layers, _, rest = name.partition(".")
     number, _, inner = rest.partition(".")
     if layers == "layers" and (theirs := deepspeed_expert_name(one_expert(inner, 0))):

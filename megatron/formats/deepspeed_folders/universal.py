@@ -72,18 +72,20 @@ class UniversalFolder(NamedFolder):
         tensors = StoredTensors(
             lambda: list(self._present), lambda name: self._part(name, "weight").numel(), True
         )
-        found = self._describe(states, tensors)
-        if found.run is not None:
+        description = self._describe(states, tensors)
+        if description.run is not None:
             self._buffers = _buffers(folder)
         if "embedding.word_embeddings.weight" in self._present:
             self._naming = Naming(self.model)
-        elif found.foreign is not None:
-            self._naming = found.foreign(self.model, list(self._present), folder)
+        elif description.foreign is not None:
+            self._naming = description.foreign(self.model, list(self._present), folder)
         else:
             known = states.get("checkpoint_parallel_dimensions") or {}
-            experts = "cut" if found.run is None else found.run.parallel.experts_over_tensor
+            experts = (
+                "cut" if description.run is None else description.run.parallel.experts_over_tensor
+            )
             self._naming = EngineNaming(self.model, int(known.get("tp_degree", 1)), experts)
-        if found.foreign is not None:
+        if description.foreign is not None:
             self.state["optimizer_step"] = self._step()
             if not any(len(kinds) > 1 for kinds in self._present.values()):
                 self.state = {}
@@ -138,14 +140,14 @@ def _file_name(kind: str) -> str:
 
 def _parameters(zero: Path) -> dict[str, list[str]]:
     """The kinds of tensors of each parameter, by the folder's names."""
-    found = {}
+    parameters = {}
     for path in sorted(zero.iterdir()):
         if path.is_dir():
             files = set(os.listdir(path))
-            found[path.name] = ["weight", *(m for m in MOMENTS if f"{m}.pt" in files)]
-    if not found:
+            parameters[path.name] = ["weight", *(m for m in MOMENTS if f"{m}.pt" in files)]
+    if not parameters:
         raise CheckpointError(f"{zero} has no parameters")
-    return found
+    return parameters
 
 
 def _read_model_states(folder: Path) -> dict[str, Any]:
@@ -252,17 +254,17 @@ def _how_to_cut(shard: Shard) -> dict[str, Any]:
     cut = shard.over("tensor")
     if cut is None:
         return {}
-    found: dict[str, Any] = {"cat_dim": cut.dim}
+    facts: dict[str, Any] = {"cat_dim": cut.dim}
     if len(cut.parts) == 2 and cut.parts[0] == cut.parts[1]:
-        found["param_n_sub_params"] = 2
+        facts["param_n_sub_params"] = 2
     elif cut.parts:
         # DeepSpeed's own object here has the same attributes; a reader needs no others.
         shape = [*shard.canonical_shape]
         shape[cut.dim : cut.dim + 1] = [cut.parts]  # type: ignore[list-item]
-        found["sub_param_shape"] = Namespace(shape=tuple(shape), partition_dim=cut.dim)
+        facts["sub_param_shape"] = Namespace(shape=tuple(shape), partition_dim=cut.dim)
     if cut.unpadded is not None:
-        found["vocab_tensor"] = True
-    return found
+        facts["vocab_tensor"] = True
+    return facts
 
 
 def _optimizer_state(run: RunConfig, step: Tensor | None, stage: int) -> dict[str, Any]:

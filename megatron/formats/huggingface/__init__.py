@@ -101,7 +101,8 @@ def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architectu
 
 
 def departure(model: ModelConfig) -> str | None:
-    """Why a model is not of the architecture that its weights were read from; None where it is."""
+    """Return the reason for which a model has left the architecture that its weights were read
+    from; None where it is."""
     if model.hf_architecture is None:
         return None
     origin = _find(model.hf_architecture)
@@ -163,21 +164,37 @@ _MATRICES = {
 }
 
 
+_LINEAR = (*LINEAR, "mlp.shared.up", "mlp.shared.down", "mlp.shared_gate")
+
+
 @dataclass(frozen=True)
 class ModuleTarget(LinearTarget):
-    """A linear module of a Hugging Face model; ``form`` is how the rows of a whole layer are stored
-    there."""
+    """A linear module of a Hugging Face model, or a parameter of several matrices.
+
+    Attributes:
+        form: how the rows of a whole layer are stored there.
+        stacked: True for a parameter, whose name ``module`` is, of matrices [E, O, I], or of their
+            transposes.
+    """
 
     form: Reordering
     model: ModelConfig
+    stacked: bool = False
 
     def rows_to_hf(self, values: Tensor) -> Tensor:
-        """A tensor with the rows of our weight, [O, ...], with its rows in their order."""
-        return self.form.to_hf(values, self.model)[0].contiguous()
+        """A tensor with the rows of our weight, [O, ...] or [E, O, r], with its rows in their
+        order."""
+        (values,) = self.form.to_hf(values, self.model)
+        return (values.mT if self._transposed else values).contiguous()
 
     def rows_from_hf(self, values: Tensor) -> Tensor:
         """The inverse of :meth:`rows_to_hf`."""
+        values = values.mT if self._transposed else values
         return self.form.from_hf([values], self.model).contiguous()
+
+    @property
+    def _transposed(self) -> bool:
+        return self.stacked and self.form is not SAME
 
 
 def linear_targets(model: ModelConfig) -> tuple[ModuleTarget, ...]:
@@ -194,7 +211,10 @@ def linear_targets(model: ModelConfig) -> tuple[ModuleTarget, ...]:
 
 def _targets_of(entry: Entry, model: ModelConfig) -> Iterator[ModuleTarget]:
     layer, _, kind = entry.ours.rpartition(".")
-    if kind != "weight" or layer.partition(".{n}.")[2] not in LINEAR:
+    if entry.parameter:
+        form = entry.others[0].form if entry.others else entry.form
+        yield ModuleTarget(layer, "", 0, entry.parameter, form, model, stacked=True)
+    if kind != "weight" or layer.partition(".{n}.")[2] not in _LINEAR:
         return
     parts = _MATRICES.get(entry.form.name, ("",))
     # Whatever is done to the columns of a weight does not concern the rows.

@@ -165,6 +165,8 @@ class Entry:
             in ``form``, with ``{e}`` for the number of the slice in their names; None for one.
         others: other ways in which files may have the parameter, without one of their own.
         exact: whether it is stored in float32 whatever the dtype of the weights.
+        parameter: name in models of `transformers` 5 of a weight [E, O, I] of several matrices,
+            which is in no linear module.
     """
 
     ours: str
@@ -176,6 +178,7 @@ class Entry:
     slices: OfBlock | None = None
     others: tuple[Entry, ...] = ()
     exact: bool = False
+    parameter: str = ""
 
     def __post_init__(self) -> None:
         assert len(self.theirs) == self.form.tensors, self.ours
@@ -193,6 +196,7 @@ class Entry:
             ours=f"{stack}.{{n}}.{self.ours}",
             theirs=tuple(f"{prefix}.{name}" for name in self.theirs),
             others=tuple(other.within(stack, prefix) for other in self.others),
+            parameter=self.parameter and f"{prefix}.{self.parameter}",
         )
 
     def of_block(self, model: ModelConfig, n: int) -> Parameter:

@@ -65,21 +65,21 @@ class Reference:
         """Compares all heads of our model (float32, on the CPU) in float64, to which it is widened
         meanwhile."""
         state = ours.double()(self.inputs.ours)
-        found = {
+        results = {
             name: _counted(values, self.inputs)
             for name, values in self.task.outputs(state, self.model).items()
         }
         ours.float()
-        apart = {name: float((found[name] - self.logits[name]).abs().max()) for name in found}
-        sizes = {name: float(self.logits[name].abs().max()) for name in found}
-        worst = max(found, key=lambda name: apart[name] / max(sizes[name], 1e-30))
-        first = next(iter(found.values()))
+        apart = {name: float((results[name] - self.logits[name]).abs().max()) for name in results}
+        sizes = {name: float(self.logits[name].abs().max()) for name in results}
+        worst = max(results, key=lambda name: apart[name] / max(sizes[name], 1e-30))
+        first = next(iter(results.values()))
         return Comparison(
             largest=apart[worst],
             allowed=self.bound * sizes[worst],
             magnitude=max(sizes.values()),
             compared=f"{self.task.count(first)} {self.task.unit}",
-            agree=all(apart[name] <= self.bound * sizes[name] for name in found),  # not with NaN
+            agree=all(apart[name] <= self.bound * sizes[name] for name in results),  # not with NaN
         )
 
 
@@ -156,10 +156,10 @@ def largest_difference(
     the tokens of :func:`compare_logits`."""
     task = form.task_of(model)
     inputs = task.inputs(model, seed)
-    found, wanted = (task.outputs(ours(inputs.ours), model) for ours in (first, second))
+    outputs, wanted = (task.outputs(ours(inputs.ours), model) for ours in (first, second))
     return max(
-        float((_counted(found[name], inputs) - _counted(wanted[name], inputs)).abs().max())
-        for name in found
+        float((_counted(outputs[name], inputs) - _counted(wanted[name], inputs)).abs().max())
+        for name in outputs
     )
 
 
@@ -190,7 +190,7 @@ def _load(folder: Path, class_name: str, strict: bool) -> Any:
 
 
 def peft_reads(folder: Path) -> bool:
-    """Whether a folder has adapters that the installed peft reads."""
+    """True if a folder has adapters that the installed peft reads."""
     return (folder / "adapter_config.json").is_file() and find_spec("peft") is not None
 
 

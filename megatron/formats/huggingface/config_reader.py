@@ -81,18 +81,18 @@ class HFConfigReader:
     def fields(self, keys: Keys, activations: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         """The values of keys that mean the same as a flag, by field of :class:`ModelFlags`. Raises
         CheckpointError if a value has the wrong type."""
-        hints, found = typing.get_type_hints(ModelFlags), dict[str, Any]()
+        hints, values = typing.get_type_hints(ModelFlags), dict[str, Any]()
         for names, field in keys.items():
             if field == "activation":
-                found |= self.choice(names, activations)
+                values |= self.choice(names, activations)
                 continue
             kind, value = value_type(hints[field]), self._value(names)
             if value is None and (field in _NULLABLE or self.default(names) is None):
-                found[field] = None
+                values[field] = None
             else:
                 read = {int: self.whole, float: self.number, bool: self.flag}[kind]
-                found[field] = read(names)
-        return found
+                values[field] = read(names)
+        return values
 
     def whole(self, names: Names) -> int:
         """A positive integer."""
@@ -239,7 +239,7 @@ def read_rope(
     """
     newer = given.table("rope_parameters")
     share_name = share_key or "partial_rotary_factor"
-    # transformers 4 also writes its own names beside those of the architecture.
+    # transformers 4 also writes its own names next to those of the architecture.
     base = agreed(given, (theta_key, "rope_theta"), newer.get("rope_theta"), base)
     rotated = agreed(
         given, (share_name, "partial_rotary_factor"), newer.get("partial_rotary_factor"), share
@@ -264,16 +264,16 @@ def read_scaling(
     ``rope_parameters`` and the rotated share of a head; see :func:`read_rope`."""
     given.unused(_ORIGINAL)
     pairs = int(fields["kv_channels"] * rotated) // 2
-    older, found = given.table("rope_scaling"), []
+    older, tables = given.table("rope_scaling"), []
     for name, table in (("rope_scaling", older), ("rope_parameters", newer)):
         form = {k: v for k, v in table.items() if k not in ("rope_theta", "partial_rotary_factor")}
         if form:
             positions = fields["max_position_embeddings"]
-            found.append(_scaling(given, name, form, pairs, positions, types or {}))
-    if len(found) == 2 and found[0] != found[1]:
+            tables.append(_scaling(given, name, form, pairs, positions, types or {}))
+    if len(tables) == 2 and tables[0] != tables[1]:
         text = json.dumps(given.content["rope_parameters"])
         given.refuse("rope_scaling", older, f"rope_parameters differs: {text}")
-    return found[0] if found else None
+    return tables[0] if tables else None
 
 
 def _scaling(

@@ -85,7 +85,7 @@ def llama_entries(*further: Sequence[Entry], mlp_norm: str | None = "post_attent
         mlp_norm: their name of the norm before the MLP; None without norms before attention and
             MLP.
         fused: whether query, key and value are one tensor, and gate and up too, in our order.
-        mlp: entries in the place of those of the MLP.
+        mlp: entries instead of those of the MLP.
     """
     if fused:
         qkv = linear("attention.qkv", "self_attn.qkv_proj", bias=qkv_bias)
@@ -244,7 +244,7 @@ def _write_phi3(model: ModelConfig) -> dict[str, Any]:
     if scaling is None:
         rope[_ORIGINAL_LENGTH] = model.positions.max_position_embeddings
     else:
-        # transformers 4 accepts only these three keys, and the length beside them.
+        # transformers 4 accepts only these three keys, and the length next to them.
         rope[_ORIGINAL_LENGTH] = scaling[_ORIGINAL_LENGTH]
         factors = {name: scaling[name] for name in ("short_factor", "long_factor")}
         rope["rope_scaling"] = {"type": "longrope", **factors}
@@ -327,7 +327,7 @@ def _read_gemma(given: HFConfigReader, fields: dict[str, Any], every: int) -> di
     """The windows, which every N-th block lacks."""
     given.only("attention_bias", (False,), NO_ATTENTION_BIAS)
     given.only("use_bidirectional_attention", (False, None), "attention must be causal")
-    given.unused("hidden_act", "sliding_window_size")  # beside those that are read, in older files
+    given.unused("hidden_act", "sliding_window_size")  # next to those that are read, in older files
     kinds = [SLIDING if (n + 1) % every else FULL for n in range(fields["num_layers"])]
     return read_windows(given, given.optional_whole("sliding_window"), kinds)
 

@@ -140,15 +140,17 @@ def _weights_of(folder: Path) -> Path | None:
 
 def _indexed(path: Path) -> dict[str, Path]:
     content = read_json(path, lenient=True)
-    found = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
         raise CheckpointError(f"{path} has no weight_map from names to files")
-    for file in sorted(set(found.values())):
+    for file in sorted(set(weight_map.values())):
         if Path(file).name != file:
             raise CheckpointError(f"{path} names {file!r}, which is not a file of this folder")
         if not (path.parent / file).is_file():
             raise CheckpointError(f"{path.parent / file} is missing; {path.name} names it")
-    return {name: path.parent / file for name, file in found.items()}
+    return {name: path.parent / file for name, file in weight_map.items()}
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
@@ -279,11 +281,11 @@ class HuggingFaceFolder(TableSource):
         stored, missing = {}, []
         wanted = [name for each in self._parameters.values() for name in each.theirs]
         for theirs in [*wanted, *form.constants(self.model)]:
-            found = self._spelling(theirs)
-            if found is None:
+            spelling = self._spelling(theirs)
+            if spelling is None:
                 missing.append(theirs)
             else:
-                stored[theirs] = found
+                stored[theirs] = spelling
         described = f"a model ({form.title}) as {self.folder / 'config.json'} describes it"
         if missing:
             raise CheckpointError(
@@ -328,11 +330,11 @@ class HuggingFaceFolder(TableSource):
         for name, parameter in self._parameters.items():
             expected = parameter.to_hf(torch.empty(self._shapes[name], device="meta"))
             for theirs, like in expected.items():
-                found = self._weights.shape(self._stored[theirs])
-                if found != tuple(like.shape):
+                shape = self._weights.shape(self._stored[theirs])
+                if shape != tuple(like.shape):
                     raise CheckpointError(
                         f"{self._weights.files[self._stored[theirs]]}: {theirs} has the shape "
-                        f"{found}; config.json makes it {tuple(like.shape)}"
+                        f"{shape}; config.json makes it {tuple(like.shape)}"
                     )
 
 

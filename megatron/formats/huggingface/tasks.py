@@ -137,11 +137,11 @@ class RewardTask(CausalLM):
     def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
         """The token of padding too, after which they look for the last token of a text; none where
         it is the end of every text."""
-        found = super().special_tokens(tokenizer, source)
+        tokens = super().special_tokens(tokenizer, source)
         pad = tokenizer.pad_token_id
         if pad is not None and pad != tokenizer.eos_token_id:
-            found["pad_token_id"] = pad
-        return found
+            tokens["pad_token_id"] = pad
+        return tokens
 
 
 REWARD = RewardTask()

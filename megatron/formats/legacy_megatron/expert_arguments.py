@@ -126,7 +126,7 @@ def arguments_of_experts(model: ModelConfig) -> dict[str, Any]:
 
 
 def deepspeed_arguments_of_experts(model: ModelConfig) -> dict[str, Any]:
-    """The same in the words of Megatron-DeepSpeed."""
+    """Arguments in the words of Megatron-DeepSpeed."""
     flags: Any = model.flags()
     layers = [n for n, number in enumerate(getattr(flags, "layer_experts", ()), 1) if number]
     if not layers:

@@ -43,7 +43,7 @@ TENSORS = {
     "mlp.router.expert_bias": "mlp.router.expert_bias",
     "mlp.shared_experts.gate_weight": "mlp.shared_gate.weight",
 }
-"""The same of tensors that are neither a weight nor a bias of a module."""
+"""Names of tensors that are neither a weight nor a bias of a module."""
 _LAYERS = {"dense_h_to_4h": "up", "linear_fc1": "up", "dense_4h_to_h": "down", "linear_fc2": "down"}
 _THEIRS = re.compile(
     r"mlp\.(?:deepspeed_moe\.experts\.deepspeed_experts|(?:experts\.)?local_experts)"
@@ -87,7 +87,7 @@ def core_expert_name(name: str) -> str | None:
 
 
 def deepspeed_expert_name(name: str) -> str | None:
-    """The same in the spelling of Megatron-DeepSpeed."""
+    """Names in the spelling of Megatron-DeepSpeed."""
     experts = "mlp.deepspeed_moe.experts.deepspeed_experts"
     return _spelled(name, _OF_DEEPSPEED, experts, "dense_h_to_4h dense_4h_to_h")
 

@@ -265,16 +265,16 @@ def to_megatron(name: str, first_layer: int = 0, names: FamilyNames = GPT) -> st
         if not name.startswith(prefix):
             continue
         if layer := _LAYER.fullmatch(module):
-            found = _inverse(block).get(layer[2])
+            name_there = _inverse(block).get(layer[2])
             number = int(layer[1]) - first_layer
-            return found and f"language_model.{stack}.layers.{number}.{found}.{kind}"
-        if found := _inverse(_LAST).get(module):
-            return f"language_model.{stack}.{found}.{kind}"
+            return name_there and f"language_model.{stack}.layers.{number}.{name_there}.{kind}"
+        if name_there := _inverse(_LAST).get(module):
+            return f"language_model.{stack}.{name_there}.{kind}"
     module, _, kind = name.rpartition(".")
     if module in _inverse(HEADS):
         return f"{_inverse(HEADS)[module]}.{kind}"
-    found = _inverse(OUTER).get(module)
-    return found and f"language_model.{found}.{kind}"
+    name_there = _inverse(OUTER).get(module)
+    return name_there and f"language_model.{name_there}.{kind}"
 
 
 def to_core(name: str, first_layer: int = 0, experts: bool = False) -> str | None:

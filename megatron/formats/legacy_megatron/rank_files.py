@@ -88,23 +88,23 @@ def find_megatron(path: Path, wanted: str | None) -> Path | None:
     archive, _ = split_archive(path)
     if archive is None and not path.is_dir():
         return None
-    found = {path / PurePosixPath(name).parent.parent for name in _model_files(path)}
-    if not found:
+    folders = {path / PurePosixPath(name).parent.parent for name in _model_files(path)}
+    if not folders:
         return None
-    checkpoints = {folder.name: folder for folder in found if folder != path}
-    if path in found:
+    checkpoints = {folder.name: folder for folder in folders if folder != path}
+    if path in folders:
         if wanted not in (None, *_spellings(path.name)):
             raise CheckpointError(f"{path} is one checkpoint, and not {wanted}")
         return path
     if wanted is None:
-        wanted = _named_by_tracker(path, found)
+        wanted = _named_by_tracker(path, folders)
     if wanted is None:
         numbers = {name: int(match[1] or -1) for name in checkpoints if (match := _TAG.match(name))}
         wanted = max(numbers, key=lambda name: numbers[name])
     for name, folder in checkpoints.items():
         if wanted in _spellings(name):
             return folder
-    _missing(path, wanted, found)
+    _missing(path, wanted, folders)
 
 
 def split_archive(path: Path) -> tuple[Path | None, str]:
@@ -121,7 +121,7 @@ def split_archive(path: Path) -> tuple[Path | None, str]:
 def rank_files(folder: Path) -> dict[Rank, Path]:
     """The files of a checkpoint's ranks; a second number is taken to be of pipeline ranks. Raises
     CheckpointError if some are missing."""
-    found: dict[Rank, Path] = {}
+    files: dict[Rank, Path] = {}
     names = _model_files(folder)
     if not names and folder.is_file():
         return {Rank(0, 0): folder}
@@ -131,15 +131,15 @@ def rank_files(folder: Path) -> dict[Rank, Path]:
         if match is None or len(inner.parts) != 2:
             continue
         rank = Rank(int(match[2] or 0), int(match[1]), int(match[3] or 0))
-        other = found.setdefault(rank, folder / name)
+        other = files.setdefault(rank, folder / name)
         if other.parent.name != inner.parent.name:
             raise CheckpointError(
                 f"{folder}: {other.parent.name} and {inner.parent.name} are of one rank; move away "
                 "the one of another checkpoint"
             )
-    if not found:
+    if not files:
         raise CheckpointError(f"{folder} has no mp_rank_00/{MODEL_FILES[0]}")
-    return require_ranks(found, folder, layout_of(found))
+    return require_ranks(files, folder, layout_of(files))
 
 
 def layout_of(ranks: Iterable[Rank]) -> Rank:
@@ -310,19 +310,19 @@ def _flat(nested: Any, path: Path, prefix: str = "") -> dict[str, Tensor]:
     """The tensors of nested dictionaries, by their keys joined by dots."""
     if not isinstance(nested, dict):
         raise CheckpointError(f"{path}: {prefix or 'model'} is not a dictionary")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, value in nested.items():
         if not isinstance(key, str):
             raise CheckpointError(f"{path}: {prefix or 'model'} has the key {key!r}, not a name")
         name = f"{prefix}.{key}" if prefix else key
         if isinstance(value, Tensor):
             if not is_buffer(name):
-                found[name] = value.detach()
+                tensors[name] = value.detach()
         elif isinstance(value, dict):
-            found |= _flat(value, path, name)
+            tensors |= _flat(value, path, name)
         elif value is not None and not is_buffer(name):
             raise CheckpointError(f"{path}: {name} is {type(value).__name__}, not a tensor")
-    return found
+    return tensors
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -335,7 +335,7 @@ _COMPARED = 1024
 
 
 class UnusableError(Exception):
-    """Why optimizer state cannot be used."""
+    """Raised if optimizer state cannot be used."""
 
 
 def adam_state(
@@ -350,7 +350,7 @@ def adam_state(
     masters = optimizer.get("fp32_from_fp16_params")
     if not isinstance(inner, dict) or not inner.get("state") or not inner.get("param_groups"):
         raise UnusableError("its optimizer state has another form than Adam's in one file per rank")
-    found: dict[Key, dict[str, Tensor]] = {}
+    states: dict[Key, dict[str, Tensor]] = {}
     steps: set[int] = set()
     groups = inner["param_groups"]
     for number, (group, keys) in enumerate(zip(groups, _assigned(groups, chunks), strict=True)):
@@ -366,11 +366,11 @@ def adam_state(
                 if not isinstance(values, Tensor) or values.shape != weight.shape:
                     raise UnusableError(f"its {kind} of {key[1]} has another shape")
                 tensors[kind] = values
-            found[key] = tensors
+            states[key] = tensors
             steps.add(_number(state.get("step", group.get("step"))))
     if len(steps) != 1:
         raise UnusableError("its optimizer does not say one number of steps")
-    return found, steps.pop()
+    return states, steps.pop()
 
 
 def _assigned(groups: Any, chunks: Sequence[Mapping[str, Tensor]]) -> Iterator[list[Key]]:

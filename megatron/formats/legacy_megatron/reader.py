@@ -62,7 +62,7 @@ _PUBLISHED_HEAD_DIM = 64
 
 
 class ParameterLocation(NamedTuple):
-    """Where a parameter is, and the shape and dtype of a tensor-parallel rank's share."""
+    """Place of a parameter, and the shape and dtype of a tensor-parallel rank's share."""
 
     pipeline: int
     key: Key
@@ -408,7 +408,7 @@ def _survey(
     for pipeline in range(pipeline_size):
         stages.append(_common(stage(pipeline)))
         _check_together(stages[0], stages[-1])
-    found: dict[str, ParameterLocation] = {}
+    locations: dict[str, ParameterLocation] = {}
     done = dict.fromkeys(names.stacks, 0)
     # Stages are in order of chunks: rank 0's first, rank 1's first, ..., rank 0's second, ...
     for chunk in range(len(stages[0].chunks)):
@@ -421,9 +421,9 @@ def _survey(
                 ours = rename(theirs, done.get(stack, 0), names)
                 if ours is None:
                     raise CheckpointError(f"{path}: {theirs} is not a known parameter")
-                if ours in found:
+                if ours in locations:
                     raise CheckpointError(f"{path}: {theirs} is there twice, as {ours}")
-                found[ours] = ParameterLocation(pipeline, (chunk, theirs), shape, dtype)
+                locations[ours] = ParameterLocation(pipeline, (chunk, theirs), shape, dtype)
                 if stack:
                     layers[stack].add(number)
             for stack, numbers in layers.items():
@@ -431,9 +431,9 @@ def _survey(
                     raise CheckpointError(f"{path} has blocks {sorted(numbers)}, some are missing")
                 done[stack] += len(numbers)
     tied_bias, own_bias = BIASES
-    if "output_layer.weight" in found and tied_bias in found:
-        found[own_bias] = found.pop(tied_bias)
-    return found, done
+    if "output_layer.weight" in locations and tied_bias in locations:
+        locations[own_bias] = locations.pop(tied_bias)
+    return locations, done
 
 
 def _stage_of(file: RankFile) -> _Stage:
@@ -445,22 +445,22 @@ def _common(files: Sequence[RankFile]) -> _Stage:
     stages = list(map(_stage_of, files))
     for stage in stages:
         _check_together(stages[0], stage)
-        for wanted, found in zip(stages[0].chunks, stage.chunks, strict=True):
-            for name in [*wanted, *found]:
-                if wanted.get(name) != found.get(name):
+        for wanted, chunk in zip(stages[0].chunks, stage.chunks, strict=True):
+            for name in [*wanted, *chunk]:
+                if wanted.get(name) != chunk.get(name):
                     raise CheckpointError(
                         f"{stage.path} has other parameters than {files[0].path}: {name} is "
-                        f"{found.get(name, 'missing')}, not {wanted.get(name, 'there')}"
+                        f"{chunk.get(name, 'missing')}, not {wanted.get(name, 'there')}"
                     )
     return stages[0]
 
 
 def _check_together(here: _Stage, there: _Stage) -> None:
     for what in ("version", "iteration"):
-        wanted, found = getattr(here, what), getattr(there, what)
-        if wanted != found:
+        wanted, there_value = getattr(here, what), getattr(there, what)
+        if wanted != there_value:
             raise CheckpointError(
-                f"{there.path} is of {what} {found}, {here.path} of {wanted}: they are "
+                f"{there.path} is of {what} {there_value}, {here.path} of {wanted}: they are "
                 "not of one checkpoint"
             )
     if len(here.chunks) != len(there.chunks):

@@ -138,23 +138,23 @@ def _rank(
         return share_of(source.tensor(name), name, model, rank.tensor, sizes.tensor, dtype)
 
     def experts(name: str) -> Iterator[tuple[str, Tensor]]:
-        """Those of this rank, which counts them from 0."""
+        """Return the experts of this rank, which counts them from 0."""
         values = source.tensor(name).chunk(sizes.expert)[rank.expert]
         for number, each in enumerate(values):
             mine = cut_expert(each, name, model.mlp.gated, rank.tensor, sizes.tensor)
             yield one_expert(name, number), mine.to(dtype, copy=True)
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name in shards:
         theirs = named(one_expert(name, 0))
         if rank.pipeline in stages.of(theirs):
             first = stages.first_block(theirs, rank.pipeline)
             parts = experts(name) if is_of_experts(name) else [(name, share(name))]
-            found |= {named(part, first): values for part, values in parts}
+            tensors |= {named(part, first): values for part, values in parts}
     if model.head == "lm" and model.embedding.tied and 0 < rank.pipeline == sizes.pipeline - 1:
         copy = "output_layer.weight" if core else HEAD_COPY
-        found[copy] = share("embedding.word_embeddings.weight")
-    return found
+        tensors[copy] = share("embedding.word_embeddings.weight")
+    return tensors
 
 
 def share_of(
@@ -166,7 +166,7 @@ def share_of(
 
 
 def has_experts(model: ModelConfig) -> bool:
-    """Whether a layer of a network has experts."""
+    """True if a layer of a network has experts."""
     return any(map(is_of_experts, whole_shards(model)))
 
 

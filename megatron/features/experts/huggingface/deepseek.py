@@ -52,10 +52,10 @@ from megatron.formats.huggingface.llama import (
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 """Fields of a router whose scores are corrected sigmoids."""
 FP32 = {"moe_router_dtype": "fp32"}
-"""The dtype in which `transformers` computes the logits, whatever that of the weights is."""
+"""The dtype in which `transformers` computes the logits of weights of any dtype."""
 OF_GROUP = 2
-"""Experts of a group whose sum is its value: a constant in `transformers`, here the number of
-choices divided by that of groups."""
+"""Experts of a group whose sum is its value: a constant in `transformers`, here choices divided by
+groups."""
 
 
 def shared_number(model: ModelConfig) -> int:

@@ -67,7 +67,13 @@ _UP_BIAS = Reordering(
     lambda parts, _: _gates_first(parts[0]),
 )
 _MLP = tuple(
-    Entry(f"mlp.{ours}", (f"mlp.{theirs}",), form, at=experts_in)
+    Entry(
+        f"mlp.{ours}",
+        (f"mlp.{theirs}",),
+        form,
+        at=experts_in,
+        parameter=f"mlp.{theirs}" if theirs.endswith("_proj") else "",
+    )
     for ours, theirs, form in (
         ("router.weight", "router.weight", SAME),
         ("router.bias", "router.bias", SAME),
@@ -81,7 +87,7 @@ _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-"""What a config.json without RoPE scaling means."""
+"""RoPE scaling of a config.json that has none."""
 
 
 def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:

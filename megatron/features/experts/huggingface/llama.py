@@ -1,4 +1,4 @@
-"""Llama with experts in the place of its MLP: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, FlexOlmo and
+"""Llama with experts instead of its MLP: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, FlexOlmo and
 Granite-MoE."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ MIXTRAL = Architecture(
 
 
 def _read_pattern(given: HFConfigReader, fields: dict[str, Any]) -> list[bool]:
-    """Which blocks of a Qwen have experts."""
+    """For each block of a Qwen, True if it has experts."""
     layers, every = fields["num_layers"], given.whole("decoder_sparse_step")
     dense = given.content.get("mlp_only_layers") or []
     given.unused("mlp_only_layers")
@@ -167,14 +167,14 @@ def _write_qwen2_moe(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_qwen2_moe(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    found = _read_qwen_moe(given, fields)
-    if found["sliding_window"] is not None and given.names("layer_types") is None:
+    flags = _read_qwen_moe(given, fields)
+    if flags["sliding_window"] is not None and given.names("layer_types") is None:
         given.refuse(
             "use_sliding_window", True,
             "versions of transformers put windows into different blocks of such models; if all "
             f"have one, add layer_types with {SLIDING} for each",
         )  # fmt: skip
-    return found
+    return flags
 
 
 QWEN2_MOE = Architecture(
@@ -341,7 +341,9 @@ GRANITE_MOE = Architecture(
         mlp=(
             *router("block_sparse_moe.router.layer.weight"),
             *fused_experts(
-                "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"
+                "block_sparse_moe.input_linear.weight",
+                "block_sparse_moe.output_linear.weight",
+                "block_sparse_moe.experts",
             ),
         ),
     ),

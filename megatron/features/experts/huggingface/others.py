@@ -137,7 +137,7 @@ is over all queries, and one over all keys."""
 
 
 def _sparse(layers: int, first: int, last: int, every: int) -> list[bool]:
-    """For each block of an ERNIE, whether it has experts."""
+    """For each block of an ERNIE, True if it has experts."""
     return [first <= n <= last and (n + 1) % every == 0 for n in range(layers)]
 
 
@@ -212,10 +212,7 @@ ERNIE4_5_MOE = Architecture(
                 *router("mlp.gate.weight"),
                 *correction("mlp.moe_statics.e_score_correction_bias", _ROW),
                 *LLAMA_EXPERTS,
-                *(
-                    dataclasses.replace(entry, when=lambda model: shared_number(model) > 0)
-                    for entry in shared_experts("mlp.shared_experts")
-                ),
+                *shared_experts("mlp.shared_experts", when=lambda model: shared_number(model) > 0),
             )
         )
     ),
@@ -298,6 +295,7 @@ def _write_hunyuan(model: ModelConfig) -> dict[str, Any]:
     return {
         **write_experts(model, "num_experts", coefficient=None),
         **write_rope(model),
+        "moe_topk": model.part(ExpertsConfig).moe_router_topk,
         "intermediate_size": _inner(model),
         "pad_token_id": None,
     }
@@ -331,10 +329,7 @@ HUNYUAN_V1_MOE = Architecture(
             "--moe-shared-expert-intermediate-size equal to --moe-ffn-hidden-size",
         ),
     ),
-    write=lambda model: {
-        **_write_hunyuan(model),
-        "moe_topk": model.part(ExpertsConfig).moe_router_topk,
-    },
+    write=_write_hunyuan,
     read=_read_hunyuan,
 )
 """One shared expert; queries and keys are normalised after they are rotated."""

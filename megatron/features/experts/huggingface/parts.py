@@ -21,8 +21,10 @@ from megatron.formats.features import Requirement, spelled
 from megatron.formats.huggingface.architecture import (
     GATE_AND_UP,
     SAME,
+    Condition,
     Entry,
     Reordering,
+    always,
 )
 from megatron.formats.huggingface.config_reader import HFConfigReader, Names
 from megatron.formats.huggingface.llama import gated_mlp
@@ -57,11 +59,12 @@ def correction(theirs: str, form: Reordering = SAME) -> tuple[Entry, ...]:
     return (Entry("mlp.router.expert_bias", (theirs,), form, at=experts_in, exact=True),)
 
 
-def fused_experts(up: str, down: str, form: Reordering = SAME) -> tuple[Entry, ...]:
-    """Experts in two tensors, gate and up [E, 2F, H] and down [E, H, F], each in a ``form``."""
+def fused_experts(up: str, down: str, module: str) -> tuple[Entry, ...]:
+    """Experts in two tensors, gate and up [E, 2F, H] and down [E, H, F]; ``module`` has them in
+    models of `transformers` 5."""
     return (
-        Entry(UP, (up,), form, at=experts_in),
-        Entry(DOWN, (down,), form, at=experts_in),
+        Entry(UP, (up,), at=experts_in, parameter=f"{module}.gate_up_proj"),
+        Entry(DOWN, (down,), at=experts_in, parameter=f"{module}.down_proj"),
     )
 
 
@@ -69,37 +72,37 @@ def experts(
     prefix: str, gate: str, up: str, down: str, fused: str = "mlp.experts"
 ) -> tuple[Entry, ...]:
     """Experts in three tensors each, below ``prefix``; or in two, below ``fused``."""
-    names = tuple(f"{prefix}.{{e}}.{name}.weight" for name in (gate, up))
-    whole_up, whole_down = fused_experts(f"{fused}.gate_up_proj", f"{fused}.down_proj")
-    return (
-        Entry(UP, names, GATE_AND_UP, at=experts_in, slices=experts_in, others=(whole_up,)),
-        Entry(
-            DOWN,
-            (f"{prefix}.{{e}}.{down}.weight",),
-            at=experts_in,
+    forms = ((gate, up), GATE_AND_UP), ((down,), SAME)
+    whole = fused_experts(f"{fused}.gate_up_proj", f"{fused}.down_proj", fused)
+    return tuple(
+        dataclasses.replace(
+            entry,
+            theirs=tuple(f"{prefix}.{{e}}.{name}.weight" for name in names),
+            form=form,
             slices=experts_in,
-            others=(whole_down,),
-        ),
+            others=(entry,),
+        )
+        for entry, (names, form) in zip(whole, forms, strict=True)
     )
 
 
 LLAMA_EXPERTS = experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
-"""Experts whose projections are called like those of Llama's MLP."""
-DENSE = tuple(
-    dataclasses.replace(entry, at=dense_in, when=has_dense)
-    for entry in gated_mlp("mlp", "mlp")
-    if entry.ours.endswith("weight")
-)
+"""Experts whose projections have the names of Llama's MLP."""
+
+
+def _mlp(ours: str, theirs: str, **fields: Any) -> tuple[Entry, ...]:
+    """The weights of an MLP in some blocks."""
+    entries = (entry for entry in gated_mlp(ours, theirs) if entry.ours.endswith("weight"))
+    return tuple(dataclasses.replace(entry, **fields) for entry in entries)
+
+
+DENSE = _mlp("mlp", "mlp", at=dense_in, when=has_dense)
 """The MLP of blocks without experts."""
 
 
-def shared_experts(theirs: str) -> tuple[Entry, ...]:
+def shared_experts(theirs: str, when: Condition = always) -> tuple[Entry, ...]:
     """The MLP of all tokens next to the experts."""
-    return tuple(
-        dataclasses.replace(entry, at=experts_in)
-        for entry in gated_mlp("mlp.shared", theirs)
-        if entry.ours.endswith("weight")
-    )
+    return _mlp("mlp.shared", theirs, at=experts_in, when=when)
 
 
 def natural(given: HFConfigReader, name: str, least: int = 0) -> int:
@@ -128,7 +131,7 @@ def read_experts(
     Args:
         fields: other fields, ``moe_router_topk`` included.
         number: the key of the number of experts.
-        sparse: whether each block has experts; empty if all have.
+        sparse: for each block, True if it has experts; empty if all have.
         coefficient: the key of the balancing loss's coefficient; None without such a loss.
     """
     count, top = given.whole(number), fields["moe_router_topk"]
@@ -219,9 +222,9 @@ def requirements(
     """Requirements on the flags of experts.
 
     Args:
-        allowed: flags that the architecture has besides those of all.
-        dense: whether blocks may have an MLP instead of experts.
-        summing: whether the weights of a token's experts always sum up to 1.
+        allowed: flags that the architecture has and others do not.
+        dense: True if blocks may have an MLP instead of experts.
+        summing: True if the weights of a token's experts always sum up to 1.
     """
 
     def plain(field: dataclasses.Field[Any]) -> Requirement:
@@ -234,13 +237,13 @@ def requirements(
     def alike(model: ModelConfig) -> bool:
         return len({*model.part(ExpertsConfig).layer_experts} - {0}) == 1
 
-    wanted = [Requirement(alike, "--num-experts, the same in all layers with experts")]
+    of_layers = [Requirement(alike, "--num-experts, the same in all layers with experts")]
     if not dense:
-        wanted.append(Requirement(lambda model: not has_dense(model), "--moe-layer-freq 1"))
+        of_layers.append(Requirement(lambda model: not has_dense(model), "--moe-layer-freq 1"))
     if summing:
-        wanted.append(Requirement(normalised, "no --moe-router-pre-softmax"))
+        of_layers.append(Requirement(normalised, "no --moe-router-pre-softmax"))
     return (
-        *wanted,
+        *of_layers,
         *(
             plain(field)
             for field in dataclasses.fields(ExpertsConfig)

@@ -84,7 +84,7 @@ class NodeWriter(CheckpointWriter):
         self._together(lambda: self._copy_to_others(job))
 
     def _keeps(self, node: int) -> bool:
-        """Whether this rank's node keeps what another node saves, or it is its own."""
+        """True if this rank's node keeps what another node saves, or it is its own."""
         own = self.folders.node
         return node == own or own in self.folders.copies_of(node, self.factor)
 
@@ -149,7 +149,7 @@ class NodeCheckpoints(Callback):
                 if wanted.iteration <= begins:
                     break
                 try:
-                    found = fetch(self.engine, self.folders, wanted)
+                    files = fetch(self.engine, self.folders, wanted)
                 except CheckpointError as error:
                     self._say(
                         f"WARNING: the checkpoint of iteration {wanted.iteration} in the memory of "
@@ -160,7 +160,7 @@ class NodeCheckpoints(Callback):
                     f"the memory of the nodes has iteration {wanted.iteration}, and --load "
                     + (f"iteration {begins}" if begins else "none")
                 )
-                origin = ResumeSource(found, "--non-persistent-save-interval", continues=True)
+                origin = ResumeSource(files, "--non-persistent-save-interval", continues=True)
                 begins = self._last = wanted.iteration
                 break
         self.discard_after(begins)
@@ -246,7 +246,7 @@ class NodeCheckpoints(Callback):
 
 
 def continues(options: CheckpointConfig) -> bool:
-    """Whether a run continues the newest checkpoint of the folder that it saves in."""
+    """True if a run continues the newest checkpoint of the folder that it saves in."""
     other = (options.load_tag, options.finetune, options.reset_iteration)
     if options.load is None or options.save is None or any(other):
         return False

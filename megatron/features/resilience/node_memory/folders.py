@@ -50,7 +50,7 @@ class NodeFolders:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank does what one rank of each node does."""
+        """True if this rank does what one rank of each node does."""
         return self.rank == self.members[0]
 
     def node_of(self, rank: int) -> int:
@@ -63,16 +63,16 @@ class NodeFolders:
 
     def gather(self, own: object) -> list:
         """The values of all ranks."""
-        found = [own] * sum(map(len, self.nodes))
-        if len(found) > 1:
-            dist.all_gather_object(found, own, group=self.group)
-        return found
+        parts = [own] * sum(map(len, self.nodes))
+        if len(parts) > 1:
+            dist.all_gather_object(parts, own, group=self.group)
+        return parts
 
     def require(self, reason: str | None) -> None:
         """Raises CheckpointError on every rank if one has a reason."""
-        for rank, found in enumerate(self.gather(reason)):
-            if found is not None:
-                raise CheckpointError(f"rank {rank}: {found}")
+        for rank, reason_of_rank in enumerate(self.gather(reason)):
+            if reason_of_rank is not None:
+                raise CheckpointError(f"rank {rank}: {reason_of_rank}")
 
     def exchange(
         self, transfers: Sequence[FileTransfer], sent: Path, received: Path
@@ -146,9 +146,9 @@ def _run_id(save: Path) -> str:
     """The identity of the run that saves there, made at its first start."""
     path = save / RUN_ID
     with contextlib.suppress(FileNotFoundError):
-        found = path.read_text(errors="replace").strip()
-        if found.isalnum():
-            return found
+        run_id = path.read_text(errors="replace").strip()
+        if run_id.isalnum():
+            return run_id
     write_text(path, uuid.uuid4().hex)
     return _run_id(save)
 
@@ -157,20 +157,21 @@ def _make_own(folder: Path) -> None:
     """Makes a folder that only this user can write to. Raises CheckpointError if another user has
     made it, or it is a link."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise CheckpointError(
-            f"{folder} belongs to user {found.st_uid}, or is a link: nothing is read from it or "
+            f"{folder} belongs to user {status.st_uid}, or is a link: nothing is read from it or "
             f"written to it; name another folder by {_FLAG}"
         )
 
 
 def free_bytes(folder: Path) -> int:
-    """What can be written to a folder of this node; in memory no more than the node has left."""
-    found = shutil.disk_usage(folder).free
+    """Return the number of bytes that can be written to a folder of this node; in memory no more
+    than the node has left."""
+    free = shutil.disk_usage(folder).free
     if _type_of_file_system(folder) in _IN_MEMORY:
-        found = min(found, *_memory_left())
-    return found
+        free = min(free, *_memory_left())
+    return free
 
 
 def _memory_left() -> Sequence[int]:
@@ -192,13 +193,13 @@ def _memory_left() -> Sequence[int]:
 
 def _type_of_file_system(folder: Path) -> str:
     """As /proc names it; empty where that does not exist."""
-    found = (0, "")
+    kind_of_place = (0, "")
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
             _, place, kind, *_ = line.split()
             if folder.resolve().is_relative_to(place):
-                found = max(found, (len(place), kind), key=lambda each: each[0])
-    return found[1]
+                kind_of_place = max(kind_of_place, (len(place), kind), key=lambda each: each[0])
+    return kind_of_place[1]
 
 
 _CHUNK_BYTES = 2**23

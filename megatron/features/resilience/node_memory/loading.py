@@ -1,5 +1,5 @@
-"""Which checkpoints in memory are whole over the nodes that are left, and what each node needs of
-the files of others."""
+"""Checkpoints in memory that are whole over the remaining nodes, and the files that each node needs
+of others."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class NodeCheckpoint:
 
 
 class _Held(NamedTuple):
-    """What a node has of one checkpoint; the ``digest`` of its tensors tells saves of one step
+    """A node's part of one checkpoint; the ``digest`` of its tensors tells saves of one step
     apart."""
 
     iteration: int
@@ -90,18 +90,18 @@ class _Held(NamedTuple):
 
 def checkpoints_in(folders: NodeFolders) -> list[NodeCheckpoint]:
     """The checkpoints of which the nodes have something, newest first; every rank must call it."""
-    found: dict[tuple[int, str], NodeCheckpoint] = {}
+    checkpoints: dict[tuple[int, str], NodeCheckpoint] = {}
     for rank, several in enumerate(folders.gather(_held(folders) if folders.leads else [])):
         for one in several:
-            known = found.setdefault(
+            known = checkpoints.setdefault(
                 (one.iteration, one.digest), NodeCheckpoint(one.iteration, one.listed, {})
             )
             known.held[rank] = one.files  # type: ignore[index]
-    return [found[key] for key in sorted(found, reverse=True)]
+    return [checkpoints[key] for key in sorted(checkpoints, reverse=True)]
 
 
 def _held(folders: NodeFolders) -> list[_Held]:
-    found = []
+    checkpoints = []
     for name in complete_tags(folders.folder):
         folder, iteration = folders.folder / name, iteration_of(name)
         with contextlib.suppress(CheckpointError, OSError):  # else as if it were not there
@@ -118,8 +118,8 @@ def _held(folders: NodeFolders) -> list[_Held]:
             }
             files = {**have, **small, MANIFEST: file_facts(folder / MANIFEST)}
             of = digest(json.dumps(sorted(tensors.items()), sort_keys=True))
-            found.append(_Held(iteration or 0, of, tensors, files))
-    return found
+            checkpoints.append(_Held(iteration or 0, of, tensors, files))
+    return checkpoints
 
 
 def fetch(engine: TrainEngine, folders: NodeFolders, wanted: NodeCheckpoint) -> FoundCheckpoint:
@@ -141,10 +141,10 @@ def fetch(engine: TrainEngine, folders: NodeFolders, wanted: NodeCheckpoint) -> 
         reason = str(error)
     folders.require(reason)
     fetching.copy_tensors(needed)
-    found = locate_checkpoint(folder)
-    assert found is not None, "its manifest has been read"
+    checkpoint = locate_checkpoint(folder)
+    assert checkpoint is not None, "its manifest has been read"
     base = engine.config.checkpoint.pretrained_checkpoint
-    return ComparedCheckpoint(found.form, folder, base)
+    return ComparedCheckpoint(checkpoint.form, folder, base)
 
 
 def needed_files(engine: TrainEngine, folder: Path, files: Mapping[str, Facts]) -> set[str]:
@@ -153,20 +153,20 @@ def needed_files(engine: TrainEngine, folder: Path, files: Mapping[str, Facts]) 
         return set(files)  # additions are small, and read whole
     index = read_index(folder, manifest(folder))
     rank = f"-{engine.mesh.world.rank:05d}"
-    found = {name for name in files if name.startswith("float8-")}
-    found |= {name for name in files if name.startswith("random") and rank in name}
+    needed = {name for name in files if name.startswith("float8-")}
+    needed |= {name for name in files if name.startswith("random") and rank in name}
     for param, name in engine.names.items():
         start, end = _working_range(engine, param)
         wanted = Slice.of(shard_of(param), engine.mesh.coordinates, start, end)
         for entry in index.get(name, ()):
-            found |= {entry.files["weight"]} if _overlap(wanted, entry) else set()
+            needed |= {entry.files["weight"]} if _overlap(wanted, entry) else set()
     for name in engine.buffers:
         for entry in index.get(name, ()):
-            found |= set(entry.files.values())
+            needed |= set(entry.files.values())
     for own in owned_slices(engine):
         for entry in index.get(own.name, ()):
-            found |= set(entry.files.values()) if _overlap(own.slice, entry) else set()
-    return found
+            needed |= set(entry.files.values()) if _overlap(own.slice, entry) else set()
+    return needed
 
 
 def _working_range(engine: TrainEngine, param: nn.Parameter) -> tuple[int, int]:

@@ -28,7 +28,7 @@ USER_MISTAKE = 2  # exit status after which another start ends in the same way
 GONE = -1  # status of a trainer whose guardian is gone, too
 JUDGING_SECONDS = 0.3  # the rank that fails first is not always the first that is heard of
 REPORT_SECONDS = 5.0  # for the reports of the other ranks, after one has found a hang
-STOP_SECONDS = 30.0  # within which a guardian has ended its trainer, or counts as lost
+STOP_SECONDS = 30.0  # within which a guardian has ended its trainer, or is lost
 REPLACE_SECONDS = 2 * UNANSWERED_MILLISECONDS / 1000  # until the guardian before is found gone
 MOST_ALIKE = {"error": 3, "signal": 10}  # same failures in a row at the same step
 MOST_WITHOUT_SAVE = 30  # failures in a row between which nothing was saved
@@ -73,7 +73,7 @@ class Member:
 
 @dataclass
 class _Layout:
-    """What trainers have said of the run: 0 before."""
+    """The layout that trainers have reported: 0 before."""
 
     replica: int = 0
     micro_batch: int = 0
@@ -110,7 +110,7 @@ class _Failures:
 
 
 class RunState(str, Enum):
-    """What the guardians of a run do."""
+    """State of the guardians of a run."""
 
     GATHERING = "gathering"  # they come, until all are there
     RUNNING = "running"  # their trainers train
@@ -119,10 +119,10 @@ class RunState(str, Enum):
 
 
 class RunEvent(Enum):
-    """What a guardian says, or what follows from its connection or from time."""
+    """A message of a guardian, or an event of its connection or of time."""
 
     JOINED = auto()
-    SIGNAL = auto()  # the run is asked to stop
+    SIGNAL = auto()  # a stop was requested
     ENDED = auto()  # a trainer has ended by itself
     SAVED = auto()
     LOST = auto()  # a guardian is gone, with a trainer that ran
@@ -223,7 +223,7 @@ class Coordinator:
             member.running = False
 
     def tick(self, seconds: float) -> None:
-        """So much time has passed."""
+        """Advance the time."""
         self._seconds += seconds
         self._replace()
         self._handle(RunEvent.TICK)
@@ -341,7 +341,7 @@ class Coordinator:
         return why
 
     def _start_again(self) -> None:
-        """Once every trainer has ended, or its guardian is too late and counts as lost."""
+        """Once every trainer has ended, or its guardian is too late and is lost."""
         late = [member for member in self.members if member.running]
         if late and self._seconds < self._deadline:
             return

@@ -1,4 +1,4 @@
-"""A process beside each rank that starts it again (``--inprocess-restart``).
+"""A process next to each rank that starts it again (``--inprocess-restart``).
 
 The process that a launcher has started imports everything, and forks the trainer. When a rank is
 lost, all guardians end their trainers and fork again: nothing is left of broken communicators, of
@@ -123,7 +123,7 @@ class Guardian:
         end = time.monotonic() + rules.patience
         while True:
             if store is not None and self._rank:
-                # It may still name that of an earlier start, where nobody listens.
+                # It may still name that of an earlier start, where nothing listens.
                 found = store.get(key).decode()
                 address, _, text = found.rpartition(" ")
                 port = int(text)
@@ -237,7 +237,7 @@ class Guardian:
                 self._selector.unregister(key.fileobj)
 
     def _heard(self) -> None:
-        """What the coordinator says."""
+        """Handle a message of the coordinator."""
         try:
             messages = self._peer.receive()
         except (OSError, ValueError) as error:
@@ -289,10 +289,10 @@ class Guardian:
             )
 
     def _signals(self) -> None:
-        while (found := signal.sigtimedwait(STOP_SIGNALS, 0)) is not None:
-            self._say("stopping", signal=found.si_signo)
-            if self._child and found.si_code != FROM_TERMINAL:
-                os.kill(self._child, found.si_signo)
+        while (signal_info := signal.sigtimedwait(STOP_SIGNALS, 0)) is not None:
+            self._say("stopping", signal=signal_info.si_signo)
+            if self._child and signal_info.si_code != FROM_TERMINAL:
+                os.kill(self._child, signal_info.si_signo)
 
     def _report_progress(self) -> None:
         now = self._progress.saves, self._progress.replica
@@ -377,7 +377,7 @@ class Guardian:
             os.kill(self._child, signal.SIGKILL)
 
     def _close(self) -> None:
-        """What belongs to the guardian alone. The port stays reserved: torch may bind it, too."""
+        """Close the guardian's resources. The port stays reserved: torch may bind it, too."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, Peer | socket.socket):
                 key.fileobj.close()

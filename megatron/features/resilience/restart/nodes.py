@@ -45,7 +45,8 @@ _SAYINGS = (
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a node cannot take part, and the remedy; ``gone`` if it may come back by itself."""
+    """Reason for which a node cannot take part, and the remedy; ``gone`` if it may come back by
+    itself."""
 
     name: str
     reason: str

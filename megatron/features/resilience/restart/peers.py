@@ -52,7 +52,7 @@ class Peer:
 
     @property
     def address(self) -> str:
-        """Of the host at the other end."""
+        """Address of the host at the other end."""
         return str(self.connection.getpeername()[0])
 
     def send(self, message: Message) -> None:
@@ -63,12 +63,12 @@ class Peer:
         """Return the messages that have come. Raises OSError if the other end is gone, and
         ValueError if it is not a guardian."""
         try:
-            found = self.connection.recv(2**16)
+            data = self.connection.recv(2**16)
         except BlockingIOError:
             return []
-        if not found:
+        if not data:
             raise ConnectionResetError("closed")
-        *lines, self._rest = (self._rest + found).split(b"\n")
+        *lines, self._rest = (self._rest + data).split(b"\n")
         if max(map(len, (*lines, self._rest))) > LONGEST_MESSAGE:
             raise ValueError(f"a message of more than {LONGEST_MESSAGE:,} bytes")
         return [_message(line) for line in lines]
@@ -136,10 +136,10 @@ def differences(one: Message, other: Message) -> list[str]:
     """Return the names of flags that differ between two hellos; hosts may have different paths of
     one folder."""
     ours, theirs = one["flags"], other["flags"]
-    found = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-    if not found and one["host"] == other["host"] and one["folder"] != other["folder"]:
+    names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    if not names and one["host"] == other["host"] and one["folder"] != other["folder"]:
         return ["folder of --save"]
-    return found
+    return names
 
 
 class TrainerProgress(ctypes.Structure):
@@ -197,7 +197,7 @@ class _Own:
 
 
 def current_generation() -> RunGeneration | None:
-    """That of this process; None where no guardian has started it."""
+    """Return the generation of this process; None where no guardian has started it."""
     return _Own.generation
 
 

@@ -1,4 +1,4 @@
-"""What a trainer tells the guardian that started it, and says of a restart."""
+"""Messages of a trainer to the guardian that started it, and lines about a restart."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class NodeLeftError(FaultError):
 
 
 def is_elastic() -> bool:
-    """Whether torchrun was started with ``--nnodes MIN:MAX`` (or ``PET_NNODES``), so that nodes may
+    """True if torchrun was started with ``--nnodes MIN:MAX`` (or ``PET_NNODES``), so that nodes may
     leave."""
     try:
         line = Path(f"/proc/{launcher_chain()[0]}/cmdline").read_text(errors="replace")
@@ -127,19 +127,19 @@ def is_elastic() -> bool:
 
 def given_nodes(words: Sequence[str]) -> str | None:
     """The value of ``--nnodes`` in a command line, as torchrun reads it; None without one."""
-    found = None
+    nodes = None
     for word, value in zip(words, [*words[1:], ""], strict=True):
         if word.endswith(".py"):  # what follows is the program's
             break
         if word == "--nnodes":
-            found = value
+            nodes = value
         elif word.startswith("--nnodes="):
-            found = word.partition("=")[2]
-    return found
+            nodes = word.partition("=")[2]
+    return nodes
 
 
 def is_range(nodes: str) -> bool:
-    """Whether a number of nodes is ``MIN:MAX``."""
+    """True if a number of nodes is ``MIN:MAX``."""
     least, _, most = nodes.partition(":")
     return least.isdecimal() and most.isdecimal()
 
@@ -165,7 +165,7 @@ class ElasticNodes(Callback):
 
 
 def _of_nodes(reason: str | None) -> bool:
-    """Whether a reason to stop is not one of the run, such as its time limit or its end."""
+    """True if a reason to stop is not one of the run, such as its time limit or its end."""
     return reason is not None and (_is_leaving(reason) or reason == ASKED_ELSEWHERE)
 
 

@@ -63,9 +63,9 @@ class ReplicaVerdict:
 
     Attributes:
         wrong: in the order of ranks.
-        right: those that it differs from; nobody if a rank's main weights differ from the weights
+        right: those that it differs from; no rank if a rank's main weights differ from the weights
             that it shares with all others.
-        sure: whether it is known that these are the wrong ones: of two copies nobody knows.
+        sure: whether it is known that these are the wrong ones: of two copies it is not known.
     """
 
     wrong: tuple[Holder, ...]
@@ -92,7 +92,7 @@ class ReplicaVerdict:
 
     @property
     def of_main(self) -> bool:
-        """Whether a rank differs from itself."""
+        """True if a rank differs from itself."""
         return not self.right
 
     def among(self, ranks: Collection[int]) -> ReplicaVerdict:
@@ -169,7 +169,7 @@ class Replicas:
 
     @property
     def compares(self) -> bool:
-        """Whether there is anything to compare: one process at stage 0 has one copy of all."""
+        """True if there is anything to compare: one process at stage 0 has one copy of all."""
         return bool(self._copies)
 
     @torch.no_grad()
@@ -179,7 +179,9 @@ class Replicas:
         if not self.compares:
             return None
         self._own = {own.param: own for own in owned_slices(self._engine)}
-        self._of_no_parameter = {f"{key} {kind}": found for key, _, kind, found in self._others()}
+        self._of_no_parameter = {
+            f"{key} {kind}": checksum for key, _, kind, checksum in self._others()
+        }
         values = torch.stack([self._value(copied) for copied in self._copies])
         self._add(values, self._summed)
         marks = self._marks(values)
@@ -228,25 +230,25 @@ class Replicas:
         return MOMENTS[self._engine.config.optimizer.optimizer]
 
     def _cuts(self, shard: Shard) -> str:
-        """Which share of a parameter this rank has."""
+        """Return the name of this rank's share of a parameter."""
         places = self._mesh.coordinates
         cuts = (f"{' x '.join(c.axes)} {c.of(places)[0] // c.copies}" for c in shard.cuts)
         return " ".join([shard.part, *cuts])
 
     def _value(self, copied: Copied) -> Tensor:
         """The checksum of this rank's copy, or of its part of it, on the engine's device."""
-        found = torch.zeros((), dtype=torch.int64)
+        total = torch.zeros((), dtype=torch.int64)
         if copied.param is None:
             tensors = self._of_no_parameter[copied.key]
             sums = [checksum(tensor).to(self._device) for tensor in tensors]
-            found = checksum(torch.stack(sums)) if sums else found
+            total = checksum(torch.stack(sums)) if sums else total
         else:
             for values, start in self._parts(copied, copied.param):
-                found = checksum(values, start)
-        return found.to(self._device)
+                total = checksum(values, start)
+        return total.to(self._device)
 
     def _parts(self, copied: Copied, param: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
-        """What this rank has of the flat values, and where it starts; nothing if it has none."""
+        """Return this rank's part of the flat values, and its start; nothing if it has none."""
         if copied.kind == GATHERED or (copied.kind == WEIGHT and self._engine.stage < 3):
             yield param.detach(), 0
         elif copied.kind == WEIGHT:
@@ -276,7 +278,7 @@ class Replicas:
                 values[here] = sums
 
     def _marks(self, values: Tensor) -> Tensor:
-        """What the main weights say of the model's, for each copy."""
+        """Return the checksums of the main weights, rounded as the model's, for each copy."""
         marks = torch.zeros_like(values)
         if not self._with_main:
             return marks
@@ -296,7 +298,8 @@ class Replicas:
         return marks
 
     def _bad(self, values: Tensor, marks: Tensor) -> Tensor:
-        """Which copies differ on any of the ranks that have them; bool [N], the same on those."""
+        """Return which copies differ on any of the ranks that have them; bool [N], the same on
+        those."""
         both = torch.stack([values, ~values, marks])
         replicas = self._mesh.group("data", "context")
         if replicas.size > 1:
@@ -340,22 +343,22 @@ class Replicas:
     def _in_words(self, verdict: ReplicaVerdict, copied: Copied | None) -> str:
         """A tensor that differs; every rank must call it, with None if it has no copy."""
         rank, wrong = self._mesh.world.rank, verdict.wrong[0].rank
-        found: tuple[str, int] | None = None
+        place: tuple[str, int] | None = None
         if verdict.of_main:
             if rank == wrong and copied is not None and copied.param is not None:
                 own = self._own[copied.param]
                 main = own.get(WEIGHT).to(own.param.dtype)
-                found = _compared(self._of_model(own), main, own.param, own.slice.start)
+                place = _compared(self._of_model(own), main, own.param, own.slice.start)
         else:
             whole = None if copied is None or copied.param is None else self._whole(copied)
             right = verdict.right[0].rank
             other = self._from(right, None if whole is None else whole.cpu())
             if rank == wrong and whole is not None and copied is not None:
-                found = _compared(whole.cpu(), other, copied.param, 0)
-        found = self._from(wrong, found)
-        if found is None:
+                place = _compared(whole.cpu(), other, copied.param, 0)
+        place = self._from(wrong, place)
+        if place is None:
             return verdict.words("")
-        words, first = found
+        words, first = place
         if not verdict.of_main and copied is not None and copied.summed:
             part = self._own.get(copied.param)  # type: ignore[arg-type]
             has = part is not None and part.slice.start <= first < part.slice.start + part.count
@@ -384,14 +387,14 @@ class Replicas:
         return whole
 
     def _gathered(self, mine: Any) -> list[Any]:
-        """Of every rank, in order."""
-        found = [mine] * self._mesh.world.size
+        """Gather the values of every rank, in order."""
+        parts = [mine] * self._mesh.world.size
         if self._mesh.world.size > 1:
-            dist.all_gather_object(found, mine)
-        return found
+            dist.all_gather_object(parts, mine)
+        return parts
 
     def _from(self, rank: int, mine: Any) -> Any:
-        """That of one rank, on every rank."""
+        """Return the values of one rank, on every rank."""
         box = [mine]
         if self._mesh.world.size > 1:
             dist.broadcast_object_list(box, src=rank, device=self._device)
@@ -444,12 +447,12 @@ class ReplicaCheck(Callback):
             return
         if self._replicas is None:
             self._replicas = Replicas(self._engine)
-        found = self._replicas.difference()
-        if found is not None:
+        difference = self._replicas.difference()
+        if difference is not None:
             raise FaultError(
-                f"after iteration {iteration} what several ranks have copies of differs: {found}; "
-                "a processor or its memory has changed numbers, or ranks have not computed the "
-                f"same: {self._newest()}, and this state is not saved; if it comes again on the "
-                "same machine, leave that out"
+                f"after iteration {iteration} what several ranks have copies of differs: "
+                f"{difference}; a processor or its memory has changed numbers, or ranks have not "
+                f"computed the same: {self._newest()}, and this state is not saved; if it comes "
+                "again on the same machine, leave that out"
             )
         self._equal_after = iteration

@@ -44,10 +44,10 @@ FAR, NEAR, TIMES = 0.5, 0.15, 6.0
 
 @dataclass(frozen=True)
 class Computed:
-    """What one rank computed of the micro batches of one data-parallel rank.
+    """Results of one rank for the micro batches of one data-parallel rank.
 
     Attributes:
-        place: its pipeline stage and tensor-parallel rank.
+        place: its pipeline stage, context and tensor-parallel rank.
         of: the data-parallel rank whose micro batches they are.
         losses: of each of them; empty on stages that compute none.
         squares: sum of the squares of its gradients, before they are averaged over ranks.
@@ -55,7 +55,7 @@ class Computed:
 
     rank: int
     host: str
-    place: tuple[int, int]
+    place: tuple[int, ...]
     of: int
     losses: tuple[float, ...]
     squares: float
@@ -64,12 +64,12 @@ class Computed:
         return f"rank {self.rank} ({self.host})"
 
     def equals(self, other: Computed) -> bool:
-        """Whether the numbers are the same, but for the order of sums."""
+        """True if the numbers are the same, but for the order of sums."""
         mine, its = (*self.losses, self.squares), (*other.losses, other.squares)
         return len(mine) == len(its) and all(map(_close, mine, its))
 
     def oddness(self, usual: float) -> float:
-        """How far its losses are from what is usual, as a logarithm."""
+        """Distance of the losses from the usual ones, as a logarithm."""
         return max((_off(loss, usual) for loss in self.losses), default=0.0)
 
 
@@ -129,12 +129,12 @@ class OddBatches:
 
     @property
     def few(self) -> bool:
-        """Whether they are a minority, so that the data is to blame."""
+        """True if they are a minority, so that the data is to blame."""
         return 0 < 2 * len(self.batches) < self.total
 
 
 def odd_batches(computed: Sequence[Computed], usual: float | None) -> OddBatches:
-    """Those whose loss is far from ``usual``, by default the median of this step."""
+    """Return the batches whose loss is far from ``usual``, by default the median of this step."""
     losses: Mapping[tuple[int, int], float] = {
         (each.of, number): loss for each in computed for number, loss in enumerate(each.losses)
     }
@@ -214,7 +214,7 @@ class SecondLook(Callback):
         computed = Computed(
             mesh.world.rank,
             socket.gethostname(),
-            (mesh.pipeline.rank, mesh.tensor.rank),
+            (mesh.pipeline.rank, mesh.group("context").rank, mesh.tensor.rank),
             mesh.samples.rank if of is None else of,
             tuple(losses),
             float(self._squares),
@@ -243,7 +243,7 @@ class SecondLook(Callback):
         self._report.say(f"WARNING: {what}")
         first = self._of_all(own)
         again = self._of_all(self._again(batches, seeds)[1])
-        wrong = changed(first, again)
+        wrong = self._suspects(changed(first, again), first)
         if wrong:
             self._blame(wrong, f"{what}: the second result is another one", "once")
             return
@@ -252,7 +252,7 @@ class SecondLook(Callback):
             theirs, their_seeds, of = self._next_ranks(batches, seeds)
             exchanged = self._of_all(self._again(theirs, their_seeds, of)[1])
             usual = odd_batches(first, self._usual).usual
-            wrong = wrong_ranks(first, exchanged, usual)
+            wrong = self._suspects(wrong_ranks(first, exchanged, usual), first)
             if wrong:
                 self._blame(
                     wrong, f"{what}: other ranks compute its micro batches otherwise", "every time"
@@ -262,6 +262,14 @@ class SecondLook(Callback):
         odd = odd_batches(first, self._usual)
         self._report.say(f"the result is the same again{where}; {self._words(odd)}")
         self._show(odd, consumed_samples)
+
+    def _suspects(self, wrong: list[Computed], first: Sequence[Computed]) -> list[Computed]:
+        """The ranks of which one may compute wrongly: where ranks divide sequences, all of a model,
+        as each computes with the keys and the losses of the others."""
+        if self._engine.mesh.group("context").size == 1:
+            return wrong
+        copies = {each.of for each in wrong}
+        return [each for each in first if each.of in copies]
 
     def _blame(self, wrong: Sequence[Computed], what: str, how: str) -> None:
         ranks = sorted({str(each) for each in wrong})

@@ -137,7 +137,7 @@ class _Range:
         self.level.append(at)
 
     def state(self) -> dict[str, Any]:
-        """What it has learned, as JSON values."""
+        """State of the rule, as JSON values."""
         return {
             "level": list(self.level),
             "distances": list(self.distances),
@@ -156,7 +156,8 @@ class _Range:
 
 
 class SpikeRule:
-    """Which steps are spikes, by those before them; the same numbers give the same answers.
+    """Rule that tells spikes from other steps by the steps before them; the same numbers give the
+    same answers.
 
     After a change of ``seq_length`` the next :data:`LEVEL` steps are not judged. After
     :data:`PATIENCE` spikes in a window the rule learns from the next half of one.
@@ -175,20 +176,20 @@ class SpikeRule:
 
     @property
     def in_burst(self) -> bool:
-        """Whether the last step was a spike."""
+        """True if the last step was a spike."""
         return bool(self._since) and self._since[-1] == 0
 
     def check(self, loss: float, grad_norm: float, seq_length: int) -> Spike | None:
-        """Whether the next step is a spike; it is not learned from."""
+        """True if the next step is a spike; it is not learned from."""
         if self._seq_length not in (None, seq_length):
             return None
         for what, value, of in (
             ("loss", loss, self._loss),
             ("gradient norm", grad_norm, self._norm),
         ):
-            found = of.find(value)
-            if found is not None:
-                return Spike(what, value, *found)
+            spike = of.find(value)
+            if spike is not None:
+                return Spike(what, value, *spike)
         return None
 
     def add(self, loss: float, grad_norm: float, seq_length: int) -> Spike | None:
@@ -211,7 +212,7 @@ class SpikeRule:
         return None
 
     def state(self) -> dict[str, Any]:
-        """What it has learned, as JSON values."""
+        """State of the rule, as JSON values."""
         return {
             "loss": self._loss.state(),
             "grad_norm": self._norm.state(),
@@ -398,7 +399,7 @@ class Rollback(Callback):
         )
 
     def went_back(self, trainer: Trainer) -> None:
-        """Records it beside the metrics, which begin at the checkpoint then."""
+        """Records it next to the metrics, which begin at the checkpoint then."""
         values: dict[str, float | None] = {
             "spike_iteration": self._spikes[-1],
             "skipped_from": self._new.start,
@@ -411,11 +412,11 @@ class Rollback(Callback):
         """The checkpoint in a folder; every run has opened, or saved, it before."""
         if self._origin is not None and self._origin.found.folder == folder:
             return self._origin.found
-        found = locate_checkpoint(folder)
-        if found is None:
+        checkpoint = locate_checkpoint(folder)
+        if checkpoint is None:
             raise CheckpointError(f"{folder}: the checkpoint to go back to has been deleted")
         base = None if self._origin is None else self._origin.found.base
-        return found._replace(base=base)
+        return checkpoint._replace(base=base)
 
     def _first_skipped(self, step: Step, consumed_samples: int) -> int:
         """First sample to skip: that of the step, or if the steps around it were spikes before, of

@@ -1,4 +1,4 @@
-"""Which rank the others wait for, judged by what each computes and reads itself."""
+"""The rank that the others wait for, judged by the time in which each computes and reads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron.util.errors import monitor_thread
 from megatron.util.phases import activity
 
 BLOCKS = 5
-"""Parts of a window; a rank must be slow in every one, so that a single pause names nobody."""
+"""Parts of a window; a rank must be slow in every one, so that a single pause names no rank."""
 
 SECONDS = 60.0
 """Seconds of steps in a window, at least: with fewer looks at the main thread equal ranks looked
@@ -72,7 +72,7 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A rank is slow from now on, or no longer is.
+    """A rank has become slow, or no longer is.
 
     Attributes:
         slow: whether it is.
@@ -119,7 +119,7 @@ class StragglerRule:
     Args:
         stages: the ranks of each pipeline stage; only those of one do the same work. One that is
             alone is compared with what it needed at first, relative to the other stages.
-        factor: how many times as long as the median of the others is slow; 0 names nobody.
+        factor: how many times as long as the median of the others is slow; 0 names no rank.
         window: number of steps over which a rank must be; also :data:`SECONDS` at least.
     """
 
@@ -149,20 +149,20 @@ class StragglerRule:
     def _judge(
         self, stage: _Stage, rank: int, sums: Sequence[StepTimes], steps: int
     ) -> list[Change]:
-        found = sums[rank]
-        own, others = found.own / steps, self._expected(stage, rank, sums) / steps
+        total = sums[rank]
+        own, others = total.own / steps, self._expected(stage, rank, sums) / steps
         step = max(piece.wall for piece in sums) / steps
         behind = own > self._factor * others and own - others > LEAST_SHARE * step
         rest = [piece for other, piece in enumerate(sums) if other != rank and piece.own]
-        if found.unscheduled > found.own / 2 and rest:
+        if total.unscheduled > total.own / 2 and rest:
             behind = behind and median(piece.unscheduled / piece.own for piece in rest) < BUSY
         alone = len(stage.ranks) == 1
-        changes = [Change(rank, behind, own, others, _reason(found), before=alone)]
+        changes = [Change(rank, behind, own, others, _reason(total), before=alone)]
         devices = [sums[other].device for other in self._all if other != rank]
-        if found.device and devices and all(devices):
+        if total.device and devices and all(devices):
             usual = median(devices)
-            slow = found.device > self._factor * usual
-            changes.append(Change(rank, slow, found.device, usual, by_device=True))
+            slow = total.device > self._factor * usual
+            changes.append(Change(rank, slow, total.device, usual, by_device=True))
         return [change for change in changes if self._is_new(change)]
 
     def _expected(self, stage: _Stage, rank: int, sums: Sequence[StepTimes]) -> float:
@@ -250,7 +250,7 @@ class OwnTimeMeter:
         self._counting = False
 
     def take(self) -> OwnTime:
-        """What was measured since the last call."""
+        """Return the measurements since the last call."""
         total, before = OwnTime(self._own, self._reading, self._late), self._taken
         self._taken = total
         delay, self._run_delay = self._run_delay, _run_delay()
@@ -284,7 +284,7 @@ class OwnTimeMeter:
 
 
 def _waits() -> bool:
-    """Whether the main thread waits for ranks or its device; a function, as frames keep tensors."""
+    """True if the main thread waits for ranks or its device; a function, as frames keep tensors."""
     frames = frames_of_others()
     main = frames[threading.main_thread().ident or 0]
     waits = where_it_waits(frames) is not None
@@ -332,7 +332,8 @@ class DeviceProbe:
         self._events = start, end
 
     def seconds(self) -> float:
-        """Of the products that were queued last; 0 if they are not done, and before the first."""
+        """Return the seconds of the products that were queued last; 0 if they are not done, and
+        before the first."""
         if self._events is None or not self._events[1].query():
             return 0.0
         start, end = self._events

@@ -1,10 +1,10 @@
-"""What the watchdogs of the ranks tell each other, through the store at which the ranks meet.
+"""Messages of the ranks' watchdogs through the store at which the ranks meet.
 
-Each rank writes a sign of life every second and looks whether somebody asks why the run does not
-advance. To a question every rank answers with a :class:`Report`; the one that asked collects them,
-has the processes of those that do not answer looked at by ranks on their machines, and publishes
-its verdict, which all ranks act on. A thread of its own does this, because a store that does not
-answer blocks its caller without limit.
+Each rank writes a sign of life every second and looks whether another rank asks why the run does
+not advance. To a question every rank answers with a :class:`Report`; the one that asked collects
+them, has the processes of those that do not answer looked at by ranks on their machines, and
+publishes its verdict, which all ranks act on. A thread of its own does this, because a store that
+does not answer blocks its caller without limit.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ class RankExchange:
 
     @property
     def connected(self) -> bool:
-        """Whether the store has ever answered."""
+        """True if the store has ever answered."""
         return self.rounds > 0
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Leaves the others alone from now on, as before the store ends."""
+        """Stops asking the others, as before the store ends."""
         self.wait_until_heard()
         self._stopping.set()
         self._woken.set()
@@ -119,15 +119,15 @@ class RankExchange:
         self._heard.wait(2 * _LINGERS)
 
     def ask(self, question: HangQuestion) -> None:
-        """Asks all ranks, unless somebody does already."""
+        """Asks all ranks, unless one does already."""
         if self._question is None:
             self._question = question
             self._woken.set()
 
     def take_verdict(self) -> HangVerdict | None:
         """The verdict, once."""
-        found, self.verdict = self.verdict, None
-        return found
+        verdict, self.verdict = self.verdict, None
+        return verdict
 
     def look_at_neighbours(self) -> None:
         """Asks soon, if a process of another rank on this machine has ended."""
@@ -193,7 +193,7 @@ class RankExchange:
         return self.owner is not None and not self.owner.pid
 
     def _last_of(self, rank: int) -> Silent:
-        """What a rank has said last."""
+        """Return the last message of a rank."""
         if not self._store.check([f"life/{rank}"]):
             return Silent(rank, "", 0, "", 0)
         host, space, pid, phase, iteration, *_ = self._said(f"life/{rank}")
@@ -214,9 +214,9 @@ class RankExchange:
         looked = False
         for _ in self._pauses(4 * PATIENCE):
             if self._store.check([f"{number}/verdict"]):
-                found = self._said(f"{number}/verdict")
+                answer = self._said(f"{number}/verdict")
                 self._store.add(f"{number}/heard", 1)
-                self._close(number, HangVerdict.of_json(found))
+                self._close(number, HangVerdict.of_json(answer))
                 return
             if not looked and self._store.check([f"{number}/silent"]):
                 looked = True
@@ -252,12 +252,12 @@ class RankExchange:
         there = self._store.add(f"{number}/answers", 0)
         while read < there and self._store.check([f"{number}/answer/{read + 1}"]):
             read += 1
-            found = Report.of_json(self._said(f"{number}/answer/{read}"))
-            answers[found.rank] = found
+            report = Report.of_json(self._said(f"{number}/answer/{read}"))
+            answers[report.rank] = report
         return read
 
     def _all_others_gone(self, answers: Mapping[int, Report]) -> bool:
-        """Whether no more answers come, because the processes, which are known here, have ended."""
+        """True if no more answers come, because the processes, which are known here, have ended."""
         missing = [rank for rank in range(self.size) if rank not in answers]
         if len(missing) > _NEIGHBOURS:
             return False
@@ -275,12 +275,12 @@ class RankExchange:
         for _ in self._pauses(_LOOKED_AT if expected else 0):
             if self._store.check(expected):
                 break
-        found = []
+        reports = []
         for one in silent:
             key = f"{number}/state/{one.rank}"
             known = self._store.get(key).decode() if self._store.check([key]) else ""
-            found.append(replace(one, state=known))
-        return found
+            reports.append(replace(one, state=known))
+        return reports
 
     def _close(self, number: int, verdict: HangVerdict) -> None:
         self._asked, self._question = number + 1, None
@@ -333,12 +333,12 @@ class RankExchange:
     def _likely_neighbours(self) -> list[int]:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or self.size
         first = self.rank - int(os.environ.get("LOCAL_RANK", "0")) if local < self.size else 0
-        found = range(max(0, first), min(first + local, self.size))
-        return [rank for rank in found if rank != self.rank][:_NEIGHBOURS]
+        neighbours = range(max(0, first), min(first + local, self.size))
+        return [rank for rank in neighbours if rank != self.rank][:_NEIGHBOURS]
 
 
 class StoreWatch:
-    """Whether the store at which the ranks meet, and its machine, still answer."""
+    """Watches the store at which the ranks meet, and its machine, for answers."""
 
     def __init__(self, exchange: RankExchange) -> None:
         self._exchange = exchange
@@ -348,7 +348,7 @@ class StoreWatch:
 
     @property
     def silent(self) -> bool:
-        """Whether the other ranks cannot be asked."""
+        """True if the other ranks cannot be asked."""
         return bool(self._exchange.error) or self._silence >= _STORE_PATIENCE
 
     def count(self) -> None:

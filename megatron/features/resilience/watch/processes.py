@@ -1,4 +1,4 @@
-"""Which processes and threads run, what they wait for, and which machines answer."""
+"""Running processes and threads, their waits, and the machines that answer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _LONGEST = 4096
 
 
 def process_space() -> str:
-    """Where process ids mean something: host, its boot, and namespace."""
+    """Return the namespace in which process ids are valid: host, its boot, and namespace."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {started} {os.readlink('/proc/self/ns/pid')}"
@@ -74,7 +74,7 @@ def state_letter(pid: int, thread: int | None = None) -> str | None:
 
 
 def state_of(pid: int) -> str:
-    """What a process of this machine does, in words: it runs, is stopped, has ended."""
+    """Return the state of a process of this machine, in words: it runs, is stopped, has ended."""
     letter = state_letter(pid)
     if letter is None:
         if sys.platform == "linux":
@@ -97,7 +97,7 @@ def awaited_file(pid: int, thread: int | None = None) -> str | None:
     try:
         words = Path(f"{task}/syscall").read_text().split()
         number, arguments = int(words[0]), [int(word, 16) for word in words[1:7]]
-    except (OSError, ValueError, IndexError):  # it runs, or belongs to somebody else
+    except (OSError, ValueError, IndexError):  # it runs, or belongs to another user
         return None
     machine = platform.machine()
     if (call := _FILE_FIRST.get(machine, {}).get(number)) is not None:
@@ -125,10 +125,10 @@ def _text_at(address: int, pid: int) -> str | None:
     try:
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             memory.seek(address)
-            found = memory.read(_LONGEST)
+            text = memory.read(_LONGEST)
     except (OSError, ValueError):
         return ctypes.string_at(address).decode(errors="replace")
-    return found.partition(b"\0")[0].decode(errors="replace")
+    return text.partition(b"\0")[0].decode(errors="replace")
 
 
 _MEETS = ("/torch/distributed/", "/deepspeed/comm/")
@@ -160,13 +160,13 @@ def where_it_waits(frames: Mapping[int, FrameType] | None = None) -> FrameType |
     main = frames.get(threading.main_thread().ident or 0)
     if main is None:
         return None
-    if (found := _meets(main)) is not None:
-        return found
+    if (wait := _meets(main)) is not None:
+        return wait
     passes_on = _normal(main.f_code.co_filename).endswith(_PASSES_ON)
     if not passes_on or activity.phase == "data":  # the other thread reads what it waits for
         return None
     others = (frame for frame in frames.values() if frame is not main)
-    return next((found for frame in others if (found := _meets(frame)) is not None), None)
+    return next((wait for frame in others if (wait := _meets(frame)) is not None), None)
 
 
 def frames_of_others() -> dict[int, FrameType]:
@@ -179,8 +179,8 @@ def frames_of_others() -> dict[int, FrameType]:
 
 
 def device_is_busy() -> bool:
-    """Whether this process's GPU computes or waits for those of other ranks. A driver that does not
-    answer within a second counts as busy."""
+    """True if this process's GPU computes or waits for those of other ranks. A driver that does not
+    answer within a second is busy."""
     asked, answers = activity.device_busy, list[bool]()
     if asked is None:
         return False
@@ -210,7 +210,7 @@ def collectives_begun() -> int:
 
 
 def failed_to_meet(error: BaseException | None) -> bool:
-    """Whether an error, or its cause, says that other ranks did not answer."""
+    """True if an error, or its cause, says that other ranks did not answer."""
     while error is not None:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
@@ -256,7 +256,7 @@ def _meets(frame: FrameType) -> FrameType | None:
 
 
 def _is_imported(frame: FrameType) -> bool:
-    """Whether a frame runs because a module is imported, which is work."""
+    """True if a frame runs because a module is imported, which is work."""
     return any(outer.f_code.co_filename.startswith(_IMPORT) for outer in outwards(frame))
 
 
@@ -338,7 +338,7 @@ def address_towards(host: str) -> tuple[int, str]:
 
 
 def is_gone(host: str, port: int, seconds: float = SECONDS) -> bool:
-    """Whether nothing answers there; a refusal is an answer, an unknown name says nothing."""
+    """True if nothing answers there; a refusal is an answer, an unknown name says nothing."""
     if port == 0:
         return False
     try:

@@ -1,4 +1,4 @@
-"""What a rank says of itself when somebody asks why the run does not advance."""
+"""Report of a rank about itself, when another asks why the run does not advance."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Report:
             other ranks do not take part: a GPU's rank queues them and hardly ever waits itself.
         space: where its process id means something.
         site: the call in which it waits, or the function that works.
-        waited_for: what it waits for beside ranks: a file, or processes that read data.
+        waited_for: what it waits for next to ranks: a file, or processes that read data.
         error: the error by which it ends, if it does.
         lost: whether that error is that others did not answer it.
         status: the exit status that its own error means.
@@ -166,10 +166,10 @@ def _waited_for(activity: Activity, watched: int) -> str:
     idents[threading.main_thread().ident] = os.getpid()  # in a fork Python has the parent's
     threads = [idents.get(ident) for ident in (watched, *list(background))]
     files = (awaited_file(os.getpid(), thread) for thread in threads if thread is not None)
-    found = list(dict.fromkeys(file for file in files if file is not None))
+    files_waited = list(dict.fromkeys(file for file in files if file is not None))
     for pid in activity.helpers() if activity.helpers is not None else ():
-        found.append(f"process {pid} of --num-workers, which {state_of(pid)}")
-    return ", ".join(found)
+        files_waited.append(f"process {pid} of --num-workers, which {state_of(pid)}")
+    return ", ".join(files_waited)
 
 
 def _working_site(frame: FrameType | None) -> str:
@@ -186,8 +186,8 @@ def _working_site(frame: FrameType | None) -> str:
 
 def _short(file: str) -> str:
     for part in ("/site-packages/", "/lib/python", _OURS):
-        before, found, after = file.rpartition(part)
-        if found:
+        before, middle, after = file.rpartition(part)
+        if middle:
             return f"megatron/{after}" if part == _OURS else after
     return file
 
@@ -217,27 +217,27 @@ _SECONDS = 5.0  # for which it may take to be written; its storage may be what h
 
 
 def described(reports: Mapping[int, Report], silent: Sequence[Silent]) -> str:
-    """What each rank does, with its stacks; the silent ones first."""
+    """Return the activity of each rank, with its stacks; the silent ones first."""
     lines = []
     for one in silent:
         state = f"its process {one.state}" if one.state else "nothing is known of its process"
         last = f"last seen in phase {one.phase} at iteration {one.iteration}"
         lines.append(f"{one.name} does not answer: {state}; {last}")
     for rank in sorted(reports):
-        found = reports[rank]
-        does = "waits for other ranks in" if found.waits else "works in"
-        if found.device:
+        report = reports[rank]
+        does = "waits for other ranks in" if report.waits else "works in"
+        if report.device:
             does = f"has a device that is busy, and {does}"
-        detail = f" ({found.detail})" if found.detail else ""
+        detail = f" ({report.detail})" if report.detail else ""
         lines.append(
-            f"{found.name}: {found.place}{detail}, {found.idle} s without progress; it {does} "
-            f"{found.site}"
+            f"{report.name}: {report.place}{detail}, {report.idle} s without progress; it {does} "
+            f"{report.site}"
         )
-        if found.waited_for:
-            lines.append(f"  it waits for {found.waited_for}")
-        if found.error:
-            lines.append(f"  it ends by an error: {found.error}")
-        lines.append(found.stacks)
+        if report.waited_for:
+            lines.append(f"  it waits for {report.waited_for}")
+        if report.error:
+            lines.append(f"  it ends by an error: {report.error}")
+        lines.append(report.stacks)
     return "\n".join(lines)
 
 
@@ -261,7 +261,7 @@ def write_report(line: str, body: str, save: str | None) -> None:
 
 
 def in_time(*works: Callable[[], None]) -> None:
-    """Does things beside each other, and returns when they are done, or take too long."""
+    """Calls functions at the same time, and returns when they are done, or take too long."""
     threads = [threading.Thread(target=work, name="report", daemon=True) for work in works]
     for thread in threads:
         thread.start()

@@ -21,7 +21,8 @@ _NO_LIMIT = 60  # ticks after which a rank without a limit is asked about again
 
 @dataclass(frozen=True)
 class HangQuestion:
-    """Why a rank asks; ``grace``: ticks after a signal that a rank which works may take."""
+    """Question of a rank to the others; ``grace``: ticks after a signal that a rank which works may
+    take."""
 
     reason: str
     grace: int = 0
@@ -29,7 +30,7 @@ class HangQuestion:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """What is the matter.
+    """Result of a question.
 
     Attributes:
         ranks: those that hold the run up; none if that is not known.
@@ -160,10 +161,12 @@ def _all_wait(waiting: Sequence[Report]) -> HangVerdict:
         sites.setdefault(report.site, []).append(report)
     where = waiting[0].place
     if len(sites) > 1:
-        said = [f"{_named(found)} in {site}" for site, found in sites.items()]
+        said = [f"{_named(ranks_there)} in {site}" for site, ranks_there in sites.items()]
         line = f"all ranks wait for each other in {where}, in different calls: {_listed(said)}"
-        fewest = min(len(found) for found in sites.values())
-        culprits = [r for found in sites.values() if len(found) == fewest for r in found]
+        fewest = min(len(ranks_there) for ranks_there in sites.values())
+        culprits = [
+            r for ranks_there in sites.values() if len(ranks_there) == fewest for r in ranks_there
+        ]
         return HangVerdict(_ranks(culprits), line)
     hosts = sorted({r.host for r in waiting})
     line = (

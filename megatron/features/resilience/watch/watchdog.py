@@ -78,8 +78,8 @@ def hang_limits(config: RunConfig) -> dict[str, int]:
     if limits["start"]:
         limits["start"] = max(START_SECONDS, limits["start"])
     for item in given.hang_limits:
-        name, found, value = item.partition("=")
-        if name not in PHASES or not found:
+        name, equals, value = item.partition("=")
+        if name not in PHASES or not equals:
             raise ConfigError(
                 f"--hang-limits {item}: expected PHASE=SECONDS with one of {', '.join(PHASES)}"
             )
@@ -106,21 +106,21 @@ class Idleness:
 
     def count(self) -> None:
         """A tick."""
-        found = self.watched.moves
+        moves = self.watched.moves
         if self.watched is activity:  # a library's collectives advance, too
-            found += collectives_begun()
+            moves += collectives_begun()
         if self.watched.phase == "save":  # which may wait for the one in the background
-            found += sum(other.moves for other in list(background.values()))
-        if found == self._moves:
+            moves += sum(other.moves for other in list(background.values()))
+        if moves == self._moves:
             self.ticks += 1
             return
-        self._moves = found
+        self._moves = moves
         self.longest = max(self.ticks, self.longest * 9 // 10)
         self.ticks = 0
 
 
 class WatchState(Enum):
-    """What a watchdog does about its main thread."""
+    """States of a watchdog."""
 
     WATCHING = auto()
     YIELDING = auto()
@@ -282,7 +282,7 @@ class Watchdog:
         self._handle(_event_of(verdict), verdict)
 
     def _question(self) -> HangQuestion | None:
-        """Why to ask the other ranks now, if there is a reason."""
+        """Return a question to the other ranks, if there is a reason."""
         if self._failure is not None:
             return HangQuestion(LOST) if self._state is WatchState.FAILED else None
         idle = self._main.ticks
@@ -363,7 +363,7 @@ class Watchdog:
             self._stopping, self._state = True, WatchState.OVER
 
     def _data_given_up(self, verdict: HangVerdict) -> bool:
-        """Whether the main thread is to save instead: its data do not come, and no rank waits."""
+        """True if the main thread is to save instead: its data do not come, and no rank waits."""
         giving_up = self._exchange is None and activity.phase == "data" and activity.helpers
         if not giving_up or activity.give_up:
             return False
@@ -377,12 +377,12 @@ class Watchdog:
         for ident in set(self._background) - set(background):
             del self._background[ident]
         limit = self._limits["save"]
-        for ident, found in list(background.items()):
-            idle = self._background.setdefault(ident, Idleness(found))
+        for ident, seen in list(background.items()):
+            idle = self._background.setdefault(ident, Idleness(seen))
             idle.count()
             if not limit or idle.ticks != limit:
                 continue
-            report = report_of(found, self._rank, limit, limit, thread=ident)
+            report = report_of(seen, self._rank, limit, limit, thread=ident)
             if not report.waits:
                 file = f", waiting for {report.waited_for}" if report.waited_for else ""
                 line = (
