@@ -4,7 +4,7 @@
     python benchmarks/distillation.py --text input.txt --work work
 
 A teacher is trained on a text; then students, each with the same initial weights, batches and
-learning rates by itself and with the teacher, whose term takes the place of a part of the cross
+learning rates by itself and with the teacher, whose term replaces a part of the cross
 entropy. The last tenth of the text is held out.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How long the experts of a layer take on a CPU, forward and backward, next to their matrix
+"""Time of the experts of a layer on a CPU, forward and backward, next to their matrix
 products alone and to transformers.
 
     python benchmarks/experts.py
@@ -33,7 +33,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from megatron.config.blocks import MLPConfig
 from megatron.engine import environment
-from megatron.features.experts.compute import ExpertLinear, combine, dispatch, expert_mlp, order
+from megatron.features.experts.compute import combine, dispatch, expert_mlp, order
+from megatron.features.experts.linear import ExpertLinear
 from megatron.model.mlp import activation_of
 from megatron.parallel.shard import Init
 from megatron.parallel.tensor_parallel import TensorParallel

@@ -73,11 +73,13 @@ def _layout(
     data: int = 1,
     more: str = "",
     copies: int = 1,
+    context: int = 1,
 ) -> LayoutFlags:
     sizes = ("--tensor-model-parallel-size", str(tensor))
     sizes += ("--pipeline-model-parallel-size", str(pipeline))
+    sizes += ("--context-parallel-size", str(context))
     flags = (*sizes, *more.split())
-    return LayoutFlags(name, tensor * pipeline * data, data, flags, copies)
+    return LayoutFlags(name, tensor * pipeline * data * context, data, flags, copies)
 
 
 _ZERO = "--zero-stage"
@@ -93,6 +95,9 @@ LAYOUTS = {
         _layout("tp2", tensor=2, more=f"{_ZERO} 1"),
         _layout("tp2-sp", tensor=2, more=f"{_ZERO} 1 --sequence-parallel"),
         _layout("pp2", pipeline=2, more=f"{_ZERO} 1"),
+        _layout("cp2", context=2, more=f"{_ZERO} 1"),
+        _layout("cp2-a2a", context=2, more=f"{_ZERO} 1 --cp-comm-type a2a"),
+        _layout("cp2-allgather", context=2, more=f"{_ZERO} 1 --cp-comm-type allgather"),
         _layout("dp4", data=4, more=f"{_ZERO} 1"),
         _layout("tp2-dp2", tensor=2, data=2, more=f"{_ZERO} 1"),
         _layout("tp4", tensor=4, more=f"{_ZERO} 1"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -101,6 +102,10 @@ class StepShape:
     """Rank of the additions to the linear layers of blocks, whose weights are frozen."""
     answer: int | None = None
     """Tokens of a sample that are predicted, without a dense layer; None for all."""
+    experts: int = 0
+    """Experts of a block, of which a token goes through ``choices``, each of them an MLP; every
+    expert has its even share of the tokens. 0 for one MLP."""
+    choices: int = 0
 
     @classmethod
     def of(cls, model: ModelConfig, samples: int) -> StepShape:
@@ -164,11 +169,18 @@ class StepShape:
         ]
 
     def _mlp(self, length: int, how: dict[str, Any]) -> list[Linear | Attention]:
-        tokens = self.samples * length
-        return [
-            *self._linear(tokens, self.hidden, (self.inner,) * (2 if self.gated else 1), how),
-            *self._linear(tokens, self.inner, (self.hidden,), how),
+        tokens, router = self.samples * length, []
+        if self.experts:
+            router = self._linear(tokens, self.hidden, (self.experts,), how)
+            tokens = tokens * self.choices // self.experts
+        mlps = [
+            [
+                *self._linear(tokens, self.hidden, (self.inner,) * (2 if self.gated else 1), how),
+                *self._linear(tokens, self.inner, (self.hidden,), how),
+            ]
+            for _ in range(max(1, self.experts))
         ]
+        return [*router, *chain.from_iterable(mlps)]
 
     def head(self, dtype: torch.dtype, device: torch.device) -> list[Linear]:
         """The products of the head, with buffers of their own."""

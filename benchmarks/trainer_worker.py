@@ -10,10 +10,12 @@ import resource
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -72,7 +74,7 @@ def _serve(pipe: Connection, flags: list[str]) -> None:
     logging.disable(logging.INFO)
     with distributed(run.config.parallel) as mesh:
         before = resident_bytes()
-        worker = Worker(build_trainer(run, mesh), before)
+        worker = Worker(build_trainer(run, mesh), run, before)
         pipe.send((None, worker.parameters()))
         while True:
             try:
@@ -87,11 +89,12 @@ class Worker:
 
     Args:
         trainer: a trainer of ``megatron.training``, with training data.
+        run: the run that it was built for.
         before: resident bytes of the process before there was a model.
     """
 
-    def __init__(self, trainer: Any, before: int) -> None:
-        self.trainer, self.before = trainer, before
+    def __init__(self, trainer: Any, run: Any, before: int) -> None:
+        self.trainer, self.run_of, self.before = trainer, run, before
         self.batches = trainer.data.batches(trainer.data.datasets.train, **trainer.reading())
         self.consumed, self.loss = 0, math.nan
 
@@ -139,18 +142,49 @@ class Worker:
         estimate of ``megatron.apps.planning`` for the rank that needs most."""
         from megatron.apps.planning.memory import peak_memory
 
-        config = self.trainer.config
+        config = self.run_of.config
         micro_batches = self.trainer.plan.batch_size.micro_batches(self.consumed)
         layout = dataclasses.replace(
-            config.layout(self.trainer.run.content), micro_batches=(micro_batches,)
+            config.layout(self.run_of.content), micro_batches=(micro_batches,)
         )
         model = config.model
         estimate = peak_memory(model, layout, config.training.micro_batch_size, micro_batches)
         return peak_resident_bytes() - self.before, estimate.total
 
+    def sent(self, _: None = None) -> int:
+        """Bytes that attention of a step sends from this rank to others which divide its
+        sequences."""
+        from megatron.features.context import exchange
+
+        rank = self.trainer.engine.mesh.group("context").rank
+        counted: list[int] = []
+
+        def counting(name: str, count: Callable[..., int]) -> Any:
+            function = getattr(exchange, name)
+
+            def call(*args: Any, **options: Any) -> Any:
+                counted.append(count(*args))
+                return function(*args, **options)
+
+            return mock.patch.object(exchange, name, call)
+
+        def exchanged(x: torch.Tensor, sent: Sequence[int], *_: Any) -> int:
+            return x.element_size() * (sum(sent) - sent[rank])
+
+        def gathered(whole: torch.Tensor, part: torch.Tensor) -> int:
+            return whole.nbytes - part.nbytes
+
+        with (
+            counting("start_exchange", exchanged),
+            counting("all_gather_flat", gathered),
+            counting("reduce_scatter_flat", lambda part, whole: whole.nbytes - part.nbytes),
+        ):
+            self.step()
+        return sum(counted)
+
     def products(self, _: None = None) -> float:
         """CPU seconds of the matrix products of a replica's step, of its shapes, done here."""
-        config = self.trainer.config
+        config = self.run_of.config
         micro_batches = self.trainer.plan.batch_size.micro_batches(self.consumed)
         shape = StepShape.of(config.model, config.training.micro_batch_size)
         dtype = torch.bfloat16 if config.precision.bf16 else torch.float32

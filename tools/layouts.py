@@ -28,9 +28,15 @@ FAMILIES: tuple[tuple[str, Layout], ...] = (
     ("tensor, sequence, pipeline 1f1b", parse_layout("tp2-sp-pp2-dp2")),
     ("tensor, sequence, pipeline interleaved", parse_layout("tp2-sp-pp2-interleaved-dp2")),
     ("tensor, sequence, pipeline dualpipev", parse_layout("tp2-sp-pp2-dualpipev-dp2")),
+    ("context", parse_layout("cp2")),
+    ("tensor, context", parse_layout("tp2-cp2")),
+    ("tensor, sequence, context", parse_layout("tp2-sp-cp2")),
+    ("pipeline 1f1b, context", parse_layout("pp2-cp2")),
+    ("pipeline dualpipev, context", parse_layout("pp2-dualpipev-cp2")),
     ("experts", parse_layout("ep2-dp4")),
     ("tensor, experts", parse_layout("tp2-ep2-dp4")),
     ("tensor, sequence, experts whole", parse_layout("tp2-sp-ep4-etp1-dp4")),
+    ("context, experts", parse_layout("cp2-ep2-dp4")),
     ("pipeline 1f1b, experts", parse_layout("pp2-ep2-dp4")),
     ("pipeline dualpipev, experts", parse_layout("pp2-dualpipev-ep2-dp4")),
 )
@@ -66,7 +72,8 @@ LEGEND = """Columns: dtype and ZeRO stage. no8 is refused for reason 8. dropout:
 those of one process."""
 
 DROPOUT = """*Dropout* says which masks equal those of one process: `all`, those of `hidden`
-activations only (attention weights have other masks on each tensor-parallel process), or `none`.
+activations only (attention weights have other masks on each tensor-parallel or context-parallel
+process), or `none`.
 Without dropout every layout gives the same result; with it, those with `all` do.
 """
 
@@ -76,14 +83,19 @@ processes they are replicated), gradient accumulation and `--torch-compile`. Wit
 collectives break the graph, so that every block is compiled in pieces and gains less; modes with
 CUDA graphs need a layout without a pipeline at ZeRO 0 to 2.
 
-Every model family trains in all of them. The decoder of a T5 starts where the blocks of encoder and
-decoder together are divided most evenly, which may be within a stage; with `1f1b`
+Every model family trains in all of them, a Retro without a context. The decoder of a T5 starts
+where the blocks of encoder and decoder together are divided most evenly, which may be within a
+stage; with `1f1b`
 `--pipeline-model-parallel-split-rank` starts it at a process. Tensor parallelism and sequence
 parallelism cut the sequences of both.
 
 Sizes must also fit: the tensor-parallel size divides attention heads, feed-forward size and, with
 sequence parallelism, the sequence lengths; every stage of a pipeline has at least one block. The
-expert-parallel size divides the data-parallel size and the experts of every layer.
+expert-parallel size divides the data-parallel size and the experts of every layer. Each process of
+a context has two pieces of every sequence, so that twice the context-parallel size (times the
+tensor-parallel size with sequence parallelism) divides the sequence lengths; with `a2a` it divides
+the query heads of a tensor-parallel process. ZeRO partitions over the data-parallel and the context
+processes together.
 Accumulating gradients in fp32 has an effect only if they are bf16 or fp16.
 """
 
@@ -102,6 +114,8 @@ Tools name a layout by its tokens joined by `-`, without sizes of 1 and other de
 | `dpN` | N replicas: the number of processes |
 | `epN` | `--expert-model-parallel-size N`, among the data-parallel processes: `ep2` is `ep2-dp2` |
 | `etp1` | `--expert-tensor-parallel-size 1`; `epN` is then a multiple of `tpN` |
+| `cpN` | `--context-parallel-size N` |
+| `a2a` `allgather` `a2a+p2p` | `--cp-comm-type`; the last with pairs that exchange heads |
 | `zeroN` | `--zero-stage N` |
 | `fp32` `bf16` `fp16` | neither, `--bf16`, `--fp16` |
 | `selective` | `--recompute-granularity selective` |

@@ -29,10 +29,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.apps.planning.activations import WHOLE
 from megatron.apps.planning.budget import (
     TIE,
     Budget,
-    changed_flags,
     command,
     model_words,
     simplest_first,
@@ -48,6 +48,7 @@ from megatron.apps.planning.published import published_tables
 from megatron.apps.planning.search import (
     Plan,
     Workload,
+    changed_flags,
     estimate,
     fewest_gpus,
     fitting,
@@ -73,6 +74,8 @@ from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import POSITIVE, ConfigResolver, build, option
 from megatron.families import family_of, refuse_unused
 from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.context.costs import counts_half
+from megatron.features.context.flags import LongContextConfig
 from megatron.features.experts.costs import active_parameters
 from megatron.formats.huggingface import architecture_named
 
@@ -115,7 +118,10 @@ class PlanConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    classes = (PlanConfig, Hardware, ModelFlags, PrecisionConfig, FastPathsConfig, AdapterConfig)
+    classes = (
+        PlanConfig, Hardware, ModelFlags, PrecisionConfig, FastPathsConfig, AdapterConfig,
+        LongContextConfig,
+    )  # fmt: skip
     parser = FlagParser(*classes, description=__doc__)
     settings = parser.settings(argv)
     config = build(PlanConfig, settings)
@@ -165,6 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if best[0].layout.expert > 1:
         print("\n" + imbalance(work, best[0], hardware))
+    if best[0].memory.host or best[0].layout.context > 1:
+        print("\n" + long_sequences(best[0], hardware))
     budget = Budget(best[0], work, hardware, config.train_tokens or 0)
     if budget.tokens:
         print("\n" + "\n".join(budget.lines()))
@@ -214,7 +222,8 @@ def workload_of(config: PlanConfig, settings: Settings, gpus: int) -> Workload:
     planned = family_of(family)
     refuse_unused(known, planned)
     run = resolve(planned.complete_settings(known), world_size=1).config
-    adapters = run.section(AdapterConfig)
+    adapters, saving = run.section(AdapterConfig), run.section(LongContextConfig)
+    given = saving != LongContextConfig()
     precision = "fp16" if run.precision.fp16 else "bf16" if run.precision.bf16 else "fp32"
     return Workload(
         run.model,
@@ -227,6 +236,7 @@ def workload_of(config: PlanConfig, settings: Settings, gpus: int) -> Workload:
         fast_paths=run.fast_paths,
         adapters=adapters if adapters.lora else None,
         teacher=open_checkpoint(config.load_teacher).model if config.load_teacher else None,
+        saving=saving if given else None,
     )
 
 
@@ -257,6 +267,28 @@ def imbalance(work: Workload, plan: Plan, hardware: Hardware) -> str:
     )
 
 
+def long_sequences(plan: Plan, hardware: Hardware) -> str:
+    """What a plan that divides sequences, or has activations in host memory, needs besides."""
+    said = []
+    if plan.layout.context > 1:
+        said.append(
+            f"a rank sends {plan.sent.context / GB:.1f} GB in attention in a step, of which "
+            f"{plan.time.context:.2f} s are not hidden"
+        )
+    if plan.memory.host:
+        said.append(
+            f"{plan.memory.host / GIB:.1f} GiB of host memory for each GPU (--host-memory "
+            f"{hardware.host_memory} of a node), pinned; {plan.time.host:.2f} s of its traffic are "
+            "not hidden"
+        )
+    if plan.layout.offload_optimizer is not None:
+        said.append(
+            'OFFLOAD.json is {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}; the '
+            "time of Adam on the CPU is not counted"
+        )
+    return f"{plan.layout.name}: {'; '.join(said)}"
+
+
 def assumptions(work: Workload, hardware: Hardware) -> list[str]:
     """The lines that say what is planned and what is assumed."""
     model = work.padded(1)
@@ -275,6 +307,7 @@ def assumptions(work: Workload, hardware: Hardware) -> list[str]:
         f"--data-overlap {hardware.data_overlap:g} (ZeRO 3)",
         "not counted: the optimizer's own time, data loading, logging, checkpoints, offload, "
         "what compiled blocks keep less of",
+        *["causal attention counts half of the pairs, as its kernels do"] * counts_half(work.model),
         *["8-bit products count in memory, not in time"] * bool(work.float8),
         *[f"assumed: --expert-imbalance {hardware.expert_imbalance:g}"] * bool(active(model)),
     ]
@@ -288,30 +321,44 @@ HEADER = [
 LEGEND = """
 micro: samples of a micro batch; m: micro batches per step. Memory in GiB of the rank that needs
 most (grads: at stage 3 and in fp16 with float32 copies in the update; whole: activations without
-recomputation). TFLOP/s: of the model, per GPU; MFU: of --peak-tflops; HFU: with recomputation.
-bubble: share of the step in which a pipeline rank waits. tensor, pipe, data: GB that a rank sends
-in a step."""
+recomputation). +tiles: of MLPs; +host: activations in host memory; +fpdt: attention in chunks on
+the host; +adam: the optimizer on the host. TFLOP/s: of the model, per GPU; MFU: of --peak-tflops;
+HFU: with recomputation. bubble: share of the step in which a pipeline rank waits. tensor, pipe,
+data: GB that a rank sends in a step."""
 
 
 def one_each(plans: Sequence[Plan]) -> list[Plan]:
     """Each layout once, with its best micro batch."""
     found: dict[str, Plan] = {}
     for plan in plans:
-        found.setdefault(plan.layout.name, plan)
+        found.setdefault(name(plan), plan)
     return list(found.values())
+
+
+def name(plan: Plan) -> str:
+    """A plan's layout, and what saves memory: tiles, activations and the optimizer on the host,
+    and FPDT."""
+    saving = plan.saving
+    words = [
+        "tiles" * (saving.mlp_chunks_for_training != 1),
+        "host" * saving.in_host_memory,
+        "fpdt" * saving.ds_sequence_parallel_fpdt,
+        "adam" * (plan.layout.offload_optimizer is not None),
+    ]
+    return "+".join(filter(None, (plan.layout.name, *words)))
 
 
 def row(work: Workload, plan: Plan, hardware: Hardware) -> list[str]:
     """A plan's line of the table."""
     kept = dataclasses.replace(plan.layout, recompute=None)
-    whole = estimate(work, kept, plan.micro_batch, hardware).memory.activations
+    whole = estimate(work, kept, plan.micro_batch, hardware, WHOLE).memory.activations
     memory, time, sent = plan.memory, plan.time, plan.sent
     parts = (memory.weights, memory.gradients, memory.optimizer, memory.buffers, memory.activations)
     seconds = plan.layout.processes * time.total
     rate = work.flops() / seconds / 1e12
     hardware_rate = work.hardware_flops(plan.layout.recompute) / seconds / 1e12
     return [
-        plan.layout.name,
+        name(plan),
         str(plan.micro_batch),
         str(plan.layout.micro_batches[0]),
         *(f"{part / GIB:.1f}" for part in (*parts, whole, memory.total)),
@@ -357,7 +404,9 @@ def nothing_fits(work: Workload, hardware: Hardware, plans: Sequence[Plan]) -> s
 def offload(plans: Sequence[Plan], usable: int) -> list[str]:
     """The effect of moving the optimizer to main memory; nothing where no plan uses ZeRO."""
     held = {
-        plan: plan.memory.total - plan.memory.optimizer for plan in plans if plan.layout.zero > 0
+        plan: plan.memory.total - plan.memory.optimizer
+        for plan in plans
+        if plan.layout.zero > 0 and plan.layout.offload_optimizer is None
     }
     if not held:
         return []

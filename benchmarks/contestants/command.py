@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from contestants.flags import EXPERTS
 from contestants.measure import Measurement
 from contestants.process import ContestantError, environment, prepare
 from contestants.registry import DEFAULT, contestant
@@ -79,7 +80,8 @@ def setting_of(options: argparse.Namespace, folder: str | Path) -> Setting:
     Raises:
         ValueError: a shape that no contestant can have.
     """
-    llama, t5 = options.architecture == "llama", options.architecture == "t5"
+    sparse, t5 = options.architecture in EXPERTS, options.architecture == "t5"
+    llama = sparse or options.architecture == "llama"
     if options.hidden_size % options.heads:
         raise ValueError(
             f"--hidden-size {options.hidden_size} / --heads {options.heads}: not whole"
@@ -110,6 +112,8 @@ def setting_of(options: argparse.Namespace, folder: str | Path) -> Setting:
         folder=str(folder),
         shared_weights=not options.own_weights,
         hf_activation=options.hf_activation,
+        experts=options.experts if sparse else 0,
+        choices=options.choices if sparse else 0,
         decoder_length=options.decoder_length or (options.seq_length // 4 if t5 else 0),
     )
 

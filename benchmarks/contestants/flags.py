@@ -12,6 +12,11 @@ FEW = 10**4
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 UNTIED = "--untie-embeddings-and-output-weights"
 QWEN2 = f"{LLAMA} --add-qkv-bias --rotary-base 1000000 --norm-epsilon 1e-6"
+EXPERTS = {
+    "mixtral": f"{LLAMA} {UNTIED} --rotary-base 1000000",
+    "qwen3_moe": f"{LLAMA} {UNTIED} --qk-layernorm --rotary-base 1000000 --norm-epsilon 1e-6",
+}
+"""Without balancing losses, as transformers trains them unless it is told otherwise."""
 
 BERT = "--apply-residual-connection-post-layernorm --no-bias-gelu-fusion"
 T5 = (
@@ -70,5 +75,11 @@ def _architecture(setting: Setting) -> str:
         return RETRO
     if setting.architecture == "t5":
         return f"{T5} --decoder-seq-length {setting.decoder_length}"
+    if setting.experts:
+        return (
+            f"{EXPERTS[setting.architecture]} --kv-channels {setting.kv_channels} --num-experts "
+            f"{setting.experts} --moe-router-topk {setting.choices} --moe-ffn-hidden-size "
+            f"{setting.ffn_hidden_size}"
+        )
     untied = "" if setting.tied else UNTIED
     return f"{QWEN2 if setting.architecture == 'qwen2' else LLAMA} {untied}"

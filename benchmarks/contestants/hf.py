@@ -33,8 +33,11 @@ TIED = {
 NO_LABEL = -100
 
 
-def load_model(setting: Setting, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model with the weights that all start from, torch's attention, no dropout, no cache."""
+def load_model(
+    setting: Setting, dtype: torch.dtype, device: torch.device, experts: str = ""
+) -> Any:
+    """The model with the weights that all start from, torch's attention, no dropout, no cache;
+    ``experts``: how it computes them, if it has any."""
     import transformers
 
     auto = getattr(transformers, AUTO[setting.family])
@@ -47,6 +50,8 @@ def load_model(setting: Setting, dtype: torch.dtype, device: torch.device) -> An
     if setting.architecture == "gpt2":
         config.activation_function = setting.hf_activation
     how: dict[str, Any] = {"attn_implementation": "sdpa", "trust_remote_code": False}
+    if experts:
+        how["experts_implementation"] = experts
     model: Any
     if setting.shared_weights and setting.folder:
         model = auto.from_pretrained(setting.weights, config=config, dtype=dtype, **how)

@@ -38,7 +38,8 @@ def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**62,
     }
-    model = hf.load_model(setting, torch.bfloat16 if bf16 else torch.float32, device)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    model = hf.load_model(setting, dtype, device, contestant.experts)
     optimizer = torch.optim.AdamW(
         hf.parameter_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True
     )

@@ -18,7 +18,7 @@ def shape_of(setting: Setting) -> StepShape:
         hidden=setting.hidden_size,
         heads=setting.heads,
         kv_heads=setting.kv_heads,
-        head_width=setting.hidden_size // setting.heads,
+        head_width=setting.kv_channels,
         inner=setting.ffn_hidden_size,
         gated=setting.gated,
         vocabulary=setting.vocab_size,
@@ -27,6 +27,8 @@ def shape_of(setting: Setting) -> StepShape:
         decoder_length=setting.decoder_length,
         lora_rank=setting.lora_rank if setting.task == "lora" else None,
         answer=setting.answer_length or None,
+        experts=setting.experts,
+        choices=setting.choices,
     )
 
 

@@ -38,6 +38,7 @@ class Contestant:
         compiled: whether torch.compile is used.
         flags: flags of the trainer beside those of the setting.
         reference: of dpo, whether the reference runs in every step.
+        experts: how transformers computes experts; empty for as it chooses.
     """
 
     module: str
@@ -47,6 +48,7 @@ class Contestant:
     compiled: bool = False
     flags: tuple[str, ...] = ()
     reference: bool = False
+    experts: str = ""
 
     def missing(self) -> list[str]:
         """What it needs and is not installed."""
@@ -74,6 +76,12 @@ CONTESTANTS: dict[str, Contestant] = {
     "hf-deepspeed": Contestant(
         "hf_deepspeed", MAIN_WEIGHTS, needs=("transformers", "deepspeed"), stage=1
     ),
+    **{
+        f"hf-deepspeed-{kind}": Contestant(
+            "hf_deepspeed", MAIN_WEIGHTS, ("transformers", "deepspeed"), stage=1, experts=kind
+        )
+        for kind in ("eager", "batched_mm", "grouped_mm")
+    },
     "hf-trainer": Contestant("hf_trainer", AUTOCAST, needs=("transformers", "accelerate")),
     "trl": Contestant("trl_dpo", AUTOCAST, needs=("trl", "datasets")),
     "trl-reference": Contestant("trl_dpo", AUTOCAST, needs=("trl", "datasets"), reference=True),

@@ -26,13 +26,14 @@ def shape_of(setting: Setting) -> TransformerShape:
         ffn_hidden_size=setting.ffn_hidden_size,
         num_attention_heads=setting.heads,
         num_query_groups=setting.kv_heads,
-        kv_channels=setting.hidden_size // setting.heads,
+        kv_channels=setting.kv_channels,
         seq_length=setting.seq_length,
         padded_vocab_size=setting.vocab_size,
         gated=setting.gated,
         sees_later=not causal,
         predictions=predictions,
         other=2.0 * hidden**2 * predictions if predictions else 0.0,
+        within=_of_experts(setting),
     )
     if setting.family == "retro":
         return dataclasses.replace(shape, within=_of_retrieval(setting))
@@ -40,6 +41,14 @@ def shape_of(setting: Setting) -> TransformerShape:
         return shape
     own = dataclasses.replace(shape, seq_length=decoder, sees_later=False)
     return dataclasses.replace(shape, decoder=own)
+
+
+def _of_experts(setting: Setting) -> tuple[float, float]:
+    """Forward FLOPs of a sample in the routers, and in more experts than one."""
+    if not setting.experts:
+        return 0.0, 0.0
+    more = setting.experts + 3 * (setting.choices - 1) * setting.ffn_hidden_size
+    return 2.0 * setting.seq_length * setting.layers * setting.hidden_size * more, 0.0
 
 
 def _of_retrieval(setting: Setting) -> tuple[float, float]:
@@ -186,10 +195,16 @@ def markdown(found: dict[str, Any]) -> str:
 def _title(setting: Setting) -> str:
     return (
         f"{setting.architecture}, {setting.layers} layers, hidden {setting.hidden_size}, "
-        f"{setting.heads} heads, sequence {setting.seq_length}, vocabulary "
+        f"{setting.heads} heads, {_experts(setting)}sequence {setting.seq_length}, vocabulary "
         f"{setting.vocab_size:,}, {setting.micro_batches} x {setting.micro_batch} samples a step, "
         f"{setting.dtype}, {setting.threads} thread{'s' if setting.threads > 1 else ''}"
     )
+
+
+def _experts(setting: Setting) -> str:
+    if not setting.experts:
+        return ""
+    return f"{setting.choices} of {setting.experts} experts of {setting.ffn_hidden_size}, "
 
 
 def _row(name: str, result: Result, summed: dict[str, Any] | None) -> str:

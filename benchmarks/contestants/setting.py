@@ -36,8 +36,9 @@ class Setting:
     RMSNorm, SwiGLU, no biases, a head of its own), qwen2 (as llama, with biases on queries, keys
     and values; for this trainer and the matrix products only), bert (post-norm, pairs of segments)
     t5 (1.0: relative positions, RMSNorm, ReLU, no biases, tied head; as many blocks in the
-    decoder as in the encoder) or retro (gpt2 with neighbours of every chunk of 64 tokens, random
-    ones; for this trainer only)."""
+    decoder as in the encoder), retro (gpt2 with neighbours of every chunk of 64 tokens, random
+    ones; for this trainer only), or mixtral (as llama, with experts in every block) or qwen3_moe
+    (the same, with norms of queries and keys)."""
     dtype: str
     """bf16 or fp32."""
     threads: int
@@ -58,6 +59,12 @@ class Setting:
     """Whether the head of qwen2 is the embedding."""
     decoder_length: int = 0
     """Tokens of a sample in the decoder of a t5; ``seq_length`` is then the encoder's."""
+    experts: int = 0
+    """Experts of every block of a mixtral or qwen3_moe, of which a token goes through ``choices``;
+    ``ffn_hidden_size`` is the width of one."""
+    choices: int = 0
+    head_width: int = 0
+    """Width of an attention head; 0 for the hidden size over the heads."""
     task: str = "pretrain"
     """pretrain, lora (low-rank additions to all linear layers of frozen weights) or dpo (pairs of
     answers, the reference's log-probabilities computed in advance)."""
@@ -81,7 +88,12 @@ class Setting:
     @property
     def gated(self) -> bool:
         """Whether the MLP is SwiGLU."""
-        return self.architecture in ("llama", "qwen2")
+        return self.architecture in ("llama", "qwen2") or self.experts > 0
+
+    @property
+    def kv_channels(self) -> int:
+        """Width of an attention head."""
+        return self.head_width or self.hidden_size // self.heads
 
     @property
     def tokens_per_step(self) -> int:

@@ -15,10 +15,10 @@ from gpu_suite.shapes import SHAPES, step_flops
 MACHINE, TESTS, CEILINGS = "machine", "tests", "ceilings"
 MAIN, LLMQ, ABLATIONS, PEERS = "main", "llmq", "ablations", "peers"
 LARGE, LENGTHS, SMALL, FAMILIES = "large", "lengths", "small", "families"
-GENERATION = "generation"
+GENERATION, EXPERTS, LONG = "generation", "experts", "long"
 GROUPS = (
-    MACHINE, TESTS, CEILINGS, MAIN, LLMQ, ABLATIONS, PEERS, LARGE, LENGTHS, SMALL, FAMILIES,
-    GENERATION,
+    MACHINE, TESTS, CEILINGS, MAIN, LLMQ, EXPERTS, LONG, ABLATIONS, PEERS, LARGE, LENGTHS, SMALL,
+    FAMILIES, GENERATION,
 )  # fmt: skip
 
 BASE = "ours-zero1+torch-compile"
@@ -27,6 +27,13 @@ AWARE = "+use-precision-aware-optimizer"
 STATES_A = f"{AWARE}+exp-avg-dtype=bf16+exp-avg-sq-dtype=bf16"
 STATES_B = f"{STATES_A}+main-params-dtype=bf16"
 STATES_C = f"{AWARE}+exp-avg-dtype=int8+exp-avg-sq-dtype=int8"
+
+FULL = "+recompute-granularity=full"
+TILES = f"{FULL}+mlp-chunks-for-training=0"
+HOST = f"{TILES}+checkpoint-in-cpu"
+FPDT = f"{HOST}+ds-sequence-parallel-fpdt+ds-sequence-parallel-fpdt-offloading"
+SAVING = {"blocks recomputed": FULL, "tiles": TILES, "inputs on the host": HOST, "FPDT": FPDT}
+"""Ways to save memory of long sequences, each with those before it."""
 
 START_SECONDS = (
     ("torch-compile-mode=max-autotune", 160.0),
@@ -182,6 +189,14 @@ def full() -> Iterator[Cell]:
     yield from _both(LLMQ, "Qwen2.5-1.5B", trace=True)
     yield from _both(LLMQ, "Qwen2.5-3B", trace=True)
     yield from _both(MAIN, "3B", trace=True)
+    for shape in ("Qwen3-MoE-3.8B", "Mixtral-4.6B", "OLMoE-3.5B"):
+        yield Cell(EXPERTS, shape, "bf16", BASE + STATES_B, trace=True)
+        yield Cell(EXPERTS, shape, "matrix products alone", "matmuls")
+    eager = BASE.replace("+torch-compile", "+torch-compile=off")
+    yield Cell(EXPERTS, "Qwen3-MoE-3.8B", "no torch.compile", eager + STATES_B)
+    yield from _long()
+    small = dict(micro_tokens=4096)
+    yield Cell(EXPERTS, "Qwen3-MoE-3.8B", "micro batch of 4,096 tokens", BASE + STATES_B, **small)
     for variant, contestant in turned_off(BASE):
         yield Cell(ABLATIONS, "1.3B", variant, contestant)
     yield Cell(ABLATIONS, "1.3B", "micro batch of 32,768 tokens", BASE, micro_tokens=32_768)
@@ -217,6 +232,19 @@ def full() -> Iterator[Cell]:
     yield Cell(GENERATION, variant="124M", fixed=150)
 
 
+def _long() -> Iterator[Cell]:
+    """One card: each way to save memory at growing lengths, and layers of 8B at half a million
+    tokens."""
+    base, tiled = BASE + STATES_B, dict(list(SAVING.items())[1:])
+    for length in (65_536, 131_072, 262_144):
+        for variant, flags in SAVING.items():
+            yield Cell(LONG, "Llama3-1.24B", variant, base + flags, length, length)
+    for variant, flags in tiled.items():
+        yield Cell(LONG, "Llama3-8B", variant, base + flags, 65_536, 65_536)
+    for variant, flags in tiled.items():
+        yield Cell(LONG, "Llama3-8B-layers-1.5B", variant, base + flags)
+
+
 def tiny() -> Iterator[Cell]:
     """For a trial on a CPU: each kind of cell once, without compilation."""
     base = "ours-zero1"
@@ -226,6 +254,9 @@ def tiny() -> Iterator[Cell]:
     yield Cell(MAIN, "tiny", "bf16", base, trace=True)
     yield Cell(MAIN, "tiny", "fp8", base + FP8)
     yield Cell(LLMQ, "tiny-qwen", "bf16", base)
+    yield Cell(EXPERTS, "tiny-experts", "bf16", base, trace=True)
+    yield Cell(EXPERTS, "tiny-experts", "matrix products alone", "matmuls")
+    yield Cell(LONG, "tiny", "FPDT", base + FPDT, seq_length=64)
     yield Cell(ABLATIONS, "tiny", "all of it", base)
     yield Cell(ABLATIONS, "tiny", "attention eager", f"{base}+attention-backend=eager")
     yield Cell(ABLATIONS, "tiny", "a flag of another version", f"{base}+no-such-flag=1")

@@ -38,14 +38,15 @@ class Shape:
     """A model, the batches that it is trained with, and how it is measured.
 
     Attributes:
-        architecture: gpt2, llama, qwen2 (which has biases on queries, keys and values), bert, t5 or
-            retro.
+        architecture: gpt2, llama, qwen2 (which has biases on queries, keys and values), bert, t5,
+            retro, mixtral or qwen3_moe.
         micro_tokens: tokens of a micro batch.
         step_tokens: tokens of an optimizer step.
         steps: how many are made; a step of LLMQ's shapes takes 9 to 40 s.
         tied: True if the head is the token embedding.
         decoder_length: tokens of a sample in the decoder of a t5; the other tokens are its
             encoder's.
+        experts, choices, head_width: as in `contestants.setting.Setting`.
     """
 
     name: str
@@ -62,6 +63,9 @@ class Shape:
     steps: Steps
     tied: bool = False
     decoder_length: int = 0
+    experts: int = 0
+    choices: int = 0
+    head_width: int = 0
 
     def model(self) -> ModelConfig:
         """Return the complete model of a llama or qwen2."""
@@ -105,6 +109,9 @@ class Shape:
             steps=self.steps.each,
             tied=self.tied,
             decoder_length=self.decoder_length,
+            experts=self.experts,
+            choices=self.choices,
+            head_width=self.head_width,
         )
 
 
@@ -122,10 +129,10 @@ def recomputed_flops(setting: Setting, recompute: str | None) -> float:
 
 
 def products(setting: Setting) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of each linear layer of a block, without cross-attention, and of the
-    head."""
-    mixed = setting.hidden_size
-    kv = setting.kv_heads * (setting.hidden_size // setting.heads)
+    """(inputs, outputs) of each linear layer of a block, without cross-attention, of an expert
+    where there are any, and of the head."""
+    mixed = setting.heads * setting.kv_channels
+    kv = setting.kv_heads * setting.kv_channels
     inner = setting.ffn_hidden_size
     return {
         "qkv": (setting.hidden_size, mixed + 2 * kv),
@@ -152,6 +159,10 @@ _T5: dict[str, Any] = {
     "decoder_length": 128,
     "vocabulary": 32_128,
 }
+
+_SPARSE: dict[str, Any] = {"seq_length": 4096, "micro_tokens": 16_384, "step_tokens": 131_072}
+"""Layers of published models with experts, as many as fit with 8 bytes a parameter; a small
+vocabulary, so that the layers are what is measured."""
 
 SHAPES = {
     shape.name: shape
@@ -206,6 +217,39 @@ SHAPES = {
             name="Retro-350M", layers=24, hidden=1024, heads=16, kv_heads=16, ffn=4096,
             micro_tokens=16_384, steps=Steps(5, 3, 10), **_GPT2 | {"architecture": "retro"},
         ),
+        # 128 experts of which 8 are chosen, as in Qwen3-30B-A3B; 8 and 2, as in Mixtral-8x7B; 64
+        # and 8, as in OLMoE-1B-7B.
+        Shape(
+            name="Qwen3-MoE-3.8B", architecture="qwen3_moe", layers=6, hidden=2048, heads=32,
+            kv_heads=4, head_width=128, ffn=768, experts=128, choices=8, vocabulary=32_768,
+            steps=Steps(2, 2, 2), **_SPARSE,
+        ),
+        Shape(
+            name="Mixtral-4.6B", architecture="mixtral", layers=3, hidden=4096, heads=32,
+            kv_heads=8, ffn=14_336, experts=8, choices=2, vocabulary=32_000, steps=Steps(2, 2, 2),
+            **_SPARSE,
+        ),
+        Shape(
+            name="OLMoE-3.5B", architecture="qwen3_moe", layers=8, hidden=2048, heads=16,
+            kv_heads=16, ffn=1024, experts=64, choices=8, vocabulary=32_768,
+            steps=Steps(2, 2, 2), **_SPARSE,
+        ),
+        # Llama 3's, and layers of its 8B; each at the lengths of their cells.
+        Shape(
+            name="Llama3-1.24B", architecture="llama", layers=16, hidden=2048, heads=32, kv_heads=8,
+            ffn=8192, vocabulary=128_256, tied=True, seq_length=131_072, micro_tokens=131_072,
+            step_tokens=131_072, steps=Steps(1, 1, 1),
+        ),
+        Shape(
+            name="Llama3-8B", architecture="llama", layers=32, hidden=4096, heads=32, kv_heads=8,
+            ffn=14_336, vocabulary=128_256, seq_length=131_072, micro_tokens=131_072,
+            step_tokens=131_072, steps=Steps(1, 1, 1),
+        ),
+        Shape(
+            name="Llama3-8B-layers-1.5B", architecture="llama", layers=2, hidden=4096, heads=32,
+            kv_heads=8, ffn=14_336, vocabulary=128_256, seq_length=524_288, micro_tokens=524_288,
+            step_tokens=524_288, steps=Steps(1, 1, 1),
+        ),
         # For a trial on a CPU.
         Shape(
             name="tiny", architecture="llama", layers=2, hidden=64, heads=2, kv_heads=1, ffn=128,
@@ -225,6 +269,11 @@ SHAPES = {
             name="tiny-retro", architecture="retro", layers=2, hidden=64, heads=2, kv_heads=2,
             ffn=128, vocabulary=512, seq_length=128, micro_tokens=256, step_tokens=512,
             steps=Steps(1, 2, 1),
+        ),
+        Shape(
+            name="tiny-experts", architecture="qwen3_moe", layers=1, hidden=64, heads=2, kv_heads=1,
+            ffn=32, experts=8, choices=2, vocabulary=512, seq_length=32, micro_tokens=128,
+            step_tokens=256, steps=Steps(1, 2, 1),
         ),
         Shape(
             name="tiny-qwen", architecture="qwen2", layers=1, hidden=64, heads=2, kv_heads=1,

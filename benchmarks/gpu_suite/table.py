@@ -19,6 +19,8 @@ from megatron.util.files import write_whole
 HEADS = {
     ladder.MAIN: "This project's shapes",
     ladder.LLMQ: "LLMQ's shapes (sequence 1024, 524,288 tokens a step)",
+    ladder.EXPERTS: "Layers of experts, of which the chosen ones count",
+    ladder.LONG: "Long sequences",
     ladder.ABLATIONS: "What each optimisation gives: all of them, then one of them otherwise",
     ladder.PEERS: "Others at the same batch",
     ladder.LARGE: "Shapes that a card barely holds",

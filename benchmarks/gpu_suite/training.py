@@ -22,6 +22,7 @@ from gpu_suite.shapes import SHAPES
 from gpu_suite.stepping import Stepping, split
 from megatron.apps.planning.memory import Memory, peak_memory
 from megatron.engine.environment import training_device
+from megatron.features.context.flags import LongContextConfig
 
 Found = dict[str, Any]
 COMPILED_SHARE = 0.5
@@ -66,7 +67,10 @@ def predicted(entrant: Contestant, setting: Setting) -> Memory:
     layout = dataclasses.replace(
         run.config.layout(run.content), micro_batches=(setting.micro_batches,)
     )
-    return peak_memory(run.config.model, layout, setting.micro_batch, setting.micro_batches)
+    saving = run.config.section(LongContextConfig)
+    return peak_memory(
+        run.config.model, layout, setting.micro_batch, setting.micro_batches, saving=saving
+    )
 
 
 def halved(setting: Setting) -> Setting | None:

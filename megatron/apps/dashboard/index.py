@@ -142,7 +142,7 @@ class RunIndex:
                     self.offset += sum(map(len, lines))
                     told(min(1.0, self.offset / max(1, size)))
                     yield
-            finally:  # also if nobody wants the rest
+            finally:  # also if the rest is not read
                 if self.offset != before:
                     self._mark = _mark(file, self.offset)
                     with suppress(OSError):  # an earlier one is as good: its tables are cut to it

@@ -1,4 +1,4 @@
-"""What is wrong with nodes, judged from what their probes have answered."""
+"""Findings about nodes, judged from the answers of their probes."""
 
 from __future__ import annotations
 

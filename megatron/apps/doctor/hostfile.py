@@ -54,13 +54,13 @@ def read_hostfile(path: str | os.PathLike[str]) -> Slots:
 
 def _entry(line: str, where: str) -> tuple[str, int]:
     """Name and number of slots in a line."""
-    found = _ENTRY.fullmatch(line)
-    if found is None:
+    entry = _ENTRY.fullmatch(line)
+    if entry is None:
         raise HostfileError(
             f"{where}: {line!r} is not a node; write NAME slots=N, such as "
             f"{_likely_name(line)} slots={_likely_slots(line)}"
         )
-    name, slots = found["name"], int(found["slots"])
+    name, slots = entry["name"], int(entry["slots"])
     if "@" in name:
         user, _, host = name.partition("@")
         raise HostfileError(
@@ -78,7 +78,7 @@ def _entry(line: str, where: str) -> tuple[str, int]:
 
 
 def _likely_name(line: str) -> str:
-    """What may have been meant."""
+    """Return the node name that a wrong line begins with; node-1 without one."""
     name = re.split(r"[\s:=,]", line, maxsplit=1)[0]
     return name if _NAME.fullmatch(name) else "node-1"
 
@@ -139,5 +139,5 @@ def _meant(name: str, nodes: Iterable[str]) -> str:
 
 
 def as_include(nodes: Mapping[str, list[int]]) -> str:
-    """What :func:`chosen` reads, of the nodes that are left."""
+    """Return the remaining nodes in the form that :func:`chosen` reads."""
     return "@".join(f"{name}:{','.join(map(str, slots))}" for name, slots in nodes.items())

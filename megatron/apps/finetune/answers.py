@@ -63,19 +63,19 @@ def sample_prompts(config: TuningConfig, run: Run, data: TrainingData) -> Prompt
         return Prompts((), frozenset())
     held_out = next(iter(datasets.valid.values()), datasets.train)
     if config.sample_prompts is not None:
-        found = prompts_of_file(config.sample_prompts, config.samples, run)
+        prompts = prompts_of_file(config.sample_prompts, config.samples, run)
     else:
         count = min(config.samples, len(held_out))
         samples = (prompt_of(held_out[number]) for number in range(count))
-        found = [prompt for prompt in samples if prompt is not None]
+        prompts = [prompt for prompt in samples if prompt is not None]
     positions = run.config.model.positions.max_position_embeddings
     room = positions - config.sample_tokens
-    if found and room < 1:
+    if prompts and room < 1:
         raise ConfigError(
             f"--sample-tokens {config.sample_tokens} leaves no room for a prompt in the "
             f"{positions} positions of the model"
         )
-    short = (each._replace(prompt=each.prompt[-room:]) for each in found)
+    short = (each._replace(prompt=each.prompt[-room:]) for each in prompts)
     source = open_checkpoint(config.model or "", verify=False)
     base = for_tokenizer(source.generation, source.tokenizer, run.config.tokenizer, run.tokenizer)
     return Prompts(tuple(short), answer_ends(datasets.train, run.tokenizer, ends_of(base)))
@@ -159,7 +159,7 @@ class SampleTexts(Callback):
         with training_runner(engine, tokenizer, count, longest, self._steps) as runner:
             # At ZeRO 3 a pass of one replica needs the weights that the others have.
             writer = TextWriter(self._mesh, tokenizer, runner, together=engine.stage == 3)
-            found = writer.completions(self._requests)
+            completions = writer.completions(self._requests)
         texts = tuple(
             WrittenText(
                 self._text(each.prompt, special=True),
@@ -167,7 +167,7 @@ class SampleTexts(Callback):
                 self._text(each.reference),
                 completion.finish == "stop",
             )
-            for each, completion in zip(self._prompts, found, strict=True)
+            for each, completion in zip(self._prompts, completions, strict=True)
         )
         trainer.show(WrittenTexts(trainer.iteration, texts))
 

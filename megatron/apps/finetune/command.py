@@ -218,13 +218,13 @@ def count_samples(run: Run) -> ExampleCounts:
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        found = data.datasets((1, 1, 0))
+        datasets = data.datasets((1, 1, 0))
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-    assert found.train is not None
-    valid = {name: sum(_lengths(samples)) for name, samples in found.valid.items()}
-    return ExampleCounts(_lengths(found.train), valid)
+    assert datasets.train is not None
+    valid = {name: sum(_lengths(samples)) for name, samples in datasets.valid.items()}
+    return ExampleCounts(_lengths(datasets.train), valid)
 
 
 def _lengths(samples: SampleDataset[Any]) -> tuple[int, ...]:

@@ -126,10 +126,10 @@ def exported_checkpoint(run: Run) -> FoundCheckpoint:
     checkpoints = Path(run.config.checkpoint.save or "")
     has_best = run.config.checkpoint.keep_best and (checkpoints / BEST).is_file()
     best = read_json(checkpoints / BEST)["checkpoint"] if has_best else None
-    found = locate_checkpoint(str(checkpoints), best)
-    if found is None:
+    checkpoint = locate_checkpoint(str(checkpoints), best)
+    if checkpoint is None:
         raise CheckpointError(f"{checkpoints}: no complete checkpoint found")
-    return found
+    return checkpoint
 
 
 def done_in(source: Source, summary: TuningSummary) -> TuningSummary:
@@ -147,15 +147,15 @@ def done_in(source: Source, summary: TuningSummary) -> TuningSummary:
 def is_exported(config: TuningConfig, run: Run) -> bool:
     """True if the model in ``--output`` is that of the checkpoint that would be exported, written
     as the flags say, and all of its files exist."""
-    found = exported_checkpoint(run)
-    path = found.folder.parent / EXPORTED
+    checkpoint = exported_checkpoint(run)
+    path = checkpoint.folder.parent / EXPORTED
     if not path.is_file():
         return False
     output, content = Path(config.output or ""), read_json(path)
     files = [output / name for name in content.get("files", ())]
-    if isinstance(found.open(verify=False), AdaptedSource):
+    if isinstance(checkpoint.open(verify=False), AdaptedSource):
         files.append(output / ADAPTER / "adapter_model.safetensors")
-    same = content | {"files": None} == _export_note(config, found.folder, None)
+    same = content | {"files": None} == _export_note(config, checkpoint.folder, None)
     return same and all(file.is_file() for file in files)
 
 

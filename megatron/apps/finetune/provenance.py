@@ -126,12 +126,12 @@ def check_base(config: TuningConfig) -> None:
     """Raises ConfigError if the output folder was made from another model than ``--model``. Nothing
     that takes time has happened then."""
     assert config.model is not None and config.output is not None
-    found = locate_checkpoint(Path(config.output) / CHECKPOINTS)
+    checkpoint = locate_checkpoint(Path(config.output) / CHECKPOINTS)
     base = locate_checkpoint(config.model)
-    if found is None or base is None:
+    if checkpoint is None or base is None:
         return
     now = {BASE: model_input(config.model, base)}
-    before = recorded_inputs(found.folder) or _base_by_path(found)
+    before = recorded_inputs(checkpoint.folder) or _base_by_path(checkpoint)
     if changed_inputs(before, now):
         raise ConfigError(
             f"--output {config.output} was made from --model {before[BASE]['path']}, and --model "
@@ -154,9 +154,9 @@ def _base_by_path(found: FoundCheckpoint) -> dict[str, dict[str, str]]:
 def changes_since(
     earlier: Earlier, config: RunConfig, data: TrainingData, output: str | None
 ) -> list[str]:
-    """How a command differs from the one whose checkpoint it continues, a line each. Raises
-    CheckpointError where an output folder has one value only, unless ``--allow-changed-data`` is
-    given."""
+    """Return the differences between a command and the one whose checkpoint it continues, a line
+    each. Raises CheckpointError where an output folder has one value only, unless
+    ``--allow-changed-data`` is given."""
     saved = [DataFile(**file) for file in earlier.source.state.get("data", ())]
     differ = [f"data: {line}" for line in changed_files(saved, data.files(), same_flags=True)]
     changes = []

@@ -61,7 +61,7 @@ def report(summary: TuningSummary, name: str) -> str:
 
 def curves_of(summary: TuningSummary) -> dict[str, dict[str, Curve]]:
     """Curves by value, and by what they are of (training, held out); the loss first."""
-    found: dict[str, dict[str, Curve]] = {}
+    curves: dict[str, dict[str, Curve]] = {}
     for row in summary.rows:
         kind, _, name_of_set = row["kind"].partition(" ")
         if kind not in ("train", "validation"):
@@ -70,10 +70,10 @@ def curves_of(summary: TuningSummary) -> dict[str, dict[str, Curve]]:
         for name, value in numbers(row).items():
             if name in _LEFT_OUT:
                 continue
-            steps, values = found.setdefault(name, {}).setdefault(label, ([], []))
+            steps, values = curves.setdefault(name, {}).setdefault(label, ([], []))
             steps.append(float(row["iteration"]))
             values.append(value)
-    return dict(sorted(found.items(), key=lambda item: _rank(item[0])))
+    return dict(sorted(curves.items(), key=lambda item: _rank(item[0])))
 
 
 def _rank(name: str) -> int:
@@ -181,9 +181,9 @@ def ticks(low: float, high: float) -> list[float]:
 
 def labels(marks: Sequence[float]) -> list[str]:
     """Numbers with as many digits as tell all of them apart."""
-    found: list[str] = []
+    labels_shown: list[str] = []
     for digits in range(6, 16):
-        found = [f"{mark:.{digits}g}" for mark in marks]
-        if len(set(found)) == len(set(marks)):
+        labels_shown = [f"{mark:.{digits}g}" for mark in marks]
+        if len(set(labels_shown)) == len(set(marks)):
             break
-    return found
+    return labels_shown

@@ -82,7 +82,7 @@ class TuningConfig:
     export: bool = option(True, off="--no-export")
     """Leave it at checkpoints: write no Hugging Face folder."""
     merge_adapters: bool = option(True, flag="--merge-adapters", off="--no-merge-adapters")
-    """With --lora, write the model with its adapters added to the weights, beside the adapters in
+    """With --lora, write the model with its adapters added to the weights, next to the adapters in
     the folder adapter."""
     overwrite: bool = option(False)
     """Replace a model in --output that this command has not written."""
@@ -153,26 +153,26 @@ def derived(values: Mapping[str, Any]) -> Settings:
 def _files(config: TuningConfig, settings: Settings) -> dict[str, Any]:
     """Model, data and folders."""
     checkpoints = str(Path(config.output or "") / CHECKPOINTS)
-    found: dict[str, Any] = {
+    files: dict[str, Any] = {
         "pretrained_checkpoint": config.model,
         "use_checkpoint_args": True,
         "save": checkpoints,
         "load": checkpoints,
     }
     if "preference" not in settings:
-        found["sft"] = True
+        files["sft"] = True
     if config.eval_data:
-        found["train_data_path"] = weighted(training_paths(config))
-        found["valid_data_path"] = weighted(
+        files["train_data_path"] = weighted(training_paths(config))
+        files["valid_data_path"] = weighted(
             tuple(split_of(path, HELD_OUT_SPLITS) for path in config.eval_data)
         )
     else:
         share = 0.05 if config.held_out is None else config.held_out
-        found["data_path"] = weighted(training_paths(config))
-        found["split"] = f"{1 - share:g},{share:g},0"
+        files["data_path"] = weighted(training_paths(config))
+        files["split"] = f"{1 - share:g},{share:g},0"
         # No prompt is trained on and evaluated on.
-        found["split_by"] = "prompt"
-    return found
+        files["split_by"] = "prompt"
+    return files
 
 
 def training_paths(config: TuningConfig) -> tuple[str, ...]:
@@ -253,10 +253,10 @@ def _batches(settings: Settings, processes: int) -> dict[str, int]:
         micro = max(n for n in range(1, MICRO_BATCH_SIZE + 1) if most % n == 0)
         return {"micro_batch_size": micro}
     micro = value("micro_batch_size", MICRO_BATCH_SIZE)
-    found = {"micro_batch_size": micro}
+    sizes = {"micro_batch_size": micro}
     if "num_accumulation_steps" not in settings:
-        found["global_batch_size"] = -(-GLOBAL_BATCH_SIZE // (micro * replicas)) * micro * replicas
-    return found
+        sizes["global_batch_size"] = -(-GLOBAL_BATCH_SIZE // (micro * replicas)) * micro * replicas
+    return sizes
 
 
 def has_length(settings: Settings) -> bool:

@@ -154,7 +154,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     of a step has the name that evaluations give it, and occurs once."""
     named = {value for name, value in row.items() if name.endswith(" loss")}
     if "loss" in row and (not named or row["loss"] in named):
-        # Training steps with one loss say "loss" alone; others say it beside its name.
+        # Training steps with one loss say "loss" alone; others say it next to its name.
         row = {("lm loss" if name == "loss" and not named else name): v for name, v in row.items()}
         row.pop("loss", None)
     return {

@@ -1,4 +1,4 @@
-"""Generation: from a checkpoint in any layout to text that is asked for.
+"""Generation: from a checkpoint in any layout to requested text.
 
 :mod:`opening` makes a runner of a checkpoint (:mod:`execution`), which computes steps
 (:mod:`step`); an engine (:mod:`scheduling`) makes steps of requests (:mod:`request`), and tokens

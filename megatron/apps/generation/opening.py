@@ -32,6 +32,7 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
 _OWN = Setting(False, "this program")
+_ONE = Setting(1, _OWN.origin)
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,11 @@ def runner_of(
 
 
 def for_generation(settings: Settings) -> Settings:
-    """Settings without what only trains: activations are not split along the sequence, and blocks,
-    whose steps have many shapes, are not compiled."""
+    """Settings without what only trains: neither activations nor sequences are divided along the
+    sequence, and blocks, whose steps have many shapes, are not compiled."""
     replaced = {"sequence_parallel": _OWN, "torch_compile": Setting("off", _OWN.origin)}
+    replaced |= dict.fromkeys(("context_parallel_size", "ds_sequence_parallel_size"), _ONE)
+    for name in ("cp_comm_type", "hierarchical_context_parallel_sizes"):
+        replaced[name] = Setting((), _OWN.origin)
+    replaced["force_ds_sequence_parallel"] = _OWN
     return {name: value for name, value in settings.items() if name not in replaced} | replaced

@@ -1,1 +1,1 @@
-"""Whether a parallel layout trains as one process does."""
+"""Checks that a parallel layout trains as one process does."""

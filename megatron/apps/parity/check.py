@@ -179,7 +179,7 @@ HALF_GRADIENT = 0.1
 """Allowed difference of the gradients of their first step, relative to the larger of the
 parameter's largest and a tenth of the model's."""
 
-ALONE = {"WORLD_SIZE": "1"}  # in place of the variables of a launcher or slurm
+ALONE = {"WORLD_SIZE": "1"}  # instead of the variables of a launcher or slurm
 ATTENTION_OFF = ("--attention-dropout", "0")
 HIDDEN_OFF = ("--hidden-dropout", "0")
 

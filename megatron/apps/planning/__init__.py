@@ -1,1 +1,1 @@
-"""What a layout costs in memory, communication and time, and which layout costs least."""
+"""Memory, communication and time of a layout, and a search for the cheapest one."""

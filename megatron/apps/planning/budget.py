@@ -9,12 +9,10 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
-from megatron.apps.planning.search import Plan, Workload
+from megatron.apps.planning.search import Plan, Workload, changed_flags, flag_words
 from megatron.apps.planning.step_time import Hardware
 from megatron.config import ConfigError, ModelConfig, ModelFlags
-from megatron.config.flags import flag_names
 
 # Most tokens of a step without a batch size: the order of magnitude of published runs of 1B to
 # 70B parameters.
@@ -45,10 +43,11 @@ def _complexity(plan: Plan) -> tuple[int, float]:
     steps = {
         4: layout.pipeline > 1,
         3: layout.tensor > 1,
-        2: layout.schedule != "1f1b",
+        2: layout.schedule != "1f1b" or layout.context > 1,
         1: layout.sequence,
     }
     more = sum(weight for weight, used in steps.items() if used)
+    more += len(changed_flags(plan.saving)) + 2 * (layout.offload_optimizer is not None)
     return more + max(0, layout.zero - 1) + (layout.recompute is not None), plan.time.total
 
 
@@ -112,20 +111,9 @@ def model_words(model: ModelConfig) -> list[str]:
         with contextlib.suppress(ConfigError, TypeError):
             if ModelFlags(**fewer).resolve() == model:
                 values = fewer
-    return list(chain.from_iterable(_words(fields[name], value) for name, value in values.items()))
-
-
-def changed_flags(config: Any) -> list[str]:
-    """Return the flags of the fields of a config that do not have their defaults."""
-    values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
-    return list(chain.from_iterable(_words(f, value) for f, value in values if value != f.default))
-
-
-def _words(field: dataclasses.Field, value: Any) -> list[str]:
-    on, off = flag_names(field)
-    if isinstance(value, bool):
-        return [on[0] if value and on else str(off)]
-    return [on[0], *map(str, value if isinstance(value, tuple) else (value,))]
+    return list(
+        chain.from_iterable(flag_words(fields[name], value) for name, value in values.items())
+    )
 
 
 def command(budget: Budget, more: Sequence[str], tokenizer: Sequence[str]) -> str:

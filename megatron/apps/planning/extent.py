@@ -1,4 +1,4 @@
-"""How much a run trains: parameters, tokens, and passes over its data."""
+"""Extent of a training run: parameters, tokens, and passes over its data."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from megatron.config import ConfigError, RunConfig
 from megatron.config.layouts import Layout
 from megatron.engine.deepspeed_json import Json
 from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.context.flags import LongContextConfig
 from megatron.parallel.mesh import Mesh, coordinates_of
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ def _memories(config: RunConfig, layout: Layout) -> list[Memory]:
             max(1, micro_batches),
             share,
             adapters if adapters.lora else None,
+            config.section(LongContextConfig),
         )
         for share in shares
     ]
@@ -109,10 +111,11 @@ def _on_device(config: RunConfig, layout: Layout, memory: Memory) -> MemoryNeed:
 def _on_machine(config: RunConfig, layout: Layout, memory: Memory, device: str) -> MemoryNeed:
     if device == "cpu":
         everything = replace(layout, offload_optimizer=None, offload_param=None)
-        return _on_device(config, everything, memory)
+        together = replace(memory, activations=memory.activations + memory.host)
+        return _on_device(config, everything, together)
     optimizer = _optimizer(config, layout, memory) if layout.offload_optimizer == "cpu" else 0.0
     least = optimizer + (memory.weights if layout.offload_param == "cpu" else 0.0)
-    return MemoryNeed(least, least)
+    return MemoryNeed(least, least + (0.0 if config.training.skip_train else memory.host))
 
 
 def _judge(

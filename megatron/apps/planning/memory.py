@@ -1,49 +1,36 @@
-"""Memory of one rank, in bytes: weights, gradients, optimizer state, buffers, activations.
-
-Activations follow Korthikanti et al. 2022 (arXiv:2205.05198): a block of GPT-2's shape keeps ``s b
-h (34 + 5 a s / h)`` bytes of 16-bit activations with dropout (equation 1), ``10 + 24 / t`` of the
-34 with tensor parallelism (equation 2) and ``34 / t`` with sequence parallelism (equation 4). They
-are counted tensor by tensor, which covers other shapes. Only the eager attention kernel has the
-term in s^2: flash kernels keep their output and one number per query (Dao et al. 2022,
-arXiv:2205.14135). That compiled blocks keep less, and ``--activation-memory-budget`` still less, is
-not counted.
-"""
+"""Memory of one rank, in bytes: weights, gradients, optimizer state, buffers, activations, and what
+is in host memory instead."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from itertools import chain
 
+from megatron.apps.planning.activations import (
+    WHOLE,
+    Activations,
+    activation_bytes,
+    expert_bytes,
+)
 from megatron.apps.planning.parameters import (
     RankShare,
     adapter_parameters,
-    head_shape,
     linear_parameters,
-    local_widths,
-    norms_of_block,
     rank_shares,
 )
 from megatron.config import ModelConfig
 from megatron.config.layouts import Layout
-from megatron.families import BlockLengths, family_of
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.adapters.nf4 import bytes_of
+from megatron.features.context.costs import GROUPS_ON_DEVICE, offloads
+from megatron.features.context.flags import LongContextConfig
 from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.low_bit_states.state_formats import state_formats
-from megatron.parallel.cross_entropy import logits_chunk
 
 REDUCE_BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in elements
 
 LIVE_PARAMETERS = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_parameters
-
-MLP_WIDTHS = {
-    "gelu_tanh": 2, "gelu_erf": 2, "relu": 1, "squared_relu": 2, "swiglu": 4, "geglu": 4,
-    "quick_geglu": 5,
-}  # fmt: skip
-"""Inner widths that an MLP keeps, by activation: its input and output; of a ReLU the output only;
-of a gated MLP gate, up, activated gate and their product, and the sigmoid of quick_geglu."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +56,7 @@ def state_bytes(layout: Layout, replicas: int | None = None) -> StateBytes:
     bf16 runs as autocast over float32 weights, and fp16 replaces one gradient after the other by
     its copy.
     """
-    data, zero = replicas or layout.data, layout.running_zero
+    data, zero = replicas or layout.replicas, layout.running_zero
     if zero == 0:
         half = layout.precision == "fp16"
         return StateBytes(2.0, 4.0, 12.0) if half else StateBytes(4.0, 4.0, 8.0)
@@ -80,7 +67,7 @@ def state_bytes(layout: Layout, replicas: int | None = None) -> StateBytes:
         return StateBytes(2.0, gradients, state_formats(layout.states).bytes / data)
     copied = 4 if zero == 3 or layout.precision == "fp16" else 0
     if zero == 1:
-        # Whole until they are reduced. Its bf16 optimizer accumulates beside the 16-bit gradients.
+        # Whole until they are reduced. Its bf16 optimizer accumulates next to the 16-bit gradients.
         beside = size if accumulated > size and layout.precision == "bf16" else 0
         gradients = max(accumulated + beside, (size + copied) / data)
     elif zero == 2 and accumulated > size:
@@ -98,7 +85,7 @@ def bucket_bytes(layout: Layout) -> int:
     reduces each micro batch's gradients and accumulates them afterwards.
     """
     zero = layout.running_zero
-    if layout.data == 1 and zero < 3 and not (zero == 2 and layout.grads_in_fp32):
+    if layout.replicas == 1 and zero < 3 and not (zero == 2 and layout.grads_in_fp32):
         return 0  # gradients stay where the backward pass puts them
     size = 4 if layout.precision == "fp32" or layout.autocast else 2
     if zero == 1 and layout.grads_in_fp32 and layout.precision == "bf16":
@@ -119,206 +106,9 @@ def buffer_bytes(layout: Layout, parameters: float, trained: float | None = None
         if layout.precision == "fp16" and not layout.grads_in_fp32:
             return 0.0  # no more than what the float32 copies of the gradients take later
         return max(buckets, 2.0 * parameters if layout.autocast else 0.0)
-    if layout.zero == 3 and layout.data > 1:
+    if layout.zero == 3 and layout.replicas > 1:
         return buckets + min(LIVE_PARAMETERS, parameters) * (4 if layout.precision == "fp32" else 2)
     return buckets
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Bytes that a micro batch keeps for its backward pass on one rank, in a block with certain
-    sequences and in the layers around such blocks.
-
-    Attributes:
-        block: one block, computed in 8 bits where the layout is.
-        float8: the part of it that 8 bits add, mostly less than 0.
-        recomputed: one block while it is computed again; 0 without full recomputation.
-        masks: attention masks and the input of cross-attention, which the blocks of a rank share.
-        head: final norm, and the gradients of the head, which are computed with the loss.
-        loss: a chunk of logits, while the loss is computed.
-        hidden: the tensors that are sent from one stage to the next.
-    """
-
-    block: float
-    float8: float
-    recomputed: float
-    embedding: float
-    masks: float
-    head: float
-    loss: float
-    hidden: float
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Numbers from which the tensors of a micro batch are counted.
-
-    Attributes:
-        element: bytes of an element; ``residual`` in the residual stream, ``source`` in a norm's
-            input.
-        statistics: bytes per token that a norm keeps with its input.
-        mask: bytes of a dropout mask per token.
-        tokens: of the block's own sequences, ``others`` of those that its cross-attention reads;
-            ``slices`` ranks share them outside the matrices.
-    """
-
-    element: int
-    residual: int
-    source: int
-    statistics: int
-    mask: int
-    tokens: int
-    others: int
-    slices: int
-
-    @classmethod
-    def of(
-        cls, model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths
-    ) -> _Sizes:
-        half = layout.precision != "fp32"
-        element = 2 if half else 4
-        # Autocast keeps the residual stream in float32.
-        residual = 4 if layout.autocast or model.fp32_residual_connection else element
-        return cls(
-            element=element,
-            residual=residual,
-            # A norm weight plus 1 is applied in float32, to a copy of the input.
-            source=4 if model.norm.apply_layernorm_1p else residual,
-            statistics=4 * model.norm.traits.statistics,
-            mask=model.hidden_size if model.hidden_dropout else 0,
-            tokens=micro_batch * lengths.own,
-            others=micro_batch * lengths.other,
-            slices=layout.tensor if layout.sequence else 1,
-        )
-
-    @property
-    def outside(self) -> float:
-        """Tokens of this rank outside the matrices."""
-        return self.tokens / self.slices
-
-    def norm(self, hidden: int) -> int:
-        """Return the bytes that a norm keeps per token."""
-        return self.source * hidden + self.statistics
-
-
-@lru_cache(maxsize=4096)
-def activation_bytes(
-    model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths | None = None
-) -> Activations:
-    """Return the bytes of a block with these ``lengths``, by default those of the model's first."""
-    lengths = lengths or family_of(model.family).block_lengths(model)[0]
-    sizes, hidden = _Sizes.of(model, layout, micro_batch, lengths), model.hidden_size
-    whole = float8 = kernel = 0.0
-    for part in lengths.whole:
-        keys = [part.keys, *([part.other_keys] if part.other else [])]
-        kept_by_kernels = sum(
-            _attention_kernel(model, layout.tensor, sizes.element, micro_batch, part.own, count)
-            for count in keys
-        )
-        part_sizes = _Sizes.of(model, layout, micro_batch, part)
-        kept_by_block, added = _block_bytes(model, layout, part_sizes, kept_by_kernels)
-        whole, float8, kernel = whole + kept_by_block, float8 + added, kernel + kept_by_kernels
-    vocab = local_widths(model, layout.tensor).vocab
-    outputs = micro_batch * min(lengths.own, head_shape(model)[0])
-    logits = outputs * sizes.element * vocab
-    most, _ = logits_chunk("cuda", sizes.element * vocab, None, compiled=True)
-    assert most is not None
-    chunk = min(logits, most * sizes.element * vocab)
-    learned = model.positions.position_embedding_type == "learned_absolute"
-    ids = 8 * (sizes.tokens + (lengths.own if learned else 0))
-    full = layout.recompute in ("uniform", "block")
-    between = sizes.outside * sizes.residual * hidden
-    # The other sequence is read by all blocks; the one with blocks inside makes it of as much.
-    read = sizes.others / sizes.slices * sizes.residual * hidden
-    entering = between + read * bool(lengths.inside)
-    kept = entering if full else whole - kernel * (layout.recompute == "selective")
-    norm = sizes.norm(hidden)
-    return Activations(
-        block=kept,
-        float8=0.0 if full else float8,
-        recomputed=whole if full else 0.0,
-        embedding=sizes.outside * (sizes.mask + norm * model.norm.embed_layernorm) + ids,
-        masks=_masks(model, layout.tensor, sizes.element, micro_batch, lengths) + read,
-        # Gradients of several chunks are added up in float32.
-        head=sizes.outside * norm
-        + outputs * sizes.element * hidden * (1 + family_of(model.family).head_states)
-        + vocab * hidden * (sizes.element if chunk == logits else 4),
-        loss=chunk,
-        hidden=between + read,
-    )
-
-
-def _block_bytes(
-    model: ModelConfig, layout: Layout, sizes: _Sizes, kernel: float
-) -> tuple[float, float]:
-    """Return the bytes of a block with its attention kernels, and the part of them that 8 bits
-    add."""
-    share, hidden = local_widths(model, layout.tensor), model.hidden_size
-    size, tokens, cross = sizes.element, sizes.tokens, sizes.others > 0
-    qk_norm = model.norm.qk_layernorm
-    # Where keys and values are repeated, and queries and keys rotated, the QKV output is not kept.
-    repeated = _all_scores(model) and share.query > share.kv
-    rope = model.positions.position_embedding_type == "rope"
-    needless = repeated and rope and not qk_norm and layout.recompute is None
-    qkv = share.kv if needless else share.query + 2 * share.kv
-    # Queries and keys that are normalised or rotated are new tensors; the values still keep the
-    # whole QKV output.
-    changed = share.query + share.kv if rope or qk_norm else 0
-    mlp = share.ffn * mlp_widths(model)
-    inputs = norms_of_block(model, cross) * sizes.norm(hidden)
-    alike = model.parallel_residual and not model.shared_parallel_norm
-    if alike and sizes.source == sizes.residual:
-        inputs -= sizes.source * hidden  # two norms of the same input keep it once
-    outputs = ((1 if model.shared_parallel_norm else 2) + cross) * size * hidden
-    whole = sizes.outside * (inputs + outputs + (2 + cross) * sizes.mask) + _angles(model, layout)
-    whole += tokens * size * (qkv + changed + share.query + mlp)
-    if cross:
-        # Queries and the attention's output, and keys and values of the other sequence.
-        whole += size * 2 * (tokens * share.query + sizes.others * share.kv)
-    whole += kernel
-    float8 = 0.0
-    if layout.float8:
-        # Inputs of 8-bit layers: a byte per number instead of the number, or with it where
-        # attention or a ReLU keeps its output too. Split sequences stay as they are.
-        alone = MLP_WIDTHS[model.mlp.activation] > 1
-        entering = 0.0 if layout.sequence else 2.0 * hidden - outputs
-        float8 = tokens * (entering + share.query + share.ffn * (-1.0 if alone else 1.0))
-    whole += float8
-    if qk_norm:
-        copied = sizes.source if sizes.source > size else 0
-        heads = (share.query + share.kv) / model.attention.kv_channels
-        whole += tokens * heads * (copied * model.attention.kv_channels + sizes.statistics)
-    return whole, float8
-
-
-def expert_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
-    """Return the bytes that a block with experts keeps more than one with an MLP, in 16 bits or
-    float32: rows of tokens as they enter and leave their experts, and what is within; scores of all
-    experts. Every expert has its even share of the tokens."""
-    part, size = model.part(ExpertsConfig), 4 if layout.precision == "fp32" else 2
-    tokens, k = micro_batch * model.seq_length, part.moe_router_topk
-    whole = layout.expert_tensor is not None
-    rows = tokens * k / (layout.tensor if whole else 1)
-    inner = (part.moe_ffn_hidden_size or 0) / (1 if whole else layout.tensor)
-    width = part.moe_latent_size or model.hidden_size
-    kept = mlp_widths(model)
-    within = (part.moe_shared_expert_intermediate_size or 0) / layout.tensor
-    if part.mlp_type == "standard":
-        within -= local_widths(model, layout.tensor).ffn
-    # Outputs that a weight of the token multiplies: of shared experts, or of both MLPs.
-    count = part.moe_shared_expert_gate + 2 * (part.mlp_type == "residual")
-    scaled = count * model.hidden_size / (layout.tensor if layout.sequence else 1)
-    # Scores, logits and the inputs of their gradients are in float32 at most.
-    scores = 16.0 * tokens * max(part.layer_experts) / (layout.tensor if whole else 1)
-    return size * (rows * (2 * width + inner * kept) + tokens * (within * kept + scaled)) + scores
-
-
-def mlp_widths(model: ModelConfig) -> int:
-    """Return the inner widths that an MLP keeps for its backward pass."""
-    clamped = model.mlp.activation_func_clamp_value is not None
-    # The clamped gate, and the up projection that it multiplies.
-    changes = clamped + (clamped or model.mlp.glu_linear_offset != 0)
-    return MLP_WIDTHS[model.mlp.activation] + changes
 
 
 def float8_bytes(model: ModelConfig, layout: Layout, blocks: int) -> float:
@@ -326,57 +116,6 @@ def float8_bytes(model: ModelConfig, layout: Layout, blocks: int) -> float:
     is cast where it is used."""
     kept = layout.running_zero < 3
     return 2.0 * blocks * linear_parameters(model, layout.tensor) if kept else 0.0
-
-
-def _all_scores(model: ModelConfig) -> bool:
-    return (
-        model.attention.attention_backend == "eager"
-        or model.attention.attn_logit_softcapping is not None
-        or (model.attention.softmax_type != "vanilla" and model.attention.attention_dropout > 0)
-    )
-
-
-def _attention_kernel(
-    model: ModelConfig, tensor: int, size: int, micro_batch: int, queries: int, keys: int
-) -> float:
-    """Return the bytes that attention keeps besides queries, keys, values and its output."""
-    heads = model.attention.num_attention_heads // tensor
-    if not _all_scores(model):
-        return 4.0 * micro_batch * queries * heads  # the log of the softmax's sum
-    share, bounded = local_widths(model, tensor), model.attention.attn_logit_softcapping is not None
-    dropped = 1 + size if model.attention.attention_dropout else 0
-    # The softcap's output, weights, dropout, and the mask of the scores.
-    scores = queries * keys
-    weights = micro_batch * heads * scores * (size * (1 + bounded) + dropped) + scores
-    # Keys and values are repeated for the query heads that share them.
-    return weights + 2.0 * size * micro_batch * keys * (share.query - share.kv)
-
-
-def _masks(
-    model: ModelConfig, tensor: int, size: int, micro_batch: int, lengths: BlockLengths
-) -> float:
-    """Return the bytes of ALiBi's or of relative biases, or of the mask of a window shorter than
-    the sequence. Eager attention keeps a mask in every block instead."""
-    windows, length = set(model.windows), lengths.own
-    if model.positions.position_embedding_type == "relative":
-        # With each sample's padding in them; that of a decoder follows its tokens.
-        heads = model.attention.num_attention_heads // tensor
-        return float((1 if lengths.other else micro_batch) * heads * length**2 * size)
-    narrow = {w for w in windows if w is not None and w < length}
-    kinds, heads = (0 if _all_scores(model) else len(narrow)), 1
-    if model.positions.position_embedding_type == "alibi":
-        kinds = len(narrow) + (narrow != windows)
-        heads = model.attention.num_attention_heads // tensor
-    return float(kinds * heads * length**2 * size)
-
-
-def _angles(model: ModelConfig, layout: Layout) -> float:
-    """Return the bytes of RoPE's cosines and sines: every block casts the shared float32 tables to
-    16 bits."""
-    if model.positions.position_embedding_type != "rope" or layout.precision == "fp32":
-        return 0.0
-    rotated = int(model.attention.kv_channels * model.positions.rotary_percent)
-    return 4.0 * 2 * model.seq_length * rotated
 
 
 def stages_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
@@ -396,18 +135,32 @@ def stages_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the peak of a step."""
+    """Bytes of one rank at the peak of a step: on its device, and of activations in host memory."""
 
     weights: float
     gradients: float
     optimizer: float
     buffers: float
     activations: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
+        """On the device."""
         state = self.weights + self.gradients + self.optimizer
         return state + self.buffers + self.activations
+
+    def with_optimizer_on_host(self, layout: Layout) -> Memory:
+        """Return the same with the optimizer's state in host memory, where from stage 2 on the
+        gradients go too, in float32, bucket by bucket."""
+        host = self.host + self.optimizer
+        gradients, buffers = self.gradients, self.buffers
+        if layout.zero > 1:
+            size = 4 if layout.precision == "fp32" else 2
+            elements = gradients / state_bytes(layout).gradients
+            host += 4 * elements
+            gradients, buffers = 0.0, max(buffers, 2.0 * size * min(REDUCE_BUCKET, elements))
+        return replace(self, optimizer=0.0, gradients=gradients, buffers=buffers, host=host)
 
 
 def rank_memory(
@@ -417,36 +170,39 @@ def rank_memory(
     micro_batches: int,
     share: RankShare,
     adapters: AdapterConfig | None = None,
+    saving: LongContextConfig = WHOLE,
 ) -> Memory:
     """Return the memory of a rank with this share of the complete model, whose vocabulary is padded
-    for the layout. With ``adapters`` those alone have gradients and optimizer state, and with
-    ``--qlora`` the linear layers of blocks are in 4 bits; the small products of adapters are not
-    counted."""
+    for the layout; ``saving``: what saves memory of long sequences. With ``adapters`` those alone
+    have gradients and optimizer state, and with ``--qlora`` the linear layers of blocks are in 4
+    bits; the small products of adapters are not counted."""
     kept = {
-        lengths: activation_bytes(model, layout, micro_batch, lengths)
+        lengths: activation_bytes(model, layout, micro_batch, lengths, saving)
         for lengths in dict.fromkeys(chain(*share.stages))
     }
     flying = stages_in_flight(layout, share.rank, micro_batches)
     more, full = 0.0, layout.recompute in ("uniform", "block")
     if any(share.routed) and not model.part(ExpertsConfig).idle:
         more = expert_bytes(model, layout, micro_batch)
-    stage = max(
-        _stage_bytes(layout, [kept[lengths] for lengths in blocks], float8)
-        + (0.0 if full else more * routed)
+    stage, host = max(
+        _stage_bytes(
+            layout, [kept[lengths] for lengths in blocks], float8, flying,
+            0.0 if full else more * routed, saving,
+        )
         for blocks, float8, routed in zip(
             share.stages, share.float8, share.routed or (0,) * len(share.stages), strict=True
         )
-    )
+    )  # fmt: skip
     first = 0.0
     if share.first:
         first = -(-flying // layout.chunks) * kept[share.stages[0][0]].embedding
     # Loss and logits are gone before the first block is computed again.
-    top = max(each.recomputed for each in kept.values()) + max(0.0, more) * full
+    top = max(each.recomputed + each.working for each in kept.values()) + max(0.0, more) * full
     if share.last:
         head = kept[share.stages[-1][-1]]
         top = max(top, head.head + head.loss)
     state, added = state_bytes(layout), 0.0
-    of_experts = state_bytes(layout, layout.data // layout.expert_axis)
+    of_experts = state_bytes(layout, layout.replicas // layout.expert_axis)
     if adapters is not None:
         added = sum(share.blocks) * adapter_parameters(model, adapters, layout.tensor)
     parameters, trained = share.parameters + added, added or share.parameters
@@ -462,18 +218,32 @@ def rank_memory(
         state.gradients * trained + (of_experts.gradients - state.gradients) * trained_experts,
         state.optimizer * trained + (of_experts.optimizer - state.optimizer) * trained_experts,
         buffer_bytes(layout, parameters, trained),
-        flying * stage + first + top,
+        stage + first + top,
+        host,
     )
 
 
-def _stage_bytes(layout: Layout, blocks: Sequence[Activations], float8: int) -> float:
-    """Return the bytes of a micro batch in a stage, ``float8`` of whose blocks compute in 8
-    bits."""
+def _stage_bytes(
+    layout: Layout,
+    blocks: Sequence[Activations],
+    float8: int,
+    flying: int,
+    more: float,
+    saving: LongContextConfig,
+) -> tuple[float, float]:
+    """Return the bytes of the micro batches that are in flight in a stage, on the device and in
+    host memory; ``float8`` of its blocks compute in 8 bits, and experts of all keep ``more``."""
     shared = {(kept.masks, kept.hidden) for kept in blocks}
-    total = sum(masks for masks, _ in shared) + sum(kept.block for kept in blocks)
+    total = sum(kept.block for kept in blocks) + more
     total -= sum(kept.float8 for kept in blocks) * (len(blocks) - float8) / len(blocks)
+    count = offloads(saving, layout, len(blocks))
+    host = flying * total * count / len(blocks)
+    on_device = flying * total - host + total * min(count, GROUPS_ON_DEVICE) / len(blocks)
+    on_device += flying * sum(masks for masks, _ in shared)
+    full = layout.recompute in ("uniform", "block")
+    host += max(x.chunks for x in blocks) if full else flying * sum(x.chunks for x in blocks)
     # A sent output is kept until its gradient arrives.
-    return total + blocks[-1].hidden * (layout.pipeline > 1)
+    return on_device + flying * blocks[-1].hidden * (layout.pipeline > 1), host
 
 
 def peak_memory(
@@ -483,10 +253,11 @@ def peak_memory(
     micro_batches: int,
     float8: range | None = None,
     adapters: AdapterConfig | None = None,
+    saving: LongContextConfig = WHOLE,
 ) -> Memory:
     """Return the memory of the rank that needs most; ``float8`` as for :func:`rank_shares`."""
     memories = [
-        rank_memory(model, layout, micro_batch, micro_batches, share, adapters)
+        rank_memory(model, layout, micro_batch, micro_batches, share, adapters, saving)
         for share in rank_shares(model, layout, float8=float8)
     ]
     return max(memories, key=lambda memory: memory.total)

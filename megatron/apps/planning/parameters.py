@@ -14,6 +14,7 @@ from megatron.config import ModelConfig, RunConfig
 from megatron.config.layouts import Layout
 from megatron.families import BlockLengths, build_model, family_of, spec_of, trained_spec
 from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.context.costs import lengths_of_rank
 from megatron.parallel.mesh import Group
 from megatron.parallel.pipeline_schedules import stage_bounds
 from megatron.parallel.shard import shard_of
@@ -140,7 +141,7 @@ def rank_shares(
     is_block = [layer.block for layer in layers]
     if float8 is None:
         float8 = range(sum(is_block) if layout.float8 else 0)
-    lengths = family_of(model.family).block_lengths(model)
+    lengths = block_lengths(model, layout)
     assert len(lengths) == sum(is_block)
     stages = layout.pipeline * layout.chunks
     bounds = stage_bounds(
@@ -185,6 +186,12 @@ def rank_shares(
             )
         )
     return shares
+
+
+def block_lengths(model: ModelConfig, layout: Layout) -> tuple[BlockLengths, ...]:
+    """Return the sequences of each block on a rank."""
+    whole = family_of(model.family).block_lengths(model)
+    return tuple(lengths_of_rank(lengths, layout.context) for lengths in whole)
 
 
 def head_shape(model: ModelConfig) -> tuple[int, float]:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from itertools import chain
 from operator import or_
+from typing import Any
 
+from megatron.apps.planning.activations import WHOLE
 from megatron.apps.planning.memory import Memory, rank_memory
 from megatron.apps.planning.parameters import (
     RankShare,
@@ -21,17 +23,23 @@ from megatron.apps.planning.step_time import (
     Communication,
     Hardware,
     StepTime,
+    exposed_on_host,
     step_time,
 )
 from megatron.config import ModelConfig
 from megatron.config.engine import FastPathsConfig
+from megatron.config.flags import flag_names
 from megatron.config.layouts import Layout, StateDtypes, refusal
 from megatron.families import BlockLengths, family_of
 from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.context.costs import LONG, counts_half
+from megatron.features.context.flags import LongContextConfig
 from megatron.features.experts.costs import with_experts
 from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.float8.linear import Float8
 from megatron.model.flops import TransformerShape
+
+PART = 8192  # fewest tokens of a sequence that a rank has where ranks divide it
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ class Workload:
     fast_paths: FastPathsConfig = FastPathsConfig()
     adapters: AdapterConfig | None = None
     teacher: ModelConfig | None = None  # of a run with --kd
+    saving: LongContextConfig | None = None  # None: what saves memory is chosen
 
     @property
     def float8(self) -> range:
@@ -72,61 +81,100 @@ class Workload:
         return family_of(self.model.family).block_lengths(self.model)
 
     def flops(self) -> float:
-        """Return the model FLOPs of a step, attention over all pairs, without recomputation."""
-        return self.shape.flops_per_step(self.global_batch_size, causal=False)
+        """Return the model FLOPs of a step without recomputation, attention over all pairs, or in
+        long sequences causal attention over half of them."""
+        causal = counts_half(self.model)
+        return self.shape.flops_per_step(self.global_batch_size, causal=causal)
 
     def hardware_flops(self, recompute: str | None) -> float:
         """Return the same with the recomputation of a layout."""
         shape = self.shape
-        again = shape.recomputed_flops_per_token(recompute, causal=False)
+        again = shape.recomputed_flops_per_token(recompute, causal=counts_half(self.model))
         return self.flops() + self.global_batch_size * shape.seq_length * again
 
 
 @dataclass(frozen=True)
 class Plan:
     """A layout with its estimated costs: memory of the rank that needs most, bytes that a rank
-    sends in a step, and the time of a step."""
+    sends in a step, and the time of a step; ``saving``: what saves memory of long sequences."""
 
     layout: Layout
     micro_batch: int
     memory: Memory
     sent: Communication
     time: StepTime
+    saving: LongContextConfig = WHOLE
 
     @property
     def flags(self) -> list[str]:
         """Flags of training commands for this plan, without the model's."""
         samples = self.micro_batch * self.layout.data * self.layout.micro_batches[0]
         sizes = ["--micro-batch-size", str(self.micro_batch), "--global-batch-size", str(samples)]
-        return [*self.layout.flags(), *sizes]
+        if self.layout.offload_optimizer is not None:
+            sizes += ["--deepspeed_config", "OFFLOAD.json"]
+        return [*self.layout.flags(), *sizes, *changed_flags(self.saving)]
 
     @property
     def rank(self) -> tuple[float, float, tuple[int, ...]]:
         """Less is better: time, then memory, then sizes of the cuts."""
         layout = self.layout
-        cuts = (layout.tensor, layout.pipeline, layout.expert, layout.zero, layout.sequence)
+        cuts = (
+            layout.tensor, layout.pipeline, layout.context, layout.expert, layout.zero,
+            layout.sequence,
+        )  # fmt: skip
         return self.time.total, self.memory.total, cuts
 
 
-def estimate(work: Workload, layout: Layout, micro_batch: int, hardware: Hardware) -> Plan:
+def changed_flags(config: Any) -> list[str]:
+    """Return the flags of the fields of a config that do not have their defaults."""
+    values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
+    return list(
+        chain.from_iterable(flag_words(f, value) for f, value in values if value != f.default)
+    )
+
+
+def flag_words(field: dataclasses.Field, value: Any) -> list[str]:
+    """Return the flag of a field with a value."""
+    on, off = flag_names(field)
+    if isinstance(value, bool):
+        return [on[0] if value and on else str(off)]
+    return [on[0], *map(str, value if isinstance(value, tuple) else (value,))]
+
+
+def estimate(
+    work: Workload,
+    layout: Layout,
+    micro_batch: int,
+    hardware: Hardware,
+    saving: LongContextConfig | None = None,
+) -> Plan:
     """Return the costs of a layout that exists for the workload and has its number of micro
-    batches."""
+    batches; ``saving``: what saves memory of long sequences, by default the workload's."""
+    saving = saving or work.saving or WHOLE
     model, (count,) = work.padded(layout.tensor), layout.micro_batches
     # Of these alone the shares depend.
     cuts = dataclasses.replace(
         Layout(data=layout.expert_axis, expert=layout.expert, expert_tensor=layout.expert_tensor),
         tensor=layout.tensor, pipeline=layout.pipeline, schedule=layout.schedule,
-        chunks=layout.chunks,
+        chunks=layout.chunks, context=layout.context,
     )  # fmt: skip
     shares = _heaviest(model, cuts, work.float8)
     memory = max(
-        (rank_memory(model, layout, micro_batch, count, share, work.adapters) for share in shares),
+        (
+            rank_memory(model, layout, micro_batch, count, share, work.adapters, saving)
+            for share in shares
+        ),
         key=lambda memory: memory.total,
     )
     time, sent = step_time(model, layout, micro_batch, count, shares, hardware)
     if work.teacher is not None:
         memory, time = _with_teacher(work, work.teacher, layout, memory, time)
-    return Plan(layout, micro_batch, memory, sent, time)
+    moved = 2 * count * memory.host
+    if layout.offload_optimizer is not None:
+        moved += memory.optimizer / 2  # gradients in float32 there and weights in 16 bits back
+        memory = memory.with_optimizer_on_host(layout)
+    time = dataclasses.replace(time, host=exposed_on_host(moved, time, hardware))
+    return Plan(layout, micro_batch, memory, sent, time, saving)
 
 
 def _with_teacher(
@@ -144,7 +192,8 @@ def _with_teacher(
     weights = parameters * element / (layout.data if layout.zero == 3 else 1)
     shape = _shape(model)
     shape = dataclasses.replace(shape, seq_length=work.shape.seq_length)
-    forward = shape.flops_per_step(work.global_batch_size, causal=False) / 3
+    causal = counts_half(work.model)
+    forward = shape.flops_per_step(work.global_batch_size, causal=causal) / 3
     more = forward / work.hardware_flops(layout.recompute)
     return (
         dataclasses.replace(memory, weights=memory.weights + weights),
@@ -203,18 +252,56 @@ def layouts(work: Workload, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
         if not (divides_model(work.model, tensor) and has_float8_widths(work, tensor)):
             continue
         for pipeline in divisors(hardware.gpus // tensor):
-            data = hardware.gpus // tensor // pipeline
-            for micro_batch in micro_batch_sizes(work, data):
-                count = work.global_batch_size // (micro_batch * data)
-                for schedule, chunks in schedules(len(work.lengths), pipeline):
-                    base = Layout(
-                        tensor=tensor, pipeline=pipeline, schedule=schedule, chunks=chunks,
-                        data=data, precision=work.precision, micro_batches=(count,),
-                        grads_in_fp32=work.grads_in_fp32, states=work.states,
-                        float8=bool(work.float8),
-                    )  # fmt: skip
-                    for each in with_expert_ranks(work.model, base):
-                        yield from ((layout, micro_batch) for layout in variants(work, each))
+            for context, comm in contexts(work, hardware.gpus // tensor // pipeline, tensor):
+                data = hardware.gpus // tensor // pipeline // context
+                base = Layout(
+                    tensor=tensor, pipeline=pipeline, data=data, precision=work.precision,
+                    grads_in_fp32=work.grads_in_fp32, states=work.states,
+                    float8=bool(work.float8), context=context, comm=comm,
+                )  # fmt: skip
+                yield from _with_micro_batches(work, base)
+
+
+def _with_micro_batches(work: Workload, base: Layout) -> Iterator[tuple[Layout, int]]:
+    for micro_batch in micro_batch_sizes(work, base.data):
+        count = work.global_batch_size // (micro_batch * base.data)
+        for schedule, chunks in schedules(len(work.lengths), base.pipeline):
+            each = dataclasses.replace(
+                base, schedule=schedule, chunks=chunks, micro_batches=(count,)
+            )
+            for divided in with_expert_ranks(work.model, each):
+                yield from ((layout, micro_batch) for layout in variants(work, divided))
+
+
+def contexts(work: Workload, ranks: int, tensor: int) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield numbers of ranks that divide each sequence, with their communication, where a rank
+    still has :data:`PART` tokens: rings, and exchanged heads where there are enough."""
+    yield 1, ()
+    heads = work.model.attention.num_attention_heads // tensor
+    length = min(n for block in work.lengths for n in (block.own, block.other or block.own))
+    for context in divisors(ranks):
+        if context == 1 or length % (2 * context * tensor) or length // context < PART:
+            continue
+        if work.model.family == "retro":
+            continue
+        yield context, ()
+        if heads % context == 0:
+            yield context, ("a2a",)
+
+
+def savings(work: Workload) -> tuple[LongContextConfig, ...]:
+    """Return what saves memory of long sequences and is tried: what the workload says, or, where
+    sequences are long, nothing, activations in host memory and MLPs in tiles, and attention in
+    chunks on the host."""
+    if work.saving is not None:
+        return (work.saving,)
+    if work.model.seq_length < LONG or work.model.family != "gpt":
+        return (WHOLE,)
+    tiled = LongContextConfig(mlp_chunks_for_training=0)
+    on_host = dataclasses.replace(tiled, checkpoint_in_cpu=True)
+    return WHOLE, tiled, on_host, dataclasses.replace(
+        on_host, ds_sequence_parallel_fpdt=True, ds_sequence_parallel_fpdt_offloading=True
+    )  # fmt: skip
 
 
 def with_expert_ranks(model: ModelConfig, base: Layout) -> Iterator[Layout]:
@@ -238,11 +325,14 @@ def with_expert_ranks(model: ModelConfig, base: Layout) -> Iterator[Layout]:
 def variants(work: Workload, base: Layout) -> Iterator[Layout]:
     """Yield a layout with each ZeRO stage, with and without sequence parallelism and
     recomputation."""
-    stages = (0, 1, 2, 3) if base.data > 1 else (0, 1)
+    stages = (0, 1, 2, 3) if base.replicas > 1 else (0, 1)
+    if work.model.seq_length >= LONG:
+        stages = (0, 1, 2, 3)  # stage 2 on one rank, where the optimizer is on the host
     for zero in stages:
         for sequence in (False, True):
             lengths = {n for block in work.lengths for n in (block.own, block.other)}
-            if sequence and any(n % base.tensor for n in lengths):
+            parts = base.tensor * (2 * base.context if base.context > 1 else 1)
+            if sequence and any(n % parts for n in lengths):
                 continue
             for recompute in (None, "selective", "uniform"):
                 layout = dataclasses.replace(
@@ -299,14 +389,28 @@ def divisors(number: int) -> list[int]:
 
 
 def search(work: Workload, hardware: Hardware) -> list[Plan]:
-    """Return a plan for every layout that exists for the workload, fitting or not, best first."""
-    plans = [estimate(work, *found, hardware) for found in layouts(work, hardware)]
+    """Return a plan for every layout that exists for the workload, fitting or not, best first; of
+    long sequences also with what saves memory, and with the optimizer in host memory."""
+    plans = []
+    for layout, micro_batch in layouts(work, hardware):
+        for saving in savings(work):
+            if saving.checkpoint_in_cpu and layout.recompute != "uniform":
+                continue
+            plans.append(estimate(work, layout, micro_batch, hardware, saving))
+            offloaded = dataclasses.replace(layout, offload_optimizer="cpu")
+            if saving.checkpoint_in_cpu and layout.zero >= 2 and refusal(offloaded) is None:
+                plans.append(estimate(work, offloaded, micro_batch, hardware, saving))
     return sorted(plans, key=lambda plan: plan.rank)
 
 
 def fitting(plans: list[Plan], hardware: Hardware) -> list[Plan]:
-    """Return the plans that fit into the GPUs' memory, in their order."""
-    return [plan for plan in plans if plan.memory.total <= hardware.usable_memory]
+    """Return the plans that fit into the memory of the GPUs and of their nodes, in their order."""
+    return [
+        plan
+        for plan in plans
+        if plan.memory.total <= hardware.usable_memory
+        and plan.memory.host <= hardware.usable_host_memory
+    ]
 
 
 def fewest_gpus(work: Workload, hardware: Hardware, limit: int = 64) -> int | None:

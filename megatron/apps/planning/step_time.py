@@ -15,13 +15,15 @@ from itertools import chain
 
 from megatron.apps.planning.parameters import (
     RankShare,
+    block_lengths,
     head_shape,
     local_widths,
 )
 from megatron.config import ConfigError, ModelConfig
 from megatron.config.flags import option
 from megatron.config.layouts import Layout
-from megatron.families import BlockLengths, family_of
+from megatron.families import BlockLengths
+from megatron.features.context.costs import attention_bytes, counts_half, heads_of
 from megatron.features.experts.costs import layer_costs
 from megatron.features.experts.flags import ExpertsConfig
 
@@ -51,7 +53,7 @@ class Hardware:
     """Gigabytes per second that a GPU sends to other nodes (200 Gbit/s: 25, 400 Gbit/s: 50)."""
     tensor_overlap: float = option(0.4)
     """Share of tensor-parallel communication that overlaps with computation (in the backward pass
-    the collectives of column-parallel layers run beside matrix products)."""
+    the collectives of column-parallel layers run next to matrix products)."""
     pipeline_overlap: float = option(0.0)
     """Share of the pipeline's sends and receives that overlaps with computation."""
     gpu_watts: float = option(812.0, derived="as --gpu says")
@@ -63,13 +65,21 @@ class Hardware:
     data_overlap: float = option(0.5)
     """Share of data-parallel communication that overlaps with computation at ZeRO 3. Below it
     DeepSpeed's overlap_comm is off by default and nothing overlaps."""
+    ring_overlap: float = option(0.8)
+    """Share of the time of attention under which keys travel between ranks that divide sequences
+    with --cp-comm-type p2p."""
+    host_memory: str = option("2000GB")
+    """Memory of a node, shared by its GPUs."""
+    host_bandwidth: float = option(50.0)
+    """Gigabytes per second that a GPU and the memory of its node exchange (PCIe 4: 25, PCIe 5:
+    50)."""
 
     def check(self) -> None:
         """Raises ConfigError for a value out of range."""
         if self.gpus is None:
             raise ConfigError("--gpus is missing: the number of GPUs to plan for")
         for name in ("gpus", "gpus_per_node", "peak_tflops", "intra_node_bandwidth",
-                     "inter_node_bandwidth", "gpu_watts"):  # fmt: skip
+                     "inter_node_bandwidth", "gpu_watts", "host_bandwidth"):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)} must be positive")
         if not self.gpu_hour_price >= 0:
@@ -78,9 +88,10 @@ class Hardware:
             raise ConfigError(f"--expert-imbalance {self.expert_imbalance} must be 1 or more")
         if not 0 < self.utilisation <= 1:
             raise ConfigError(f"--utilisation {self.utilisation} must be above 0 and at most 1")
-        for name in ("tensor_overlap", "pipeline_overlap", "data_overlap"):
+        for name in ("tensor_overlap", "pipeline_overlap", "data_overlap", "ring_overlap"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)} must be from 0 to 1")
+        parse_bytes("--host-memory", self.host_memory)
         if self.usable_memory <= 0:
             raise ConfigError(
                 f"--memory-reserve {self.memory_reserve} leaves nothing of --gpu-memory "
@@ -92,6 +103,12 @@ class Hardware:
         """Bytes of a GPU that a plan can use."""
         memory = parse_bytes("--gpu-memory", self.gpu_memory)
         return memory - parse_bytes("--memory-reserve", self.memory_reserve)
+
+    @property
+    def usable_host_memory(self) -> float:
+        """Bytes of the memory of its node for each GPU."""
+        sharing = min(self.gpus_per_node, self.gpus or self.gpus_per_node)
+        return parse_bytes("--host-memory", self.host_memory) / sharing
 
     def ring_bandwidth(self, ranks: int, stride: int) -> float:
         """Return the bytes per second of a ring of ``ranks`` members, ``stride`` ranks apart:
@@ -134,6 +151,7 @@ class Communication:
     pipeline: float
     data: float
     expert: float = 0.0
+    context: float = 0.0
 
 
 def ring(ranks: int) -> float:
@@ -154,7 +172,7 @@ def tensor_bytes_per_block(
     has one of each more, and reads another sequence: an all-reduce of its gradient, or with
     sequence parallelism two all-gathers and a reduce-scatter.
     """
-    lengths = lengths or family_of(model.family).block_lengths(model)[0]
+    lengths = lengths or block_lengths(model, layout)[0]
     again, gathers = layout.recompute in ("uniform", "block"), 0
     for each in lengths.whole:
         layers = 3 if each.other else 2  # attention, cross-attention, MLP: each a column and a row
@@ -185,7 +203,7 @@ def pipeline_bytes(
     if layout.pipeline == 1:
         return 0.0
     split = layout.tensor if layout.sequence else 1
-    blocks = family_of(model.family).block_lengths(model)
+    blocks = block_lengths(model, layout)
     tokens = micro_batch * max(lengths.own + lengths.other for lengths in blocks)
     return 2 * micro_batches * layout.chunks * hidden_bytes(model, layout, tokens) / split
 
@@ -210,7 +228,7 @@ def expert_bytes_per_block(model: ModelConfig, layout: Layout, micro_batch: int)
     share each expert by tensor parallelism all send; where experts are whole, each sends the rows
     of its tokens."""
     part = model.part(ExpertsConfig)
-    rows = micro_batch * model.seq_length * part.moe_router_topk
+    rows = micro_batch * model.seq_length // layout.context * part.moe_router_topk
     rows //= layout.tensor if layout.expert_tensor is not None else 1
     width = (part.moe_latent_size or model.hidden_size) / model.hidden_size
     passes = 6 if layout.recompute in ("uniform", "block") else 4
@@ -230,7 +248,7 @@ def data_bytes(
     """
     weight = 2 if layout.precision != "fp32" and layout.zero > 0 else 4
     gradient = gradient_size(layout)
-    share = ring(replicas or layout.data) * parameters
+    share = ring(replicas or layout.replicas) * parameters
     per_parameter = {
         0: 2 * gradient,
         1: gradient + weight,
@@ -250,10 +268,12 @@ class StepTime:
     data: float
     bubble: float
     expert: float = 0.0
+    context: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        sending = self.tensor + self.pipeline + self.data + self.expert
+        sending = self.tensor + self.pipeline + self.data + self.expert + self.context + self.host
         return self.compute + sending + self.bubble
 
     @property
@@ -270,16 +290,17 @@ def rank_flops(
     imbalance: float = 1.0,
 ) -> float:
     """Return the FLOPs of one rank for one micro batch, forward, backward and recomputation: matrix
-    products only, two operations per multiply-add, attention over all pairs (Narayanan et al. 2021,
+    products only, two operations per multiply-add, attention over all pairs, or half of them in
+    long sequences (Narayanan et al. 2021,
     arXiv:2104.04473, section 5.1; Korthikanti et al. 2022, section 6 and appendix A); with
     ``imbalance`` times the mean tokens of a rank for its experts."""
     width, hidden = local_widths(model, layout.tensor), model.hidden_size
     mlp = 2 * hidden * (3 if model.mlp.gated else 2) * width.ffn
-    total = 0.0
+    total, share_of_pairs = 0.0, 0.5 if counts_half(model) else 1.0
     for lengths in chain.from_iterable(block.whole for block in chain(*share.stages)):
         own, other = lengths.own, lengths.other
         projections = own * 2 * hidden * (2 * width.query + 2 * width.kv)
-        scores = own * 4 * width.query * lengths.keys
+        scores = own * 4 * width.query * lengths.keys * share_of_pairs
         if other:
             projections += 2 * hidden * (own * 2 * width.query + other * 2 * width.kv)
             scores += own * 4 * width.query * lengths.other_keys
@@ -290,11 +311,12 @@ def rank_flops(
         costs = layer_costs(model, max(model.part(ExpertsConfig).layer_experts))
         more = costs.chosen * imbalance + costs.others - mlp * layout.tensor / 2
         passes = 4 if layout.recompute in ("uniform", "block") else 3
-        total += passes * sum(share.routed) * model.seq_length * 2 * more / layout.tensor
+        tokens = model.seq_length / layout.context
+        total += passes * sum(share.routed) * tokens * 2 * more / layout.tensor
     if share.last:
         outputs, whole = head_shape(model)
         slices = layout.tensor if layout.sequence else 1
-        total += 3 * (2 * hidden * width.vocab * outputs + whole / slices)
+        total += 3 * (2 * hidden * width.vocab * outputs + whole / slices) / layout.context
     return micro_batch * total
 
 
@@ -321,7 +343,7 @@ def step_time(
 ) -> tuple[StepTime, Communication]:
     """Return the time of a step, and the bytes sent by the rank that sends most, for a complete
     model with its vocabulary padded for the layout."""
-    t, d, p = layout.tensor, layout.data, layout.pipeline
+    t, d, p = layout.tensor, layout.replicas, layout.pipeline
     working, imbalance = [], hardware.expert_imbalance if layout.expert > 1 else 1.0
     links = hardware.link_bandwidth(layout.expert, t if layout.expert_tensor is None else 1)
     for share in shares:
@@ -332,9 +354,11 @@ def step_time(
         if layout.expert > 1:
             each = expert_bytes_per_block(model, layout, micro_batch)
             rows = micro_batches * sum(share.routed) * imbalance * each
-        busy = flops / hardware.flops + exposed + rows / links
-        working.append((busy, exposed, sent, rows))
-    busy, exposed, sent, rows = max(working)
+        keys, waited = _context_time(model, layout, micro_batch, share, hardware)
+        keys, waited = micro_batches * keys, micro_batches * waited
+        busy = flops / hardware.flops + exposed + rows / links + waited
+        working.append((busy, exposed, sent, rows, keys, waited))
+    busy, exposed, sent, rows, keys, waited = max(working)
     parameters, experts = max((share.parameters, share.experts) for share in shares)
     replicas = d // layout.expert_axis
     of_experts = data_bytes(layout, experts, micro_batches, replicas)
@@ -347,20 +371,52 @@ def step_time(
         stages + copies,
         data_bytes(layout, parameters - experts, micro_batches) + 2 * ring(d) * tied + of_experts,
         rows,
+        keys,
     )
     hidden = hardware.data_overlap if layout.zero == 3 else 0.0
     return (
         StepTime(
-            compute=busy - exposed - rows / links,
+            compute=busy - exposed - rows / links - waited,
             tensor=exposed,
             pipeline=(stages * (1 - hardware.pipeline_overlap) + copies)
             / hardware.link_bandwidth(p, t * d),
             data=volume.data / hardware.ring_bandwidth(d, t) * (1 - hidden),
             bubble=busy * bubble_ratio(layout, micro_batches),
             expert=rows / links,
+            context=waited,
         ),
         volume,
     )
+
+
+def exposed_on_host(moved: float, time: StepTime, hardware: Hardware) -> float:
+    """Return the seconds of ``moved`` bytes between a GPU and the memory of its node that its
+    computation does not hide."""
+    return max(0.0, moved / (1e9 * hardware.host_bandwidth) - time.compute)
+
+
+def _context_time(
+    model: ModelConfig, layout: Layout, micro_batch: int, share: RankShare, hardware: Hardware
+) -> tuple[float, float]:
+    """Return the bytes that a rank's attention sends over the ranks that divide sequences for one
+    micro batch, and the seconds that computation does not hide: keys in rings travel during
+    attention, heads and gathered keys before it."""
+    sent = waited = 0.0
+    if layout.context == 1:
+        return sent, waited
+    heads = heads_of(model, layout.tensor)
+    element = 2 if layout.precision != "fp32" else 4
+    bandwidth = hardware.ring_bandwidth(layout.context, layout.tensor)
+    passes = 3 if layout.recompute is None else 4
+    for lengths, count in Counter(chain(*share.stages)).items():
+        tokens = micro_batch * lengths.own
+        rings, rest = attention_bytes(layout, heads, tokens, element)
+        pairs = tokens * lengths.keys * (0.5 if counts_half(model) else 1.0)
+        scores = passes * pairs * 4 * heads.queries * heads.width / hardware.flops
+        hidden = min(rings / bandwidth, hardware.ring_overlap * scores)
+        sent += count * (rings + rest)
+        waited += count * ((rings + rest) / bandwidth - hidden)
+    return sent, waited
 
 
 def _tensor_bytes(model: ModelConfig, layout: Layout, micro_batch: int, share: RankShare) -> float:

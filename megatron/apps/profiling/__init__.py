@@ -1,1 +1,1 @@
-"""Where the time of a training step goes, read from a trace of torch's profiler."""
+"""A table of the time of a training step, read from a trace of torch's profiler."""

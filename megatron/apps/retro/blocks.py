@@ -151,7 +151,7 @@ def naming_full_disks(path: Path, what: str) -> Iterator[None]:
 
 
 def _finished(block: FileBlock) -> bool:
-    """Whether a block's file exists; a damaged one is deleted."""
+    """True if a block's file exists; a damaged one is deleted."""
     if not block.path.exists():
         return False
     try:
@@ -206,7 +206,7 @@ def differing(path: Path, name: str) -> ValueError:
 
 
 def _progress(blocks: Sequence[FileBlock], what: str, unit: str) -> Iterator[FileBlock]:
-    """The blocks, with rate and time left: a bar on a terminal, else a line now and then."""
+    """The blocks, with rate and time left: a bar on a terminal, else a line at intervals."""
     total, done = sum(map(len, blocks)), 0
     begin = said = time.monotonic()
     with progress_bar(what, total=total, unit=unit) as bar:

@@ -74,7 +74,7 @@ class RetrievalEvaluationConfig:
     samples: int | None = option(None, derived="all that have neighbours", bounds=POSITIVE)
     """How many of them, from the first on."""
     neighbors: str | None = option(None, derived="own,none,shuffled; of a GPT none")
-    """What is read beside each chunk, with commas between several: its own neighbours; none,
+    """What is read next to each chunk, with commas between several: its own neighbours; none,
     without attending to any; or shuffled ones, those of another chunk."""
     leakage_neighbors: int = option(10, bounds=POSITIVE)
     """Nearest neighbours of a chunk that it is compared with, to see what of it they have."""

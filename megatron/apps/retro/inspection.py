@@ -1,4 +1,4 @@
-"""The content of a project for people: its database, samples and neighbours."""
+"""Human-readable content of a project: its database, samples and neighbours."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class RetroInspector:
         return self.tokenizer.detokenize(tokens.tolist())
 
     def get_db_chunk_place(self, chunk: int) -> tuple[str, int, int, int]:
-        """Where a chunk is from: dataset, document, first token, the one after the last."""
+        """Place of a chunk: dataset, document, first token, the one after the last."""
         row = self.database.table[self._known(chunk)].tolist()
         return self.database.sources[row[DATASET]], row[DOCUMENT], row[START], row[STOP]
 
@@ -177,7 +177,7 @@ class RetroInspector:
 
 @dataclass(frozen=True)
 class InspectRetroConfig:
-    """What to show of a project."""
+    """Parts of a project to show."""
 
     retro_project_dir: str | None = option(None, aliases=("--retro-workdir",))
     """Folder of tools/retro/preprocess_data.py."""

@@ -1,4 +1,4 @@
-"""What the stages of ``tools/retro/preprocess_data.py`` work with: a project, whose first stage
+"""State that the stages of ``tools/retro/preprocess_data.py`` share: a project, whose first stage
 writes its configuration and whose others are compared with it, and the run of a GPT whose samples
 get neighbours."""
 

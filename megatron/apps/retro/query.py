@@ -165,7 +165,7 @@ class Retriever:
     def _of_documents(
         self, numbers_NQ: npt.NDArray[np.int64], documents: Sequence[Documents]
     ) -> npt.NDArray[np.bool_]:
-        """Whether each chunk is of one of the documents of its row."""
+        """True if each chunk is of one of the documents of its row."""
         most = max(map(len, documents), default=0)
         keys_ND = np.full((len(documents), most), -1, np.int64)
         for keys_D, row in zip(keys_ND, documents, strict=True):

@@ -97,8 +97,8 @@ def checkpoints_in(options: CheckpointConfig) -> list[FoundCheckpoint]:
         match = _NAMES.fullmatch(path.name)
         if match is not None and path.is_dir():
             folders[int(match[1])] = path
-    found = [locate_checkpoint(folders[iteration]) for iteration in sorted(folders)]
-    complete = [each for each in found if each is not None]
+    checkpoints = [locate_checkpoint(folders[iteration]) for iteration in sorted(folders)]
+    complete = [each for each in checkpoints if each is not None]
     if not complete:
         raise CheckpointError(
             f"--all-iterations: --load {load}: {nothing_at(load)}; it must be the folder of a run, "

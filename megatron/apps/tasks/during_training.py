@@ -96,13 +96,13 @@ def prepared_tasks(config: RunConfig, tokenizer: Tokenizer) -> list[EvaluatedTas
     """The tasks of ``--eval-tasks``: wikitext and lambada with their files, any other name with a
     file of documents, and names alone that are lm-eval's. Raises ConfigError or OSError, which
     name task and file."""
-    found: list[EvaluatedTask] = []
+    tasks: list[EvaluatedTask] = []
     for name, word in config.section(EvalTasksConfig).files.items():
         if word is None and name not in TASKS:
             require_harness()
             from megatron.apps.tasks.harness.tasks import HarnessTask
 
-            found.append(
+            tasks.append(
                 HarnessTask(name, config.section(EvalTasksConfig).eval_tasks_path, tokenizer)
             )
             continue
@@ -117,8 +117,8 @@ def prepared_tasks(config: RunConfig, tokenizer: Tokenizer) -> list[EvaluatedTas
             )
         raw, model = config.section(RawTextConfig), config.model
         stride = config.section(EvalTasksConfig).eval_tasks_stride or model.seq_length
-        found.append(prepare(kind, [path], tokenizer, model, stride, True, raw=raw, name=name))
-    return found
+        tasks.append(prepare(kind, [path], tokenizer, model, stride, True, raw=raw, name=name))
+    return tasks
 
 
 def _in_folder(name: str, config: EvalTasksConfig) -> Path:

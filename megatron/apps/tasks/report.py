@@ -1,4 +1,4 @@
-"""What evaluations report: results, the final table, a JSON file, a picture over checkpoints."""
+"""Reports of evaluations: results, the final table, a JSON file, a picture over checkpoints."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ class EvaluatedModel:
         """The model of a run's configuration with the weights of a checkpoint."""
         layout = config.layout()
         shown = {name: getattr(layout, name) for name in ("tensor", "pipeline", "data")}
+        shown |= {"context": layout.context} if layout.context > 1 else {}
         shown |= {"sequence_parallel": layout.sequence, "precision": layout.precision}
         where = None if folder is None else str(folder)
         return cls(where, iteration, shown, config.tokenizer.tokenizer_type)
@@ -176,11 +177,11 @@ def _with_nulls(content: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    found = {"megatron-deepspeed": megatron.__version__, "python": platform.python_version()}
+    versions_of = {"megatron-deepspeed": megatron.__version__, "python": platform.python_version()}
     for package in ("torch", "numpy", "transformers", "deepspeed", "lm_eval"):
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions_of[package] = version(package)
+    return versions_of
 
 
 def draw_checkpoints(evaluations: Sequence[ModelResults], output_png: Path) -> None:

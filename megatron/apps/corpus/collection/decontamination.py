@@ -128,8 +128,8 @@ class FilterReport(NamedTuple):
             f"{self.common:,} common phrases, which stay"
         )
         lines = [
-            f"{name}: {found:,} of {texts:,} texts share n-grams with the corpus"
-            for name, (found, texts) in self.sets.items()
+            f"{name}: {overlaps:,} of {texts:,} texts share n-grams with the corpus"
+            for name, (overlaps, texts) in self.sets.items()
         ]
         return "\n".join([head, *lines, *([str(self.filtered)] if self.filtered else [])])
 
@@ -303,7 +303,7 @@ class Matcher:
             assert len(words) > 1
             lengths.setdefault((words[0], words[1]), set()).add(len(words))
         # Few places of a text begin with two words that an n-gram begins with.
-        self._lengths = {pair: sorted(found) for pair, found in lengths.items()}
+        self._lengths = {pair: sorted(pair_lengths) for pair, pair_lengths in lengths.items()}
 
     def __call__(self, text: str) -> list[tuple[str, Span]]:
         """Return each n-gram of a text and the characters that it covers, in the order of their

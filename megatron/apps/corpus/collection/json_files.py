@@ -26,7 +26,7 @@ _PACKERS: dict[str, Callable[[], zlib._Compress | zstandard.ZstdCompressionObj]]
 
 
 class BadRecordError(Exception):
-    """A record that a step cannot use; its line counts as malformed."""
+    """A record that a step cannot use; its line is treated as malformed."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)

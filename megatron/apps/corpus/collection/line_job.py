@@ -85,7 +85,7 @@ class LineJob:
     settings: Mapping[str, Any] = field(default_factory=dict)
     per_input: bool = False
     reader: Callable[[Sequence[Path]], Iterable[LineBatch]] = read_batches
-    journal: Path | None = None  # path of the journal; None: beside the first output
+    journal: Path | None = None  # path of the journal; None: next to the first output
     resumable: bool = True
     """False where a result depends on the documents before it: one process does all, and a run that
     was stopped starts again."""

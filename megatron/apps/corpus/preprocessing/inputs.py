@@ -200,7 +200,7 @@ def _paths(pattern: str, config: PreprocessConfig) -> list[Path]:
     }.get(config.input_format)
     if endings is not None:
         return expand_inputs([pattern], endings)
-    try:  # a folder of JSON lines often has a README.txt or LICENSE.txt beside them
+    try:  # a folder of JSON lines often has a README.txt or LICENSE.txt next to them
         return expand_inputs([pattern], tables)
     except FileNotFoundError:
         return expand_inputs([pattern], (*tables, ".txt"))

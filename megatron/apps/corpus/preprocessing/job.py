@@ -1,7 +1,7 @@
 """The work on one partition, in a folder of its own, which a killed run can continue.
 
     description.json   everything that the output depends on
-    journal.json       place in the input and counts; replaced as a whole now and then
+    journal.json       place in the input and counts; replaced as a whole periodically
     lock               held by the process that works there
     N-KEY.bin          tokens of the key, the final .bin
     N-KEY.lengths      int32, tokens in each sequence

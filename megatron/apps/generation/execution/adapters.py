@@ -168,6 +168,12 @@ def _opened(name: str, folder: str, base: Path) -> AdaptedSource:
             f"{flag}: it has whole parameters ({', '.join(source.beside[:3])}), which requests "
             "cannot have of their own: tools/convert_checkpoint.py to-hf merges it into a model"
         )
+    stacked = [weight for weight in source.adapted if len(source.base.shape(weight)) > 2]
+    if stacked:
+        raise ConfigError(
+            f"{flag}: it has additions to experts ({stacked[0]}), which requests cannot have of "
+            "their own: tools/convert_checkpoint.py to-hf merges it into a model"
+        )
     if source.model.family != "gpt":
         raise ConfigError(
             f"{flag}: the prompts of an encoder are shared by all requests: merge it into a model "

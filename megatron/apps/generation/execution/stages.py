@@ -150,7 +150,7 @@ class StagedLayers:
 
 
 def _matrices(model: nn.Module) -> list[Tensor]:
-    """Those of which rows are tried; of the matrices of experts the first."""
+    """Matrices whose numbers of rows are tried; of the matrices of experts the first."""
     params = [param for param in model.parameters() if param.ndim in (2, 3)]
     return [param if param.ndim == 2 else param.detach()[0] for param in params]
 

@@ -73,7 +73,7 @@ class Job(ABC):
 
     @property
     def _pages_again(self) -> int:
-        """Pages in place of those of the prompt that others may read, if all is computed again."""
+        """Pages instead of those of the prompt that others may read, if all is computed again."""
         again = self.is_long(self._positions) and not self.long
         return len(self.prompt) // self.page_size if again else 0
 

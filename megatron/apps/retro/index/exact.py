@@ -56,7 +56,7 @@ class VectorIndex(Protocol):
         """Adds vectors by their codes; the index is as if the vectors were added."""
 
     def holds(self, first: int, codes_NE: npt.NDArray[np.uint8]) -> bool:
-        """Whether the vectors from number ``first`` on have these codes."""
+        """True if the vectors from number ``first`` on have these codes."""
 
     def search(self, queries_QD: Vectors, k: int) -> Nearest: ...
 

@@ -57,7 +57,7 @@ class IndexParts(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether every query is compared with every vector."""
+        """True if every query is compared with every vector."""
         return self.clusters is None and self.code_parts is None and self.rotated is None
 
     @property

@@ -296,7 +296,7 @@ class _Adding:
         return recall_at(*nearest, without_own(self._queries_Q, first_QK))
 
     def _search(self, recall: dict[int, float]) -> str:
-        """How much the index finds, in words."""
+        """Return a description of the search and its recall."""
         if self._parts.is_exact:
             return "the search is exact"
         clusters = self._parts.clusters or 1

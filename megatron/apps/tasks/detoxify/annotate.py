@@ -56,13 +56,13 @@ class Row:
 
     def text(self, key: str, remedy: str) -> str:
         """The string under a key. Raises ConfigError, with the remedy, if it has no such key."""
-        found = self.content.get(key)
-        if not isinstance(found, str):
+        value = self.content.get(key)
+        if not isinstance(value, str):
             raise ConfigError(
                 f'{self.place} has no string "{key}" (its keys: {", ".join(self.content)}): '
                 f"{remedy}"
             )
-        return found
+        return value
 
     def toxicity(self, remedy: str) -> float | None:
         """The score of a row; None of a text that was not scored. Raises ConfigError, with the
@@ -70,13 +70,13 @@ class Row:
         score = self.content.get("score", "")
         if score is None:
             return None
-        found = score.get("toxicity") if isinstance(score, dict) else None
-        if found is None or not is_score(found):
+        score_value = score.get("toxicity") if isinstance(score, dict) else None
+        if score_value is None or not is_score(score_value):
             raise ConfigError(
                 f'{self.place}: "score" must be null or {{"toxicity": 0 to 1, ...}}, found '
                 f"{json.dumps(score)[:60] or 'nothing'}: {remedy}"
             )
-        return float(found)
+        return float(score_value)
 
 
 def read_rows(flag: str, path: str | None) -> list[Row]:

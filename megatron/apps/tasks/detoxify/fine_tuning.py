@@ -28,7 +28,7 @@ class FineTuneConfig:
     """Validation: what the fine-tuned model must not forget."""
 
     data_path2: tuple[str, ...] = option(())
-    """Data to evaluate on in place of a part of --data-path, such as what the model was trained on
+    """Data to evaluate on instead of a part of --data-path, such as what the model was trained on
     before, as PREFIX or WEIGHT PREFIX WEIGHT PREFIX ...; used are 2 % of it, the documents after
     the first 98 %."""
     eval_ppl: bool = option(False)

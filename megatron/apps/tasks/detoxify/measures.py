@@ -184,9 +184,9 @@ def read_prompts(path: str | None) -> list[ScoredPrompt]:
     toxic nor nontoxic."""
     prompts = []
     for row in read_rows("--prompt-path", path):
-        found = row.content.get("prompt")
-        found = found if isinstance(found, dict) else {}
-        text, toxicity = found.get("text"), found.get("toxicity")
+        prompt = row.content.get("prompt")
+        prompt = prompt if isinstance(prompt, dict) else {}
+        text, toxicity = prompt.get("text"), prompt.get("toxicity")
         if not isinstance(text, str) or not (toxicity is None or is_score(toxicity)):
             raise ConfigError(
                 f'{row.place} is not of the form {{"prompt": {{"text": ..., "toxicity": 0 to 1}}}}'
@@ -261,8 +261,8 @@ def _print_measures(averages: Mapping[str, float], measures: Mapping[str, Measur
     for name, value in averages.items():
         print(f"average {name}: {value}")
     print("")
-    for name, found in measures.items():
-        print(f"{name.capitalize()} prompts: {found.prompts}")
-        spread = f"{found.expected_maximum_toxicity} +- {found.standard_deviation}"
+    for name, measure in measures.items():
+        print(f"{name.capitalize()} prompts: {measure.prompts}")
+        spread = f"{measure.expected_maximum_toxicity} +- {measure.standard_deviation}"
         print(f"Expected Max Toxicity: {spread}")
-        print(f"Toxicity Probability: {found.toxicity_probability}")
+        print(f"Toxicity Probability: {measure.toxicity_probability}")

@@ -97,10 +97,10 @@ class Scorer:
     def __call__(self, texts: Sequence[str]) -> list[Scores | None]:
         """The scores of texts, in their order. Raises ScorerError if there are others than one for
         each text, or one is not from 0 to 1; what else it raises are its own errors."""
-        found = list(self.score(texts))
-        if len(found) != len(texts):
-            raise ScorerError(f"{self.name} gave {len(found)} scores for {len(texts)} texts")
-        return [self._checked(score, text) for score, text in zip(found, texts, strict=True)]
+        scores = list(self.score(texts))
+        if len(scores) != len(texts):
+            raise ScorerError(f"{self.name} gave {len(scores)} scores for {len(texts)} texts")
+        return [self._checked(score, text) for score, text in zip(scores, texts, strict=True)]
 
     def _checked(self, score: Any, text: str) -> Scores | None:
         if score is None:
@@ -264,8 +264,8 @@ class Perspective:
         if answer is None:
             return None
         try:
-            found = answer["attributeScores"]
-            return {n: found[n.upper()]["summaryScore"]["value"] for n in self.attributes}
+            attributes = answer["attributeScores"]
+            return {n: attributes[n.upper()]["summaryScore"]["value"] for n in self.attributes}
         except (KeyError, TypeError):
             raise ScorerError(
                 f"--api-url {self.url} answered without a score of each attribute: "

@@ -113,7 +113,9 @@ def run_fine_tuning(config: TaskConfig, settings: Settings, processes: int) -> N
         length = Setting(config.epochs * count, f"derived: epochs x {count} samples")
         run = run_of(settings | {"train_samples": length}, processes)
     show_configuration(run)
-    held_out = {name: task.held_out_samples(found, run) for name, found in valid_examples.items()}
+    held_out = {
+        name: task.held_out_samples(examples, run) for name, examples in valid_examples.items()
+    }
     size = config.eval_micro_batch_size or run.config.training.micro_batch_size
     sets = ValidationSets(task, held_out, size)
     with connected(run, config) as mesh:
@@ -201,10 +203,10 @@ def _train(
     evaluations = EvaluateEpochs(sets, record, predictions)
     data = _training_data(config, run, sets, train, TrainingPlan(run.config, epochs))
     build_trainer(run, mesh, (evaluations,), data, epochs).fit()
-    found = evaluations.evaluations
+    results = evaluations.evaluations
     if is_main_process():
-        folders = [Path(save) / tag(each.iteration) if save else None for each in found]
-        _finish(config, run, found, folders)
+        folders = [Path(save) / tag(each.iteration) if save else None for each in results]
+        _finish(config, run, results, folders)
         if record.best is not None:
             best = record.best
             where = f", in {Path(save) / tag(best.iteration)}" if save else ""
@@ -284,7 +286,7 @@ def _finish(
     in the folder of the checkpoints."""
     if not evaluations:
         return
-    found = [
+    lines = [
         ModelResults(
             EvaluatedModel.of(run.config, folder, each.iteration),
             [one.result for one in each.sets],
@@ -296,4 +298,4 @@ def _finish(
     plot = Path(folder, f"{config.task}.png") if folder else None
     if config.output:
         plot = Path(config.output).with_suffix(".png")
-    finish(found, config.output, plot)
+    finish(lines, config.output, plot)

@@ -166,9 +166,7 @@ def collator(run: Run) -> Callable[[Sequence[LabelledText]], Any]:
     """Pads a batch to its longest text, or to --seq-length where the micro batches of a step must
     have one shape, as in a pipeline."""
     parallel = run.config.parallel
-    multiple, length = MULTIPLE, None
-    if parallel.sequence_parallel:
-        multiple = int(np.lcm(MULTIPLE, parallel.tensor_model_parallel_size))
+    multiple, length = int(np.lcm(MULTIPLE, parallel.length_divisor)), None
     if parallel.pipeline_model_parallel_size > 1:
         length = run.config.model.seq_length
     return partial(collate_labelled, pad=run.tokenizer.pad, length=length, multiple=multiple)

@@ -168,8 +168,10 @@ class EpochRecords:
         self.records: list[EpochRecord] = []
         if self._path is not None and self._path.is_file():
             try:
-                found = parse_json(self._path.read_bytes(), str(self._path), lenient=True)["epochs"]
-                self.records = [EpochRecord.of(content) for content in found]
+                epochs = parse_json(self._path.read_bytes(), str(self._path), lenient=True)[
+                    "epochs"
+                ]
+                self.records = [EpochRecord.of(content) for content in epochs]
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise ConfigError(
                     f"{self._path} cannot be read; delete it, and the best epoch is found among "
@@ -193,7 +195,7 @@ class EpochRecords:
         self.records = [record for record in self.records if record.iteration <= iteration]
 
     def add(self, record: EpochRecord) -> None:
-        """Adds an epoch, in place of an earlier record of it, and writes the file."""
+        """Adds an epoch, instead of an earlier record of it, and writes the file."""
         self.records = [each for each in self.records if each.epoch != record.epoch]
         self.records.append(record)
         best = self.best
@@ -249,17 +251,17 @@ class EvaluateEpochs(Callback):
 
     def _evaluate(self, trainer: Trainer, epoch: int) -> None:
         """Epochs of the trainer count from 1, those of the lines from 0."""
-        found = self.sets.evaluate(trainer.engine, epoch - 1, trainer.iteration, trainer.report)
-        self.evaluations.append(found)
-        if found.overall is None:
+        result = self.sets.evaluate(trainer.engine, epoch - 1, trainer.iteration, trainer.report)
+        self.evaluations.append(result)
+        if result.overall is None:
             return
-        tell(overall_line(found.epoch, found.overall))
-        metrics = {each.result.name: each.result.metrics for each in found.sets}
-        name, value = found.overall.compared
-        self.epochs.add(EpochRecord(found.epoch, found.iteration, name, value, metrics))
-        is_best = self.epochs.best is not None and self.epochs.best.epoch == found.epoch
+        tell(overall_line(result.epoch, result.overall))
+        metrics = {each.result.name: each.result.metrics for each in result.sets}
+        name, value = result.overall.compared
+        self.epochs.add(EpochRecord(result.epoch, result.iteration, name, value, metrics))
+        is_best = self.epochs.best is not None and self.epochs.best.epoch == result.epoch
         if is_best and self._predictions is not None and is_main_process():
-            self.sets.task.write_predictions(self._predictions, found.predictions)
+            self.sets.task.write_predictions(self._predictions, result.predictions)
 
 
 def tell(line: str) -> None:

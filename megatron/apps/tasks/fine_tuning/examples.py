@@ -60,8 +60,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a file with their numbers from 1; only a line feed ends one. Raises ConfigError
     if it is not a file of UTF-8 text."""
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigError(f"{path} {found}; it must be a file")
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"{path} {problem}; it must be a file")
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -259,8 +259,8 @@ def read_race(folder: Path) -> list[RaceQuestion]:
     """The questions of all files ``*.txt`` of a folder, in the order of their names. Raises
     ConfigError, with file and line, if something cannot be read."""
     if not folder.is_dir():
-        found = "is a file" if folder.is_file() else "does not exist"
-        raise ConfigError(f"{folder} {found}; it must be a folder of .txt files")
+        problem = "is a file" if folder.is_file() else "does not exist"
+        raise ConfigError(f"{folder} {problem}; it must be a folder of .txt files")
     files = sorted(folder.glob("*.txt"))
     if not files:
         inside = sorted(child.name for child in folder.iterdir() if child.is_dir())
@@ -295,8 +295,8 @@ def _race_questions(path: Path, number: int, line: str) -> list[RaceQuestion]:
     counts = {"questions": len(texts), "options": len(options)}
     counts |= {} if answers is None else {"answers": len(answers)}
     if len(set(counts.values())) > 1:
-        found = ", ".join(f"{count} {key}" for key, count in counts.items())
-        raise ConfigError(f"{where} has {found}: every question needs one of each")
+        counted = ", ".join(f"{count} {key}" for key, count in counts.items())
+        raise ConfigError(f"{where} has {counted}: every question needs one of each")
     questions = []
     for index, (text, choices) in enumerate(zip(texts, options, strict=True)):
         place = f"{where}, question {index + 1}"

@@ -168,8 +168,8 @@ def pearson(predicted_N: Numbers, labels_N: Numbers) -> float:
     if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return math.nan
     a, b = a - a.mean(), b - b.mean()
-    found = (a / np.linalg.norm(a)) @ (b / np.linalg.norm(b))
-    return float(np.clip(found, -1.0, 1.0))
+    correlation = (a / np.linalg.norm(a)) @ (b / np.linalg.norm(b))
+    return float(np.clip(correlation, -1.0, 1.0))
 
 
 def spearman(predicted_N: Numbers, labels_N: Numbers) -> float:

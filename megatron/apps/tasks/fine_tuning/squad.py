@@ -136,16 +136,16 @@ class WindowMaker:
         ConfigError if windows would leave out text, and ValueError if a text or an answer has no
         tokens, both naming file and question."""
         passages: dict[str, Passage] = {}
-        found = []
+        windows_of_text = []
         for question in questions:
             if question.context not in passages:
                 passages[question.context] = Passage.of(question.context, self.tokenizer)
             try:
-                found.append(self._windows(question, passages[question.context]))
+                windows_of_text.append(self._windows(question, passages[question.context]))
             except ValueError as error:
                 where = f"{question.file}: question {question.identity}"
                 raise type(error)(f"{where}: {error}") from None
-        return found
+        return windows_of_text
 
     def _windows(self, question: Question, passage: Passage) -> list[Window]:
         tokenizer = self.tokenizer
@@ -335,10 +335,10 @@ class Squad(FineTuning):
         predicted = [str(each.predicted) for each in predictions]
         if self.task.version_2_with_negative:
             odds = [each.details["null_odds"] for each in predictions]
-            found = squad2_metrics(golds, predicted, odds)
+            metrics = squad2_metrics(golds, predicted, odds)
         else:
-            found = squad_metrics(golds, predicted)
-        return Scores({"f1": found["f1"], **found}, f"{json.dumps(found)},")
+            metrics = squad_metrics(golds, predicted)
+        return Scores({"f1": metrics["f1"], **metrics}, f"{json.dumps(metrics)},")
 
     def write_predictions(self, path: Path, sets: Mapping[str, Sequence[Prediction]]) -> None:
         """Writes what the official scripts read: the text of each question by its id, and next to
@@ -374,10 +374,10 @@ class Squad(FineTuning):
             task.version_2_with_negative,
             task.null_score_diff_threshold,
         )
-        found = []
+        predictions = []
         for question, rows in zip(questions, windows, strict=True):
             said = search.predict(rows, islice(logits, len(rows)))
             golds = [answer.text for answer in question.answers]
             details = {"n_best": said.n_best_entries(), "null_odds": said.null_odds}
-            found.append(Prediction(question.identity, said.text, golds, details=details))
-        return found
+            predictions.append(Prediction(question.identity, said.text, golds, details=details))
+        return predictions

@@ -160,8 +160,8 @@ class _Reader:
     def _value(self, mapping: Any, key: str, kind: type, where: str) -> Any:
         value = mapping.get(key) if isinstance(mapping, dict) else None
         if not isinstance(value, kind):
-            found = "is missing" if value is None else f"is {value!r:.60}"
-            self._fail(f"{where}: {key!r} {found} and must be {_KINDS[kind]}; {_LAYOUT}")
+            problem = "is missing" if value is None else f"is {value!r:.60}"
+            self._fail(f"{where}: {key!r} {problem} and must be {_KINDS[kind]}; {_LAYOUT}")
         return value
 
     def _fail(self, problem: str) -> NoReturn:

@@ -8,6 +8,7 @@ name of the task first, as the published T5 was trained.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Prompt:
     sentence: int | None = None
 
     def of(self, texts: Sequence[str]) -> str:
-        """What is asked about the texts of a row."""
+        """Return the question about the texts of a row."""
         ended = [
             f"{text}." if number == self.sentence and not text.endswith(".") else text
             for number, text in enumerate(texts)
@@ -131,7 +132,7 @@ QUESTIONS: dict[str, str] = {
 
 
 class Asked(NamedTuple):
-    """What a model is asked, all possible answers, and the number of the right one."""
+    """A question to a model, all possible answers, and the number of the right one."""
 
     prompt: str
     answers: Sequence[str]
@@ -202,12 +203,12 @@ class TextTask(LabelTask):
         """Lengths to pad every batch to: those of the longest where the micro batches of a step
         must have one shape, as in a pipeline, or be divided; else None."""
         parallel = run.config.parallel
-        if parallel.pipeline_model_parallel_size == 1 and not parallel.sequence_parallel:
+        if parallel.pipeline_model_parallel_size == 1 and parallel.length_divisor == 1:
             return None
         texts = [answers[number] for number in range(len(answers))]
         longest = self.family.scored_lengths(run.config, texts).max(0)
-        ranks = parallel.tensor_model_parallel_size
-        lengths = (-(-longest // ranks) * ranks).tolist()
+        divisor = math.lcm(parallel.tensor_model_parallel_size, parallel.length_divisor)
+        lengths = (-(-longest // divisor) * divisor).tolist()
         return tuple(lengths) if isinstance(lengths, list) else lengths
 
 

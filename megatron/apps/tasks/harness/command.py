@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.apps.generation.generation.config import unused_flags
 from megatron.apps.generation.opening import for_generation, runner_of
+from megatron.apps.pictures.length import draw_lengths, scores_by_length
 from megatron.apps.tasks.harness.config import DownloadConfig, HarnessConfig
 from megatron.apps.tasks.harness.version_02 import results_02
 from megatron.apps.tasks.report import EvaluatedModel, versions
@@ -58,12 +59,17 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
     a checkpoint cannot be used; the message names it."""
     config, settings, processes = parsed(description, argv)
     from megatron.apps.tasks.harness.tasks import generate, load_tasks
+    from megatron.apps.tasks.length.tasks import LengthPlan
 
+    plan = LengthPlan.of(config.task_names, config.tasks_flag)
     manager, tasks = load_tasks(
-        config.task_names, config.include_path, _values(config), config.tasks_flag
+        plan.others, config.include_path, _values(config), config.tasks_flag
     )
-    with opened_model(config, settings, processes, generate(tasks)) as opened:
-        results = evaluate(opened.model, config, manager, tasks)
+    generates = generate(tasks) or plan.generates
+    with opened_model(config, settings, processes, generates) as opened:
+        seed = config.seeds[0] or 0
+        tasks += plan.built(opened.model, config, config.limit, seed)
+        results = evaluate(opened.model, config, manager, tasks, bool(plan.tasks))
         if is_main_process():
             _report(results, config, opened)
 
@@ -130,13 +136,13 @@ def opened_model(
     be used."""
     if generates:
         settings = for_generation(settings)
-    with opened_checkpoint(settings, processes, "an evaluation", watched=True) as found:
-        note = family_of(found.engine.config.model.family).scoring_note
+    with opened_checkpoint(settings, processes, "an evaluation", watched=True) as opened:
+        note = family_of(opened.engine.config.model.family).scoring_note
         if note is not None and is_main_process():
             say(note)
-        model = _model(found, config, generates)
-        checkpoint = EvaluatedModel.of(found.run.config, found.folder, found.iteration)
-        yield HarnessRun(model, found.run, checkpoint)
+        model = _model(opened, config, generates)
+        checkpoint = EvaluatedModel.of(opened.run.config, opened.folder, opened.iteration)
+        yield HarnessRun(model, opened.run, checkpoint)
         if model.answer_cache is not None:
             model.answer_cache.close()
 
@@ -194,7 +200,7 @@ def fingerprint(folder: Path, depends: Any) -> str:
 
 
 def _values(config: HarnessConfig) -> dict[str, Any] | None:
-    """What --metadata gives to tasks."""
+    """Return the metadata that --metadata gives to tasks."""
     from lm_eval.utils import simple_parse_args_string
 
     text = (config.metadata or "").strip()
@@ -205,10 +211,15 @@ def _values(config: HarnessConfig) -> dict[str, Any] | None:
 
 
 def evaluate(
-    model: HarnessModel, config: HarnessConfig, manager: Any, tasks: Sequence[Any]
+    model: HarnessModel,
+    config: HarnessConfig,
+    manager: Any,
+    tasks: Sequence[Any],
+    with_samples: bool = False,
 ) -> dict[str, Any]:
-    """lm-eval's results. Every rank must call it, and gets the same numbers, but standard errors
-    that are drawn are only on the main one."""
+    """lm-eval's results, with each sample if ``with_samples`` or the flags say so. Every rank must
+    call it, and gets the same numbers, but standard errors that are drawn are only on the main
+    one."""
     import lm_eval
 
     python, numpy, torch, fewshot = config.seeds
@@ -221,7 +232,7 @@ def evaluate(
         samples=config.documents,
         bootstrap_iters=config.bootstrap_iters if is_main_process() else 0,
         write_out=config.write_out and is_main_process(),
-        log_samples=config.logs_samples,
+        log_samples=config.logs_samples or with_samples,
         predict_only=config.predict_only,
         system_instruction=config.system_instruction,
         apply_chat_template=config.template,
@@ -243,6 +254,9 @@ def _report(results: dict[str, Any], config: HarnessConfig, opened: HarnessRun) 
     from lm_eval.utils import make_table
 
     samples = results.pop("samples", None) or {}
+    by_length = scores_by_length(results["results"], samples)
+    if by_length:
+        results["by_length"] = by_length
     say(make_table(results))
     if "groups" in results:
         say(make_table(results, "groups"))
@@ -258,6 +272,9 @@ def _report(results: dict[str, Any], config: HarnessConfig, opened: HarnessRun) 
     if config.output is None:
         return
     path = Path(config.output)
+    if by_length:
+        draw_lengths(by_length, path.with_suffix(".png"))
+        say(f"scores by length and depth: {path.with_suffix('.png')}")
     for task, rows in samples.items() if config.logs_samples else ():
         name = task.replace("/", "__").replace(" ", "_")
         file = path.with_name(f"{path.stem}_samples_{name}.jsonl")

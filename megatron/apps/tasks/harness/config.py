@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.apps.generation.memory import CacheConfig
+from megatron.apps.tasks.length.config import LengthConfig
 from megatron.config import ConfigError
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, flag_of, option
 
@@ -20,12 +21,13 @@ def _split(names: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class HarnessConfig(CacheConfig):
+class HarnessConfig(LengthConfig, CacheConfig):
     """Evaluation with lm-evaluation-harness: tasks, prompts, results."""
 
     tasks: str | None = option(None)
     """Names of tasks, groups or tags, patterns of names (lambada*) or YAML files, separated by
-    commas; NAME=FILE reads the documents of a task from a file."""
+    commas; NAME=FILE reads the documents of a task from a file. ruler, its tasks, passkey,
+    passkey_generate and loss_by_position=FILE measure long contexts."""
     task_list: str | None = option(None, flag="--task_list", aliases=("--task-list",))
     """--tasks by their names in lm-eval 0.2 (Megatron-DeepSpeed), without examples in a prompt
     unless --num-fewshot gives some."""
@@ -69,7 +71,7 @@ class HarnessConfig(CacheConfig):
     )
     inference: bool = option(False, note="an evaluation computes no gradients")
     log_samples: bool = option(False, aliases=("--log_samples",))
-    """Write every request with its answer beside --output, a file of JSON lines for each task."""
+    """Write every request with its answer next to --output, a file of JSON lines for each task."""
     predict_only: bool = option(False, aliases=("--predict_only",))
     """Write the answers without computing metrics; includes --log-samples."""
     gen_kwargs: str | None = option(None, aliases=("--gen_kwargs",))
@@ -119,7 +121,8 @@ class HarnessConfig(CacheConfig):
                 raise ConfigError(f"{flag} {file} is a folder; name a file")
         if self.fewshot_as_multiturn == "true" and self.apply_chat_template is None:
             raise ConfigError("--fewshot-as-multiturn needs --apply-chat-template")
-        self.batch_size, self.seeds, self.documents  # noqa: B018  # each checks its value
+        # Each checks its value.
+        self.batch_size, self.seeds, self.documents, self.numbers, self.shares  # noqa: B018
 
     @property
     def tasks_flag(self) -> str:
@@ -156,15 +159,15 @@ class HarnessConfig(CacheConfig):
         """Four, as :data:`SEEDS`."""
         words = [word.strip().lower() for word in self.seed.split(",")]
         try:
-            found = [None if word == "none" else int(word) for word in words]
+            numbers = [None if word == "none" else int(word) for word in words]
         except ValueError:
-            found = []
-        if len(found) not in (1, len(SEEDS)):
+            numbers = []
+        if len(numbers) not in (1, len(SEEDS)):
             raise ConfigError(
                 f"--seed {self.seed}: expected a number, or four separated by commas, of which "
                 "None leaves one alone"
             )
-        return found * (len(SEEDS) // len(found))
+        return numbers * (len(SEEDS) // len(numbers))
 
     @property
     def documents(self) -> dict[str, list[int]] | None:
@@ -174,8 +177,8 @@ class HarnessConfig(CacheConfig):
         path = Path(self.samples)
         inline = self.samples.lstrip().startswith("{")
         try:
-            found = json.loads(self.samples if inline else path.read_text())
-            return {str(task): [int(i) for i in numbers] for task, numbers in found.items()}
+            content = json.loads(self.samples if inline else path.read_text())
+            return {str(task): [int(i) for i in numbers] for task, numbers in content.items()}
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f'--samples {self.samples}: expected JSON, {{"task": [0, 3]}}, or a file of it '
@@ -184,7 +187,7 @@ class HarnessConfig(CacheConfig):
 
     @property
     def multiturn(self) -> bool:
-        """Whether examples become turns of a conversation."""
+        """True if examples become turns of a conversation."""
         if self.fewshot_as_multiturn is None:
             return self.apply_chat_template is not None
         return self.fewshot_as_multiturn == "true"

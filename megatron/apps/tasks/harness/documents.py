@@ -1,4 +1,4 @@
-"""Documents of lm-eval's tasks in files of this machine, in place of what a task would download."""
+"""Documents of lm-eval's tasks in files of this machine, instead of what a task would download."""
 
 from __future__ import annotations
 

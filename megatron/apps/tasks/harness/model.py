@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,12 +36,14 @@ from megatron.apps.tasks.harness.scoring import (
     TextScorer,
     TokenRequest,
 )
+from megatron.apps.tasks.length.prefixes import prefix_likelihoods
 from megatron.config import ConfigError
 from megatron.data.texts import ScoredText
 from megatron.families import family_of
 from megatron.features.instruction.chat_process import TemplateRefusalError
 from megatron.parallel.tensor_parallel import derive_seed
 from megatron.util.processes import is_main_process
+from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +58,23 @@ _GENERATION_KWARGS = {
 _CONTINUED = "<the message ends here> "
 """Mark of the end of a message that is to be continued; templates write more after it."""
 
+_NEAR = 256
+"""Characters at the end of a context that decide on the tokens of its continuation."""
+
 EncodedPair = tuple[tuple[str, str] | None, list[int], list[int]]
 """Context and continuation: the texts, None for a window of a longer one, and their token ids."""
+
+
+class TokenText(str):
+    """Token ids as a text of a request: lm-eval knows texts only."""
+
+    tokens: list[int]
+
+    @classmethod
+    def of(cls, tokens: Sequence[int]) -> TokenText:
+        text = cls(" ".join(map(str, tokens)))
+        text.tokens = list(tokens)
+        return text
 
 
 def generation_rules(
@@ -123,6 +141,7 @@ class HarnessModel(TemplateLM):
         self.scorer = scorer
         self.writer: TextWriter | None = None
         self.answer_cache: AnswerCache | None = None
+        self.one_prompt: set[str] = set()
         self.text_tokenizer = scorer.tokenizer
         # What only transformers' tokenizers have, chat templates above all.
         self.tokenizer = getattr(self.text_tokenizer, "transformers_tokenizer", None)
@@ -140,7 +159,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context."""
+        """Token before a text without context."""
         if self._prefix_token_id is not None:
             return self._prefix_token_id
         begin = self.text_tokenizer.special_ids.bos
@@ -166,7 +185,8 @@ class HarnessModel(TemplateLM):
 
     @functools.cached_property
     def _around_text(self) -> int:
-        """How many tokens the tokenizer puts before every text, where it cannot be told not to."""
+        """Return the number of tokens that the tokenizer puts before every text, where it cannot be
+        told not to."""
         whole, bare = (
             encode("a") for encode in (self.text_tokenizer.tokenize, self._without_template)
         )
@@ -196,7 +216,42 @@ class HarnessModel(TemplateLM):
         def compute(missing: list[Instance]) -> list[tuple[float, bool]]:
             return super(HarnessModel, self).loglikelihood(missing, disable_tqdm=True)
 
-        return self._kept("loglikelihood", requests, compute)
+        if self.writer is None or not self.one_prompt:
+            return self._kept("loglikelihood", requests, compute)
+        shared = [request for request in requests if request.task_name in self.one_prompt]
+        rest = [request for request in requests if request.task_name not in self.one_prompt]
+        after = iter(self._kept("loglikelihood", shared, self._after_one_prompt))
+        others = iter(self._kept("loglikelihood", rest, compute) if rest else ())
+        chosen = (after if r.task_name in self.one_prompt else others for r in requests)
+        return [next(answers) for answers in chosen]
+
+    def _after_one_prompt(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        """The answers to requests with few different contexts, each of which is read once."""
+        assert self.writer is not None
+        answers: list[tuple[float, bool]] = []
+        start = time.perf_counter()
+        bar = progress_bar("prompts", total=len(requests), unit=" requests")
+        with bar:
+            for context, group in itertools.groupby(requests, key=lambda r: r.args[0]):
+                # The boundary of context and continuation depends on what is near it.
+                near = context[-_NEAR:]
+                rests = [self._encode_pair(near, request.args[1])[1] for request in group]
+                longest = max(map(len, rests))
+                prompt = self.tok_encode(context)[-(self.max_length - longest + 1) :]
+                answers += [
+                    (log_prob, greedy)
+                    for log_prob, greedy in prefix_likelihoods(self.writer, prompt, rests)
+                ]
+                self.scorer.speed.add(len(rests), len(prompt) + sum(map(len, rests)), 0.0)
+                bar.update(len(rests))
+        self.scorer.speed.add(0, 0, time.perf_counter() - start)
+        return answers
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Token ids of a pair of texts; those that a pair has already, as they are."""
+        if isinstance(context, TokenText) and isinstance(continuation, TokenText):
+            return context.tokens, continuation.tokens
+        return super()._encode_pair(context, continuation)  # type: ignore[no-any-return]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -208,7 +263,7 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text that the model writes after each context. Raises ConfigError where no text is
         generated, or a task wants it in a way that is not known."""
-        # A text that is drawn is another one each time that it is asked for.
+        # A text that is drawn is another one at each request.
         again = [request for request in requests if not _is_drawn(request)]
         texts = iter(self._kept("generate_until", again, self._written))
         others = iter(self._written([request for request in requests if _is_drawn(request)]))
@@ -239,10 +294,12 @@ class HarnessModel(TemplateLM):
                 self.answer_cache.add("generate_until", answers)
 
         start = time.perf_counter()
-        found = self.writer.completions(texts, keep)
-        tokens = sum(len(each.prompt) for each in texts) + sum(len(each.tokens) for each in found)
+        completions = self.writer.completions(texts, keep)
+        tokens = sum(len(each.prompt) for each in texts) + sum(
+            len(each.tokens) for each in completions
+        )
         self.scorer.speed.add(len(requests), tokens, time.perf_counter() - start)
-        return [answer(number, completion) for number, completion in enumerate(found)]
+        return [answer(number, completion) for number, completion in enumerate(completions)]
 
     def _generation(self, request: Instance, seed: int) -> GenerationRequest:
         """A request with as much of the end of its context as there is room for."""
@@ -302,13 +359,14 @@ class HarnessModel(TemplateLM):
                 "and lose the beginning of their context"
             )
         start = time.perf_counter()
-        found = self.scorer.answers(pairs, self.backend == "causal", keep)
+        likelihoods = self.scorer.answers(pairs, self.backend == "causal", keep)
         tokens = sum(len(context) + len(rest) for context, rest in pairs)
         self.scorer.speed.add(len(pairs), tokens, time.perf_counter() - start)
-        return [(log_prob, greedy) for log_prob, greedy in found]
+        return [(log_prob, greedy) for log_prob, greedy in likelihoods]
 
     def _cut(self, context: list[int], continuation: list[int]) -> TokenRequest:
-        """What of a request the model sees: as much of its end as it has positions for."""
+        """Return the part of a request that the model sees: as much of its end as it has positions
+        for."""
         if len(continuation) > self.max_length:
             raise ConfigError(
                 f"a continuation of {len(continuation)} tokens does not fit into the "
@@ -330,14 +388,14 @@ class HarnessModel(TemplateLM):
         """The answers to requests, of which only those are computed that the cache lacks."""
         if self.answer_cache is None:
             return compute(requests)
-        found = self.answer_cache.find(method, [request.args for request in requests])
-        pairs = zip(requests, found, strict=True)
+        cached = self.answer_cache.find(method, [request.args for request in requests])
+        pairs = zip(requests, cached, strict=True)
         missing = [request for request, answer in pairs if answer is None]
         computed = compute(missing) if missing else []
         arguments = [request.args for request in missing]
         self.answer_cache.add(method, list(zip(arguments, computed, strict=True)))
         rest = iter(computed)
-        return [next(rest) if answer is None else answer for answer in found]
+        return [next(rest) if answer is None else answer for answer in cached]
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -359,8 +417,8 @@ class HarnessModel(TemplateLM):
             text = self._chat_format.render(others, add_generation_prompt)
         if not tag:
             return text
-        kept, found, _ = text.rpartition(tag.strip())
-        if not found:
+        kept, template, _ = text.rpartition(tag.strip())
+        if not template:
             raise ValueError("the chat template leaves out the message that is to be continued")
         # A template that trims contents has removed the space behind the message as well.
         return kept if text[len(kept) :].startswith(tag) else kept.rstrip()
@@ -384,7 +442,7 @@ class HarnessModel(TemplateLM):
             )
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes about the model."""
+        """Return the facts about the model that lm-eval writes."""
         engine = self.scorer.engine
         return {"model_dtype": str(next(engine.model.parameters()).dtype).removeprefix("torch.")}
 

@@ -85,7 +85,7 @@ class TextScorer:
         time with numbers of requests and their answers. Raises ConfigError if the model's family
         does not predict text; ValueError if a request is longer than its positions."""
         texts = _texts(requests, share)
-        found: list[Likelihood | None] = [None] * len(requests)
+        likelihoods: list[Likelihood | None] = [None] * len(requests)
         with progress_bar("scoring", total=len(requests), unit=" requests") as bar:
             for measure, several in ((TEXT_SCORES, False), (CHOICE_SCORES, True)):
                 chosen = [text for text in texts if (len(text.last) > 1) == several]
@@ -97,11 +97,11 @@ class TextScorer:
                     count = ROUNDS * mesh.pipeline.size * mesh.samples.size * size
                     answers = self._measured(chosen[:count], measure, size)
                     for number, answer in answers:
-                        found[number] = answer
+                        likelihoods[number] = answer
                     on_answers(answers)
                     bar.update(len(answers))
                     chosen = chosen[count:]
-        return [answer for answer in found if answer is not None]
+        return [answer for answer in likelihoods if answer is not None]
 
     def _measured(
         self, texts: Sequence[_Text], measure: Measure, size: int
@@ -142,13 +142,13 @@ class _Text:
 
 def _texts(requests: Sequence[TokenRequest], share: bool) -> list[_Text]:
     """The texts of requests, the longest first."""
-    found: dict[tuple[object, ...], _Text] = {}
+    texts: dict[tuple[object, ...], _Text] = {}
     for number, (context, continuation) in enumerate(requests):
         *begin, last = continuation
         key = (tuple(context), tuple(begin), None if share else last)
-        text = found.setdefault(key, _Text(context, begin, {}))
+        text = texts.setdefault(key, _Text(context, begin, {}))
         text.last.setdefault(last, []).append(number)
-    return sorted(found.values(), key=lambda text: -text.tokens)
+    return sorted(texts.values(), key=lambda text: -text.tokens)
 
 
 class AnswerCache:

@@ -64,7 +64,7 @@ class HarnessTask:
         return TaskResult(self.name, self._metrics(results["results"]), examples, tokens, seconds)
 
     def _metrics(self, results: dict[str, dict[str, Any]]) -> dict[str, float]:
-        found = {}
+        metrics = {}
         for task, values in results.items():
             for key, value in values.items():
                 metric, comma, filtered = key.partition(",")
@@ -72,8 +72,8 @@ class HarnessTask:
                     continue
                 words = [*([] if task == self.name else [task]), metric]
                 words += [] if filtered == "none" else [filtered]
-                found["_".join(words)] = float(value)
-        return found
+                metrics["_".join(words)] = float(value)
+        return metrics
 
 
 def load_tasks(
@@ -137,7 +137,7 @@ def _reading(name: str, path: Path, manager: TaskManager, flag: str) -> list[Tas
 
 
 def generate(tasks: Sequence[Task | Group]) -> bool:
-    """Whether one of the tasks, or of a group's, wants text of a model."""
+    """True if one of the tasks, or of a group's, wants text of a model."""
     single = chain.from_iterable(
         task.get_all_tasks() if isinstance(task, Group) else [task] for task in tasks
     )
@@ -170,12 +170,12 @@ def _matching(name: str, manager: TaskManager, flag: str) -> list[str]:
     """The known names that a name of the command line means."""
     if name in manager.task_index or _is_file(name):
         return [name]
-    found = fnmatch.filter(manager.all_tasks, name) if set("*?[") & set(name) else []
-    if not found:
+    names = fnmatch.filter(manager.all_tasks, name) if set("*?[") & set(name) else []
+    if not names:
         hint = nearest(name, manager.all_tasks, "; the nearest is {}")
         hint = hint or "; `lm-eval ls tasks` lists lm-eval's, --include-path adds your own"
         raise ConfigError(f"{flag} {name}: no task, group or tag of this name{hint}")
-    return found
+    return names
 
 
 def _loaded(spec: str, file: Path | None, manager: TaskManager, flag: str) -> list[Task | Group]:

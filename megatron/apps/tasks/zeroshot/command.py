@@ -69,7 +69,7 @@ def run_zero_shot(config: TaskConfig, settings: Settings, processes: int) -> Non
         compare_checkpoints(checkpoints)
         spec = spec_of(run.config.model, run.config.parallel)
         engine = build_evaluator(run.config, spec, mesh, training_device())
-        evaluated = [_evaluated(name, task, engine, found, tell) for found in checkpoints]
+        evaluated = [_evaluated(name, task, engine, checkpoint, tell) for checkpoint in checkpoints]
         if is_main_process():
             plots = Path(config.output or f"{run.config.checkpoint.load}/{name}")
             finish(evaluated, config.output, plots.with_suffix(".png"))

@@ -112,9 +112,9 @@ class ZeroShotTask(ABC):
             if progress is None:
                 bar = progress_bar(self.name, total=len(self.texts), unit=" texts")
                 progress = partial(move_to, stack.enter_context(bar))
-            found = measure_texts(engine, self._tokenizer, self.texts, micro_batch_size, progress)
+            scores = measure_texts(engine, self._tokenizer, self.texts, micro_batch_size, progress)
         seconds = time.perf_counter() - start
-        return self.result(found["log_prob"], found["correct"], seconds)
+        return self.result(scores["log_prob"], scores["correct"], seconds)
 
     def result(self, log_prob: Numbers, correct: Numbers, seconds: float) -> TaskResult:
         """The result from the log-probability of every text's continuation, [n], and the tokens of

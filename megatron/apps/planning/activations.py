@@ -1,0 +1,368 @@
+"""Activations of a rank, in bytes: what a micro batch keeps for its backward pass.
+
+They follow Korthikanti et al. 2022 (arXiv:2205.05198): a block of GPT-2's shape keeps ``s b h (34 +
+5 a s / h)`` bytes of 16-bit activations with dropout (equation 1), ``10 + 24 / t`` of the 34 with
+tensor parallelism (equation 2) and ``34 / t`` with sequence parallelism (equation 4). They are
+counted tensor by tensor, which covers other shapes. Only the eager attention kernel has the term in
+s^2: flash kernels keep their output and one number per query (Dao et al. 2022, arXiv:2205.14135).
+That compiled blocks keep less, and ``--activation-memory-budget`` still less, is not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron.apps.planning.parameters import (
+    block_lengths,
+    head_shape,
+    local_widths,
+    norms_of_block,
+)
+from megatron.config import ModelConfig
+from megatron.config.layouts import Layout
+from megatron.families import BlockLengths, family_of
+from megatron.features.context.costs import (
+    attention_widths,
+    chunked_on_host,
+    heads_of,
+    key_bytes_on_the_way,
+)
+from megatron.features.context.flags import LongContextConfig
+from megatron.features.experts.flags import ExpertsConfig
+from megatron.parallel.cross_entropy import logits_chunk
+
+WHOLE = LongContextConfig()
+"""Sequences that are computed as a whole, with all activations on the device."""
+
+MLP_WIDTHS = {
+    "gelu_tanh": 2, "gelu_erf": 2, "relu": 1, "squared_relu": 2, "swiglu": 4, "geglu": 4,
+    "quick_geglu": 5,
+}  # fmt: skip
+"""Inner widths that an MLP keeps, by activation: its input and output; of a ReLU the output only;
+of a gated MLP gate, up, activated gate and their product, and the sigmoid of quick_geglu."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that a micro batch keeps for its backward pass on one rank, in a block with certain
+    sequences and in the layers around such blocks.
+
+    Attributes:
+        block: one block, computed in 8 bits where the layout is.
+        float8: the part of it that 8 bits add, mostly less than 0.
+        recomputed: one block while it is computed again; 0 without full recomputation.
+        masks: attention masks and the input of cross-attention, which the blocks of a rank share.
+        head: final norm, and the gradients of the head, which are computed with the loss.
+        loss: a chunk of logits, while the loss is computed.
+        hidden: the tensors that are sent from one stage to the next.
+        working: what the backward pass of a block has besides, where sequences are divided or
+            computed in parts: gradients, one tile of an MLP, blocks of keys on their way.
+        chunks: what attention of a block in chunks has in host memory until its backward pass.
+    """
+
+    block: float
+    float8: float
+    recomputed: float
+    embedding: float
+    masks: float
+    head: float
+    loss: float
+    hidden: float
+    working: float = 0.0
+    chunks: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Numbers from which the tensors of a micro batch are counted.
+
+    Attributes:
+        element: bytes of an element; ``residual`` in the residual stream, ``source`` in a norm's
+            input.
+        statistics: bytes per token that a norm keeps with its input.
+        mask: bytes of a dropout mask per token.
+        tokens: of the block's own sequences, ``others`` of those that its cross-attention reads;
+            ``slices`` ranks share them outside the matrices.
+    """
+
+    element: int
+    residual: int
+    source: int
+    statistics: int
+    mask: int
+    tokens: int
+    others: int
+    slices: int
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths
+    ) -> _Sizes:
+        half = layout.precision != "fp32"
+        element = 2 if half else 4
+        # Autocast keeps the residual stream in float32.
+        residual = 4 if layout.autocast or model.fp32_residual_connection else element
+        return cls(
+            element=element,
+            residual=residual,
+            # A norm weight plus 1 is applied in float32, to a copy of the input.
+            source=4 if model.norm.apply_layernorm_1p else residual,
+            statistics=4 * model.norm.traits.statistics,
+            mask=model.hidden_size if model.hidden_dropout else 0,
+            tokens=micro_batch * lengths.own,
+            others=micro_batch * lengths.other,
+            slices=layout.tensor if layout.sequence else 1,
+        )
+
+    @property
+    def outside(self) -> float:
+        """Tokens of this rank outside the matrices."""
+        return self.tokens / self.slices
+
+    def norm(self, hidden: int) -> int:
+        """Return the bytes that a norm keeps per token."""
+        return self.source * hidden + self.statistics
+
+
+@lru_cache(maxsize=4096)
+def activation_bytes(
+    model: ModelConfig,
+    layout: Layout,
+    micro_batch: int,
+    lengths: BlockLengths | None = None,
+    saving: LongContextConfig = WHOLE,
+) -> Activations:
+    """Return the bytes of a block with these ``lengths``, by default those of the model's first on
+    a rank; ``saving``: what computes sequences in parts."""
+    lengths = lengths or block_lengths(model, layout)[0]
+    sizes, hidden = _Sizes.of(model, layout, micro_batch, lengths), model.hidden_size
+    whole = float8 = kernel = 0.0
+    for part in lengths.whole:
+        keys = [part.keys, *([part.other_keys] if part.other else [])]
+        kept_by_kernels = sum(
+            _attention_kernel(model, layout, sizes.element, micro_batch, part.own, count)
+            for count in keys
+        )
+        part_sizes = _Sizes.of(model, layout, micro_batch, part)
+        kept_by_block, added = _block_bytes(model, layout, part_sizes, kept_by_kernels, saving)
+        whole, float8, kernel = whole + kept_by_block, float8 + added, kernel + kept_by_kernels
+    vocab = local_widths(model, layout.tensor).vocab
+    outputs = micro_batch * min(lengths.own, head_shape(model)[0])
+    logits = outputs * sizes.element * vocab
+    most, _ = logits_chunk("cuda", sizes.element * vocab, None, compiled=True)
+    assert most is not None
+    if saving.ds_sequence_parallel_fpdt:
+        most = saving.loss_tokens(layout.context)
+    chunk = min(logits, most * sizes.element * vocab)
+    learned = model.positions.position_embedding_type == "learned_absolute"
+    ids = 8 * (sizes.tokens + (lengths.own if learned else 0))
+    full = layout.recompute in ("uniform", "block")
+    between = sizes.outside * sizes.residual * hidden
+    # The other sequence is read by all blocks; the one with blocks inside makes it of as much.
+    read = sizes.others / sizes.slices * sizes.residual * hidden
+    entering = between + read * bool(lengths.inside)
+    kept = entering if full else whole - kernel * (layout.recompute == "selective")
+    norm = sizes.norm(hidden)
+    return Activations(
+        block=kept,
+        float8=0.0 if full else float8,
+        recomputed=whole if full else 0.0,
+        embedding=sizes.outside * (sizes.mask + norm * model.norm.embed_layernorm) + ids,
+        masks=_masks(model, layout, sizes.element, micro_batch, lengths) + read,
+        # Gradients of several chunks are added up in float32.
+        head=sizes.outside * norm
+        + outputs * sizes.element * hidden * (1 + family_of(model.family).head_states)
+        + vocab * hidden * (sizes.element if chunk == logits else 4),
+        loss=chunk,
+        hidden=between + read,
+        working=_working(model, layout, sizes, lengths, saving),
+        chunks=_chunks(model, layout, sizes, saving),
+    )
+
+
+def _block_bytes(
+    model: ModelConfig, layout: Layout, sizes: _Sizes, kernel: float, saving: LongContextConfig
+) -> tuple[float, float]:
+    """Return the bytes of a block with its attention kernels, and the part of them that 8 bits
+    add."""
+    share, hidden = local_widths(model, layout.tensor), model.hidden_size
+    size, tokens, cross = sizes.element, sizes.tokens, sizes.others > 0
+    qk_norm = model.norm.qk_layernorm
+    # Where keys and values are repeated, and queries and keys rotated, the QKV output is not kept.
+    repeated = _all_scores(model) and share.query > share.kv
+    rope = model.positions.position_embedding_type == "rope"
+    needless = repeated and rope and not qk_norm and layout.recompute is None
+    qkv = share.kv if needless else share.query + 2 * share.kv
+    # Queries and keys that are normalised or rotated are new tensors; the values still keep the
+    # whole QKV output.
+    changed = share.query + share.kv if rope or qk_norm else 0
+    mlp = 0 if saving.tiles else share.ffn * mlp_widths(model)
+    attention: float = qkv + changed + share.query
+    if layout.context > 1:
+        heads = heads_of(model, layout.tensor)
+        attention = attention_widths(layout, heads, changed > 0, qk_norm)
+    if chunked_on_host(saving, layout, model.seq_length):
+        # The output that the projection reads, and what norms of heads keep.
+        attention = share.query + (qkv if qk_norm else 0)
+    inputs = norms_of_block(model, cross) * sizes.norm(hidden)
+    alike = model.parallel_residual and not model.shared_parallel_norm
+    if alike and sizes.source == sizes.residual:
+        inputs -= sizes.source * hidden  # two norms of the same input keep it once
+    outputs = ((1 if model.shared_parallel_norm else 2) + cross) * size * hidden
+    whole = sizes.outside * (inputs + outputs + (2 + cross) * sizes.mask) + _angles(model, layout)
+    whole += tokens * size * (attention + mlp)
+    if cross:
+        # Queries and the attention's output, and keys and values of the other sequence.
+        whole += size * 2 * (tokens * share.query + sizes.others * share.kv)
+    whole += kernel
+    float8 = 0.0
+    if layout.float8:
+        # Inputs of 8-bit layers: a byte per number instead of the number, or with it where
+        # attention or a ReLU keeps its output too. Split sequences stay as they are.
+        alone = MLP_WIDTHS[model.mlp.activation] > 1
+        entering = 0.0 if layout.sequence else 2.0 * hidden - outputs
+        float8 = tokens * (entering + share.query + share.ffn * (-1.0 if alone else 1.0))
+    whole += float8
+    if qk_norm:
+        copied = sizes.source if sizes.source > size else 0
+        count = (share.query + share.kv) / model.attention.kv_channels
+        whole += tokens * count * (copied * model.attention.kv_channels + sizes.statistics)
+    return whole, float8
+
+
+def expert_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
+    """Return the bytes that a block with experts keeps more than one with an MLP, in 16 bits or
+    float32: rows of tokens as they enter and leave their experts, and what is within; scores of all
+    experts. Every expert has its even share of the tokens."""
+    part, size = model.part(ExpertsConfig), 4 if layout.precision == "fp32" else 2
+    tokens, k = micro_batch * model.seq_length / layout.context, part.moe_router_topk
+    whole = layout.expert_tensor is not None
+    rows = tokens * k / (layout.tensor if whole else 1)
+    inner = (part.moe_ffn_hidden_size or 0) / (1 if whole else layout.tensor)
+    width = part.moe_latent_size or model.hidden_size
+    kept = mlp_widths(model)
+    within = (part.moe_shared_expert_intermediate_size or 0) / layout.tensor
+    if part.mlp_type == "standard":
+        within -= local_widths(model, layout.tensor).ffn
+    # Outputs that a weight of the token multiplies: of shared experts, or of both MLPs.
+    count = part.moe_shared_expert_gate + 2 * (part.mlp_type == "residual")
+    scaled = count * model.hidden_size / (layout.tensor if layout.sequence else 1)
+    # Scores, logits and the inputs of their gradients are in float32 at most.
+    scores = 16.0 * tokens * max(part.layer_experts) / (layout.tensor if whole else 1)
+    return size * (rows * (2 * width + inner * kept) + tokens * (within * kept + scaled)) + scores
+
+
+def mlp_widths(model: ModelConfig) -> int:
+    """Return the inner widths that an MLP keeps for its backward pass."""
+    clamped = model.mlp.activation_func_clamp_value is not None
+    # The clamped gate, and the up projection that it multiplies.
+    changes = clamped + (clamped or model.mlp.glu_linear_offset != 0)
+    return MLP_WIDTHS[model.mlp.activation] + changes
+
+
+def _all_scores(model: ModelConfig) -> bool:
+    return (
+        model.attention.attention_backend == "eager"
+        or model.attention.attn_logit_softcapping is not None
+        or (model.attention.softmax_type != "vanilla" and model.attention.attention_dropout > 0)
+    )
+
+
+def _in_blocks(layout: Layout) -> bool:
+    """Return True if attention meets keys in blocks, of which it keeps no scores."""
+    return layout.context > 1 and set(layout.comm) != {"a2a"}
+
+
+def _attention_kernel(
+    model: ModelConfig, layout: Layout, size: int, micro_batch: int, queries: int, keys: int
+) -> float:
+    """Return the bytes that attention keeps besides queries, keys, values and its output."""
+    tensor = layout.tensor
+    heads = model.attention.num_attention_heads // tensor
+    if not _all_scores(model) or _in_blocks(layout):
+        return 4.0 * micro_batch * queries * heads  # the log of the softmax's sum
+    share, bounded = local_widths(model, tensor), model.attention.attn_logit_softcapping is not None
+    dropped = 1 + size if model.attention.attention_dropout else 0
+    # The softcap's output, weights, dropout, and the mask of the scores.
+    scores = queries * keys
+    weights = micro_batch * heads * scores * (size * (1 + bounded) + dropped) + scores
+    # Keys and values are repeated for the query heads that share them.
+    return weights + 2.0 * size * micro_batch * keys * (share.query - share.kv)
+
+
+def _masks(
+    model: ModelConfig, layout: Layout, size: int, micro_batch: int, lengths: BlockLengths
+) -> float:
+    """Return the bytes of ALiBi's or of relative biases, or of the mask of a window shorter than
+    the sequence. Eager attention keeps a mask in every block instead."""
+    windows, length, tensor = set(model.windows), lengths.own, layout.tensor
+    pairs = length * lengths.keys if layout.context > 1 else length**2
+    if model.positions.position_embedding_type == "relative":
+        # With each sample's padding in them; that of a decoder follows its tokens.
+        heads = model.attention.num_attention_heads // tensor
+        return float((1 if lengths.other else micro_batch) * heads * pairs * size)
+    if _in_blocks(layout):
+        return 0.0
+    narrow = {w for w in windows if w is not None and w < length}
+    kinds, heads = (0 if _all_scores(model) else len(narrow)), 1
+    if model.positions.position_embedding_type == "alibi":
+        kinds = len(narrow) + (narrow != windows)
+        heads = model.attention.num_attention_heads // tensor
+    return float(kinds * heads * pairs * size)
+
+
+def _angles(model: ModelConfig, layout: Layout) -> float:
+    """Return the bytes of RoPE's cosines and sines: every block casts the shared float32 tables to
+    16 bits."""
+    if model.positions.position_embedding_type != "rope" or layout.precision == "fp32":
+        return 0.0
+    rotated = int(model.attention.kv_channels * model.positions.rotary_percent)
+    return 4.0 * 2 * model.seq_length / layout.context * rotated
+
+
+def _chunks(model: ModelConfig, layout: Layout, sizes: _Sizes, saving: LongContextConfig) -> float:
+    """Return :attr:`Activations.chunks`: queries, keys, values and the output."""
+    if not chunked_on_host(saving, layout, model.seq_length):
+        return 0.0
+    share = local_widths(model, layout.tensor)
+    return sizes.tokens * sizes.element * (2.0 * share.query + 2 * share.kv)
+
+
+def _working(
+    model: ModelConfig,
+    layout: Layout,
+    sizes: _Sizes,
+    lengths: BlockLengths,
+    saving: LongContextConfig,
+) -> float:
+    """Return :attr:`Activations.working`: hidden states and their gradients, and the larger of what
+    the backward passes of attention and of an MLP have besides."""
+    if saving == WHOLE and layout.context == 1:
+        return 0.0
+    share, hidden, size = local_widths(model, layout.tensor), model.hidden_size, sizes.element
+    heads = heads_of(model, layout.tensor)
+    tokens, ranks = sizes.tokens, layout.context
+    # Gradients of output, queries, keys and values, and those of the product that made them; the
+    # MLP's norm and the output are gone by then. In blocks in float32 before they are rounded.
+    attention = tokens * size * (2.0 * share.query + 4 * share.kv)
+    attention -= sizes.outside * (sizes.norm(hidden) + size * hidden)
+    if _in_blocks(layout):
+        attention += tokens * 4.0 * (share.query + 2 * share.kv)
+        attention += key_bytes_on_the_way(layout, heads, tokens, size)
+    if chunked_on_host(saving, layout, model.seq_length):
+        # Of a chunk queries and outputs with gradients, keys and values with gradients and the
+        # next ones; of all keys and values gradients in float32.
+        chunk = min(1.0, saving.ds_sequence_parallel_fpdt_chunk_size / lengths.keys)
+        of_chunk = (2 * size + 8) * share.query + (4 * size + 16) * share.kv
+        attention += tokens * (chunk * of_chunk + 8.0 * share.kv)
+    inner = share.ffn * (mlp_widths(model) + 1 + model.mlp.gated)
+    mlp: float = tokens * size * inner
+    if saving.tiles:
+        length = lengths.own // sizes.slices
+        whole = saving.tile(length, lengths.own, hidden, ranks) * sizes.slices
+        weights = (2 + model.mlp.gated) * hidden * share.ffn
+        # Gradients of the weights are summed in float32.
+        mlp = min(1.0, whole / lengths.own) * mlp + tokens * size * hidden + 8.0 * weights
+    # Gradients of the input and of the output, and the output, which is computed again.
+    return 3 * sizes.outside * sizes.residual * hidden + max(attention, mlp)
