@@ -31,7 +31,7 @@ def chromium() -> Iterator[Any]:
 
 
 class Visit:
-    """A page that somebody has opened, in a browser profile of its own."""
+    """A page that a user has opened, in a browser profile of its own."""
 
     def __init__(self, browser: Any, url: str, script: str = "", **context: Any) -> None:
         context = {"viewport": DESK, "reduced_motion": "reduce", **context}

@@ -1,5 +1,6 @@
 """Fixtures for all tests, and the parts of a long run."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cost import Cost  # noqa: E402
 from parts import parse_part, recorded, split  # noqa: E402
 
+# torch's store asks for the names of its clients; a lost answer of a name server would take 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 # Tiny tensors on many threads spend their time waiting, above all where other tests run beside.
 torch.set_num_threads(1)
 
@@ -31,6 +34,17 @@ def pytest_configure(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(Cost())
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Nothing that the collection makes is garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What tests leave behind is looked through without the modules and the tests themselves."""
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist, which reads the groups

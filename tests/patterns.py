@@ -114,7 +114,7 @@ def seconds(used: UsedPattern, method: str, text: str, limit: float) -> float:
 
 @contextmanager
 def _time_limit(limit: float) -> Iterator[None]:
-    """Raises TimeoutError in what takes longer; matching looks for signals now and then."""
+    """Raises TimeoutError in what takes longer; matching looks for signals at intervals."""
 
     def late(number: int, frame: FrameType | None) -> None:
         raise TimeoutError

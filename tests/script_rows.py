@@ -2,8 +2,8 @@
 
 from script_runs import SMALL, TOKENS, Script
 
-ULYSSES = "Ulysses sequence parallelism"
 GPT = f"{SMALL} {TOKENS}"
+CHUNKS = "--ds-sequence-parallel-fpdt-chunk-size 16"
 TEN = "--train-iters 10 --train-tokens 100000"
 """Where the tokens of a step grow."""
 GROWING = {"CL_START_SEQLEN": "8", "CL_STEP": "8"}
@@ -242,8 +242,19 @@ OTHERS = (
         note="fp16, as its flags say; its JSON said bf16",
     ),
     *(
-        Script(f"sequence_parallel/ds_pretrain_gpt_{name}.sh", "waits", 8, waits=ULYSSES)
-        for name in ("1.3B_seq_parallel_32k", "30B_seq_parallel_32k", "6.7B_fpdt_32k")
+        Script(
+            *(f"sequence_parallel/ds_pretrain_gpt_{name}.sh", "train", 8),
+            small=f"{GPT} {more}",
+            settings={"SP_SIZE": "2"},
+            gpus=2,
+            prints=(r"sequences divided over 2 \(a2a\)",),
+            note=note,
+        )
+        for name, more, note in (
+            ("1.3B_seq_parallel_32k", "", "Ulysses over 4 ranks, here over 2"),
+            ("30B_seq_parallel_32k", "", "Ulysses over 4 ranks, here over 2"),
+            ("6.7B_fpdt_32k", CHUNKS, "and chunks of attention in main memory, here of 16 tokens"),
+        )
     ),
     *(
         Script(

@@ -30,15 +30,15 @@ PATIENCE = 180.0
 
 
 class WarmRuns:
-    """The process that forks, of a program and other modules that it needs."""
+    """The process that forks, of a program and other modules that it needs, all in ``root``."""
 
-    def __init__(self, program: str, *modules: str):
+    def __init__(self, program: str, *modules: str, root: Path = ROOT):
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             environment.pop(name, None)
         self.process = subprocess.Popen(
             [sys.executable, __file__, program, *modules],
-            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self.process.stdout.readline() == "ready\n"
 
@@ -137,12 +137,10 @@ def _run(main: Callable[[], None], program: str, job: dict) -> NoReturn:
 
 def _serve(program: str, *modules: str) -> None:
     """Serves until the input ends."""
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(Path.cwd()), str(Path(__file__).parent)]
     import torch
 
-    from megatron.engine.environment import prepare_deepspeed
-
-    prepare_deepspeed()
+    import_module("preloaded")
     for module in (*modules, program):
         import_module(module)
     torch.set_num_threads(1)

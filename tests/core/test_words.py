@@ -81,6 +81,22 @@ def test_phrases_are_found_across_lines_and_in_names(text):
     assert not any(pattern.search("canew forever") for pattern in old_phrases(table).values())
 
 
+SUBJECTS = ("What", "Whether", "How", "Of", "Those", "That", "Which", "Whose", "Why", "Where", "So")
+"""Words with which a docstring asks or points, instead of naming what it documents."""
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    wrong = []
+    for path in (path for path in sources() if "megatron" in path.parts):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = ast.get_docstring(node) if isinstance(node, kinds) else None
+            if text and text.split(maxsplit=1)[0] in SUBJECTS:
+                line = node.body[0].lineno
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}")
+    assert not wrong, "docstrings that name nothing:\n" + "\n".join(wrong)
+
+
 def test_public_class_names_are_unique():
     places = defaultdict(list)
     for path in (path for path in sources() if "megatron" in path.parts):

@@ -1,4 +1,4 @@
-"""A GPT whose MLPs are mixtures of small ones, cut over the axis ``expert`` as those of a real
+"""A GPT whose MLPs are mixtures of small ones, cut over the axis ``expert`` as in a real
 mixture are: every expert reads every token, so that no choice flips by rounding. The axis has the
 size that :func:`expert_axis` says; ``expert_families/experts.py`` makes a family of the model.
 
@@ -143,12 +143,12 @@ class ExpertsGPT(GPT):
         plain = spec.layers
 
         def layers(tp: TensorParallel) -> list[LayerSpec]:
-            found = plain(tp)
-            for number, layer in enumerate(found):
+            specs = plain(tp)
+            for number, layer in enumerate(specs):
                 if layer.block and int(layer.name.split(".")[1]) % 2:
                     build = partial(_block, model, tp, type(self).joint, layer.build)
-                    found[number] = replace(layer, build=build)
-            return found
+                    specs[number] = replace(layer, build=build)
+            return specs
 
         return replace(spec, layers=layers)
 

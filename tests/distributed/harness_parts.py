@@ -50,7 +50,7 @@ metric_list: [{metric: exact_match}]
 """The body of each task's file."""
 
 
-def write_model(folder: Path, texts: list[str]) -> None:
+def write_model(folder: Path, texts: list[str], positions: int = POSITIONS) -> None:
     """A random GPT-2 with a small vocabulary, in Hugging Face's form."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -70,7 +70,7 @@ def write_model(folder: Path, texts: list[str]) -> None:
         n_layer=2,
         n_embd=32,
         n_head=4,
-        n_positions=POSITIONS,
+        n_positions=positions,
         initializer_range=0.3,
         bos_token_id=tokenizer.eod,
         eos_token_id=tokenizer.eod,

@@ -64,7 +64,8 @@ MOST_THREADS = 12
 """Of a worker that is used again. DeepSpeed's stage 3 never lets go of its engines, nor so of
 their groups, whose three threads each wake up all the time; a new worker costs less."""
 
-PRELOADED = ("torch._dynamo", "megatron.apps.parity.runs", "megatron.apps.parity.gradients")
+TESTS = Path(__file__).parents[1]
+PRELOADED = ("preloaded", "megatron.apps.parity.runs", "megatron.apps.parity.gradients")
 """What the process that workers are forked from imports: everything that takes long."""
 
 SETTINGS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
@@ -202,6 +203,8 @@ def _forking_context() -> ForkServerContext:
     context.set_forkserver_preload(list(PRELOADED))
     before = dict(os.environ)
     os.environ.update(SETTINGS)  # DeepSpeed chooses the device when it is imported
+    # What is preloaded is found by this path alone.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), before.get("PYTHONPATH", "")])
     ensure_running()
     os.environ.clear()
     os.environ.update(before)

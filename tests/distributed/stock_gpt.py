@@ -1,4 +1,4 @@
-"""A GPT and a training script as somebody writes them who has only torch and stock DeepSpeed.
+"""A GPT and a training script as users write them who have only torch and stock DeepSpeed.
 
 Its parameters have the canonical names. Nothing here is of this project, but for what keeps
 DeepSpeed from compiling.

@@ -13,7 +13,10 @@ from megatron.apps.parity import runs
 from megatron.apps.parity.gradients import GradientRecord
 from megatron.apps.parity.runs import RunRecord
 
-__all__ = ["LAYOUTS", "SAVED_LAYOUTS", "TINY", "gradients", "run", "train", "train_plainly"]
+__all__ = [
+    *("CONTEXT_LAYOUTS", "LAYOUTS", "SAVED_LAYOUTS", "TINY"),
+    *("gradients", "run", "train", "train_plainly"),
+]
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
@@ -30,7 +33,13 @@ LAYOUTS = (
     "tp2-sp-pp2-interleaved "
     "pp2-dualpipev pp4-dualpipev pp2-dualpipev-dp2 tp2-pp2-dualpipev tp2-sp-pp2-dualpipev"
 ).split()
-"""Every way of laying a model out over up to four processes, ZeRO aside."""
+"""Every way of laying a model out over up to four processes, ZeRO and the context aside."""
+
+CONTEXT_LAYOUTS = (
+    "cp2 cp2-a2a cp2-allgather cp4 cp4-a2a+p2p cp2-dp2 cp2-tp2 cp2-tp2-sp cp2-a2a-tp2-sp "
+    "cp2-pp2 cp2-pp2-interleaved cp2-pp2-dualpipev"
+).split()
+"""The same where ranks divide sequences."""
 
 
 SAVED_LAYOUTS = {

@@ -67,6 +67,10 @@ def is_long(block: Block) -> bool:
 
 
 LONGEST = {
+    "docs/guides/evaluation.md",
+    "docs/guides/generation.md",
+    "docs/guides/lora.md",
+    "docs/reference/megatron-deepspeed.md",
     "docs/guides/adapters.md",
     "docs/guides/distillation.md",
     "docs/guides/experts.md",

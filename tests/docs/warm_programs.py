@@ -18,16 +18,10 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import preloaded  # noqa: E402, F401
 import torch  # noqa: E402
-
-from megatron.engine.environment import prepare_deepspeed  # noqa: E402
-
-prepare_deepspeed()
-
-import deepspeed  # noqa: E402, F401
-import torch._dynamo  # noqa: E402, F401
 import transformers.models.llama.modeling_llama  # noqa: E402, F401
 
 import megatron.apps.generation.opening  # noqa: E402, F401

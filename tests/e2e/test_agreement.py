@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from samples import sampled
-from warm_runs import WarmRuns, alive, wait
+from warm_runs import alive, wait
 
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.data.indexed.dataset_checks import check_dataset
@@ -28,13 +28,6 @@ MODEL = (
 NULL = "--tokenizer-type NullTokenizer --vocab-size 99".split()
 MOCK = [*NULL, "--mock-data"]
 SECONDS = 10.0
-
-
-@pytest.fixture(scope="module")
-def warm():
-    runs = WarmRuns("pretrain_gpt", "deepspeed", "megatron.run.fingerprint")
-    yield runs
-    runs.stop()
 
 
 def started(warm, tmp_path, *flags_of_ranks, environment=()):

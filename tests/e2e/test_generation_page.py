@@ -407,7 +407,7 @@ def test_what_breaks_is_said(visit):
 
 @pytest.mark.proof
 def test_a_short_model(visit, server):
-    """Half of its positions are left to the prompt, unless somebody has chosen otherwise."""
+    """Half of its positions are left to the prompt, unless the user has chosen otherwise."""
     one = visit(server.url)
     body = json.dumps({"data": [{"id": "short", "max_model_len": 64}]})
     one.page.route("**/v1/models", lambda route: route.fulfill(body=body))

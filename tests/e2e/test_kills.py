@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
-from warm_runs import WarmRuns, alive, kill, wait
+from warm_runs import alive, kill, wait
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24
@@ -24,13 +24,6 @@ MODES = {
     "sync": ["--save-interval", "2"],
     "async": ["--save-interval", "1", "--async-save"],
 }
-
-
-@pytest.fixture(scope="module")
-def warm():
-    runs = WarmRuns("pretrain_gpt", "deepspeed")
-    yield runs
-    runs.stop()
 
 
 def incomplete(save):

@@ -1,6 +1,7 @@
 """pretrain_gpt.py as people start it: launchers, nodes, signals, a killed run, a full disk."""
 
 import json
+import resource
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launched_runs import ADDRESSES, BIN, FLAGS, ROOT, environment, free_port, nodes
+from warm_runs import alive, status_of, wait
 
 __all__ = ["nodes"]  # a fixture
 
@@ -203,24 +205,31 @@ def test_a_disk_fills_during_a_run(small_disk, mode):
     assert [path.name for path in small_disk.glob("global_step*")] == ["global_step10"]
 
 
-def test_full_disk_keeps_the_last_checkpoint(tmp_path):
+def test_full_disk_keeps_the_last_checkpoint(warm, tmp_path):
     """A limit on file size stands in for the full disk: writes fail in the middle of a file."""
-    flags = ["--save", tmp_path, "--load", tmp_path]
-    assert run("python", "--train-iters", 2, *flags).returncode == 0
-    size = (tmp_path / "global_step2" / "optimizer-00000.safetensors").stat().st_size
-    limited = ["bash", "-c", f'ulimit -f {size // 2048}; exec "$@"', "bash"]
-    done = subprocess.run(
-        [*limited, *command("python", "--train-iters", 4, *flags)],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert f"saving to {tmp_path} failed" in done.stderr
-    assert "earlier checkpoints are untouched" in done.stderr
-    assert (tmp_path / "latest").read_text() == "global_step2"
-    assert not list(tmp_path.glob(".global_step*"))
-    assert run("python", "--train-iters", 4, *flags).returncode == 0
+    save = tmp_path / "save"
+
+    def train(steps: int, largest: int | None = None) -> tuple[int | None, str]:
+        output = tmp_path / f"output{steps}-{largest}"
+        flags = ["--train-iters", steps, "--save", save, "--load", save]
+        processes = warm.start([*FLAGS, *flags], 1, output)
+        if largest is not None:
+            resource.prlimit(processes[0], resource.RLIMIT_FSIZE, (largest, largest))
+        wait(processes, lambda: not alive(processes), pause=0.01)
+        return status_of(output, 0), output.read_text()
+
+    assert train(2)[0] == 0
+    size = (save / "global_step2" / "optimizer-00000.safetensors").stat().st_size
+    status, told = train(4, size // 2)
+    assert status == 2, told
+    assert f"saving to {save} failed" in told
+    assert "earlier checkpoints are untouched" in told
+    assert (save / "latest").read_text() == "global_step2"
+    assert not list(save.glob(".global_step*"))
+    assert train(4)[0] == 0
 
 
+@pytest.mark.proof
 def test_explain_config(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"gradient_clipping": 0.25, "train_batch_size": "auto"}')

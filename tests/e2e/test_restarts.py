@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from safetensors.numpy import load_file
-from warm_runs import WarmRuns, alive, kill, output_of, status_of, wait
+from warm_runs import alive, kill, output_of, status_of, wait
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -34,13 +34,6 @@ LAYOUTS = {
     "pipeline": (2, ["--pipeline-model-parallel-size", "2", "--zero-stage", "1"]),
     "four": (4, ["--tensor-model-parallel-size", "2", "--zero-stage", "1", "--async-save"]),
 }
-
-
-@pytest.fixture(scope="module")
-def warm():
-    runs = WarmRuns("pretrain_gpt", "deepspeed")
-    yield runs
-    runs.stop()
 
 
 def text(output):
@@ -140,11 +133,11 @@ def test_killed_ranks_start_again(warm, unbroken, tmp_path, layout, kills):
     numbers = [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL]
     for place in range(kills):
         target = (place + 1) * STEPS // (kills + 2)
-        wait(guardians, lambda target=target: steps(output)[-1:] > [target])
+        wait(guardians, lambda target=target: steps(output)[-1:] > [target], pause=0.01)
         time.sleep(chance.uniform(0, 0.1))
         rank = chance.randrange(size)
         victim = hurt(guardians[rank], numbers[place], guardians)
-        wait(guardians, lambda place=place: f"(restart {place + 1})" in text(output))
+        wait(guardians, lambda place=place: f"(restart {place + 1})" in text(output), pause=0.01)
         name = numbers[place].name
         assert re.search(rf"rank {rank} \(\S+, process {victim}\) was killed by {name}",
                          text(output))  # fmt: skip
@@ -248,7 +241,7 @@ def test_a_second_run_at_the_same_port_is_refused(warm, tmp_path, size):
     output, second, port = tmp_path / "output", tmp_path / "second", free_port()
     argv = [*FLAGS, "--train-iters", "100000", "--save"]
     guardians = warm.start([*argv, tmp_path / "save"], 2, output, MASTER_PORT=port)
-    wait(guardians, lambda: steps(output)[-1:] > [15])
+    wait(guardians, lambda: steps(output)[-1:] > [15], pause=0.01)
     running = trainers(guardians)
     wait(
         warm.start([*argv, tmp_path / "other"], size, second, MASTER_PORT=port),
@@ -261,7 +254,7 @@ def test_a_second_run_at_the_same_port_is_refused(warm, tmp_path, size):
         assert f"error: rank {rank}: 127.0.0.1:{port} is in use by another run" in said
         assert "started with another --save); choose another MASTER_PORT" in said
     before = steps(output)[-1]
-    wait(guardians, lambda: steps(output)[-1] > before + 5)
+    wait(guardians, lambda: steps(output)[-1] > before + 5, pause=0.01)
     assert trainers(guardians) == running
     os.kill(guardians[0], signal.SIGTERM)
     wait(guardians, lambda: False, pause=0.01)

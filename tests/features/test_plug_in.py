@@ -1,13 +1,11 @@
 """A feature is a folder: one with a kind of data has flags, and is trained from."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 from import_statements import ROOT, closure
+from warm_runs import WarmRuns, alive, status_of, wait
 
 FLAGS = '''
 """Documents that are lists of token ids, a JSON line each."""
@@ -116,18 +114,17 @@ def start(tmp_path_factory):
     lines = [json.dumps([number % 8 + 1] * 12) for number in range(30)]
     (folder / "tokens.txt").write_text("\n".join(lines))
 
+    warm = WarmRuns("pretrain_gpt", root=folder)
+
     def run(*flags: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "pretrain_gpt.py", *flags],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(folder)},
-            capture_output=True,
-            text=True,
-        )
-        return f"{done.returncode} {done.stdout}{done.stderr}"
+        output = folder / "output"
+        processes = warm.start(flags, 1, output)
+        wait(processes, lambda: not alive(processes), pause=0.01)
+        return f"{status_of(output, 0)} {output.read_text()}"
 
     run.folder = folder
-    return run
+    yield run
+    warm.stop()
 
 
 def test_a_new_kind_is_trained_from(start):

@@ -54,14 +54,16 @@ def options(*classes: type) -> set[str]:
     return set(FlagParser(*classes)._option_string_actions) - {"-h", "--help", "--version"}
 
 
-def without(name: str, folder: Path) -> Path:
+TESTED = ("tests", "docs", "tools", "benchmarks", "deepspeed_configs")
+"""What the tests of the core need next to the package."""
+
+
+def without(name: str, folder: Path, parts: tuple[str, ...] = ()) -> Path:
     """A copy of the project without a feature, those that need it, and the tests of these: their
-    folders, and those of the core that import them."""
-    listed = ("megatron", "tests", "docs", "tools", "benchmarks", "deepspeed_configs")
-    for part in listed:
+    folders, and those of the core that import them. Compiled modules come along."""
+    for part in ("megatron", *parts):
         if (ROOT / part).exists():
-            ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=ignore)
+            shutil.copytree(ROOT / part, folder / part, symlinks=True)
     for file in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(file, folder)
     modules = [f"megatron.{FOLDERS[n].parent.name}.{n}" for n in removed_with(name)]
@@ -109,7 +111,7 @@ def test_a_gpt_is_trained_without(name, tmp_path):
 @pytest.mark.proof
 @pytest.mark.parametrize("name", sorted(FOLDERS))
 def test_the_core_passes_its_tests_without(name, tmp_path):
-    folder = without(name, tmp_path)
+    folder = without(name, tmp_path, TESTED)
     run(
         folder,
         "-m",

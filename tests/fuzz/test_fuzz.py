@@ -17,7 +17,7 @@ from samples import sampled
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's")
 
-EXAMPLES = 8
+EXAMPLES = 4
 PROOF_SECONDS = 60.0
 
 

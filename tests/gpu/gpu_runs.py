@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.training.trainer import Trainer
 
 ON_CPU = os.environ.get("MEGATRON_GPU_TESTS_ON") == "cpu"
-"""Whether the CPU takes the place of a GPU."""
+"""True if the CPU replaces a GPU."""
 if ON_CPU:
     os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
 # Without it cuBLAS may add in an order of chance; it is read when CUDA starts.
@@ -31,7 +31,7 @@ ON_GPU = torch.cuda.is_available() and not ON_CPU
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="only a GPU has this")
-"""For what the CPU cannot take the place of a GPU in."""
+"""Mark of tests in which the CPU cannot replace a GPU."""
 
 SHAPE = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 "

@@ -3,6 +3,9 @@
 On the CPU FlexAttention has no gradient of generated code and runs operator by operator.
 """
 
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from gpt_forward import forward
@@ -15,6 +18,9 @@ from torch.nn.attention import SDPBackend, flex_attention
 from megatron.config import ConfigError
 from megatron.config.engine import FastPathsConfig
 from megatron.engine.compilation import compile_blocks
+from megatron.features.context.attention import block_rule, scoring_of
+from megatron.features.context.blocks import block_attention
+from megatron.features.context.exchange import KeyBlock
 from megatron.model import attention_flex
 from megatron.model.attention_backends import attention_backend, cudnn, eager
 from megatron.model.attention_flex import block_mask
@@ -112,6 +118,47 @@ def test_flex_attention(dtype, packed, scores):
 def test_flex_attention_of_many_widths(width):
     ids = documents(256)
     compare(attention_backend("sdpa"), SCORES["window"], torch.bfloat16, 256, width, ids, True)
+
+
+class Chunks(NamedTuple):
+    """Keys in blocks of so many, as if they came from other ranks."""
+
+    size: int
+
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[KeyBlock]:
+        parts = zip(k.split(self.size, 2), v.split(self.size, 2), strict=True)
+        for number, (keys, values) in enumerate(parts):
+            first = number * self.size
+            yield KeyBlock(keys, values, ((first, first + keys.shape[2]),))
+
+    def forward(self, k: Tensor, v: Tensor, visit: Any) -> None:
+        for block in self.blocks(k, v):
+            visit(block)
+
+    def backward(self, k: Tensor, v: Tensor, visit: Any) -> tuple[Tensor, Tensor]:
+        grads = zip(*(visit(block) for block in self.blocks(k, v)), strict=True)
+        k_grad, v_grad = (torch.cat(parts, 2) for parts in grads)
+        return k_grad.to(k.dtype), v_grad.to(v.dtype)
+
+
+def in_blocks(q, k, v, scores, masks, dropout):
+    rule = block_rule(scores, scoring_of(scores, q.shape[-1], dropout), masks)
+    return block_attention(q, k, v, Chunks(96), rule, ((0, q.shape[2]),))
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_attention_in_blocks(dtype, packed, scores):
+    """torch's flash, memory-efficient and products, merged; the last block is a smaller one."""
+    ids = documents(300) if packed else None
+    compare(in_blocks, SCORES[scores], dtype, 300, 64, ids)
+
+
+@pytest.mark.parametrize("width", [16, 20, 80, 256])
+def test_attention_in_blocks_of_many_widths(width):
+    compare(in_blocks, SCORES["plain"], torch.bfloat16, 256, width)
+    compare(in_blocks, SCORES["window"], torch.float32, 256, width, documents(256))
 
 
 def forward_and_backward(inputs: list[Tensor], length: int) -> None:

@@ -234,7 +234,7 @@ def _enter(switch: subprocess.Popen[str], script: str) -> None:
 
 
 def _keys(folder: Path, names: list[str], addresses: list[str]) -> Path:
-    """What takes the place of /etc/ssh."""
+    """A replacement of /etc/ssh."""
     folder.mkdir(parents=True, mode=0o755)
     for name in ("host_key", "key"):
         words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", folder / name]

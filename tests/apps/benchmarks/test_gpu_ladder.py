@@ -12,6 +12,7 @@ from gpu_suite.ladder import (
     BASE,
     CHOSEN_TESTS,
     FP8,
+    FPDT,
     GPU_TESTS,
     GROUPS,
     STATES_B,
@@ -24,6 +25,7 @@ from gpu_suite.shapes import SHAPES, products, step_flops
 from gpu_suite.training import CannotFit, Room, halved, predicted
 
 from megatron.families import family_of
+from megatron.features.experts.costs import with_experts
 from megatron.run.run import parse_run
 
 WORK = cells("full")
@@ -80,7 +82,8 @@ def test_parameters_of_the_shapes():
         linear = products(setting)
         head = math.prod(linear.pop("head"))
         tied = setting.architecture in ("gpt2", "bert", "t5", "retro") or setting.tied
-        block = sum(map(math.prod, linear.values()))
+        mlp = math.prod(linear["up"]) + math.prod(linear["down"])
+        block = sum(map(math.prod, linear.values())) + mlp * (max(1, setting.experts) - 1)
         if setting.decoder_length:  # a decoder's block has another attention
             block += block + linear["qkv"][0] * linear["qkv"][1] + math.prod(linear["proj"])
         count = setting.layers * block + head * (1 if tied else 2)
@@ -167,6 +170,25 @@ def test_a_contestant_sees_one_gpu(monkeypatch, given, seen):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     setting = SHAPES["1.3B"].setting()
     assert environment(setting, tuned_malloc=False)["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_experts_count_as_the_trainer_counts_them():
+    """FLOPs of a token of the shape are those of the model that the flags build."""
+    for name in ("Qwen3-MoE-3.8B", "Mixtral-4.6B", "OLMoE-3.5B"):
+        setting = SHAPES[name].setting()
+        run = parse_run(None, flags_of(setting, 1))
+        model = run.config.model.with_vocabulary(setting.vocab_size)
+        ours = with_experts(family_of("gpt").shape(model), model)
+        assert shape_of(setting).flops_per_token(causal=True) == ours.flops_per_token(causal=True)
+
+
+def test_long_sequences_are_predicted_with_what_saves_memory():
+    """Half a million tokens of layers of 8B, and 131,072 of 1.24B; without tiles neither."""
+    for shape, length in (("Llama3-8B-layers-1.5B", 524_288), ("Llama3-1.24B", 131_072)):
+        setting = SHAPES[shape].setting(length, length)
+        H100.refuse(predicted(contestant(BASE + STATES_B + FPDT), setting))
+        with pytest.raises(CannotFit):
+            H100.refuse(predicted(contestant(BASE + STATES_B), setting))
 
 
 def test_fp8_shapes_have_sizes_of_16():

@@ -265,7 +265,7 @@ def no_room(*_):
 
 
 @pytest.mark.parametrize("link", ["folder", "column", "manifest", "lock", "other file"])
-def test_links_in_a_folder_of_somebody_else(link, path, tmp_path, monkeypatch):
+def test_links_in_a_folder_of_another_user(link, path, tmp_path, monkeypatch):
     """A run that was passed on leads to no files that are then cut off or removed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path.write_bytes(train(1, 2, 3))

@@ -10,10 +10,9 @@ import torch
 from configs import model_config, run_config
 from gpt_forward import forward
 
+from megatron.apps.planning.activations import activation_bytes, expert_bytes
 from megatron.apps.planning.memory import (
-    activation_bytes,
     buffer_bytes,
-    expert_bytes,
     float8_bytes,
     peak_memory,
     stages_in_flight,

@@ -4,11 +4,8 @@ import dataclasses
 
 import pytest
 
-from megatron.apps.planning.memory import (
-    activation_bytes,
-    peak_memory,
-    rank_memory,
-)
+from megatron.apps.planning.activations import activation_bytes
+from megatron.apps.planning.memory import peak_memory, rank_memory
 from megatron.apps.planning.parameters import (
     RankShare,
     linear_parameters,

@@ -120,7 +120,7 @@ def test_validation_finds_a_negative_zero(tmp_path):
 
 
 def test_progress_in_a_log(tmp_path, monkeypatch, capsys):
-    """A line now and then with rate and time left, within blocks, too."""
+    """A line at intervals with rate and time left, within blocks, too."""
     clock = iter(range(0, 10_000, 8))
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
 

@@ -47,9 +47,11 @@ def started(tmp_path, monkeypatch):
     return start
 
 
-def test_every_cell_is_what_the_training_command_does(tool, started):
-    for row, (_, kind) in zip(tool.rows(), tool.kinds(), strict=True):
-        for mark, layout in zip(row[1:13], tool.cells(kind), strict=True):
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.proof)])
+def test_every_cell_is_what_the_training_command_does(tool, started, every):
+    for number, (row, (_, kind)) in enumerate(zip(tool.rows(), tool.kinds(), strict=True)):
+        cells = list(zip(row[1:13], tool.cells(kind), strict=True))
+        for mark, layout in cells[number % every :: every]:
             found = started(layout)
             if mark == "yes":
                 assert isinstance(found, Layout), (layout.name, found)

@@ -9,6 +9,7 @@ import torch
 from tool_modules import load_program
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatron.apps.planning.activations import WHOLE
 from megatron.apps.planning.budget import simplest_first, usual_batch
 from megatron.apps.planning.parameters import model_parameters
 from megatron.apps.planning.presets import MODELS
@@ -255,7 +256,7 @@ def test_a_hugging_face_folder_is_planned_by_its_config_alone(main, capsys, tmp_
 
 def plan_of(seconds, **layout):
     return SimpleNamespace(
-        layout=Layout(**layout), time=SimpleNamespace(total=seconds), micro_batch=1
+        layout=Layout(**layout), time=SimpleNamespace(total=seconds), micro_batch=1, saving=WHOLE
     )
 
 

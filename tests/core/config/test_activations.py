@@ -3,7 +3,7 @@
 import pytest
 from configs import model_config
 
-from megatron.apps.planning.memory import MLP_WIDTHS
+from megatron.apps.planning.activations import MLP_WIDTHS
 from megatron.config.blocks import MLP_ACTIVATIONS, MLPConfig
 from megatron.formats.huggingface import config_reader
 

@@ -142,6 +142,9 @@ PROMISED = """
     pp2-interleaved-v3  01..    01..    01..
     pp2-dualpipev       01..    01..    01..
     tp2-sp-pp2-dp2      01..    01..    01..
+    cp2                 0123    0123    0123
+    cp4-a2a+p2p-tp2-sp  0123    0123    0123
+    cp2-a2a-pp2         01..    01..    01..
     tp2-pp2-dualpipev   01..    01..    01..
     sp                  ....    ....    ....
     interleaved         ....    ....    ....
@@ -223,6 +226,11 @@ def test_every_rule_refuses_something_first_and_says_it_once():
         ("tp2-etp1", Layout(tensor=2, expert_tensor=1)),
         ("tp2-ep2-etp2", Layout(tensor=2, data=2, expert=2)),
         ("ep2-etp1", Layout(data=2, expert=2)),
+        ("cp2", Layout(context=2)),
+        ("cp2-a2a", Layout(context=2, comm=("a2a",))),
+        ("tp2-cp2-allgather-dp2", Layout(tensor=2, data=2, context=2, comm=("allgather",))),
+        ("cp4-a2a+p2p", Layout(context=4, comm=("a2a+p2p",), exchanging=2)),
+        ("cp2-ep2", Layout(data=2, expert=2, context=2)),
     ],
 )
 def test_parses_short_names(name, layout):
@@ -255,9 +263,38 @@ def test_refuses_sizes_of_experts_that_do_not_fit(name, told):
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["cp2", "cp2-a2a", "cp4-a2a+p2p-zero3", "cp2-tp2-sp-bf16", "cp2-pp2-dualpipev", "cp2-dp2-fp16"],
+)
+def test_layouts_of_a_context_are_what_a_run_does(name):
+    layout = parse_layout(name)
+    assert asked(layout) == layout
+    assert layout.processes % layout.context == 0
+
+
+def test_zero_partitions_over_a_context():
+    stages = {name: parse_layout(f"{name}-zero3").running_zero for name in ("cp2", "dp2", "tp2")}
+    assert stages == {"cp2": 3, "dp2": 3, "tp2": 1}
+
+
+@pytest.mark.parametrize(
     "name, told",
     [
-        ("tp2-cp2", "'cp2'"),
+        ("a2a", "'a2a' is how the ranks of cpN communicate, where N is 2 or more"),
+        ("cp2-a2a+p2p", "a multiple of 4 with 'a2a+p2p'"),
+        ("cp2-a2a-allgather", "'allgather' sets the comm a second time"),
+    ],
+)
+def test_refuses_communication_that_does_not_fit(name, told):
+    with pytest.raises(ConfigError) as raised:
+        parse_layout(name)
+    assert str(raised.value).startswith(f"layout {name}: ") and told in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("tp2-xp2", "'xp2'"),
         ("", "''"),
         ("tp2--sp", "''"),
         ("TP2", "'TP2'"),
@@ -283,6 +320,8 @@ def test_refuses_names_that_it_does_not_know(name, told):
         ("tp2", "hidden"),
         ("tp2-pp2", "hidden"),
         ("tp2-sp", "none"),
+        ("cp2", "hidden"),
+        ("cp2-tp2-sp", "none"),
     ],
 )
 def test_dropout_masks(name, kept):

@@ -1,10 +1,12 @@
 """Spellings of other trainers and of older versions, against those of this project."""
 
 import dataclasses
+from typing import get_type_hints
 
 import pytest
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
+from megatron.config.flags import flag_names, value_type
 from megatron.features.masked.flags import MaskedDataConfig
 
 PARSER = FlagParser(*FLAG_CLASSES)
@@ -185,3 +187,19 @@ def test_predictions_of_evaluations():
     assert config.max_predictions(512) == 80
     with pytest.raises(ConfigError, match="--eval-max-preds-per-seq 80 differs from .* 76"):
         dataclasses.replace(config, max_preds_per_seq=76).max_predictions(512)
+
+
+def test_no_two_spellings_of_a_number_are_both_accepted(refusal):
+    """Of every flag with another name, the last one does not win silently."""
+    numbers = [
+        flag_names(field)[0]
+        for cls in FLAG_CLASSES
+        for field in dataclasses.fields(cls)
+        if field.metadata.get("aliases") and value_type(get_type_hints(cls)[field.name]) is not bool
+        and not field.metadata.get("internal") and not field.metadata.get("choices")
+    ]  # fmt: skip
+    assert ("--moe-aux-loss-coeff", "--moe-loss-coeff") in numbers
+    for first, *others in numbers:
+        for other in others:
+            told = refusal(f"{first} 1 {other} 2")
+            assert told.rstrip().endswith("set the same thing; give one of them"), told

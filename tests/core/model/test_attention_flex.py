@@ -252,7 +252,7 @@ def test_what_it_cannot_do_is_said(monkeypatch, change, said):
 @pytest.mark.parametrize("kind", ["gemma2", "gpt-oss"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_micro_batch_has_its_masks_where_a_gpu_uses_them(monkeypatch, device, kind):
-    """ "meta" takes the place of the GPU."""
+    """ "meta" stands for the GPU."""
     monkeypatch.setattr(attention_flex, "DEVICES", ("meta",))
     monkeypatch.setattr(attention_flex, "missing_compiler", lambda _: None)
     tokens = torch.zeros(2, LENGTH, dtype=torch.int64, device=device)

@@ -98,7 +98,7 @@ def test_a_version_that_cannot_run_is_refused(monkeypatch, machine, name, change
 
 
 @pytest.mark.parametrize("version", [3, 4])
-def test_newer_versions_take_the_place_of_torchs_kernel(machine, version):
+def test_newer_versions_replace_torchs_kernel(machine, version):
     machine.installed = {version}
     found = attention_backend("flash", 0.0)
     assert found.func is sdpa and found.keywords["order"] == KernelOrder(FLASH_FIRST)

@@ -1,4 +1,4 @@
-"""Vocabulary files that somebody prepared: refused in one line that names flag and file."""
+"""Vocabulary files that are made to mislead: refused in one line that names flag and file."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Folders of tokenizers that somebody prepared to run code, end the process or fill the memory."""
+"""Folders of tokenizers that are made to run code, end the process or fill the memory."""
 
 import ast
 import builtins

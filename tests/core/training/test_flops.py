@@ -13,6 +13,7 @@ from configs import model_config
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.data.gpt_batch import share_within_documents
 from megatron.families import build_model, family_of, spec_of
 from megatron.features.adapters.model import with_adapters
 from megatron.features.adapters.report import with_additions
@@ -335,3 +336,28 @@ def test_which_families_have_causal_attention(name, causal):
     decoder = {"encoder_decoder": True, "decoder_seq_length": 8} if name == "t5" else {}
     model = model_config(family=name, **decoder).with_vocabulary(60)
     assert family_of(name).shape(model).causal is causal
+
+
+@pytest.mark.parametrize("lengths", [[4096], [1, 1000, 3000, 95], [512] * 8])
+def test_documents_against_counted_pairs(lengths):
+    """Pairs of a query and a key of its own document, where a block has no window."""
+    length, windows = 4096, (None, 64, None)
+    shape = TransformerShape(3, 64, 256, 4, 2, 16, length, 64, windows=windows)
+    ids_BS = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    share = share_within_documents(ids_BS.expand(2, -1), length)
+    # Half of a query's own key counts, as of a sequence.
+    pairs = sum(n * (n + 1) / 2 - n / 2 for n in lengths)
+    expected = 2 * 2 * 64 * 2 * pairs
+    assert length * shape.scores_per_token() * float(share) == pytest.approx(expected)
+
+
+def test_a_long_llama_against_published_terms():
+    """6 N of the weights in products and 6 L S a d of causal scores for each token of Llama 3 8B:
+    at 131,072 tokens more than half of the work is attention."""
+    length, layers, hidden, ffn = 131_072, 32, 4096, 14_336
+    shape = TransformerShape(layers, hidden, ffn, 32, 8, 128, length, 128_256, gated=True)
+    weights = layers * hidden * (2 * hidden + 2 * 1024 + 3 * ffn) + 128_256 * hidden
+    scores = 6 * layers * length * hidden
+    assert shape.flops_per_token(causal=True) == 6 * weights + scores
+    assert 0.65 < scores / shape.flops_per_token(causal=True) < 0.7
+    assert shape.scores_per_token() == scores / 3

@@ -23,7 +23,7 @@ class Rank:
         self.device = torch.device(device)
         group = lambda size: SimpleNamespace(size=size, rank=0)  # noqa: E731
         self.mesh = SimpleNamespace(samples=group(1), pipeline=group(stages), tensor=group(slices))
-        parallel = SimpleNamespace(sequence_parallel=slices > 1)
+        parallel = SimpleNamespace(length_divisor=slices)
         self.config, self.seen = SimpleNamespace(parallel=parallel), []
 
     def rows(self, batches, count, measure):
@@ -100,7 +100,7 @@ def test_a_text_needs_tokens():
 
 def config(kind="learned_absolute", longest=8, slices=1):
     positions = SimpleNamespace(longest=longest if kind != "alibi" else None)
-    parallel = SimpleNamespace(tensor_model_parallel_size=slices, sequence_parallel=slices > 1)
+    parallel = SimpleNamespace(length_divisor=slices)
     return SimpleNamespace(model=SimpleNamespace(positions=positions), parallel=parallel)
 
 

@@ -30,7 +30,7 @@ FLAGS = [*TINY, "--train-iters", "4", "--zero-stage", "1"]
 NAMED, OLDER = "global_step4", "global_step2"
 """The checkpoint that the tracker names, which is damaged, and another one, which is whole and must
 not be taken in its stead."""
-SAMPLE, ALL = 30, 200
+SAMPLE, ALL = 15, 200
 
 
 @pytest.fixture(scope="module")

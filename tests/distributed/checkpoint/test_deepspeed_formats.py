@@ -134,6 +134,8 @@ LAYOUTS = {
     "zero1-dp2-fp16": (2, ["--zero-stage", "1", "--fp16", "--initial-loss-scale", "1024"]),
     "zero2-dp2": (2, ["--zero-stage", "2"]),
     "zero3-dp2": (2, ["--zero-stage", "3"]),
+    "zero3-cp2": (2, ["--zero-stage", "3", "--context-parallel-size", "2"]),
+    "zero1-cp2-dp2-bf16": (4, ["--zero-stage", "1", "--bf16", "--context-parallel-size", "2"]),
     "zero1-tp2-sp": (
         2,
         ["--zero-stage", "1", "--tensor-model-parallel-size", "2", "--sequence-parallel"],
@@ -289,6 +291,7 @@ MOVES = [
     ("zero3-dp2", "zero1-tp2-sp"),
     pytest.param("zero1-pp2", "zero3-dp2", marks=pytest.mark.proof),
     pytest.param("zero0-pp2", "zero2-dp2", marks=pytest.mark.proof),
+    pytest.param("zero3-cp2", "zero1-pp2", marks=pytest.mark.proof),
 ]
 
 

@@ -52,7 +52,7 @@ def everything(source, kinds=KINDS):
 
 
 def assert_equal(ranks, read):
-    """What the ranks had, together, is what was read."""
+    """Weights and moments of all ranks together are those that were read."""
     names = set().union(*ranks)
     assert names == read.keys()
     assert sum(EXPERT in name and "h_to_4h.weight/weight" in name for name in names) == sum(EXPERTS)

@@ -97,6 +97,19 @@ EXPERT_LAYOUTS = {
     ),
 }
 """Experts divided over data-parallel ranks, and over tensor-parallel ones too."""
+CONTEXT_LAYOUTS = {
+    "cp2-zero0": (2, "--context-parallel-size 2"),
+    "cp2-zero3": (2, "--context-parallel-size 2 --zero-stage 3"),
+    "cp4-a2a-zero2": (4, "--context-parallel-size 4 --cp-comm-type a2a --zero-stage 2"),
+    "cp2-tp2-sp-zero1": (
+        4, f"{TENSOR} --sequence-parallel --context-parallel-size 2 --zero-stage 1",
+    ),
+    "cp2-pp2-zero1-bf16": (
+        4,
+        "--context-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1 --bf16",
+    ),
+}  # fmt: skip
+"""Sequences divided over ranks, of which checkpoints know nothing."""
 SPLIT = "pp4-split1-zero1"
 SEVEN = (
     "dp1-zero0 dp2-zero3 tp4-sp-zero1 pp4-zero1 tp2-sp-pp2-zero1 pp2-interleaved-zero1 "
@@ -108,8 +121,10 @@ NAMES = {
     "t5": [*SEVEN, SPLIT],
     "retro": SEVEN,
     "experts": ["dp1-zero1", *EXPERT_LAYOUTS],
+    "contexts": ["dp1-zero1", "dp2-zero3", "pp2-zero0", *CONTEXT_LAYOUTS],
 }
-LAYOUTS |= EXPERT_LAYOUTS
+LAYOUTS |= EXPERT_LAYOUTS | CONTEXT_LAYOUTS
+FLAGS["contexts"] = FLAGS["gpt"]
 LAYOUTS[SPLIT] = 4, f"{LAYOUTS['pp4-zero1'][1]} --pipeline-model-parallel-split-rank 1"
 SAMPLE = {
     ("t5", "pp2-interleaved-zero1", "dp1-zero0"),
@@ -122,6 +137,7 @@ TITLES = {
     "t5": "T5 with relative positions",
     "retro": "Retro",
     "experts": "GPT with experts",
+    "contexts": "GPT, sequences divided",
 }
 RTOL = {"float32": 1e-6, "bf16": 1e-3}
 """Of losses; bfloat16 keeps eight bits of float32's 24."""

@@ -34,8 +34,10 @@ LAYOUTS = {
     "pp2-interleaved": (2, f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"),
     "pp2-dualpipev": (2, f"{PIPELINE} --pipeline-schedule dualpipev"),
     "tp2-sp-pp2": (4, f"{PIPELINE} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "cp2": (2, "--context-parallel-size 2"),
+    "cp2-pp2": (4, f"{PIPELINE} --context-parallel-size 2"),
 }
-PROOF = {"dp2-zero3", "pp2-interleaved", "tp2-sp"}
+PROOF = {"dp2-zero3", "pp2", "pp2-interleaved", "tp2-sp", "cp2", "cp2-pp2"}
 """Beyond the sample of every test run."""
 
 

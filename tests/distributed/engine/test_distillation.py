@@ -44,6 +44,7 @@ def teacher(pool, tmp_path_factory):
 LAYOUTS = [
     *(f"dp2-zero{stage}" for stage in range(4)),
     *("pp2-zero1", "pp4-zero0", "tp2-sp-pp2-zero1", "tp2-sp-dp2-zero2", "pp2-interleaved-zero0"),
+    *("cp2-zero3", "cp2-dp2-zero1", "cp2-pp2-zero1"),
 ]
 
 

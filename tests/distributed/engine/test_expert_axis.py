@@ -86,9 +86,9 @@ def gradients(argv, axis, joint):
 
 def whole(ranks) -> dict[tuple[str, str], np.ndarray]:
     """Whole tensors from the slices of all ranks, whose copies must be the same."""
-    found: dict[tuple[str, str], torch.Tensor] = {}
+    wholes: dict[tuple[str, str], torch.Tensor] = {}
     for name, kind, part, values in (each for rank in ranks for each in rank[2]):
-        known = found.setdefault((name, kind), torch.full(part.shape, torch.nan))
+        known = wholes.setdefault((name, kind), torch.full(part.shape, torch.nan))
         flat, there = known.view(-1), type(part).whole(part.shape)
         common = there.overlap(part)
         if common is not None:
@@ -96,8 +96,8 @@ def whole(ranks) -> dict[tuple[str, str], np.ndarray]:
             common.copy(flat, torch.from_numpy(values)[common.first : common.end])
             again = ~before.isnan()
             assert torch.equal(before[again], flat[again]), (name, kind)
-    assert not any(values.isnan().any() for values in found.values())
-    return {key: values.numpy() for key, values in found.items()}
+    assert not any(values.isnan().any() for values in wholes.values())
+    return {key: values.numpy() for key, values in wholes.items()}
 
 
 @cache
@@ -112,9 +112,9 @@ def plain(argv):
 
 @cache
 def alone(pool, argv):
-    """The same on one process of the engine, for dtypes that plain torch has no main weights in."""
-    (found,) = pool.run(1, train, list(argv), 1, False)
-    return found[0], found[1], {n: v for (n, kind), v in whole([found]).items() if kind == "weight"}
+    """The run on one process of the engine, for dtypes that plain torch has no main weights in."""
+    (one,) = pool.run(1, train, list(argv), 1, False)
+    return one[0], one[1], {n: v for (n, kind), v in whole([one]).items() if kind == "weight"}
 
 
 def stages(folder, number: int, kind: str) -> list[str]:
@@ -136,18 +136,18 @@ def check(pool, folder, layout, number, kind, *flags):
     if "pp2" in layout and kind in ("sgd", "fp16", "offload"):
         argv += ["--num-layers", "4"]  # each stage has experts, as these need
     zero = stages(folder, number, kind)
-    found = pool.run(ranks, train, [*argv, *zero, *of_layout], axis, joint)
+    results = pool.run(ranks, train, [*argv, *zero, *of_layout], axis, joint)
     rough = kind in ("bf16", "fp16", "sums", "states")
     losses, norms, weights = alone(pool, (*argv, *stage(1))) if rough else plain(tuple(argv))
-    for rank in found:
+    for rank in results:
         np.testing.assert_allclose(rank[1][0], norms[0], rtol=5e-3 if rough else 2e-6)
         np.testing.assert_allclose(rank[0], losses, rtol=2e-3 if rough else 2e-6)
         np.testing.assert_allclose(rank[1], norms, rtol=2e-2 if rough else 2e-4)
-    state = whole(found)
+    state = whole(results)
     squares = sum(
         float(np.square(v, dtype=float).sum()) for (_, k), v in state.items() if k == "weight"
     )
-    assert [rank[3] for rank in found] == pytest.approx([squares**0.5] * ranks, rel=1e-6)
+    assert [rank[3] for rank in results] == pytest.approx([squares**0.5] * ranks, rel=1e-6)
     assert {name for name, _ in state} == weights.keys()
     far = {
         # Of the vocabulary without padding.
@@ -216,8 +216,8 @@ def test_resumes_bitwise(pool, tmp_path, case):
     expected = pool.run(ranks, train, argv, axis, joint)
     saved = [*argv, "--exit-interval", "2", "--save", str(tmp_path / "run")]
     pool.run(ranks, train, saved, axis, joint)
-    found = pool.run(ranks, train, [*argv, "--load", str(tmp_path / "run")], axis, joint)
-    for mine, theirs in zip(found, expected, strict=True):
+    results = pool.run(ranks, train, [*argv, "--load", str(tmp_path / "run")], axis, joint)
+    for mine, theirs in zip(results, expected, strict=True):
         assert mine[:2] == (theirs[0][2:], theirs[1][2:])
         for (*what, values), (*same, right) in zip(mine[2], theirs[2], strict=True):
             assert what == same
@@ -243,10 +243,10 @@ def test_any_size_of_the_axis_continues_from_any(pool, tmp_path, saved, loads):
     expected = run(*saved, "--save", folder)
     assert {kind for _, kind in expected} == {"weight", "exp_avg", "exp_avg_sq"}
     for layout in loads:
-        found = run(*layout, "--load", folder)
-        assert found.keys() == expected.keys()
+        loaded = run(*layout, "--load", folder)
+        assert loaded.keys() == expected.keys()
         for key, values in expected.items():
-            np.testing.assert_array_equal(found[key], values, err_msg=f"{layout} {key}")
+            np.testing.assert_array_equal(loaded[key], values, err_msg=f"{layout} {key}")
 
 
 WRONG = {
@@ -273,7 +273,7 @@ def test_stage_3_of_an_older_deepspeed_is_refused(monkeypatch):
 
 
 def flipped(argv, axis, joint, name, rank):
-    """What is said of a bit that changes in a rank's copy of a weight; for the pool."""
+    """Message about a bit that changes in a rank's copy of a weight; for the pool."""
     with expert_axis(axis, joint):
         run = parse_run(None, argv)
         with distributed(run.config.parallel) as mesh:
@@ -288,9 +288,9 @@ def flipped(argv, axis, joint, name, rank):
 @pytest.mark.proof
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_changed_expert_is_found(pool, tmp_path, number):
-    """Of two replicas; those of the other experts are other tensors."""
+    """Copies of two replicas are compared; the other experts are other tensors."""
     name = "layers.1.mlp.up"
     argv = [*FLAGS, *BF16, *stages(tmp_path, number, "bf16")]
     for rank in range(4):
-        found = pool.run(4, flipped, argv, 2, False, name, rank)
-        assert len(set(found)) == 1 and name in found[0] and f"rank {rank} " in found[0]
+        messages = pool.run(4, flipped, argv, 2, False, name, rank)
+        assert len(set(messages)) == 1 and name in messages[0] and f"rank {rank} " in messages[0]

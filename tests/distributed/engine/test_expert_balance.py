@@ -27,6 +27,8 @@ LAYOUTS = {
     "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "tp2-whole": (2, "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"),
     "pp2-dp2-zero1": (4, "--pipeline-model-parallel-size 2 --zero-stage 1"),
+    "cp2": (2, "--context-parallel-size 2"),
+    "ep2-cp2": (4, "--expert-model-parallel-size 2 --context-parallel-size 2"),
 }
 
 
@@ -82,7 +84,7 @@ def test_counts_and_biases_equal_one_process(layout, alone, pool, tmp_path):
 
 
 def compared(argv, bad):
-    """What replicas differ in after a run, and after a change of a bias on rank 1; for the pool."""
+    """Differences of replicas after a run, and after a change of a bias on rank 1; for the pool."""
     parsed = parse_run(None, argv)
     with distributed(parsed.config.parallel) as mesh:
         trainer = watched_trainer(parsed, mesh, lambda result: None)

@@ -30,6 +30,10 @@ LAYOUTS = {
     ),
     "dp2-zero3": (2, ["--zero-stage", "3"]),
     "pp2-zero1": (2, ["--pipeline-model-parallel-size", "2", "--zero-stage", "1"]),
+    **{
+        f"ep2-cp2-zero{n}": (4, [*EP2, "--context-parallel-size", "2", "--zero-stage", str(n)])
+        for n in (1, 2, 3)
+    },
 }  # fmt: skip
 
 
@@ -86,7 +90,7 @@ def test_adapters_in_layouts_against_one_process(layout, pool, base, adapted):
 
 
 def test_merged_checkpoint(adapted, base):
-    """What is trained are additions to each expert; router and its bias are those of the base."""
+    """Additions to each expert are trained; router and its bias stay as in the base."""
     merged, before = (open_checkpoint(folder) for folder in (adapted[1], base))
     changed = set()
     for name in before.names():
@@ -97,8 +101,8 @@ def test_merged_checkpoint(adapted, base):
     assert changed == expected
     assert "layers.0.mlp.router.expert_bias" in before.names()
     assert before.tensor("layers.0.mlp.router.expert_bias").abs().max() == pytest.approx(0.1)
-    found = locate_checkpoint(adapted[1])
-    additions = found.open().additions
+    adapted_checkpoint = locate_checkpoint(adapted[1])
+    additions = adapted_checkpoint.open().additions
     name = "layers.1.mlp.experts.down"
     a, b = (additions.tensor(f"{name}.lora_{kind}") for kind in "ab")
     for expert in range(4):

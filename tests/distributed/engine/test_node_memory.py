@@ -43,7 +43,7 @@ LAYOUTS = {
 
 
 class LostError(ValueError):
-    """Takes the place of a death, after which the processes of the pool are still needed."""
+    """Replaces a death, after which the processes of the pool are still needed."""
 
 
 def dying(at):

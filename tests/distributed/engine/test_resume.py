@@ -28,6 +28,7 @@ EXPERTS = [
     *"--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --zero-stage 1".split(),
     *"--moe-router-score-function sigmoid --moe-router-enable-expert-bias".split(),
 ]
+CONTEXT = ["--context-parallel-size", "2"]
 GATE = "--num-experts 4 --topk 1 --expert-interval 1 --expert-model-parallel-size 2".split()
 CASES = {
     "zero0": (1, ["--zero-stage", "0"]),
@@ -134,6 +135,19 @@ CASES = {
         [*EXPERTS, "--tensor-model-parallel-size", "2", "--sequence-parallel"],
     ),
     "experts-recomputed-ep2": (2, [*EXPERTS, "--recompute-granularity", "full"]),
+    "cp2-zero3-bf16": (2, [*CONTEXT, "--zero-stage", "3", "--bf16"]),
+    "cp2-a2a-dp2-zero2-fp16": (4, [*CONTEXT, "--cp-comm-type", "a2a", "--zero-stage", "2", *FP16]),
+    "cp2-tp2-sp-zero1": (
+        4,
+        [
+            *(*CONTEXT, "--zero-stage", "1"),
+            *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+        ],
+    ),
+    "cp2-pp2-zero0-fp16": (
+        4,
+        [*CONTEXT, *FP16, "--zero-stage", "0", "--pipeline-model-parallel-size", "2"],
+    ),
 }
 SAMPLE = {"zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2", "t5-zero0-pp2", "experts-zero1-ep2"}
 """Cases of every test run; `make proof` runs all, each with several stops."""

@@ -33,6 +33,8 @@ SAME = [
     ("dp2", 2, ["--optimizer", "sgd"]),
     ("dp2", 1, ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"]),
     ("dp2", 3, ["--lora", "--lora-rank", "2"]),
+    ("cp2", 1, []),
+    ("cp2-dp2", 3, []),
 ]
 OFF = [case for case in SAME if case[1] == 0 and case[2] == ["--bf16"]]  # the same as float32
 SAME = [case for case in SAME if case not in OFF]
@@ -124,6 +126,7 @@ FAULTS = [
     ("dp4", 3, 0, True, 1.1, r"rank 0 \(\S+\) computes wrongly \(every time\)"),
     ("dp2", 2, 1, True, 50.0, r"rank 1 \(\S+\) computes wrongly \(every time\)"),
     ("dp2", 0, 0, True, 50.0, r"rank 0 \(\S+\) computes wrongly \(every time\)"),
+    ("cp2-dp2", 1, 1, False, 1.1, r"one of the ranks of one model rank 0 .*, rank 1 .*\(once\)"),
     ("tp2-dp2", 0, 1, True, 50.0, r"one of the ranks of one model rank 0 .*, rank 1 .*every time"),
 ]
 

@@ -67,7 +67,7 @@ def curriculum(folder):
     ("layout", "data"),
     sampled(
         [(layout, "text") for layout in ("dp1", "dp2", "tp2-sp", "pp2", "tp2-pp2-interleaved")]
-        + [("dp2", "curriculum"), ("pp2-interleaved", "documents")],
+        + [("dp2", "curriculum"), ("pp2-interleaved", "documents"), ("cp2-tp2-sp", "text")],
         lambda case: case == ("pp2", "text"),
     ),
 )

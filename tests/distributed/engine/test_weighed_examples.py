@@ -2,13 +2,17 @@
 process does, and a run that is stopped continues as if it had not been."""
 
 import json
+from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
 from samples import sampled
-from training_jobs import TINY, train, train_plainly
+from training_jobs import CONTEXT_LAYOUTS, TINY, gradients, train, train_plainly
 
+from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.runs import Drift
+from megatron.config.layouts import parse_layout
 
 LAYOUTS = {
     "alone": (1, "--zero-stage 1"),
@@ -22,6 +26,13 @@ LAYOUTS = {
         2,
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     ),
+    **{
+        f"{layout}-zero{stage}": (
+            parse_layout(layout).processes,
+            " ".join(parse_layout(f"{layout}-zero{stage}").flags()),
+        )
+        for layout, stage in (("cp2", 1), ("cp2", 2), ("cp2", 3), ("cp2-dp2", 3), ("cp2-pp2", 1))
+    },
 }
 DEFAULT = ("pp2",)
 NOISE = "--neftune-noise-alpha 5"
@@ -58,8 +69,33 @@ def test_layouts_against_one_process(pool, flags, layout):
     assert drift.losses.max() < 2e-6 and drift.norms.max() < 4e-6
 
 
+@cache
+def one_process(*argv):
+    return reference_gradients(list(argv))
+
+
+WEIGHTS = ("micro-batches", "tokens", "examples")
+
+
+@pytest.mark.parametrize(
+    ("layout", "weights"),
+    sampled(list(product(CONTEXT_LAYOUTS, WEIGHTS)), {("cp2", "examples")}.__contains__),
+)
+def test_gradients_of_parts_of_sequences(pool, flags, layout, weights):
+    """Of examples and padding, in float64: the ranks of a context have different numbers of tokens
+    that count, some of them none. Micro batches have two examples, whose numbers differ; layouts
+    pad them to other lengths, so that hidden states are not compared."""
+    parsed = parse_layout(layout)
+    samples = 2 * parsed.fewest_micro_batches * parsed.data
+    argv = [*flags, "--sft-loss-weights", weights, *NOISE.split(), "--micro-batch-size", "2"]
+    argv += ["--global-batch-size", str(2 * samples), "--num-layers", "4"]
+    expected = one_process(*argv)
+    records = pool.run(parsed.processes, gradients, [*argv, *parsed.flags()])
+    assert first_difference(records, expected, []) is None
+
+
 @pytest.mark.proof
-@pytest.mark.parametrize("layout", ["alone", "dp2-zero3", "pp2", "tp2-sp"])
+@pytest.mark.parametrize("layout", ["alone", "dp2-zero3", "pp2", "tp2-sp", "cp2-zero3"])
 def test_resume_is_bitwise(pool, flags, layout, tmp_path):
     size, extra = LAYOUTS[layout]
     argv = [*flags, *NOISE.split(), *extra.split()]

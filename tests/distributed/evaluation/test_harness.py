@@ -24,6 +24,7 @@ LAYOUTS = {
     "pp2": ["--pipeline-model-parallel-size", "2"],
     "dp2": [],
     "tp2-dp2": ["--tensor-model-parallel-size", "2"],
+    "cp2": ["--context-parallel-size", "2"],
 }
 SIZES = (1, 8)
 PROCESSES = {"tp2-dp2": 4}

@@ -89,7 +89,10 @@ def agree(found, model: str, tolerance: float = 1e-5) -> None:
         np.testing.assert_array_equal(rank["correct"], correct)
 
 
-LAYOUTS = ["dp1", "tp2", "tp2-sp", "pp2", "dp2", "tp2-dp2", "tp2-sp-pp2", "pp2-interleaved"]
+LAYOUTS = [
+    *("dp1", "tp2", "tp2-sp", "pp2", "dp2", "tp2-dp2", "tp2-sp-pp2", "pp2-interleaved"),
+    *("cp2", "cp2-dp2", "cp2-tp2-sp", "cp2-pp2", "cp4-a2a+p2p"),
+]
 QUICK = {("gpt", "tp2-sp", 3), ("t5", "pp2", 3), ("gpt", "dp2-zero3", 3)}
 """Those of the default suite."""
 
@@ -109,7 +112,8 @@ def test_scores_are_those_of_plain_torch(pool, model, layout, size):
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "size"), cases(["dp2-zero3", "tp2-sp-dp2-zero1", "pp2-zero1"], [3])
+    ("model", "layout", "size"),
+    cases(["dp2-zero3", "tp2-sp-dp2-zero1", "pp2-zero1", "cp2-zero3"], [3]),
 )
 def test_scores_of_an_engine_in_training(pool, model, layout, size):
     parsed = parse_layout(layout)
@@ -133,6 +137,7 @@ def loaded(argv: list[str], folder: str):
     ("layout", "precision", "dtype", "tolerance"),
     [
         ("tp2-pp2", [], torch.float32, 1e-5),
+        ("cp2-tp2", [], torch.float32, 1e-5),
         ("dp2", ["--bf16"], torch.bfloat16, 0.05),
         ("pp2-interleaved", ["--bf16"], torch.bfloat16, 0.05),
         ("tp2", ["--fp16"], torch.float32, 1e-5),  # on a CPU

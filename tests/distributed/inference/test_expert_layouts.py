@@ -34,7 +34,7 @@ def folder(pool, tmp_path_factory):
 
 
 def generated(load, layout, processes):
-    """For the pool: the texts of the main rank together in pieces, and those of each alone."""
+    """For the pool: the texts of the main rank together in pieces, and each alone."""
     argv = ["--load", load, "--kv-cache-gib", "0.001", *layout]
     config, settings = RunToolParser(CacheConfig, None).parse(argv)
     try:

@@ -1,4 +1,4 @@
-"""Compiled blocks that are cut over two ranks."""
+"""Compiled blocks that are cut over two ranks, or whose sequences are divided over them."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerState, initialise
+from megatron.parallel.context import Context
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 
@@ -21,9 +22,12 @@ SHAPE = {
 }  # fmt: skip
 
 
-def job(sequence: bool) -> tuple[float, int]:
+def job(layout: str) -> tuple[float, int]:
     """Largest relative difference from eager blocks, and graphs of two blocks."""
-    tp = TensorParallel(tensor_group(), sequence)
+    group = tensor_group()
+    tp = TensorParallel(group, layout == "sequence")
+    if layout in ("p2p", "a2a"):
+        tp = TensorParallel(context=Context(group, (layout,)))
     torch.compiler.reset()
     counters.clear()
     results = []
@@ -36,8 +40,11 @@ def job(sequence: bool) -> tuple[float, int]:
             if compiled:
                 block.compile(backend="aot_eager", dynamic=False)
         generator = torch.Generator().manual_seed(1)
-        x = tp.own(torch.randn(2, LENGTH, HIDDEN, generator=generator), 1)
+        x = torch.randn(2, LENGTH, HIDDEN, generator=generator)
+        x = tp.own(tp.context.take(x, 1), 1)
         stream = LayerState(x.clone().requires_grad_())
+        if tp.context.size > 1:
+            stream = stream.changed(position_ids=tp.context.positions(LENGTH)[None])
         first = stream
         for block in blocks:
             stream = block(stream)
@@ -53,9 +60,9 @@ def job(sequence: bool) -> tuple[float, int]:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_two_ranks_against_eager_blocks(pool, sequence):
+@pytest.mark.parametrize("layout", ["whole", "sequence", "p2p", "a2a"])
+def test_two_ranks_against_eager_blocks(pool, layout):
     """Collectives break the graph of a block, which alone would be one."""
-    for worst, graphs in pool.run(2, job, sequence, timeout=600.0):
+    for worst, graphs in pool.run(2, job, layout, timeout=600.0):
         assert worst < 1e-5
         assert 1 < graphs <= 20

@@ -52,6 +52,7 @@ TENSOR, WHOLE, EP2, EP4 = (
     )
 )  # fmt: skip
 SLICED, PIPELINE = ["--sequence-parallel"], ["--pipeline-model-parallel-size", "2"]
+CP2 = ["--context-parallel-size", "2"]
 LAYOUTS = {
     "dp2": (2, []),
     "ep2": (2, EP2),
@@ -75,6 +76,20 @@ LAYOUTS = {
     "ep2-pp2-dualpipev": (4, [*EP2, *PIPELINE, "--pipeline-schedule", "dualpipev"]),
     "tp2-sp-pp2": (4, [*TENSOR, *SLICED, *PIPELINE]),
     "ep2-tp2-sp-pp2-etp1": (4, [*EP2, *TENSOR, *WHOLE, *SLICED, *PIPELINE]),
+    "cp2": (2, CP2),
+    "cp2-a2a": (2, [*CP2, "--cp-comm-type", "a2a"]),
+    "cp2-allgather": (2, [*CP2, "--cp-comm-type", "allgather"]),
+    "cp4-a2a+p2p": (
+        4, "--context-parallel-size 4 --cp-comm-type a2a+p2p "
+        "--hierarchical-context-parallel-sizes 2 2".split()
+    ),
+    "cp2-dp2": (4, CP2),
+    "ep2-cp2": (4, [*EP2, *CP2]),
+    "cp2-tp2": (4, [*CP2, *TENSOR]),
+    "cp2-tp2-sp": (4, [*CP2, *TENSOR, *SLICED]),
+    "cp2-tp2-etp1": (4, [*CP2, *TENSOR, *WHOLE]),
+    "cp2-tp2-sp-etp1": (4, [*CP2, *TENSOR, *WHOLE, *SLICED]),
+    "cp2-pp2": (4, [*CP2, *PIPELINE]),
 }  # fmt: skip
 
 
@@ -83,11 +98,16 @@ def reference(*argv: str):
     return reference_gradients(list(argv))
 
 
+CONTEXT_SAMPLE = {("cp2-tp2-sp-etp1", "by-position")}
+
+
 def cells():
-    """Every cell; in the sample each second layout has one model, and every model a layout."""
+    """Every cell; in the sample each second layout has one model, and every model a layout; those
+    of a context have one cell."""
     for number, layout in enumerate(LAYOUTS):
         for place, model in enumerate(MODELS):
-            chosen = place == (number // 2) % len(MODELS) and number % 2 == 1
+            chosen = place == (number // 2) % len(MODELS) and number % 2 == 1 and "cp" not in layout
+            chosen |= (layout, model) in CONTEXT_SAMPLE
             yield pytest.param(layout, model, marks=() if chosen else (pytest.mark.proof,))
 
 
@@ -105,7 +125,7 @@ def test_against_one_process(pool, layout, model):
 LOSSES = "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1"
 BIASED = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 BIASES = {"even": [0.0] * 4, "one rank": [9.0, 9.0, 0.0, 0.0], "one expert": [9.0, 0.0, 0.0, 0.0]}
-"""Of experts: every token goes to some, so that a rank, or two, get none."""
+"""Experts that every token goes to, so that a rank, or two, get none."""
 
 
 def numbers(argv, bias):
@@ -129,7 +149,8 @@ def numbers(argv, bias):
         return parity.gradients(argv), *result
 
 
-SPREAD = ("ep2", "ep4", "ep2-tp2", "ep2-tp2-sp-etp1", "ep4-tp2-sp-etp1", "ep2-pp2", "tp2-etp1")
+SPREAD = ("ep2", "ep4", "ep2-tp2", "ep2-tp2-sp-etp1", "ep4-tp2-sp-etp1", "ep2-pp2", "tp2-etp1",
+          "cp2", "ep2-cp2", "cp2-tp2-sp-etp1")  # fmt: skip
 SAMPLE = {("ep2", "one rank"), ("ep4-tp2-sp-etp1", "one expert"), ("ep2-pp2", "even")}
 
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 from samples import sampled
-from training_jobs import LAYOUTS, TINY, gradients, train, train_plainly
+from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, gradients, train, train_plainly
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.runs import Drift, rounding_noise
@@ -70,7 +70,7 @@ def reference(*argv: str):
 
 
 def cells():
-    for layout in LAYOUTS:
+    for layout in (*LAYOUTS, *CONTEXT_LAYOUTS):
         for model in MODELS:
             for kind in KINDS:
                 # The masks of others are drawn by rank: megatron/config/layouts.py.
@@ -108,7 +108,7 @@ def plain(kind: str, layers: int, dropout: bool):
 
 
 def trainings():
-    for layout in LAYOUTS:
+    for layout in (*LAYOUTS, "cp2", "cp2-dp2", "cp2-tp2-sp", "cp2-pp2"):
         parsed = parse_layout(layout)
         for stage in (0, 1) if parsed.pipeline > 1 else (0, 1, 2, 3):
             for kind in ("lora", "dora", "dropout"):

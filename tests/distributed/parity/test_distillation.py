@@ -2,7 +2,7 @@
 
 import pytest
 from samples import sampled
-from training_jobs import LAYOUTS, TINY, gradients, train
+from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, gradients, train
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.config.layouts import parse_layout
@@ -40,7 +40,7 @@ def reference(argv):
 @pytest.mark.parametrize("data", sampled(["plain", "documents"], lambda name: name == "documents"))
 @pytest.mark.parametrize(
     "layout",
-    sampled(LAYOUTS, "tp2-sp-pp2-interleaved".__eq__),
+    sampled((*LAYOUTS, *CONTEXT_LAYOUTS), "tp2-sp-pp2-interleaved".__eq__),
 )
 def test_against_one_process(pool, teacher, layout, data):
     parsed = parse_layout(layout)

@@ -20,7 +20,7 @@ from family_models import (
     flags,
     split_ranks,
 )
-from training_jobs import LAYOUTS, train_plainly
+from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, train_plainly
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.runs import Drift, rounding_noise
@@ -49,15 +49,18 @@ def train(argv):
     return training_jobs.train(argv)
 
 
-ALL = (*LAYOUTS, "pp2-interleaved-v4", "tp2-pp2-interleaved-v4")
+ALL = (*LAYOUTS, "pp2-interleaved-v4", "tp2-pp2-interleaved-v4", *CONTEXT_LAYOUTS)
 SAMPLE = {
-    "bert": ("tp2-sp/pre-norm tp2-pp2/untied pp2-interleaved/recompute-full").split(),
+    "bert": (
+        "tp2-sp/pre-norm tp2-pp2/untied pp2-interleaved/recompute-full cp2/next-sentence"
+    ).split(),
     "classification": [],
     "regression": [],
     "multiple_choice": ["pp2-dualpipev/pre-norm"],
     "span": ["tp2-sp/pre-norm"],
     "t5": (
-        "tp2-sp/relative-untied tp2-sp-pp2-interleaved/recompute-full pp2-dualpipev/uneven"
+        "tp2-sp/relative-untied tp2-sp-pp2-interleaved/recompute-full pp2-dualpipev/uneven "
+        "cp2-pp2/relative"
     ).split(),
     "retro": "tp2-sp-pp2/recompute-full pp2-dualpipev/untied".split(),
 }
@@ -116,6 +119,8 @@ def cells():
     or twice the fewest, in turn."""
     for family, models in MODELS.items():
         for number, layout in enumerate(ALL):
+            if family == "retro" and layout in CONTEXT_LAYOUTS:
+                continue
             splits = [0, *split_ranks(parse_layout(layout))] if family == "t5" else [0]
             for place, model in enumerate(models):
                 for split in splits:
@@ -174,7 +179,7 @@ def plain(family: str, model: str, stages: int, dropout: str):
 
 def trainings():
     for family, models in TRAINED.items():
-        for layout in LAYOUTS:
+        for layout in (*LAYOUTS, *([] if family == "retro" else CONTEXT_LAYOUTS)):
             parsed = parse_layout(layout)
             if 2 * parsed.fewest_micro_batches * parsed.data > 8:
                 continue

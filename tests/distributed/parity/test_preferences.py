@@ -7,7 +7,7 @@ import drawn_preferences
 import pytest
 import training_jobs
 from family_models import FAMILIES, NO_DROPOUT, blocks
-from training_jobs import LAYOUTS, TINY, train_plainly
+from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, train_plainly
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.runs import Drift, rounding_noise
@@ -55,6 +55,7 @@ SAMPLE = {
     ("tp2-pp2", "tied", "kto"),
     ("pp2-dualpipev", "untied", "orpo"),
     ("tp2-sp-pp2-interleaved", "tied", "reward"),
+    ("cp2", "untied", "orpo"),
 }
 """What the normal run has; `make proof` has the rest."""
 SFT = ["--preference-sft-weight", "0.5"]
@@ -71,6 +72,8 @@ def flags(layout, model, preference):
     batch = 2 * parsed.fewest_micro_batches * parsed.data
     argv = [*MODELS[model], "--preference", preference, *OPTIONS.get(preference, [])]
     argv += ["--micro-batch-size", "2", "--global-batch-size", str(batch)]
+    if model == "t5" and layout in CONTEXT_LAYOUTS:
+        argv += ["--decoder-seq-length", "16"]  # which all of them divide
     return parsed.processes, [*argv, *NO_DROPOUT]
 
 
@@ -80,7 +83,7 @@ def reference(*argv: str):
 
 
 def cells():
-    for layout in LAYOUTS:
+    for layout in (*LAYOUTS, *CONTEXT_LAYOUTS):
         for model in MODELS:
             for preference in PREFERENCES:
                 if model == "t5" and preference == "reward":
@@ -117,7 +120,8 @@ def plain(preference: str, stages: int):
 
 
 def trainings():
-    for layout in ("dp2", "dp4", "tp2-sp", "tp2-dp2", "pp2", "tp2-pp2", "pp2-dualpipev"):
+    layouts = ("dp2", "dp4", "tp2-sp", "tp2-dp2", "pp2", "tp2-pp2", "pp2-dualpipev")
+    for layout in (*layouts, "cp2", "cp2-dp2", "cp2-tp2-sp", "cp2-pp2"):
         for stage in (0, 1) if "pp" in layout else (0, 1, 2, 3):
             for preference in ("dpo", "kto", "orpo", "reward"):
                 chosen = (layout, stage, preference) in TRAINED

@@ -28,6 +28,7 @@ LAYOUTS = {
     "tp2": (2, "--tensor-model-parallel-size 2"),
     "tp2-sp-dp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "cp2": (2, "--context-parallel-size 2"),
 }
 EVERY_TIME = {"dp2-zero3"}
 """Checked by every test run; the others are proofs."""

@@ -236,6 +236,7 @@ LAYOUTS = {
     "tp2-dp2": (4, ["--tensor-model-parallel-size", "2"]),
     "pp2-dp2-zero1": (4, ["--pipeline-model-parallel-size", "2", "--zero-stage", "1"]),
     "dp2-zero3": (2, ["--zero-stage", "3"]),
+    "cp2-dp2": (4, ["--context-parallel-size", "2"]),
 }
 
 

@@ -24,6 +24,7 @@ LAYOUTS = {
     "tp2-sp": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
     "dp2": (2, []),
+    "cp2": (2, ["--context-parallel-size", "2"]),
 }
 SIZES = (
     f"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {LENGTH} "
@@ -192,7 +193,7 @@ def test_against_transformers_on_any_layout(pool, files, tmp_path, name):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("layout", ["tp2", "tp2-sp", "pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2-sp", "pp2", "dp2", "cp2"])
 def test_training_on_layouts(pool, files, tmp_path, layout):
     more = ["--epochs", "2", "--lr", "2e-3", "--global-batch-size", "8", "--log-interval", "1"]
     argv = command(files, "v2.json", *more, "--adam-eps", "1e-5")

@@ -19,6 +19,7 @@ LAYOUTS = {
     "tp2": (2, ["--tensor-model-parallel-size", "2"]),
     "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
     "dp2": (2, []),
+    "cp2": (2, ["--context-parallel-size", "2"]),
 }
 FILES = {"QQP": "dev.tsv", "STS-B": "similar.tsv", "RACE": "RACE/dev/middle"}
 TRAINING = (

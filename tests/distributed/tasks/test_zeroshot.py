@@ -25,6 +25,7 @@ LAYOUTS = {
         ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
         + ["--pipeline-model-parallel-size", "2"],
     ),
+    "cp2": (2, ["--context-parallel-size", "2"]),
 }
 LENGTH = 24
 

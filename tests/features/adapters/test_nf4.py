@@ -80,7 +80,7 @@ def test_against_bitsandbytes(shape, dtype):
     assert torch.equal(nf4._dynamic_code(CPU), state.state2.code)
     assert torch.equal(matrix.groups_G, state.state2.absmax)
     assert torch.equal(matrix.mean, state.offset)
-    # Its CPU kernel takes the neighbour of the nearest number now and then.
+    # Its CPU kernel takes the neighbour of the nearest number at times.
     differences = (matrix.scales_OK.flatten().int() - state.absmax.int()).abs()
     assert differences.max() <= 1 and differences.float().mean() < 0.02
 

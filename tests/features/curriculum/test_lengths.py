@@ -112,6 +112,17 @@ def test_sequence_parallel_divides_every_length():
         TrainingPlan(resolve(settings, 16).config)
 
 
+def test_a_context_divides_every_length():
+    """Each of 8 ranks has two pieces, which 24 tokens do not give."""
+    argv = (
+        "--num-layers 1 --hidden-size 64 --num-attention-heads 16 --seq-length 64 --lr 1 "
+        "--micro-batch-size 2 --context-parallel-size 8 --train-iters 5"
+    ).split()
+    settings = FlagParser(*FLAG_CLASSES).settings([*argv, "--curriculum-learning", section(LINEAR)])
+    with pytest.raises(ConfigError, match="size 8 cuts into 16 pieces: make .* multiples of 16"):
+        TrainingPlan(resolve(settings, 8).config)
+
+
 def test_batches_are_cut_one_at_a_time():
     """The step after this one cuts otherwise."""
     lengths = plan("--train-iters 20", section(LINEAR)).lengths

@@ -20,7 +20,7 @@ from megatron.parallel.mesh import Group
 
 
 class Threads:
-    """What a process group is to :mod:`megatron.features.experts.exchange`."""
+    """A process group for :mod:`megatron.features.experts.exchange`."""
 
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
@@ -71,7 +71,7 @@ def on_ranks(
 
 
 def part_of(x_TX: Tensor, tokens: SharedTokens) -> Tensor:
-    """This rank's tokens of those of the micro batch, zeros for padding."""
+    """This rank's tokens of the micro batch, zeros for padding."""
     size, rank = tokens.group.size, tokens.group.rank
     if tokens.sliced:
         return x_TX.unflatten(0, (tokens.samples, size, -1))[:, rank].flatten(0, 1)

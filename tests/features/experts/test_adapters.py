@@ -11,6 +11,8 @@ from megatron.families import spec_of
 from megatron.features.adapters.checkpoint import merged
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.adapters.model import additions_of, with_adapters
+from megatron.features.adapters.report import with_additions
+from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerStack, LayerState, initialise
 from megatron.parallel.shard import Init
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -90,10 +92,13 @@ def test_targets_choose_layers_and_the_router_stays_frozen():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", [{"use_dora": True}, {"qlora": True}], ids=["dora", "qlora"])
-def test_what_experts_cannot_have_is_refused(flags):
-    with pytest.raises(ConfigError, match=r"--(qlora|use-dora) is for the matrices of dense"):
-        stack(True, "experts.up", **flags)
+def test_dora_of_experts_and_4_bits_are_refused():
+    with pytest.raises(ConfigError, match=r"--use-dora is for linear layers.* \(experts.down\)"):
+        stack(True, "all-linear", use_dora=True)
+    with pytest.raises(ConfigError, match=r"--qlora stores .* most weights .* are its experts'"):
+        stack(True, "qkv", qlora=True)
+    layers = {name.rpartition(".")[0] for name in trained(stack(True, "shared.up", use_dora=True))}
+    assert layers == {"layers.1.mlp.shared.up"}
 
 
 def test_a_layer_that_is_not_there_is_refused():
@@ -101,6 +106,17 @@ def test_a_layer_that_is_not_there_is_refused():
         stack(True, "router")
     with pytest.raises(ConfigError, match="--lora-targets experts.up"):
         additions_of(model_config(), ["experts.up"])
+
+
+def test_flops_of_additions_are_those_of_the_chosen_experts():
+    """A token is multiplied by A and B of each of its K experts: 2 r (inputs + outputs) each."""
+    config = run_config(model=model_config(**FIELDS))
+    adapters = AdapterConfig(lora=True, lora_rank=RANK, lora_targets=("experts.up", "proj"))
+    config = dataclasses.replace(config, sections=(adapters,))
+    shape = with_additions(TransformerShape.of(config.model), config)
+    experts = 2 * 2 * RANK * (HIDDEN + 2 * INNER)
+    attended = 2 * config.model.attention.kv_channels  # of two heads, in each of two layers
+    assert shape.additions == experts + 2 * 2 * RANK * (attended + HIDDEN)
 
 
 def test_dropout_is_of_the_inputs_of_the_additions():

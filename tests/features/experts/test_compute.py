@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.blocks import MLPConfig
-from megatron.features.experts import compute
-from megatron.features.experts.compute import ExpertLinear, combine, dispatch, expert_mlp, order
+from megatron.features.experts import linear
+from megatron.features.experts.compute import combine, dispatch, expert_mlp, order
+from megatron.features.experts.linear import ExpertLinear
 from megatron.model.layer_list import initialise
 from megatron.model.mlp import activation_of
 from megatron.parallel.mesh import Group
@@ -151,8 +152,8 @@ def test_frozen_weights_have_no_gradient_and_change_no_other(way):
     expected = gradients(dense(*case, layers), x_TH, weights_TK, layers[1].bias)
     for param in (*layers[0].parameters(), layers[1].weight):
         param.requires_grad_(False)
-    found = gradients(way(*case, layers), x_TH, weights_TK, layers[1].bias)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    computed = gradients(way(*case, layers), x_TH, weights_TK, layers[1].bias)
+    torch.testing.assert_close(computed, expected, rtol=1e-12, atol=1e-12)
 
 
 @WAYS
@@ -193,7 +194,7 @@ def test_autocast_computes_in_bfloat16_and_returns_gradients_of_the_parameters(w
 
 @WAYS
 def test_grouped_kernel_computes_the_same(way, monkeypatch):
-    """That of GPUs, which torch emulates on CPUs, with counts as a tensor."""
+    """The kernel of GPUs, which torch emulates on CPUs, with counts as a tensor."""
     layers, case = mlp(dtype=torch.bfloat16), draw(3, "few", torch.bfloat16)
     leaves = (case[0], case[2], *layers[0].parameters(), *layers[1].parameters())
 
@@ -202,7 +203,7 @@ def test_grouped_kernel_computes_the_same(way, monkeypatch):
         return y_TH, *gradients(y_TH, *leaves)
 
     loop = computed()
-    monkeypatch.setattr(compute, "_has_kernel", lambda x, param: True)
+    monkeypatch.setattr(linear, "_has_kernel", lambda x, param: True)
     for ours, theirs in zip(computed(), loop, strict=True):
         assert ours.dtype == theirs.dtype
         assert (ours - theirs).norm() <= 0.02 * theirs.norm()
@@ -255,8 +256,8 @@ def test_parts_of_experts_add_up(way):
     ]
     torch.testing.assert_close(grads[0][0] + grads[1][0], of_x, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grads[0][1] + grads[1][1], of_weights, rtol=1e-12, atol=1e-12)
-    found = [grad for each in grads for grad in each[2:]]
-    torch.testing.assert_close(found, shares, rtol=1e-12, atol=1e-12)
+    of_layers = [grad for results in grads for grad in results[2:]]
+    torch.testing.assert_close(of_layers, shares, rtol=1e-12, atol=1e-12)
 
 
 def test_initial_values_do_not_depend_on_the_layout():
@@ -276,3 +277,35 @@ def test_initial_values_do_not_depend_on_the_layout():
     # Glorot and Bengio 2010: uniform, with variance 2 / (inputs + outputs) of each matrix.
     assert whole.abs().max() <= (6 / 20) ** 0.5
     assert whole.var().item() == pytest.approx(2 / 20, rel=0.1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sizes", [[3, 0, 33, 64, 0], [0, 0, 0, 0, 5], [32, 1, 1, 1, 1]])
+def test_rows_computed_in_vain_change_no_bit(monkeypatch, sizes, bias):
+    """In bfloat16 on a CPU products have a multiple of 32 rows."""
+    draw = torch.Generator().manual_seed(1)
+    count, rows = len(sizes), sum(sizes) + 2  # the last two are not computed
+
+    def random(*shape):
+        return torch.randn(shape, generator=draw).bfloat16()
+
+    x_RI, grad_RO = random(rows, 24), random(rows, 40)
+    weight_EOI, bias_EO = random(count, 40, 24), random(count, 40) if bias else None
+
+    def products():
+        return (
+            linear.expert_outputs(x_RI, weight_EOI, bias_EO, sizes)[: sum(sizes)],
+            linear.input_gradient(grad_RO, weight_EOI, sizes)[: sum(sizes)],
+            linear.weight_gradient(grad_RO, x_RI, weight_EOI, sizes),
+        )
+
+    shapes = []
+    mm = torch.mm
+    monkeypatch.setattr(
+        torch, "mm", lambda a, b, **how: (shapes.append(len(a)), mm(a, b, **how))[1]
+    )
+    found = products()
+    assert all(length % 32 == 0 for length in shapes if length != 40)
+    monkeypatch.setattr(linear, "_multiple", lambda x: 1)
+    for ours, expected in zip(found, products(), strict=True):
+        assert torch.equal(ours, expected)

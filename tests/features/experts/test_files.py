@@ -24,7 +24,7 @@ STOCK = {
     "num_layers": 4, "num_experts": (4, 2), "expert_interval": 2, "moe_router_topk": 2,
     "moe_gate": "deepspeed", "mlp_type": "residual", "add_bias_linear": True,
 }  # fmt: skip
-"""Of Megatron-DeepSpeed's PR-MoE: other numbers of experts in other layers."""
+"""Megatron-DeepSpeed's PR-MoE: other numbers of experts in other layers."""
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def test_a_bare_number_is_megatrons():
 
 @pytest.mark.parametrize("flag", DEEPSPEED_FLAGS)
 def test_a_flag_of_megatron_deepspeed_brings_its_defaults(flag):
-    """Those of ``megatron/arguments.py`` at 4efb479d."""
+    """Defaults of ``megatron/arguments.py`` at 4efb479d."""
     values = {
         "--topk": "1", "--moe-loss-coeff": "0.1", "--moe-train-capacity-factor": "1.0",
         "--moe-eval-capacity-factor": "1.0", "--moe-min-capacity": "4", "--expert-interval": "2",
@@ -142,7 +142,7 @@ def test_flags_of_both_programs_need_a_gate(deepspeed, megatron):
     assert config.moe_gate == "megatron" and config.moe_router_topk == 2
 
 
-def test_one_value_under_two_names():
+def test_one_value_under_two_names(capsys):
     for words in (
         "--topk 2 --moe-router-topk 3", "--moe-loss-coeff 0.1 --moe-aux-loss-coeff 0.2",
         "--moe-train-capacity-factor 1 --moe-expert-capacity-factor 2",
@@ -150,6 +150,28 @@ def test_one_value_under_two_names():
     ):  # fmt: skip
         with pytest.raises(SystemExit):
             resolved(f"--num-experts 8 {words}")
+        first, _, second, _ = words.split()
+        message = capsys.readouterr().err
+        assert f"{first} " in message and f" and {second} " in message
+        assert "set the same thing; give one of them" in message
+
+
+def test_a_capacity_that_changes_nothing_is_noted():
+    words = "--num-experts 8 --topk 1 --moe-eval-capacity-factor 2.0"
+    assert not any("capacity" in note for note in resolved(words).notes)
+    notes = resolved(f"{words} --disable-moe-token-dropping --moe-min-capacity 8").notes
+    for flag in ("--moe-eval-capacity-factor 2.0", "--moe-min-capacity 8"):
+        (note,) = [note for note in notes if note.startswith(f"{flag} changes nothing without")]
+        assert note.endswith(", or with --disable-moe-token-dropping")
+    notes = resolved("--num-experts 8 --moe-gate deepspeed --moe-token-drop-policy position").notes
+    assert any(note.endswith("and --moe-gate megatron") for note in notes)
+
+
+def test_a_negative_capacity_is_none_in_every_gate():
+    for gate in ("megatron", "deepspeed"):
+        words = f"--num-experts 8 --moe-gate {gate} --moe-expert-capacity-factor"
+        assert part(f"{words} 2.0").moe_expert_capacity_factor == 2.0
+        assert part(f"{words} -1").moe_expert_capacity_factor is None
 
 
 REFUSED = {
@@ -287,12 +309,14 @@ def test_values_of_a_checkpoint_do_not_choose_a_gate():
 
     saved = resolved("--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax").config
     flags = saved.model.flags()
-    given = {
+    saved_settings = {
         f.name: Setting(getattr(flags, f.name), "checkpoint x")
         for f in dataclasses.fields(flags)
         if getattr(flags, f.name) != f.default and not f.metadata.get("internal")
     }
-    settings = given | PARSER.settings("--lr 1e-3 --micro-batch-size 2 --train-iters 4".split())
+    settings = saved_settings | PARSER.settings(
+        "--lr 1e-3 --micro-batch-size 2 --train-iters 4".split()
+    )
     settings |= PARSER.settings(["--moe-eval-capacity-factor", "2.0"])
     config = resolve(settings, 1).config.model.part(ExpertsConfig)
     assert (config.moe_gate, config.moe_eval_capacity_factor) == ("megatron", 2.0)

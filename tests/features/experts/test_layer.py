@@ -7,6 +7,8 @@ from configs import model_config
 
 from megatron.families import build_model
 from megatron.model.layer_list import LayerState, initialise
+from megatron.model.spec import TEXT_SCORES
+from megatron.parallel.loss_head import Targets
 from megatron.parallel.shard import Init
 
 HIDDEN, INNER, TOKENS, EXPERTS = 16, 24, 20, 6
@@ -118,3 +120,20 @@ def test_padded_rows_do_not_depend_on_their_number(dtype, fields):
             whole_RH = computed(0, 24, [0, 14, 10])
             part_RH = computed(first, 24, [0, max(0, 14 - first), min(10, 24 - first)])
         assert torch.equal(part_RH, whole_RH[first:])
+
+
+def test_scored_texts_do_not_depend_on_their_batch():
+    """A capacity limits the experts of a batch; where samples are scored, each is as alone."""
+    mlp = layer(moe_expert_capacity_factor=0.5).eval()
+    x_BSH = torch.randn(4, TOKENS // 2, HIDDEN, dtype=torch.float64)
+
+    def outputs(x_BSH, apart):
+        state = LayerState(x_BSH, targets=Targets(x_BSH, x_BSH))
+        state = TEXT_SCORES.start(state) if apart else state
+        return mlp(x_BSH, state)[0]
+
+    with torch.no_grad():
+        alone = torch.cat([outputs(sample[None], True) for sample in x_BSH])
+        together, limited = outputs(x_BSH, True), outputs(x_BSH, False)
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-13)
+    assert (limited - together).abs().max() > 0.1

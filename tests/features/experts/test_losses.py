@@ -1,4 +1,4 @@
-"""Losses that balance experts, and the bias that does it without one: against loops, and those of
+"""Losses that balance experts, and the bias that does it without one, against loops and
 transformers."""
 
 from types import SimpleNamespace
@@ -258,3 +258,33 @@ def test_global_counts_of_a_layer_begin_again_with_each_step():
     shares_E = (counts_E.double() / counts_E.sum()).tolist()
     expected = switch_loss(logits_TE[1].softmax(-1), 2, shares_E)
     assert first[1] == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_global_loss_over_data_ranks_against_loops():
+    """Each rank has the shares of all ranks' choices in the step so far, and the probabilities of
+    its own micro batch."""
+    config = with_losses(router(2, pre_softmax=True), "global_load_balancing_loss")
+    logits = [[random_logits(12, 4, seed=2 * rank + n) for n in range(2)] for rank in range(2)]
+
+    def of_rank(tokens):
+        counts, results = GlobalCounts(tokens.group), []
+        for logits_TE in logits[tokens.group.rank]:
+            logits_TE = logits_TE.clone().requires_grad_()
+            loss = losses_of(logits_TE, config, counts=counts)["global_load_balancing_loss"]
+            loss.backward()
+            results.append((loss.detach(), logits_TE.grad))
+        return results
+
+    counts_E = torch.zeros(4)
+    results = on_ranks(2, 1, 12, False, of_rank)
+    for n in range(2):
+        for rank in range(2):
+            counts_E += chosen_map(logits[rank][n].topk(2).indices, 4).sum(0)
+        shares_E = (counts_E.double() / counts_E.sum()).tolist()
+        for rank in range(2):
+            logits_TE = logits[rank][n].clone().requires_grad_()
+            expected = switch_loss(logits_TE.softmax(-1), 2, shares_E)
+            expected.backward()
+            loss, grad = results[rank][n]
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+            torch.testing.assert_close(grad, logits_TE.grad, rtol=1e-11, atol=1e-13)

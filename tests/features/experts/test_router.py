@@ -311,12 +311,12 @@ SHARED = {
 
 
 def routing_and_losses(logits_TE, config, tokens):
-    """What a rank computes of its tokens, and its gradient of a sum of all of it."""
+    """Numbers that a rank computes of its tokens, and its gradient of the sum of all."""
     logits_TE = logits_TE.clone().requires_grad_()
     bias_E = torch.linspace(-0.5, 0.5, 16) if config.moe_router_enable_expert_bias else None
     routing = route(logits_TE, config, 16, tokens, True, bias_E, seed=5)
     computed = losses(routing, logits_TE, config, 16, tokens)
-    # Weights do not depend on other tokens: a rank's gradient is that of its own.
+    # Weights do not depend on other tokens: a rank has the gradient of its own ones.
     terms = [*computed.values(), (routing.weights_TK * (1 + routing.experts_TK)).sum()]
     torch.stack(terms).sum().backward()
     return routing, {name: loss.detach() for name, loss in computed.items()}, logits_TE.grad

@@ -78,7 +78,9 @@ def test_tabs(tmp_path: Path) -> None:
     assert [record for _, record in records_of(str(path))] == expected
 
 
-@pytest.mark.parametrize("rows, compression", [(32, "none"), (4, "zstd")])
+@pytest.mark.parametrize(
+    "rows, compression", [(32, "none"), pytest.param(4, "zstd", marks=pytest.mark.proof)]
+)
 def test_parquet_whose_rows_share_a_long_text(rows: int, compression: str, tmp_path: Path) -> None:
     """A small file must not stand for more than the memory has."""
     pyarrow = pytest.importorskip("pyarrow")

@@ -215,7 +215,7 @@ class Compiled(NamedTuple):
     graphs: tuple[int, int]
 
 
-COMPILED = [pytest.param(name, marks=() if name == "B" else pytest.mark.proof) for name in "ABC"]
+COMPILED = [pytest.param(name, marks=pytest.mark.proof) for name in "ABC"]
 
 
 @pytest.fixture(scope="module", params=COMPILED)

@@ -21,6 +21,7 @@ from megatron.features.masked.layers import (
     relative_bucket,
 )
 from megatron.model.layer_list import LayerStack, canonical_parameters, layer_sequence
+from megatron.parallel.context import Context
 from megatron.parallel.mesh import Group
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -192,6 +193,30 @@ def test_every_query_has_the_bias_of_its_distances():
         visible = keys <= queries if causal else batch().encoder_padding_mask_BE[:, None, None] > 0
         expected = expected[None].masked_fill(~visible, -torch.inf)
         assert torch.equal(found, expected)
+
+
+def test_ranks_that_divide_a_sequence_have_the_bias_of_their_queries():
+    """Together they have the bias of one process and the gradient of its table."""
+    model, ranks = config(**RELATIVE), ENCODED // 2
+    whole = torch.randn(BUCKETS, HEADS, dtype=torch.float64)
+
+    def bias(context: Context, causal: bool) -> tuple[Tensor, Tensor]:
+        hidden = torch.zeros(SAMPLES, ENCODED // context.size, WIDTH, dtype=torch.float64)
+        layer = RelativeBias(model, TensorParallel(context=context), causal).double()
+        layer.weight.data.copy_(whole)
+        rows = layer(spec_of(model).begin(batch()).with_hidden(hidden)).bias
+        weights = context.take(torch.arange(ENCODED).double()[:, None].cos(), 0)
+        rows.masked_fill(rows.isinf(), 0).mul(weights).sum().backward()
+        return rows.detach(), layer.weight.grad
+
+    for causal in (False, True):
+        expected, gradient = bias(Context(), causal)
+        contexts = [Context(Group(tuple(range(ranks)), rank)) for rank in range(ranks)]
+        parts = [bias(context, causal) for context in contexts]
+        for context, (rows, _) in zip(contexts, parts, strict=True):
+            assert torch.equal(rows, context.take(expected, 2))
+        total = torch.stack([part for _, part in parts]).sum(0)
+        torch.testing.assert_close(total, gradient, rtol=1e-12, atol=1e-12)
 
 
 MODELS = {

@@ -315,7 +315,7 @@ def test_a_guardian_that_lives_is_not_replaced():
     assert run.ranks() == {0: 0, 1: 1} and run.coordinator.state == "running"
 
 
-def test_a_guardian_takes_the_place_of_one_that_is_found_dead():
+def test_a_guardian_replaces_a_dead_one():
     run, again = Run(2, least=1), Wire()
     run.say(0, "learnt", **LEARNT)
     waiting = run.coordinator.joined(again, greeting(1, 2))

@@ -172,7 +172,7 @@ def test_a_rank_that_works_within_its_limit_is_let_be(
 
 
 def test_a_run_whose_ranks_all_answer_without_an_error_is_let_be() -> None:
-    """What somebody could not reach for some seconds answers again."""
+    """What another rank could not reach for some seconds answers again."""
     found = judge({n: waiting(n) for n in (0, 1)}, [], HangQuestion(LOST))
     assert not found.ends and found.again > 0
 

@@ -6,7 +6,9 @@ token at a time. Shapes: S tokens of a sample, M of a chunk, R of a neighbour, H
 """
 
 import itertools
+import os
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from megatron.formats.huggingface import architecture_of
 from megatron.formats.legacy_megatron.arguments import arguments_of_model
 from megatron.model.layer_list import LayerStack, canonical_parameters, layer_sequence
 from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.run.run import parse_run
 
 VOCAB, LENGTH, CHUNK, SAMPLES, LAYERS = 40, 12, 4, 2, 4
 WIDTH, HEADS, CHANNELS = 16, 4, 4
@@ -403,3 +406,14 @@ def test_flags_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="give --max-position-embeddings 16 or more"):
         config(retro_num_retrieved_chunks=4)
     assert config(retro_num_retrieved_chunks=4, position_embedding_type="alibi")
+
+
+def test_a_context_is_refused():
+    argv = (
+        "--model-family retro --num-layers 6 --hidden-size 32 --num-attention-heads 4 --lr 1 "
+        "--seq-length 64 --max-position-embeddings 128 --micro-batch-size 1 --train-iters 1 "
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 99 --context-parallel-size 2"
+    ).split()
+    message = "size 2: the chunks of a Retro .*--sequence-parallel"
+    with mock.patch.dict(os.environ, WORLD_SIZE="2"), pytest.raises(ConfigError, match=message):
+        parse_run(None, argv)

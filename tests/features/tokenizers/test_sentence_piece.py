@@ -33,14 +33,14 @@ def test_against_sentencepiece(sentencepiece_files, kind, fuzzed_strings, python
     assert (ours._ranked is not None) == (kind == "llama"), "the fast way is tested with Llama's"
     assert ours.vocab_size == len(reference)
     assert (ours.pad, ours.bos, ours.eos, ours.eod) == (3, 1, 2, 2)
-    assert_same(ours, reference, [*fuzzed_strings(2000, 1), *python_sources[:10]])
+    assert_same(ours, reference, [*fuzzed_strings(1000, 1), *python_sources[:5]])
     if kind == "llama":
         for text in fuzzed_strings(500, 2):
             if "\u2581" not in text:
                 assert ours.detokenize(ours.tokenize(text)) == text
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.text())
 @pytest.mark.parametrize("kind", ["unigram", "llama"])
 def test_against_sentencepiece_hypothesis(sentencepiece_files, kind, text):
@@ -57,9 +57,9 @@ def test_against_sentencepiece_hypothesis(sentencepiece_files, kind, text):
 def test_against_sentencepiece_real_model(realdata, name, fuzzed_strings, python_sources):
     path = realdata / "tokenizers_sp" / f"{name}.model"
     ours, reference = SentencePieceTokenizer.gpt_from_file(path), reference_of(path)
-    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").split("\n")[::3]
+    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").split("\n")[::9]
     real.append((realdata / "corpora" / "wiki_demo.txt").read_text("utf-8"))
-    assert_same(ours, reference, [*fuzzed_strings(3000, 2), *python_sources[:5], *real])
+    assert_same(ours, reference, [*fuzzed_strings(1000, 2), *python_sources[:5], *real])
     assert ours.vocab_size == 32_000 and (ours._ranked is not None) == (name[0] == "l")
 
 
@@ -71,11 +71,11 @@ def test_against_transformers_llama(realdata, tmp_path, fuzzed_strings):
     shutil.copy(path, tmp_path / "tokenizer.model")
     reference = LlamaTokenizer.from_pretrained(tmp_path)
     ours = SentencePieceTokenizer.gpt_from_file(path, add_bos=True)
-    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").strip().split("\n")[::3]
+    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").strip().split("\n")[::9]
     # transformers puts no space before a text that begins with one, merges runs of spaces before
     # words, and reads </s> in a text
     texts = [
-        re.sub("[ \u2581]+", " ", text).strip(" ") for text in [*real, *fuzzed_strings(3000, 3)]
+        re.sub("[ \u2581]+", " ", text).strip(" ") for text in [*real, *fuzzed_strings(1000, 3)]
     ]
     texts = [text for text in texts if text and "</s>" not in text]
     bos = [[ours.bos, *reference.encode(text, add_special_tokens=False)] for text in texts]
@@ -201,10 +201,10 @@ def test_against_auto_tokenizer_of_saved_folder_real_model(
     ours = SentencePieceTokenizer.from_file(realdata / "tokenizers_sp" / f"{name}.model", 100)
     ours.save_pretrained(tmp_path)
     saved = AutoTokenizer.from_pretrained(tmp_path)
-    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").split("\n")[::3]
+    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").split("\n")[::9]
     wanted = [ids.tolist() for ids in ours.tokenize_batch(real)]
     assert saved(real)["input_ids"] == wanted
-    fuzzed = fuzzed_strings(1500, 6)
+    fuzzed = fuzzed_strings(500, 6)
     wanted = [ids.tolist() for ids in ours.tokenize_batch(fuzzed)]
     found = saved(fuzzed)["input_ids"]
     differ = sum(ids != want for ids, want in zip(found, wanted, strict=True))

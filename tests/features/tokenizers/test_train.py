@@ -38,7 +38,7 @@ def test_vocab_size_too_small():
         train_byte_level_bpe([], 256, 2)
 
 
-@pytest.mark.parametrize("lower_case", [True, False])
+@pytest.mark.parametrize("lower_case", [True, pytest.param(False, marks=pytest.mark.proof)])
 def test_wordpiece_is_berts_form_and_deterministic(python_sources, tmp_path, lower_case):
     texts = [*python_sources[:40], "Ünïcode 中文"]
     files = []

@@ -36,7 +36,7 @@ def test_against_transformers_bert(
 ):
     ours = WordPieceTokenizer.from_file(wordpiece_file, lower_case)
     fast, slow = references(wordpiece_file, tmp_path, lower_case)
-    assert_same(ours, fast, [*fuzzed_strings(3000, 1), *python_sources[:10]])
+    assert_same(ours, fast, [*fuzzed_strings(1000, 1), *python_sources[:4]])
     for text in python_sources[:3]:
         assert ours.tokenize(text) == slow.convert_tokens_to_ids(slow.tokenize(text))
 

@@ -65,7 +65,11 @@ def failing(patch, number, error, names):
 
 
 @FORMATS
-@pytest.mark.parametrize("second", [False, True], ids=["one kill", "two kills"])
+@pytest.mark.parametrize(
+    "second",
+    [False, pytest.param(True, marks=pytest.mark.proof)],
+    ids=["one kill", "two kills"],
+)
 def test_killed_at_every_moment(tmp_path, monkeypatch, form, second):
     names = [(os, "rename"), (os, "replace"), (os, "fsync"), (shutil, "rmtree")]
     survived = False

@@ -3,17 +3,22 @@
 import json
 import resource
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hf_cases import CASES
+from hf_cases import CASES as DENSE_CASES
+from hf_expert_cases import EXPERT_CASES
 from hf_inputs import pair
+from hf_more_cases import MORE_CASES
 from safetensors.torch import load_file, save_file
 from samples import sampled
 
+from megatron.apps.generation.execution.adapters import served_adapters
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
+from megatron.config import ConfigError
 from megatron.features.adapters import peft as folders
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.adapters.model import additions_of
@@ -24,6 +29,15 @@ from megatron.run.run import parse_run
 
 peft = pytest.importorskip("peft", reason="the folders are peft's")
 
+
+CASES = DENSE_CASES | EXPERT_CASES | MORE_CASES
+
+
+def is_parameter(target):
+    """True for the matrices of experts, of which transformers has one parameter."""
+    return "experts." in target
+
+
 MODELS = {
     ("gpt2", "tied"): ["attn.c_attn", "mlp.c_proj"],
     ("llama", "kv_heads=2,untied"): ["q_proj", "v_proj", "gate_proj", "o_proj"],
@@ -33,18 +47,29 @@ MODELS = {
     ("falcon", "40b"): ["query_key_value"],
     ("qwen3", "kv_heads=2,untied"): ["q_proj", "k_proj", "v_proj"],
     ("bloom", "tied"): ["query_key_value", "dense_4h_to_h"],
-}
+    ("mixtral", "plain"): ["q_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    ("qwen2_moe", "dense_first"): [
+        "v_proj", "gate_proj", "shared_expert_gate", "mlp.experts.down_proj",
+    ],
+    ("granitemoe", "plain"): ["block_sparse_moe.experts.gate_up_proj"],
+    ("gpt_oss", "plain"): ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "k_proj"],
+}  # fmt: skip
 KINDS = {
     "lora": {},
     "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
     "patterns": {"rank_pattern": {r"0\..*": 5}, "alpha_pattern": {r"1\..*": 3}},
 }
-CASES_OF_KINDS = [(model, kind) for model in MODELS for kind in KINDS]
+CASES_OF_KINDS = [
+    (model, kind)
+    for model, targets in MODELS.items()
+    for kind in KINDS
+    if kind != "dora" or not any(map(is_parameter, targets))  # peft refuses that
+]
 FEW = {
     (("gpt2", "tied"), "lora"), (("llama", "kv_heads=2,untied"), "dora"),
     (("llama", "kv_heads=2,untied"), "patterns"), (("phi3", "kv_heads=2,untied"), "rslora"),
-    (("gemma2", "caps"), "lora"),
+    (("gemma2", "caps"), "lora"), (("mixtral", "plain"), "rslora"),
 }  # fmt: skip
 
 
@@ -59,9 +84,13 @@ def adapted(hf_model, tmp_path):
         theirs = hf_model(model_type, **CASES[model_type][case])
         theirs.save_pretrained(base)
         theirs.name_or_path = theirs.config._name_or_path = str(base)
+        modules, parameters = targets, None
+        if not isinstance(targets, str):
+            modules = [target for target in targets if not is_parameter(target)]
+            parameters = [target for target in targets if is_parameter(target)] or None
         config = peft.LoraConfig(
-            r=3, lora_alpha=7, target_modules=targets, task_type="CAUSAL_LM",
-            fan_in_fan_out=model_type == "gpt2", **settings,
+            r=3, lora_alpha=7, target_modules=modules, target_parameters=parameters,
+            task_type="CAUSAL_LM", fan_in_fan_out=model_type == "gpt2", **settings,
         )  # fmt: skip
         found = peft.get_peft_model(theirs, config).eval()
         generator = torch.Generator().manual_seed(5)
@@ -101,8 +130,15 @@ def test_theirs_load_here(adapted, model, kind):
 @pytest.mark.parametrize(
     ("model", "dora"),
     sampled(
-        [(model, dora) for model in MODELS for dora in (False, True)],
-        lambda case: case in ((("gpt2", "tied"), False), (("llama", "kv_heads=2,untied"), True)),
+        [(model, kind == "dora") for model, kind in CASES_OF_KINDS if kind in ("lora", "dora")],
+        lambda case: (
+            case
+            in (
+                (("gpt2", "tied"), False),
+                (("llama", "kv_heads=2,untied"), True),
+                (("gpt_oss", "plain"), False),
+            )
+        ),
     ),
 )
 def test_ours_load_there(adapted, hf_model, tmp_path, model, dora):
@@ -130,6 +166,14 @@ def test_ours_load_there(adapted, hf_model, tmp_path, model, dora):
     assert torch.equal(*same)
     trained = {name for name, _ in loaded.named_modules() if name.endswith("lora_A.default")}
     assert trained == {n for n, _ in theirs.named_modules() if n.endswith("lora_A.default")}
+
+
+def test_additions_to_experts_are_not_served_next_to_their_base(adapted):
+    """They would be left out; a merged model has them."""
+    _, base, folder = adapted(("mixtral", "plain"), ["q_proj", "mlp.experts.down_proj"])
+    engine = SimpleNamespace(device=torch.device("cpu"), names={}, model=torch.nn.Module())
+    with pytest.raises(ConfigError, match=r"additions to experts \(layers\.0\.mlp\.experts\.down"):
+        served_adapters(engine, {"legal": str(folder)}, base)
 
 
 def test_ranks_and_alphas_that_differ_are_written(adapted, hf_model, tmp_path):

@@ -1,0 +1,11 @@
+"""The process that this folder's tests fork their trainings from."""
+
+import pytest
+from warm_runs import WarmRuns
+
+
+@pytest.fixture(scope="session")
+def warm():
+    runs = WarmRuns("pretrain_gpt", "megatron.run.fingerprint")
+    yield runs
+    runs.stop()

@@ -1,0 +1,44 @@
+"""Imports all that a training run needs, and reads the help texts of its flags.
+
+Processes that others are forked from import this module: what a fork does not do again takes a
+third of a second, and there are hundreds of forks in a test run. Nothing here starts a thread.
+"""
+
+from importlib import import_module
+
+from megatron.engine.environment import prepare_deepspeed
+
+prepare_deepspeed()
+
+from megatron.run.run import flag_parser  # noqa: E402
+
+MODULES = (
+    "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.adam",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.utils.pin_memory",
+    "encodings.utf_8_sig",
+    "megatron.apps.planning.extent",
+    "megatron.apps.planning.fit",
+    "megatron.apps.planning.memory",
+    "megatron.features.energy.callback",
+    "megatron.features.experts.costs",
+    "megatron.features.resilience.restart.peers",
+    "megatron.features.resilience.steps.replicas",
+    "megatron.features.resilience.steps.spikes",
+    "megatron.features.resilience.steps.stragglers",
+    "megatron.features.resilience.watch.processes",
+    "megatron.features.run_record.hosts",
+    "megatron.tokenizer.gpt2_bpe",
+    "megatron.tokenizer.plain",
+    "multiprocessing.sharedctypes",
+    "torch._dynamo",
+    "torch._subclasses.schema_check_mode",
+    "torch.profiler",
+)
+for name in MODULES:
+    import_module(name)
+
+flag_parser(None, frozenset())
