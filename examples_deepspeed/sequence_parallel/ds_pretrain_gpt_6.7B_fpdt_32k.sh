@@ -3,7 +3,6 @@
 # memory (FPDT). The 32k of the name is not its length.
 source "$(dirname "$0")/../megatron_deepspeed.sh"
 
-waits_for "Ulysses sequence parallelism (--ds-sequence-parallel-size above 1)"
 defaults MODEL_SIZE=6.7 SEQ_LEN=262144 SP_SIZE=4 GLOBAL_BATCH_SIZE=1024 BATCH_SIZE=2 ZERO_STAGE=3 \
     NO_PP=true LOG_OPTIMIZER_STATE=false
 DATA=BookCorpusDataset_text_document TEMPLATE=$HERE/ds_config_gpt_TEMPLATE.json
