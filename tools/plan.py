@@ -241,7 +241,7 @@ def workload_of(config: PlanConfig, settings: Settings, gpus: int) -> Workload:
 
 
 def trained_parameters(work: Workload) -> str:
-    """What is trained of the model, if not all of it."""
+    """Return the number of trained parameters, where not all are."""
     if work.adapters is None:
         return ""
     count = adapter_parameters(work.padded(1), work.adapters, 1) * work.model.num_layers
@@ -249,15 +249,14 @@ def trained_parameters(work: Workload) -> str:
 
 
 def active(model: ModelConfig) -> str:
-    """What a token uses of a model with experts."""
+    """Return the number of parameters that a token uses of a model with experts."""
     total = model_parameters(model)
     used = active_parameters(model, total)
     return f"{used / 1e9:,.2f}B active for a token, " if used < total else ""
 
 
 def imbalance(work: Workload, plan: Plan, hardware: Hardware) -> str:
-    """What a plan with expert-parallel ranks sends between them, and what it costs that one of them
-    has twice its share of the tokens."""
+    """Return the bytes that expert-parallel ranks send, and the cost of twice the imbalance."""
     worse = dataclasses.replace(hardware, expert_imbalance=2 * hardware.expert_imbalance)
     slower = estimate(work, plan.layout, plan.micro_batch, worse).time.total / plan.time.total - 1
     return (
@@ -268,7 +267,7 @@ def imbalance(work: Workload, plan: Plan, hardware: Hardware) -> str:
 
 
 def long_sequences(plan: Plan, hardware: Hardware) -> str:
-    """What a plan that divides sequences, or has activations in host memory, needs besides."""
+    """Return the communication and host memory of a plan for long sequences."""
     said = []
     if plan.layout.context > 1:
         said.append(

@@ -26,12 +26,12 @@ def pipeline_schedule(
         if rule is not None:  # there is no pipeline
             both = f"{resolver.show(blocks)}, {resolver.show('pipeline_model_parallel_size')}"
             raise ConfigError(f"{both}: {rule.explanation(ramp=False)}")
-        found = _chunks(model.blocks, ranks, flags.num_layers_per_virtual_pipeline_stage, resolver)
+        count = _chunks(model.blocks, ranks, flags.num_layers_per_virtual_pipeline_stage, resolver)
         resolver.check(
-            given in (None, found),
-            f"{resolver.show(chunks)} contradicts {resolver.show(blocks)}, which makes it {found}",
+            given in (None, count),
+            f"{resolver.show(chunks)} contradicts {resolver.show(blocks)}, which makes it {count}",
         )
-        given = resolver.fill(chunks, given, found, "num-layers / pipeline size / blocks per stage")
+        given = resolver.fill(chunks, given, count, "num-layers / pipeline size / blocks per stage")
     schedule, count = complete_schedule(flags.pipeline_schedule, given)
     resolver.fill(chunks, given, count, f"pipeline-schedule {schedule}")
     how = f"{count} stage{'s' * (count > 1)} per process"

@@ -57,7 +57,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "squared_relu": lambda x: F.relu(x).square(),
 }
-"""Those without a gate, by the names of :class:`MLPConfig`."""
+"""Activations without a gate, by the names of :class:`MLPConfig`."""
 
 
 @cache

@@ -35,8 +35,8 @@ from megatron.apps.tasks.harness.scoring import (
     Likelihood,
     TextScorer,
     TokenRequest,
+    prefix_likelihoods,
 )
-from megatron.apps.tasks.length.prefixes import prefix_likelihoods
 from megatron.config import ConfigError
 from megatron.data.texts import ScoredText
 from megatron.families import family_of

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
+from megatron.apps.generation.request import GenerationRequest, Sampling, StopRules
+from megatron.apps.generation.writing import TextWriter
 from megatron.config import ConfigError
 from megatron.data.texts import ScoredText
 from megatron.engine.train_engine import ModelEngine
@@ -27,6 +29,10 @@ ROUNDS = 64
 
 _MADE_BY = "model"
 """Key of the description of the model in a file of answers, which lm-eval never asks for."""
+
+
+_CHOSEN = 1e9
+"""Added to a token's logit so that it is the next one; scores are of the logits without it."""
 
 
 class Likelihood(NamedTuple):
@@ -219,3 +225,36 @@ def _key(method: str, arguments: tuple[Any, ...]) -> str:
     from lm_eval.api.model import hash_args
 
     return str(hash_args(method, arguments))
+
+
+def prefix_likelihoods(
+    writer: TextWriter, prompt: Sequence[int], continuations: Sequence[Sequence[int]]
+) -> list[Likelihood]:
+    """Return the likelihoods of continuations of a long prompt, token ids. Each token of the tree
+    of continuations is one request of the generation engine, whose cache has the pages of the
+    prompt. Every rank must call it."""
+    edges: dict[tuple[tuple[int, ...], int], int] = {}
+    for continuation in continuations:
+        for at, token in enumerate(continuation):
+            edges.setdefault((tuple(continuation[:at]), token), len(edges))
+    requests = [
+        GenerationRequest(
+            (*prompt, *before),
+            StopRules(1),
+            Sampling(greedy=True, bias={token: _CHOSEN}),
+            logprobs=1,
+        )
+        for before, token in edges
+    ]
+    scores = []
+    for completion in writer.completions(requests):
+        (score,) = completion.scores
+        scores.append((score.logprob, score.top[0][0] == score.token))
+    result = []
+    for continuation in continuations:
+        of_tokens = [
+            scores[edges[tuple(continuation[:at]), token]] for at, token in enumerate(continuation)
+        ]
+        total = sum(log_prob for log_prob, _ in of_tokens)
+        result.append(Likelihood(total, all(best for _, best in of_tokens)))
+    return result

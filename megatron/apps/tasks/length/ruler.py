@@ -29,7 +29,7 @@ from megatron.apps.tasks.length.haystacks import (
 from megatron.config import ConfigError
 
 WRONG_KEYS = 99
-"""Of passkey by likelihood: keys that are compared with the right one."""
+"""Keys that passkey by likelihood compares with the right one."""
 _DRAWS = {"word": random_word, "number": random_number, "uuid": random_uuid}
 
 
@@ -331,7 +331,7 @@ RULER = {
 ESSAY_TASKS = [
     *("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 ]
-"""Those that hide their needles in a text."""
+"""Tasks that hide their needles in a text."""
 TASKS = {
     **RULER,
     "passkey": LengthTask(_passkey, 8, by_likelihood=True, has_depth=True),
