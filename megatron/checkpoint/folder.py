@@ -49,9 +49,9 @@ KEPT = "kept.json"
 """Under ``kept``, a list: the ``checkpoint`` of each is a tag, and is not deleted."""
 _TAG = re.compile(r"global_step(\d+)")
 _TWIN = "_universal"
-"""What ``--save-universal`` appends to a checkpoint's name."""
+"""Ending that ``--save-universal`` appends to a checkpoint's name."""
 _WAIT_SECONDS = 120.0
-"""How long to wait for a lock of another host: a file server takes up to 90 s (the lease of NFS 4)
+"""Seconds to wait for a lock of another host: a file server takes up to 90 s (the lease of NFS 4)
 to notice that its holder is gone."""
 
 

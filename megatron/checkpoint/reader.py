@@ -27,6 +27,7 @@ from megatron.checkpoint.manifest import (
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import Source, tokenizer_in
 from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig
+from megatron.config.flags import names_of
 from megatron.util.phases import moved
 
 
@@ -164,9 +165,17 @@ def _check_tensor(path: Path, key: str, stored: Any, numel: int) -> None:
 
 def differences(saved: ModelConfig, wanted: ModelConfig) -> list[str]:
     """A line for each value that affects the weights and differs between two models."""
-    lines, here = [], wanted.shaping()
-    for name, old in saved.shaping().items():
-        new = here.get(name, old)
+    lines, there, here = [], saved.shaping(), wanted.shaping()
+    # Other features may add to the blocks of a checkpoint; those with another mixer replace them.
+    replacing = {
+        name: getattr(type(part), name)
+        for part in (*saved.parts, *wanted.parts)
+        if not part.idle and part.replaces_layers
+        for name in names_of("weights", type(part))
+    }
+    for name in {**there, **replacing}:
+        old = there.get(name, replacing.get(name))
+        new = here.get(name, replacing.get(name, old))
         if old != new:
             lines.append(
                 f"{name} is {json.dumps(old)} in the checkpoint and {json.dumps(new)} in this run"

@@ -44,7 +44,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-"""What the tokenizers of transformers are saved as, and settings of generation."""
+"""Files of transformers' tokenizers, and settings of generation."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes in which other programs keep weights, as torch and config.json call them."""
 
@@ -102,6 +102,10 @@ class Source(ABC):
         """Raises CheckpointError if it can only be inspected, not used as a model."""
         if self.refusal is not None:
             raise CheckpointError(f"{self.folder}: {self.refusal}")
+
+    def read_ahead(self) -> None:  # noqa: B027
+        """Adds the blocks that predict further tokens to the model, where the checkpoint has some
+        that are left out by default."""
 
     @classmethod  # noqa: B027
     def verify(cls, folder: Path, share: int = 0, shares: int = 1) -> None:

@@ -46,7 +46,7 @@ PROCESS = "slices-{:05d}.json"
 """A process's part of the index and the facts of its files, for :func:`finish_checkpoint`."""
 
 _WEIGHTS, _MOMENTS = "weights", "optimizer"
-"""What the names of their files begin with."""
+"""Beginnings of the names of their files."""
 
 
 class SliceWriter:

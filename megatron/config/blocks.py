@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from megatron.config.flags import (
     FRACTION,
@@ -13,6 +14,9 @@ from megatron.config.flags import (
     option,
     shared,
 )
+from megatron.config.patterns import FREQUENCY, but_every_last, in_pattern, resolved_pattern
+
+_ROPE = needs_value("position_embedding_type", "rope")
 
 GATES = ("swiglu", "geglu", "quick_geglu")
 """Activations of gated MLPs."""
@@ -37,6 +41,17 @@ NORMS = {"LayerNorm": NormTraits(True, 2), "RMSNorm": NormTraits(False, 1)}
 """The choices of ``--normalization``."""
 
 
+class Chunk(NamedTuple):
+    """Attention within chunks of so many tokens, which are counted from the start of a row."""
+
+    size: int
+
+
+Window = int | Chunk | None
+"""Tokens near a query that a block attends to, as :class:`AttentionFlags` describes windows and
+chunks; None for all."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Attention:
     """Values that need no resolving."""
@@ -45,8 +60,13 @@ class _Attention:
     """Sliding-window attention: number of tokens that a query attends to, itself included; where
     attention is bidirectional, those at most half of it away on either side, as ModernBERT's
     local_attention. Without it a query attends to all tokens before it, or to all."""
-    window_attn_skip_freq: int | None = option(None, bounds=POSITIVE, role="results")
-    """Every N-th block uses full attention instead of --sliding-window."""
+    attention_chunk_size: int | None = option(None, bounds=POSITIVE, role="results")
+    """Chunked local attention, as Llama 4: a sequence is cut into chunks of this many tokens, and a
+    query attends to the tokens of its own chunk up to itself."""
+    window_attn_skip_freq: int | str | None = option(None, bounds=FREQUENCY, role="results")
+    """Every N-th block uses full attention instead of --sliding-window or --attention-chunk-size;
+    or a list with 1 for each block with the window or chunks and 0 for each with full attention, as
+    ([1]*3+[0])*4."""
     attn_logit_softcapping: float | None = option(None, bounds=POSITIVE, role="results")
     """Softcap c of the attention scores x: c * tanh(x / c)."""
     softmax_type: str = option(
@@ -55,6 +75,9 @@ class _Attention:
     """Attention sinks: the softmax of the scores has one more score, of no key, so that the weights
     of the keys add up to less than 1. It is 0 with off-by-one, and learned for each head with
     learnable, as in gpt-oss; vanilla has none."""
+    attention_output_gate: bool = option(False, role="weights")
+    """Multiply the output of attention to a block's own sequence by the sigmoid of a gate for each
+    channel, which is projected next to the queries, as Qwen3-Next."""
     clip_qkv: float | None = option(None, bounds=POSITIVE, role="results")
     """Clamp queries, keys and values to this absolute value, after their norm and before rotary
     positions."""
@@ -118,11 +141,25 @@ class AttentionConfig(_Attention):
     qkv_bias: bool
     proj_bias: bool
 
-    def window(self, layer: int) -> int | None:
-        """``sliding_window`` of block ``layer`` (from 0); None for attention to all tokens."""
+    @property
+    def query_rows(self) -> int:
+        """Rows of the projection of the queries, those of their gates included."""
+        return self.num_attention_heads * self.kv_channels * (1 + self.attention_output_gate)
+
+    @property
+    def local(self) -> str | None:
+        """The field of the window or of the chunks; None where all blocks attend to all tokens."""
+        if self.attention_chunk_size is not None:
+            return "attention_chunk_size"
+        return None if self.sliding_window is None else "sliding_window"
+
+    def window(self, layer: int) -> Window:
+        """Window or chunks of block ``layer`` (from 0); None for attention to all tokens."""
         every = self.window_attn_skip_freq
-        skipped = every is not None and (layer + 1) % every == 0
-        return None if skipped else self.sliding_window
+        if every is not None and not in_pattern(every, layer, but_every_last):
+            return None
+        size = self.attention_chunk_size
+        return self.sliding_window if size is None else Chunk(size)
 
     def flags(self) -> dict[str, Any]:
         """The flags that give it, by field, where all other linear layers have no biases."""
@@ -140,14 +177,28 @@ class AttentionConfig(_Attention):
 
 
 def resolve_attention(
-    flags: AttentionFlags, heads: int, hidden_size: int, bias: bool, resolver: ConfigResolver
+    flags: AttentionFlags,
+    layers: int,
+    heads: int,
+    hidden_size: int,
+    bias: bool,
+    resolver: ConfigResolver,
+    width: int | None = None,
 ) -> AttentionConfig:
-    """Completes the attention; ``bias``: whether all linear layers have biases."""
-    if flags.kv_channels is None:
-        resolver.check_divides("num_attention_heads", "hidden_size")
-    width = resolver.fill(
-        "kv_channels", flags.kv_channels, hidden_size // heads, "hidden-size / num-attention-heads"
-    )
+    """Completes the attention; ``bias``: whether all linear layers have biases; ``width``: channels
+    of a head where other flags say them."""
+    if width is not None:
+        if flags.kv_channels not in (None, width):
+            resolver.notes.append(
+                f"{resolver.show('kv_channels')} changes nothing: the flags of a head's parts add "
+                f"up to {width}"
+            )
+        resolver.put("kv_channels", width, "the parts of a head")
+    else:
+        if flags.kv_channels is None:
+            resolver.check_divides("num_attention_heads", "hidden_size")
+        how = "hidden-size / num-attention-heads"
+        width = resolver.fill("kv_channels", flags.kv_channels, hidden_size // heads, how)
     groups = flags.num_query_groups
     if groups is None and flags.group_query_attention:
         how = "--group-query-attention without --num-query-groups"
@@ -155,8 +206,17 @@ def resolve_attention(
     groups = resolver.fill("num_query_groups", groups, heads, "num-attention-heads")
     resolver.check_divides("num_query_groups", "num_attention_heads")
     resolver.put("group_query_attention", groups < heads, "num-query-groups < num-attention-heads")
-    if flags.sliding_window is None:
-        resolver.check_unused("window_attn_skip_freq", "--sliding-window")
+    resolver.check(
+        flags.sliding_window is None or flags.attention_chunk_size is None,
+        f"{resolver.show('sliding_window')} contradicts {resolver.show('attention_chunk_size')}: a "
+        "block attends to a window or within a chunk; give one of them",
+    )
+    every = flags.window_attn_skip_freq
+    if flags.sliding_window is None and flags.attention_chunk_size is None:
+        needed = "--sliding-window or --attention-chunk-size"
+        resolver.check_unused("window_attn_skip_freq", needed)
+    elif every is not None:
+        every = resolved_pattern("window_attn_skip_freq", every, layers, but_every_last, resolver)
     resolver.check(
         not (flags.add_attention_bias and bias),
         "--add-attention-bias needs --disable-bias-linear: without it all linear layers have "
@@ -169,7 +229,7 @@ def resolve_attention(
     )
     scalar = flags.query_pre_attn_scalar
     return AttentionConfig(
-        **shared(flags, _Attention),
+        **shared(flags, _Attention) | {"window_attn_skip_freq": every},
         num_attention_heads=heads,
         num_query_groups=groups,
         kv_channels=width,
@@ -341,6 +401,9 @@ class NormConfig:
         False, role="results", needs=needs_value("qk_layernorm", True)
     )
     """With --qk-layernorm: normalise queries and keys after they are rotated, as HunYuan."""
+    qk_l2_norm: bool = option(False, role="results", needs=_ROPE)
+    """Divide the queries and keys of each head by their root mean square, after they are rotated,
+    in the blocks with rotary positions, as Llama 4."""
     embed_layernorm: bool = option(False, role="weights", megatron=True)
     """Apply the norm to the embeddings before the first block."""
     post_norm: bool = option(False, role="weights")
@@ -355,3 +418,69 @@ class NormConfig:
     def traits(self) -> NormTraits:
         """Return the properties of the norm in use."""
         return NORMS[self.normalization]
+
+
+@dataclass(frozen=True)
+class KeysAndValues:
+    """A key and a value of each token for each of ``heads`` heads of this tensor-parallel rank,
+    ``width`` numbers each, in the dtype of the weights."""
+
+    heads: int
+    width: int
+    tensors: ClassVar[int] = 2
+
+
+@dataclass(frozen=True)
+class Latents:
+    """One vector of ``width`` numbers of each token, which all heads of all tensor-parallel ranks
+    read, in the dtype of the weights: the key, whose first numbers are the value."""
+
+    width: int
+    heads: ClassVar[int] = 1
+    tensors: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class States:
+    """Tensors of these shapes for each sequence on this tensor-parallel rank, in float32, or in
+    float64 if the model is. They are what ``step`` of ``LayerCache.recur`` takes and returns, in
+    this order, without the axis of sequences."""
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of one sequence."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+
+TokenMemory = KeysAndValues | Latents
+LayerMemory = TokenMemory | States
+
+
+def memory_of(model: Any, layer: int, tensor_size: int = 1) -> LayerMemory | None:
+    """The memory of a block of a :class:`~megatron.config.ModelConfig` on one of so many
+    tensor-parallel ranks; None for a block without attention. Blocks after the last one, which
+    predict further tokens, are as the last one."""
+    layer = min(layer, model.blocks - 1)
+    if not model.has("attention", layer):
+        return None
+    for part in model.parts:
+        memory: LayerMemory | None = part.memory(layer, model, tensor_size)
+        if memory is not None:
+            return memory
+    heads = max(1, model.attention.num_query_groups // tensor_size)
+    return KeysAndValues(heads, model.attention.kv_channels)
+
+
+def kept_bytes(model: Any, itemsize: int, tensor_size: int = 1) -> tuple[int, int]:
+    """Return the bytes that generation keeps of each token, and of each text whatever its length,
+    on one of so many tensor-parallel ranks; ``itemsize``: bytes of a number of the weights."""
+    of_token, of_text = 0, 0
+    for layer in range(model.num_layers):
+        memory = memory_of(model, layer, tensor_size)
+        if isinstance(memory, States):
+            of_text += memory.numbers * max(itemsize, 4)
+        elif memory is not None:
+            of_token += memory.tensors * memory.heads * memory.width * itemsize
+    return of_token, of_text

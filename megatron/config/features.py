@@ -16,10 +16,14 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
+from megatron.config.blocks import LayerMemory
 from megatron.config.flags import ConfigResolver, Settings
 
 FOLDERS = ("megatron.features", "megatron.apps")
-"""Where features are. This is the only place of the core that names them."""
+"""Packages that contain features. This is the only place of the core that names them."""
+
+AHEAD = "mtp."
+"""Beginning of the canonical names of blocks that predict further tokens."""
 
 DOCUMENTS, PACKED = "documents", "packed"
 """Samples of :attr:`KindConfig.samples`."""
@@ -123,12 +127,39 @@ class ModelPart:
         """True if the network has nothing of the feature."""
         return False
 
+    @property
+    def replaces_layers(self) -> bool:
+        """True for features whose blocks have other layers than attention and an MLP."""
+        kinds = type(self)
+        return kinds.memory is not ModelPart.memory or kinds.lacks is not ModelPart.lacks
+
+    @property
+    def blocks_ahead(self) -> int:
+        """Number of blocks after the last layer, with its configuration, that predict further
+        tokens."""
+        return 0
+
     def resolve(
         self, layers: int, seq_length: int, longest: int | None, resolver: ConfigResolver
     ) -> Self:
         """The part of a network with so many layers and tokens, complete; ``longest`` is the most
         positions that a sequence can have, None for any number. Raises ConfigError."""
         return self
+
+    def head_widths(self) -> tuple[int, int] | None:
+        """Channels of a query or key head, and those of them that rotary positions can rotate,
+        where the flags say them; None where they are those of ``--kv-channels``."""
+        return None
+
+    def lacks(self, layer: int) -> str | None:
+        """``attention`` or ``mlp`` for a block without it; None for a block with both."""
+        return None
+
+    def memory(self, layer: int, model: Any, tensor_size: int) -> LayerMemory | None:
+        """Return what generation keeps for a block with attention of a
+        :class:`~megatron.config.ModelConfig` on one of so many tensor-parallel ranks; None for keys
+        and values, or what another feature says."""
+        return None
 
     def check_lengths(self, lengths: Sequence[int], source: str) -> None:
         """Refuses lengths of sequences, which ``source`` has, that the network cannot read."""
@@ -146,6 +177,8 @@ class Feature:
         model_parts: classes of flags of the network.
         families: names of the model families that :meth:`family` returns.
         tokenizers: values of ``--tokenizer-type`` that :meth:`tokenizer` returns.
+        optimizers: values of ``--optimizer`` that :meth:`optimizer` returns, with the names of the
+            states of a parameter.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
@@ -153,6 +186,7 @@ class Feature:
     model_parts: ClassVar[tuple[type[ModelPart], ...]] = ()
     families: ClassVar[tuple[str, ...]] = ()
     tokenizers: ClassVar[tuple[str, ...]] = ()
+    optimizers: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
 
     # The configuration of a run.
 
@@ -249,6 +283,11 @@ class Feature:
         for none."""
         return None
 
+    def network(self, spec: Any, model: Any, parallel: Any) -> Any:
+        """The :class:`~megatron.model.spec.ModelSpec` of a network, whatever it is for, from that
+        of its family; ``model`` and ``parallel`` are its configuration and its layout."""
+        return spec
+
     def model(self, spec: Any, config: Any) -> Any:
         """The :class:`~megatron.model.spec.ModelSpec` of a run, from that of its family."""
         return spec
@@ -257,6 +296,12 @@ class Feature:
         """The module that replaces the MLP of a block, from hidden states and the
         :class:`~megatron.model.layer_list.LayerState` to both; None for an
         :class:`~megatron.model.mlp.MLP`. ``config`` is a :class:`~megatron.config.ModelConfig`."""
+        return None
+
+    def mixer(self, config: Any, layer: int, tp: Any, recompute: bool) -> Any:
+        """The module that replaces the causal attention of a block, from hidden states and the
+        :class:`~megatron.model.layer_list.LayerState` to hidden states; None for an
+        :class:`~megatron.model.attention.Attention`, whose arguments these are."""
         return None
 
     def attention(self, attend: Any, config: Any, layer: int, tp: Any, kind: str) -> Any:
@@ -302,6 +347,11 @@ class Feature:
         """The :class:`~megatron.parallel.linear.KernelStates` of layers or kernels of the feature,
         where there are any; ``names``: of each parameter; ``partitioned``: whether processes have
         parts of the weights (ZeRO 3). None for none."""
+        return None
+
+    def optimizer(self, config: Any, trained: Mapping[Any, str], mesh: Any) -> Any:
+        """The :class:`~megatron.engine.update.optimizer.OptimizerPlan` of a run for the parameters
+        that are trained, with their names; None for an optimizer of others."""
         return None
 
     def stored_states(self, config: Any) -> Any:

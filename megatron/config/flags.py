@@ -71,7 +71,7 @@ class Need(NamedTuple):
 def needs_value(name: str, *values: Any, refused: bool = True) -> Need:
     """One of these values of another field; without any, a value."""
     flag = _dashed(name)
-    if not values:
+    if values in ((), (True,)):
         return Need(flag, lambda all_values: bool(all_values[name]), refused)
     *others, last = map(str, values)
     text = f"{flag} {' or '.join(filter(None, (', '.join(others), last)))}"
@@ -79,7 +79,7 @@ def needs_value(name: str, *values: Any, refused: bool = True) -> Need:
 
 
 Role = Literal["weights", "results", "layout", "schedule", "course"]
-"""What a field affects: the network's parameters and their meaning; what is computed with them; the
+"""Effect of a field: the network's parameters and their meaning; what is computed with them; the
 layout over processes; learning rate and weight decay; when a run evaluates and ends, and other
 things that no step depends on."""
 
@@ -189,10 +189,22 @@ def flag_names(field: dataclasses.Field) -> tuple[tuple[str, ...], str | None]:
     return () if off and not flag else (flag or _dashed(field.name), *meta.get("aliases", ())), off
 
 
+class Frequency:
+    """The value of a flag that is an integer or, where its text is no integer, the text."""
+
+    def __new__(cls, text: str) -> Any:
+        try:
+            return integer("", text)
+        except ArgumentTypeError:
+            return text
+
+
 def flag_value(hint: Any) -> tuple[type, int | str | None]:
-    """The type of a flag's value, or of its elements, and argparse's ``nargs``."""
+    """The type of a flag's value, or of its elements, and argparse's ``nargs``; a
+    :class:`Frequency` for ``int | str``."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        (hint,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        hint, *others = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        hint = Frequency if others else hint
     if typing.get_origin(hint) is tuple:
         args = typing.get_args(hint)
         return args[0], "+" if args[-1] is Ellipsis else len(args)
@@ -210,7 +222,8 @@ def check_value(field: dataclasses.Field, hint: Any, setting: Setting) -> Settin
     if wanted is float and type(value) is int:
         return Setting(float(value), setting.origin)
     several = isinstance(value, tuple) and count not in (0, None)
-    if value is not None and {type(each) for each in (value if several else [value])} - {wanted}:
+    allowed = {int, str} if wanted is Frequency else {wanted}
+    if value is not None and {type(each) for each in (value if several else [value])} - allowed:
         raise ConfigError(f"{setting.origin} is {value!r:.60}, not of type {wanted.__name__}")
     choices = field.metadata.get("choices")
     if choices and value is not None and value not in choices:

@@ -194,6 +194,9 @@ _UNUSED = {
     "--num-dataset-builder-threads INT": _CACHE,
     "--enable-msc": _REMOTE,
     "--disable-msc": _REMOTE,
+    # Of layers with states.
+    "--is-hybrid-model": "--hybrid-layer-pattern says which layers there are",
+    "--disable-mamba-mem-eff-path": "the backward pass computes states again",
     # Of mixture of experts.
     "--create-moe-param-group": "parameters say themselves that they are of experts",
     "--use-tutel": _GROUPED,

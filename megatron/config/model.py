@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from megatron.config.blocks import (
     MLPConfig,
     MLPFlags,
     NormConfig,
+    Window,
     resolve_attention,
     resolve_mlp,
 )
@@ -23,6 +25,7 @@ from megatron.config.flags import (
     NOT_NEGATIVE,
     POSITIVE,
     Bounds,
+    ConfigError,
     ConfigResolver,
     Need,
     Setting,
@@ -31,13 +34,14 @@ from megatron.config.flags import (
     option,
     shared,
 )
+from megatron.config.patterns import MOST_LAYERS
 from megatron.config.positions import PositionsConfig, PositionsFlags, resolve_positions
 
 Part = TypeVar("Part", bound=ModelPart)
 
 HEADS = ("lm", "classification", "multiple_choice", "span", "reward")
-"""What the last layer of a model can be."""
-LAYERS = Bounds(lambda value: 0 < value <= 1 << 14, "must be from 1 to 16,384")
+"""Kinds of a model's last layer."""
+LAYERS = Bounds(lambda value: 0 < value <= MOST_LAYERS, "must be from 1 to 16,384")
 """A configuration of another program may say any number, and each layer has names."""
 
 
@@ -130,8 +134,8 @@ class _Network:
     hf_architecture: str | None = option(None, internal=True)
     """Hugging Face's model_type of the model that the weights were first read from."""
     head: str = option("lm", choices=HEADS, internal=True, role="weights")
-    """What the last layer computes: logits of tokens, of a text's labels, of each of several
-    choices, or of the first and the last token of a span; or how good a text is."""
+    """Result of the last layer: logits of tokens, of a text's labels, of each of several choices,
+    or of the first and the last token of a span; or how good a text is."""
     num_labels: int | None = option(None, bounds=POSITIVE, internal=True, role="weights")
     """Labels of a classification head; 1 for a number instead of labels."""
     label_names: tuple[str, ...] = option((), internal=True)
@@ -222,10 +226,26 @@ class ModelConfig(_Network):
         """Return a feature's part of the network."""
         return next(part for part in self.parts if isinstance(part, cls))
 
+    def has(self, sublayer: str, layer: int) -> bool:
+        """True if a block has an ``attention`` or ``mlp``."""
+        return all(part.lacks(layer) != sublayer for part in self.parts)
+
+    @property
+    def rotated(self) -> int:
+        """Channels of a head that rotary positions rotate."""
+        of_parts = (part.head_widths() for part in self.parts)
+        widths = next(filter(None, of_parts), (self.attention.kv_channels,) * 2)
+        return int(widths[1] * self.positions.rotary_percent)
+
     @property
     def blocks(self) -> int:
         """Number of blocks, those of a decoder included."""
         return self.num_layers + (self.decoder_num_layers or 0)
+
+    @property
+    def blocks_ahead(self) -> int:
+        """Number of blocks after the last layer that predict further tokens."""
+        return sum(part.blocks_ahead for part in self.parts)
 
     @property
     def token_types(self) -> int:
@@ -241,8 +261,8 @@ class ModelConfig(_Network):
         return self.lm_head_activation or usual
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """``--sliding-window`` of each block, None for attention to all tokens."""
+    def windows(self) -> tuple[Window, ...]:
+        """:meth:`AttentionConfig.window` of each block."""
         return tuple(self.attention.window(layer) for layer in range(self.num_layers))
 
     def with_vocabulary(self, size: int, tensor_size: int = 1) -> ModelConfig:
@@ -324,13 +344,17 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         "adds to the output of a norm, in the dtype of the weights: leave one of them out",
     )
     bias = flags.add_bias_linear
-    attention = resolve_attention(flags, heads, hidden, bias, resolver)
+    widths = head_widths(vars(flags))
+    attention = resolve_attention(
+        flags, layers, heads, hidden, bias, resolver, widths and widths[0]
+    )
     mlp = resolve_mlp(flags, hidden, bias, resolver)
     positions = resolve_positions(
         flags,
+        layers,
         length,
         flags.decoder_seq_length if flags.encoder_decoder else None,
-        attention.kv_channels,
+        attention.kv_channels if widths is None else widths[1],
         resolver,
     )
     resolver.check(
@@ -338,11 +362,11 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         f"{resolver.show('position_embedding_type')} is for models with an encoder and a decoder "
         "(T5); give rope, alibi, learned_absolute or none",
     )
-    resolver.check(
-        flags.sliding_window is None or not flags.encoder_decoder,
-        f"{resolver.show('sliding_window')}: a decoder attends to all of its encoder's text, and "
-        "the blocks of both to all of their own; leave the window out",
-    )
+    if flags.encoder_decoder and attention.local is not None:
+        raise ConfigError(
+            f"{resolver.show(attention.local)}: a decoder attends to all of its encoder's text, "
+            "and the blocks of both to all of their own; leave the window out"
+        )
     if flags.sliding_window is None:
         resolver.check_unused("rotary_base_local", "--sliding-window")
     resolver.check(
@@ -390,6 +414,17 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
     )
 
 
+def head_widths(flags: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Channels of a head, and those that can be rotated, where flags of features say them, by
+    field; see :meth:`ModelPart.head_widths`."""
+    for cls in model_parts():
+        names = {field.name for field in dataclasses.fields(cls)} & flags.keys()  # type: ignore[arg-type]
+        widths = cls(**{name: flags[name] for name in names}).head_widths()
+        if widths is not None:
+            return widths
+    return None
+
+
 def _check_norms(flags: ModelFlags, resolver: ConfigResolver) -> None:
     """Refuse norms, and factors of the residual stream's ends, that contradict each other."""
     resolver.check(
@@ -405,6 +440,11 @@ def _check_norms(flags: ModelFlags, resolver: ConfigResolver) -> None:
             flags.pre_norm or not getattr(flags, name),
             f"--no-pre-norm contradicts {resolver.flag(name)}, which {why}; leave one of them out",
         )
+    resolver.check(
+        not (flags.qk_l2_norm and flags.qk_layernorm),
+        "--qk-l2-norm contradicts --qk-layernorm, another norm of queries and keys; give one of "
+        "them",
+    )
     resolver.check(
         not flags.qk_layernorm_whole or flags.normalization == "RMSNorm",
         f"--qk-layernorm-whole needs --normalization RMSNorm, not {flags.normalization}",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from megatron.config.features import features
 from megatron.config.flags import (
     FRACTION,
     NOT_NEGATIVE,
@@ -20,6 +21,13 @@ from megatron.config.flags import (
 )
 from megatron.config.training import LENGTHS, TrainingConfig
 
+STATES = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    **{name: of for each in features().values() for name, of in each.optimizers.items()},
+}
+"""Names of the states of a parameter, as torch.optim calls them, by optimizer."""
+
 _WSD = needs_value("lr_decay_style", "WSD")
 _DECAY = Need(
     "a --lr-decay-style other than constant",
@@ -30,7 +38,7 @@ _WARMUP = Need(
     "--lr-warmup-iters or its like",
     lambda values: any(values[f"lr_warmup_{unit}"] for unit in (*LENGTHS, "fraction")),
 )
-_ADAM = needs_value("optimizer", "adam", refused=False)
+_ADAM = needs_value("optimizer", "adam", "muon", refused=False)
 _SGD = needs_value("optimizer", "sgd", refused=False)
 
 
@@ -38,7 +46,9 @@ _SGD = needs_value("optimizer", "sgd", refused=False)
 class _Optimizer:
     """Values that need no resolving, but for the lengths of the schedule."""
 
-    optimizer: str = option("adam", choices=("adam", "sgd"), spellings={"adamw": "adam"})
+    optimizer: str = option(
+        "adam", choices=tuple(STATES), spellings={"adamw": "adam", "dist_muon": "muon"}
+    )
     """Optimizer; adam or adamw is AdamW (decoupled weight decay), as in Megatron."""
     min_lr: float = option(0.0, role="schedule", needs=_DECAY)
     """Minimum learning rate, reached at the end of the decay."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.context import communication, context_size
+from megatron.config.axes import (
+    check_partition,
+    communication,
+    context_size,
+    pipeline_schedule,
+    split_partition,
+)
 from megatron.config.flags import ConfigResolver, shared
 from megatron.config.model import ModelConfig
 from megatron.config.parallel_flags import ParallelFlags
-from megatron.config.pipeline import check_partition, pipeline_schedule, split_partition
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from megatron.config.flags import (
     option,
     shared,
 )
+from megatron.config.patterns import FREQUENCY, every_last, in_pattern, resolved_pattern
 from megatron.util.json_text import parse_json
 
 _ROPE = needs_value("position_embedding_type", "rope")
@@ -61,6 +62,19 @@ class _Positions:
     """RoPE: base of the frequencies (theta)."""
     rotary_percent: float = option(1.0, role="results", megatron=True, needs=_ROPE)
     """RoPE: fraction of each head's channels that is rotated."""
+    rotary_interleaved: bool = option(False, role="results", megatron=True, needs=_ROPE)
+    """RoPE: rotate neighbouring channels together, 0 with 1 and so on, instead of the first half
+    with the second."""
+    no_rope_freq: int | str | None = option(None, bounds=FREQUENCY, role="results", needs=_ROPE)
+    """RoPE: every N-th block does not rotate queries and keys; or a list with 1 for each such block
+    and 0 for each other one, as ([0]*3+[1])*4 (NoPE)."""
+    attention_temperature: float | None = option(None, bounds=POSITIVE, role="results")
+    """Blocks without rotary positions: multiply the query at position p, from 0, by 1 + x log(1 +
+    floor((p + 1) / --attention-temperature-floor)) for this x (attn_scale of Llama 4)."""
+    attention_temperature_floor: int = option(
+        8192, bounds=POSITIVE, role="results", needs=needs_value("attention_temperature")
+    )
+    """Positions before --attention-temperature changes queries (floor_scale of Llama 4)."""
     rotary_base_local: float | None = option(None, bounds=POSITIVE, role="results")
     """RoPE: base of the frequencies in blocks with a sliding window, where it differs (Gemma 3);
     these blocks have no RoPE scaling."""
@@ -84,7 +98,7 @@ class PositionsFlags(_Positions):
     """Do not learn position embeddings: --position-embedding-type none, where no other is given."""
     rope_scaling: str | None = option(None, role="results")
     """RoPE scaling, as JSON in the form of Hugging Face's config.json: rope_type (linear, dynamic,
-    llama3, yarn, longrope) and its parameters."""
+    llama3, yarn, longrope, proportional) and its parameters."""
     use_rope_scaling: bool = option(False)
     """RoPE scaling of Llama 3.1."""
     rope_scaling_factor: float = option(8.0, bounds=POSITIVE, needs=needs_value("use_rope_scaling"))
@@ -97,6 +111,12 @@ class PositionsConfig(_Positions):
 
     max_position_embeddings: int
     rope_scaling: RopeScaling
+
+    def rotates(self, layer: int) -> bool:
+        """True if block ``layer`` (from 0) rotates queries and keys."""
+        every = self.no_rope_freq
+        skipped = every is not None and in_pattern(every, layer, every_last)
+        return self.position_embedding_type == "rope" and not skipped
 
     @property
     def longest(self) -> int | None:
@@ -116,6 +136,7 @@ class PositionsConfig(_Positions):
 
 def resolve_positions(
     flags: PositionsFlags,
+    layers: int,
     seq_length: int,
     decoder_length: int | None,
     head_width: int,
@@ -167,7 +188,15 @@ def resolve_positions(
         f"{resolver.show('position_embedding_offset')} needs --position-embedding-type "
         f"learned_absolute, the only one with a position embedding; it is {kind}",
     )
-    given = shared(flags, _Positions) | {"position_embedding_type": kind}
+    every = flags.no_rope_freq
+    if every is not None and kind == "rope":
+        every = resolved_pattern("no_rope_freq", every, layers, every_last, resolver)
+    given = shared(flags, _Positions) | {"position_embedding_type": kind, "no_rope_freq": every}
+    resolver.check(
+        flags.attention_temperature is None or kind != "rope" or every is not None,
+        f"{resolver.show('attention_temperature')} acts in blocks without rotary positions, and "
+        "all have them; give --no-rope-freq",
+    )
     scaling = _rope_scaling(flags, kind, head_width, resolver)
     return PositionsConfig(**given, max_position_embeddings=longest, rope_scaling=scaling)
 
@@ -212,6 +241,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL),
     "longrope": ("short_factor", "long_factor", _ORIGINAL),
+    "proportional": ("partial_rotary_factor",),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "dynamic": (_ORIGINAL,),
@@ -227,7 +257,8 @@ class RopeScaling:
     """RoPE scaling; parameters that a type does not use are None.
 
     Attributes:
-        rope_type: ``default``, ``linear``, ``dynamic``, ``llama3``, ``yarn`` or ``longrope``.
+        rope_type: ``default``, ``linear``, ``dynamic``, ``llama3``, ``yarn``, ``longrope`` or
+            ``proportional``.
         original_max_position_embeddings: sequence length before the scaling.
         low_freq_factor: llama3: wavelengths above the original length / this are scaled in full.
         high_freq_factor: llama3: wavelengths below the original length / this are not scaled.
@@ -240,6 +271,8 @@ class RopeScaling:
         long_factor: longrope: the same for longer sequences.
         short_mscale: longrope: attention factor up to the original length (Phi-3.5-MoE).
         long_mscale: longrope: the same for longer sequences.
+        partial_rotary_factor: proportional: share of the channel pairs that are rotated, the first
+            ones, with the frequencies of whole heads (Gemma 4).
     """
 
     rope_type: str
@@ -257,6 +290,7 @@ class RopeScaling:
     long_factor: tuple[float, ...] | None = None
     short_mscale: float | None = None
     long_mscale: float | None = None
+    partial_rotary_factor: float | None = None
 
     @property
     def is_default(self) -> bool:
@@ -286,6 +320,8 @@ class RopeScaling:
         for name, value in values.items():
             values[name] = _checked(text, name, value, pairs)
         scaling = cls(rope_type=kind, **values)
+        if (scaling.partial_rotary_factor or 0) > 1:
+            raise ConfigError(f"--rope-scaling {text}: partial_rotary_factor must be at most 1")
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         if low is not None and high is not None and not low < high:
             raise ConfigError(

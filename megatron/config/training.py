@@ -35,7 +35,7 @@ FLAGS_OF_2019 = {
 """Origins of settings that no later trainer's scripts have."""
 _FP16 = needs_value("fp16", refused=False)
 _SEEDS = Bounds(lambda value: 0 <= value < 1 << 32, "must be from 0 to 4,294,967,295")
-"""Those of NumPy's generators."""
+"""Seeds of NumPy's generators."""
 
 
 @dataclass(frozen=True, kw_only=True)

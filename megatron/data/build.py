@@ -58,7 +58,7 @@ class Portion(NamedTuple):
     units: range
     """Numbers of those that belong to the part."""
     weight: float
-    """Of the file in its blend; they sum to 1."""
+    """Weight of the file in its blend; they sum to 1."""
     total: int
     """Units of the whole file."""
 
@@ -384,7 +384,7 @@ class _Recording:
 
 
 _jobs: list[Job] = []
-"""Of this process, where it is one that `in_processes` forked."""
+"""Jobs of this process, where it is one that `in_processes` forked."""
 
 
 def in_processes(jobs: Sequence[Job], workers: int) -> None:

@@ -41,7 +41,7 @@ class DataSource:
     paths: tuple[str, ...]
     """Prefixes of indexed files, or files."""
     kind: str = INDEXED
-    """Which `SourceReader` reads them."""
+    """Name of the `SourceReader` that reads them."""
     weight: float | None = None
     """Relative to the other weights of a blend; None: its number of tokens."""
     share: tuple[float, float] = (0.0, 1.0)

@@ -96,14 +96,14 @@ class GPTBatch(NamedTuple):
     document_ids_BS: Tensor | None
     """int64; a token attends to equal ids only. None if it attends across documents."""
     positions_BP: Tensor | None = None
-    """Where loss_mask_BS is not 0, ascending, then positions where it is; int64. The head needs no
-    others. None for all. Those of examples are [1, P], of all rows one after another."""
+    """Positions where loss_mask_BS is not 0, ascending, then positions where it is; int64. The head
+    needs no others. None for all. Those of examples are [1, P], of all rows one after another."""
     choices_BK: Tensor | None = None
     """Labels to score, in place of those of labels_BS, at the last K of positions_BP; int64."""
     weights_2: Tensor | None = None
-    """Of the batch among those of a step, float64: of its loss, and of its tokens whose loss
-    counts. As collated they are sums; once the whole step is known, relative to the mean over its
-    micro batches on all ranks."""
+    """Weights of the batch among those of a step, float64: of its loss, and of its tokens whose
+    loss counts. As collated they are sums; once the whole step is known, relative to the mean over
+    its micro batches on all ranks."""
     keys_B: Tensor | None = None
     """Digest of each sample, int64, for what is kept of samples; None where nothing is."""
 
@@ -309,13 +309,13 @@ class GPTCollator:
     pad_token: int | None = None
     """No loss where the label is this token; None for samples without padding."""
     padding: Padding | None = None
-    """How PackedSamples that are shorter than others are filled up; None where none is."""
+    """Filling of PackedSamples that are shorter than others; None where none is."""
     weigh_by: str | None = None
-    """What counts equally in the loss of a step: ``micro-batches``, ``tokens`` or ``examples``;
-    None leaves the weights out."""
+    """Unit that counts equally in the loss of a step: ``micro-batches``, ``tokens`` or
+    ``examples``; None leaves the weights out."""
 
     identifies: bool = False
-    """Whether batches have ``keys_B``."""
+    """True if batches have ``keys_B``."""
     head_multiple: int | None = None
     """Batches have ``positions_BP`` where that spares the head work, as many as a multiple of this;
     None for all."""

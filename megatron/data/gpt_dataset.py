@@ -108,7 +108,7 @@ class GPTRecipe:
     seq_length: int
     """Tokens of a sample that the model reads."""
     seed: int
-    """Of the shuffles."""
+    """Seed of the shuffles."""
     vocab_size: int | None = None
     """Above the ids that samples may have; None: they are not checked."""
     exact_epochs: int | None = None

@@ -88,7 +88,7 @@ class IndexCache:
 
     folder: Path | None
     required: bool = False
-    """Whether a folder that cannot be written is an error (the user named it) or a warning."""
+    """True if a folder that cannot be written is an error (the user named it) or a warning."""
 
     @classmethod
     def beside(cls, prefix: str, data_cache_path: str | None) -> IndexCache:

@@ -72,7 +72,7 @@ class BadLine:
     reason: str
     """The kind of error, the same words for all such lines."""
     detail: str
-    """What was found in this line."""
+    """Fault of this line."""
 
 
 def long_line(line: bytes, number: int, longest: int | None = None) -> BadLine | None:

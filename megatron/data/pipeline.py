@@ -62,7 +62,7 @@ class DataKind:
     decide which of these methods are called."""
 
     weighed: ClassVar[bool] = False
-    """Whether its batches have ``weights_2``, and may differ in length."""
+    """True if its batches have ``weights_2``, and may differ in length."""
 
     def reader(self, data: DataPipeline) -> SourceReader:
         """The reader of files of this kind; ValueError if flags contradict each other."""

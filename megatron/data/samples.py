@@ -74,9 +74,9 @@ class NeighborText(NamedTuple):
     """Retrieved text that a model reads next to a sample, as human-readable lines."""
 
     name: str
-    """Whose neighbour it is."""
+    """Name of the text whose neighbour it is."""
     piece: Piece
-    """Where the neighbour is from, without its continuation."""
+    """Piece that the neighbour is from, without its continuation."""
     text: str
     """With its continuation."""
 
@@ -91,7 +91,7 @@ class SampleView(NamedTuple):
     segments: Sequence[Segment] = ()
     """The same in parts, where the text is that of the tokens."""
     name: str = ""
-    """What the row is in its sample."""
+    """Meaning of the row in its sample."""
     neighbors: Sequence[NeighborText] = ()
 
 

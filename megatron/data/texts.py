@@ -117,7 +117,7 @@ class LabelledBatch(NamedTuple):
     """int64, or float32 for numbers; of spans [B, 2]."""
     choices: int = 1
     padded: bool = True
-    """Whether there is padding."""
+    """True if there is padding."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LabelledBatch:
         return mapped(self, Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking))

@@ -73,7 +73,10 @@ def spec_of(model: ModelConfig, parallel: ParallelConfig | None = None) -> Model
             f"a model of the family {family.name} has no {model.head} head; its heads are "
             f"{', '.join(sorted(family.heads))}"
         )
-    spec = family.spec(model, parallel or ParallelConfig())
+    parallel = parallel or ParallelConfig()
+    spec = family.spec(model, parallel)
+    for feature in taking_part():
+        spec = feature.network(spec, model, parallel)
     return replace(spec, widened=True) if model.fp32_residual_connection else spec
 
 

@@ -15,8 +15,9 @@ from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig,
 from megatron.config.features import kind_classes, model_parts
 from megatron.data.pipeline import DataPipeline
 from megatron.data.texts import ScoredText
+from megatron.model.caches import LayerCache
 from megatron.model.flops import TransformerShape
-from megatron.model.layer_list import LayerCache, LayerState
+from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
 
@@ -113,23 +114,23 @@ class Family(ABC):
     name: ClassVar[str]
     """As in checkpoints and entry points."""
     generates: ClassVar[bool] = False
-    """Whether its models generate text, token by token: they have :meth:`generation`."""
+    """True if its models generate text, token by token: they have :meth:`generation`."""
     tokenizer_type: ClassVar[str] = "GPT2BPETokenizer"
     """The tokenizer of vocabulary files that are given without ``--tokenizer-type``."""
     context_reader: ClassVar[Literal["decoder", "encoder"] | None] = None
-    """What reads the context of a text whose continuation its models predict; None if they do not
-    predict text."""
+    """Part that reads the context of a text whose continuation its models predict; None if they do
+    not predict text."""
     starts_from: ClassVar[frozenset[str]] = frozenset()
     """Other families from whose weights its models can start: they have all of these, by the same
     names, and ``added_parts`` of the `ModelSpec`."""
     scoring_note: ClassVar[str | None] = None
-    """What users should know of the scores that its models give to texts of tasks."""
+    """Note for users about the scores that its models give to texts of tasks."""
     unused_flags: ClassVar[frozenset[str]] = frozenset()
     """Fields of flags that its models and samples do not depend on, though those of other families
     do; a run refuses them. Those of features' parts of other families' models are added."""
 
     heads: ClassVar[frozenset[str]] = frozenset({"lm"})
-    """What the last layer of its models can be, as `ModelConfig.head` says."""
+    """Kinds of the last layer of its models, as `ModelConfig.head` says."""
     head_states: ClassVar[int] = 0
     """Hidden states that a predicted token keeps between the final norm and the output head."""
 
@@ -198,4 +199,4 @@ class Family(ABC):
     def block_lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
         """The sequences of each repeated block, in the order of the layer list. Those of the last
         one are those of the head."""
-        return (BlockLengths(model.seq_length),) * model.num_layers
+        return (BlockLengths(model.seq_length),) * (model.num_layers + model.blocks_ahead)

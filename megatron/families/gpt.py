@@ -32,9 +32,10 @@ from megatron.families.family import Family, GenerationSpec
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.block import Block
+from megatron.model.caches import LayerCache
 from megatron.model.embedding import InputEmbedding, vocabulary_layers, word_embeddings
 from megatron.model.flops import TransformerShape
-from megatron.model.layer_list import LayerCache, LayerSpec, LayerState
+from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.norm import FinalNorm
 from megatron.model.spec import ModelSpec, only_hidden_travels
 from megatron.parallel.loss_head import Targets
@@ -42,10 +43,10 @@ from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
 
 LENGTHS = 8
-"""How many lengths samples are padded to on GPUs."""
+"""Number of lengths that samples are padded to on GPUs."""
 
 HEAD_POSITIONS = 8
-"""Of which the number of positions is a multiple whose logits are computed: kernels want it."""
+"""Divisor of the number of positions whose logits are computed: kernels want it."""
 
 
 def gpt_layers(

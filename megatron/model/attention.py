@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.config import ModelConfig
+from megatron.config import ConfigError, ModelConfig
 from megatron.config.features import taking_part
 from megatron.model.attention_backends import attention_backend
 from megatron.model.attention_masks import AttentionKind, AttentionMasks, AttentionScoring
-from megatron.model.layer_list import LayerCache, LayerState
-from megatron.model.norm import build_qk_norm
-from megatron.model.rope import RotaryEmbedding, apply_rope
+from megatron.model.caches import LayerCache
+from megatron.model.layer_list import LayerState
+from megatron.model.norm import build_qk_norm, l2_norm
+from megatron.model.rope import RotaryEmbedding, Temperature
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     KVParallelLinear,
@@ -66,9 +67,15 @@ class Attention(nn.Module):
         plain = self.attend = attention_backend(attention.attention_backend, self.dropout)
         for feature in taking_part():
             self.attend = feature.attention(self.attend, config, layer, tp, kind)
-        assert tp.context.size == 1 or self.attend is not plain, "attention needs whole sequences"
+        if tp.context.size > 1 and self.attend is plain:
+            raise ConfigError(
+                f"--context-parallel-size {tp.context.size}: attention to tokens of other ranks is "
+                "a feature whose folder is missing here; add it, or use 1"
+            )
         self.scores = AttentionScoring.of(config, layer, tp.group, kind)
         self.rotation = None if kind == "cross" else RotaryEmbedding.of(config, layer)
+        self.temperature = None if kind == "cross" else Temperature.of(config.positions)
+        self.l2_epsilon = config.norm.norm_epsilon if config.norm.qk_l2_norm else None
         width, bias, init = config.hidden_size, attention.qkv_bias, initial(config)
         heads, groups = attention.num_attention_heads, attention.num_query_groups
         self.sinks: Tensor | None = None
@@ -77,15 +84,15 @@ class Attention(nn.Module):
             # As Megatron and gpt-oss; Xavier's bound would need two sizes.
             normal = Init(config.init_method_std)
             self.sinks = parameter(Shard((heads,), (Cut(0),)), normal, tp.coordinates)
+        self.gated = attention.attention_output_gate and kind != "cross"
         self.qkv: QKVParallelLinear | None = None
         if kind == "cross":
             queries = (heads * self.head_dim,)
             self.q = ColumnParallelLinear(width, queries, bias=bias, init=init, tp=tp)
             self.kv = KVParallelLinear(width, groups, self.head_dim, bias=bias, init=init, tp=tp)
         else:
-            self.qkv = QKVParallelLinear(
-                width, heads, groups, self.head_dim, bias=bias, init=init, tp=tp
-            )
+            sizes = width, heads, groups, self.head_dim
+            self.qkv = QKVParallelLinear(*sizes, bias=bias, init=init, tp=tp, gated=self.gated)
         qk_norm, self.clip = config.norm.qk_layernorm, attention.clip_qkv
         self.norms_last = config.norm.qk_layernorm_after_rope and kind != "cross"
         self.q_norm = build_qk_norm(config, tp, heads) if qk_norm else None
@@ -108,6 +115,9 @@ class Attention(nn.Module):
         else:
             return self._attend_encoded(x_BSH, state, state.cache)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
+        gate_BSND: Tensor | None = None
+        if self.gated:
+            q, gate_BSND = q.unflatten(2, (-1, 2)).unbind(3)
         samples, length = q.shape[:2]
         positions, masks = state.position_ids, state.masks
         if self.folding is not None:
@@ -121,14 +131,18 @@ class Attention(nn.Module):
             lengths = None if state.cache is None else state.cache.lengths_BS
             whole = q.shape[1] * self.tp.context.size
             angles = self.rotation.angles(whole, positions, lengths, q.device, q.dtype)
-            q, k = apply_rope(q, *angles), apply_rope(k, *angles)
+            q, k = self.rotation.rotate(q, angles), self.rotation.rotate(k, angles)
+            if self.l2_epsilon is not None:
+                q, k = l2_norm(q, self.l2_epsilon), l2_norm(k, self.l2_epsilon)
+        elif self.temperature is not None:
+            q = self.temperature.applied(q, positions)
         if self.norms_last and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if state.cache is not None:
             y_BSND = state.cache.attend(
                 self.layer, q, k, v, self.scores, state.bias, self._sinks(q)
             )
-            return self.proj(y_BSND.flatten(2))
+            return self._projected(y_BSND, gate_BSND)
         q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q, k, v))
         inputs = (
             q_BNSD,
@@ -147,6 +161,11 @@ class Attention(nn.Module):
         y_BSND = y_BNSD.transpose(1, 2)
         if self.folding is not None:
             y_BSND = self.folding.unfold(y_BSND, samples, length)
+        return self._projected(y_BSND, gate_BSND)
+
+    def _projected(self, y_BSND: Tensor, gate_BSND: Tensor | None) -> Tensor:
+        if gate_BSND is not None:
+            y_BSND = y_BSND * torch.sigmoid(gate_BSND)
         return self.proj(y_BSND.flatten(2))
 
     def _bounded(self, heads: Tensor, norm: nn.Module | None = None) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.config.blocks import Chunk
 from megatron.model import cpu_kernels
 from megatron.model.attention_flex import DTYPES as FLEX_DTYPES
 from megatron.model.attention_flex import flex
@@ -64,7 +65,7 @@ def sdpa(
     if scores.softcap is not None or (sinks_N is not None and no_sinks):
         return eager(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias, sinks_N)
     window = scores.window if bias is None and causal else None
-    if window is not None and k_BKTD.shape[2] > window + queries - 1:
+    if isinstance(window, int) and k_BKTD.shape[2] > window + queries - 1:
         # No query sees earlier keys.
         seen = window + queries - 1
         k_BKTD, v_BKTD = k_BKTD[:, :, -seen:], v_BKTD[:, :, -seen:]
@@ -154,19 +155,20 @@ def flash(
     bias: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """The flash-attn package, version 2; documents, padding, ALiBi, other biases, softcapped scores
-    and sinks use :func:`sdpa`."""
+    """The flash-attn package, version 2; documents, padding, chunks, ALiBi, other biases,
+    softcapped scores and sinks use :func:`sdpa`."""
     unseen = masks.document_ids if scores.causal == masks.causal else None
     if not scores.causal and unseen is None:
         unseen = masks.tokens
     plain = bias is None and unseen is None and not scores.slopes and scores.softcap is None
+    plain = plain and not isinstance(scores.window, Chunk)
     if sinks_N is not None or not plain:
         return sdpa(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias, sinks_N)
     from flash_attn import flash_attn_func
 
     # flash-attn counts the keys before a query's own, and those after it.
     left = right = -1
-    if scores.window is not None:
+    if isinstance(scores.window, int):
         left, right = (scores.window - 1, 0) if scores.causal else (scores.window // 2,) * 2
     q, k, v = (x.transpose(1, 2) for x in (q_BNSD, k_BKTD, v_BKTD))
     y = flash_attn_func(

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.model.attention_masks import AttentionScoring, narrows, slopes_on
+from megatron.config.blocks import Window
+from megatron.model.attention_masks import (
+    AttentionScoring,
+    first_key,
+    last_key,
+    narrows,
+    slopes_on,
+)
 from megatron.parallel.compiler import allow_graphs, missing_compiler
 
 if TYPE_CHECKING:
@@ -42,7 +49,7 @@ SMALLEST_HEAD = 16
 
 def block_masks(
     config: ModelConfig, tokens_BS: Tensor, document_ids_BS: Tensor | None, causal: bool = True
-) -> dict[int | None, BlockMask]:
+) -> dict[Window, BlockMask]:
     """For a micro batch of a model whose blocks are all causal, or none, the block mask of every
     window that a block of the model has and whose keys torch's other kernels would need a dense
     mask, or dense scores, for; with sinks of all. Empty if FlexAttention cannot be used, see
@@ -61,7 +68,7 @@ def block_masks(
 
 def flex_windows(
     config: ModelConfig, length: int, documents: bool, causal: bool = True
-) -> set[int | None]:
+) -> set[Window]:
     """The windows of the blocks whose attention is more than causal, or than whole; None stands for
     no window."""
     attention = config.attention
@@ -94,7 +101,7 @@ def why_not_flex(config: ModelConfig, device_type: str) -> str | None:
 
 def block_mask(
     length: int,
-    window: int | None,
+    window: Window,
     document_ids_BS: Tensor | None,
     device: torch.device,
     causal: bool = True,
@@ -108,14 +115,18 @@ def block_mask(
     first_Q = torch.arange(count, device=device) * BLOCK
     last_Q = first_Q + (BLOCK - 1)
     first, last = first_Q[:, None], last_Q[:, None]  # of queries
-    # Queries see keys at most so many places before and after themselves.
-    before, after = length, 0 if causal else length
-    if window is not None:
-        before, after = (window - 1, 0) if causal else (window // 2, window // 2)
-    some = (first_Q - last <= after) & (first - last_Q <= before)
+
+    def seen_from(query: Tensor) -> Tensor:
+        return query * 0 if window is None else first_key(query, window, causal)
+
+    def seen_to(query: Tensor) -> Tensor:
+        whole_row = window is None and not causal
+        return query * 0 + length if whole_row else last_key(query, window or 1, causal)
+
+    some = (first_Q <= seen_to(last)) & (last_Q >= seen_from(first))
     # Not the last block if it is not full: its other positions are none.
     whole = (last_Q < length) & (last < length)
-    whole = whole & (last_Q - first <= after) & (last - first_Q <= before)
+    whole = whole & (last_Q <= seen_to(first)) & (first_Q >= seen_from(last))
     some, whole = some[None, None], whole[None, None]
     ids_BS = None if document_ids_BS is None else document_ids_BS.to(torch.int32)
     if ids_BS is not None:
@@ -128,9 +139,9 @@ def block_mask(
     some = some & ~whole
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = key - query <= after
+        seen = key <= seen_to(query)
         if window is not None:
-            seen = seen & (query - key <= before)
+            seen = seen & (key >= seen_from(query))
         if ids_BS is not None:
             seen = seen & (ids_BS[batch, query] == ids_BS[batch, key])
         return seen

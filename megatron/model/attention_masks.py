@@ -14,16 +14,19 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
+from megatron.config.blocks import Chunk, Window
 from megatron.parallel.mesh import SINGLE, Group
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 T = TypeVar("T")
+Place = TypeVar("Place", int, Tensor, np.ndarray)
 
 _EARLY = 8192
 """Tokens up to which the mask of documents is made before a layer needs it: 64 MiB a sample."""
@@ -41,13 +44,13 @@ class AttentionScoring:
     Attributes:
         scale: None for 1 / sqrt(D).
         window: keys that a query sees, its own included; in attention that is not causal those at
-            most half as many places away; None for all.
+            most half as many places away; or those of its chunk; None for all.
         slopes: ALiBi's slope of each of N heads; empty without ALiBi.
     """
 
     scale: float | None = None
     softcap: float | None = None
-    window: int | None = None
+    window: Window = None
     slopes: tuple[float, ...] = ()
     causal: bool = True
 
@@ -124,7 +127,7 @@ class AttentionMasks:
         self,
         document_ids_BS: Tensor | None = None,
         padding_BT: Tensor | None = None,
-        blocks: Mapping[int | None, BlockMask] | None = None,
+        blocks: Mapping[Window, BlockMask] | None = None,
         causal: bool = True,
     ) -> None:
         self.document_ids, self.causal = document_ids_BS, causal
@@ -155,7 +158,7 @@ class AttentionMasks:
         self,
         queries: int,
         keys: int,
-        window: int | None,
+        window: Window,
         device: torch.device,
         causal: bool = True,
     ) -> Tensor | None:
@@ -183,7 +186,7 @@ class AttentionMasks:
         self,
         queries: int,
         keys: int,
-        window: int | None,
+        window: Window,
         slopes: tuple[float, ...],
         like: Tensor,
         causal: bool = True,
@@ -221,9 +224,27 @@ class AttentionMasks:
         return self._made[key]
 
 
-def narrows(window: int | None, keys: int, causal: bool = True) -> bool:
+def narrows(window: Window, keys: int, causal: bool = True) -> bool:
     """True if a window hides any of so many keys."""
+    if isinstance(window, Chunk):
+        return keys > window.size
     return window is not None and keys > (window if causal else window // 2 + 1)
+
+
+def first_key(query: Place, window: int | Chunk, causal: bool = True) -> Place:
+    """The position of the first key in the window of a query, which may be before the sequence."""
+    if isinstance(window, Chunk):
+        return query // window.size * window.size
+    return query - (window - 1 if causal else window // 2)
+
+
+def last_key(query: Place, window: int | Chunk, causal: bool = True) -> Place:
+    """The position of the last key in the window of a query, which may be after the sequence."""
+    if causal:
+        return query
+    if isinstance(window, Chunk):
+        return (query // window.size + 1) * window.size - 1
+    return query + window // 2
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -232,10 +253,15 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def window_mask(
-    queries: int, keys: int, window: int, device: torch.device, causal: bool = True
+    queries: int, keys: int, window: int | Chunk, device: torch.device, causal: bool = True
 ) -> Tensor:
     """bool [S, T]: causal, and only the last ``window`` keys of each query; or the keys that are
-    at most half as many places away, as flash-attention and ModernBERT count."""
+    at most half as many places away, as flash-attention and ModernBERT count; or those of its
+    chunk."""
+    if isinstance(window, Chunk):
+        chunks_T = torch.arange(keys, device=device) // window.size
+        same_ST = chunks_T[keys - queries :, None] == chunks_T
+        return same_ST & causal_mask(queries, keys, device) if causal else same_ST
     if not causal:
         ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
         return ones.tril(window // 2).triu(-(window // 2))

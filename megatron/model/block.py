@@ -45,11 +45,18 @@ class Block(nn.Module):
         pre = nn.Identity if not config.norm.pre_norm else lambda: build_norm(config, tp)
         # Elsewhere the last sum is computed with a norm before it, or with the sum before it.
         self.may_hand_on = not (config.norm.post_norm or config.parallel_residual)
+        self.may_hand_on &= config.has("mlp", layer)
         self.parallel = config.parallel_residual
         self.adds_to_normed = config.norm.apply_residual_connection_post_layernorm
-        self.attention_norm = pre()
-        self.attention = Attention(config, layer, tp, recompute_attention, kind, foldings[0])
-        self.attention_post_norm = post()
+        self.attention: nn.Module | None = None
+        if config.has("attention", layer):
+            mixers = (f.mixer(config, layer, tp, recompute_attention) for f in taking_part())
+            mixer = next((m for m in mixers if m is not None), None) if kind == "causal" else None
+            self.attention_norm = pre()
+            self.attention = mixer or Attention(
+                config, layer, tp, recompute_attention, kind, foldings[0]
+            )
+            self.attention_post_norm = post()
         self.cross_attention = None
         if cross:
             if config.parallel_residual:
@@ -62,24 +69,30 @@ class Block(nn.Module):
                 config, layer, tp, recompute_attention, "cross", foldings[1]
             )
             self.cross_attention_post_norm = post()
-        self.mlp_norm = None if config.shared_parallel_norm else pre()
-        others = (feature.mlp(config, layer, tp) for feature in taking_part())
-        other = next((mlp for mlp in others if mlp is not None), None)
-        self.mlp_is_plain = other is None
-        self.mlp: nn.Module = MLP(config, tp) if other is None else other
-        self.mlp_post_norm = post()
+        self.mlp: nn.Module | None = None
+        self.mlp_is_plain = True
+        if config.has("mlp", layer):
+            self.mlp_norm = None if config.shared_parallel_norm else pre()
+            others = (feature.mlp(config, layer, tp) for feature in taking_part())
+            other = next((mlp for mlp in others if mlp is not None), None)
+            self.mlp_is_plain = other is None
+            self.mlp = MLP(config, tp) if other is None else other
+            self.mlp_post_norm = post()
         self.dropout = Dropout(config.hidden_dropout, tp)
         self.multiplier = config.residual_multiplier
 
     def forward(self, state: LayerState) -> LayerState:
-        x = state.total
-        normed = self.attention_norm(x)
-        attended = self._added(self.attention_post_norm(self.attention(normed, state)))
-        y = (normed if self.adds_to_normed else x) + attended
+        x = y = normed = state.total
+        if self.attention is not None:
+            normed = self.attention_norm(x)
+            attended = self._added(self.attention_post_norm(self.attention(normed, state)))
+            y = (normed if self.adds_to_normed else x) + attended
         if self.cross_attention is not None:
             normed = self.cross_attention_norm(y)
             seen, state = self.attend_across(normed, state)
             y = (normed if self.adds_to_normed else y) + seen
+        if self.mlp is None:
+            return state.with_hidden(y)
         if self.mlp_norm is not None:
             normed = self.mlp_norm(x if self.parallel else y)
         fed, state = (self.mlp(normed), state) if self.mlp_is_plain else self.mlp(normed, state)

@@ -8,9 +8,10 @@ the device is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.config import ModelConfig
+from megatron.config.blocks import Chunk, Window
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,24 @@ class TransformerShape:
     seq_length: int
     padded_vocab_size: int
     gated: bool = False
-    windows: tuple[int | None, ...] = ()
-    """Keys that a query of each block sees, None for all; empty where all blocks see all."""
+    attention_output_gate: bool = False
+    windows: tuple[Window, ...] = ()
+    """Keys that a query of each block sees, None for all and 0 without softmax attention; empty
+    where all blocks see all."""
     sees_later: bool = False
-    """Whether a token sees later ones too."""
+    """True if a token sees later ones too."""
     predictions: int | None = None
     """Tokens of a sample whose logits are computed, None for all."""
+    heads: int = 1
+    """How many tokens each position predicts, each by an output head."""
     other: float = 0.0
     """Forward FLOPs of a sample in layers beside blocks and vocabulary."""
     decoder: TransformerShape | None = None
     within: tuple[float, float] = (0.0, 0.0)
     """Forward FLOPs of a sample that the blocks have beyond a transformer's: in linear layers, and
     in scores and the mix of values."""
+    value_channels: int | None = None
+    """Size of a value head, None for that of the others."""
     additions: float | None = None
     """Forward FLOPs of a token in the low-rank additions to this stack, beside which no weight has
     a gradient; None where all weights are trained."""
@@ -52,9 +59,11 @@ class TransformerShape:
 
     @classmethod
     def of(cls, model: ModelConfig) -> TransformerShape:
-        """The shape of a stack of blocks with a head, vocabulary sizes filled in."""
-        return cls(
-            num_layers=model.num_layers,
+        """The shape of a stack of blocks with a head, vocabulary sizes filled in. Blocks that
+        predict further tokens are among its blocks."""
+        ahead, windows = model.blocks_ahead, model.windows
+        shape = cls(
+            num_layers=model.num_layers + ahead,
             hidden_size=model.hidden_size,
             ffn_hidden_size=model.mlp.ffn_hidden_size,
             num_attention_heads=model.attention.num_attention_heads,
@@ -63,8 +72,22 @@ class TransformerShape:
             seq_length=model.seq_length,
             padded_vocab_size=model.vocabulary.padded,
             gated=model.mlp.gated,
-            windows=model.windows,
+            attention_output_gate=model.attention.attention_output_gate,
+            windows=windows + windows[-1:] * ahead,
+            heads=1 + ahead,
+            # Each merges the embedding of a token with hidden states.
+            other=4.0 * model.hidden_size**2 * model.seq_length * ahead,
         )
+        layers = [*range(model.num_layers), *[model.num_layers - 1] * ahead]
+        without, no_mlp = (
+            [not model.has(sublayer, layer) for layer in layers]
+            for sublayer in ("attention", "mlp")
+        )
+        if not any((*without, *no_mlp)):
+            return shape
+        idle = sum(without) * shape.attention_flops + sum(no_mlp) * shape.mlp_flops
+        windows = tuple(0 if no else w for no, w in zip(without, shape.windows, strict=True))
+        return replace(shape, windows=windows, within=(-model.seq_length * idle, 0.0))
 
     def flops_per_token(self, *, causal: bool) -> float:
         """Model FLOPs of one token, forward and backward.
@@ -126,7 +149,7 @@ class TransformerShape:
             blocks = decoder._matrices() + decoder._attention(causal) + self._cross_attention()
             rest = self._per_token(blocks + decoder._beside_blocks(causal))
             return rest + self._cross_matrices()
-        head = 2.0 * self.hidden_size * self.padded_vocab_size
+        head = 2.0 * self.hidden_size * self.padded_vocab_size * self.heads
         share = 1.0 if self.predictions is None else self.predictions / self.seq_length
         return share * head + self.other / self.seq_length
 
@@ -151,29 +174,50 @@ class TransformerShape:
         keys = self.decoder.num_layers * self.seq_length
         return 2 * (2 * self.num_attention_heads * self.kv_channels * keys)
 
-    def _matrices(self) -> float:
-        """Forward FLOPs of one token in the linear layers of all blocks."""
+    @property
+    def attention_flops(self) -> float:
+        """Forward FLOPs of one token in the linear layers of a block's attention."""
         query_size = self.num_attention_heads * self.kv_channels
         kv_size = self.num_query_groups * self.kv_channels
-        projections = 2 * self.hidden_size * (2 * query_size + 2 * kv_size)
-        mlp = 2 * (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
-        return self.num_layers * (projections + mlp) + self.within[0] / self.seq_length
+        queries = (2 + self.attention_output_gate) * query_size  # with gates and output
+        return 2 * self.hidden_size * (queries + 2 * kv_size)
+
+    @property
+    def mlp_flops(self) -> float:
+        """Forward FLOPs of one token in the linear layers of a block's MLP."""
+        return 2 * (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
+
+    def _matrices(self) -> float:
+        """Forward FLOPs of one token in the linear layers of all blocks."""
+        both = self.attention_flops + self.mlp_flops
+        return self.num_layers * both + self.within[0] / self.seq_length
 
     def _attention(self, causal: bool) -> float:
         """Forward FLOPs of one token in the scores of all blocks, and the mix of values."""
-        own = 2 * (2 * self.num_attention_heads * self.kv_channels * self._keys(causal))
+        own = 2 * self.num_attention_heads * self._channels * self._keys(causal)
         return own + self.within[1] / self.seq_length
+
+    @property
+    def _channels(self) -> int:
+        """Channels of a key and a value head together."""
+        values = self.kv_channels if self.value_channels is None else self.value_channels
+        return self.kv_channels + values
 
     def _keys(self, causal: bool) -> float:
         """Keys that a query attends to, averaged over the sequence and summed over the blocks."""
-        length = self.seq_length
-        widths = self.windows or (None,) * self.num_layers
-        if self.sees_later:  # a window has as many later keys as earlier ones
-            widths = tuple(w and w // 2 * 2 + 1 for w in widths)
-        seen = [min(w or length, length) for w in widths]
         # The first queries of a causal window have fewer keys before them.
         halved = causal and not self.sees_later
-        return sum(w - w**2 / (2 * length) if halved else w for w in seen)
+        return sum(self._seen(w, halved) for w in self.windows or (None,) * self.num_layers)
+
+    def _seen(self, window: Window, halved: bool) -> float:
+        length = self.seq_length
+        if isinstance(window, Chunk):
+            whole, rest = divmod(length, window.size)
+            return (whole * window.size**2 + rest**2) / length * (0.5 if halved else 1.0)
+        if self.sees_later:  # a window has as many later keys as earlier ones
+            window = window and window // 2 * 2 + 1
+        width = length if window is None else min(window, length)
+        return width - width**2 / (2 * length) if halved else width
 
     def scores_per_token(self) -> float:
         """Forward FLOPs of one token in the scores of causal blocks without a window, and the mix
@@ -182,7 +226,7 @@ class TransformerShape:
         sum of l^2 over s^2."""
         full = self.windows.count(None) if self.windows else self.num_layers
         keys = 0.0 if self.sees_later else full * self.seq_length / 2
-        return 4 * self.num_attention_heads * self.kv_channels * keys
+        return 2 * self.num_attention_heads * self._channels * keys
 
     def flops_per_step(self, samples: int, *, causal: bool) -> float:
         """Model FLOPs of an optimizer step on ``samples`` sequences, over all devices."""
@@ -199,7 +243,7 @@ def block_flops(
     query = attention.num_attention_heads * attention.kv_channels
     kv = attention.num_query_groups * attention.kv_channels
     mlp = (3 if model.mlp.gated else 2) * model.mlp.ffn_hidden_size
-    linear = 2 * hidden * own * (2 * query + 2 * kv + mlp)
+    linear = 2 * hidden * own * (attention.query_rows + query + 2 * kv + mlp)
     if other:
         linear += 2 * hidden * (own * 2 * query + other * 2 * kv)
     return float(linear), 4.0 * query * own * (keys + other_keys)

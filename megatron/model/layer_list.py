@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ParallelConfig
-from megatron.model.attention_masks import AttentionMasks, AttentionScoring
+from megatron.model.attention_masks import AttentionMasks
+from megatron.model.caches import LayerCache
 from megatron.parallel.context import Context
 from megatron.parallel.loss_head import Objective, Targets, TokenScores
 from megatron.parallel.mesh import ALONE, Coordinates
@@ -24,87 +25,6 @@ from megatron.parallel.tensor_parallel import (
     generator,
     seed_devices,
 )
-
-
-class NeighborStore(Protocol):
-    """Retrieved neighbours of sequences, for generation, where C chunks of m tokens end among the
-    current tokens, and E tokens are those of all neighbours of a chunk together.
-
-    Attributes:
-        neighbors_BLKR: tokens of the neighbours of these chunks, [1, C, K, R].
-    """
-
-    neighbors_BLKR: Tensor
-
-    def chunk_states(self, x_1SH: Tensor) -> Tensor:
-        """Stores the states of the current tokens that the neighbours' encoder reads; returns those
-        of the chunks that end, whose earlier tokens may have come before: [1, C x m, H]."""
-        ...
-
-    def by_chunk(self, x_1TH: Tensor | None) -> Sequence[Tensor]:
-        """Split the states of all chunks that end, [1, C x n, H], into those of each, [1, n, H]:
-        results computed one by one do not depend on the others. None, where no chunk ends, gives
-        nothing."""
-        ...
-
-    def attend(
-        self,
-        encoder_1TH: Tensor | None,
-        layer: int,
-        q_1SND: Tensor,
-        keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
-        scores: AttentionScoring,
-        sinks_N: Tensor | None,
-    ) -> Tensor:
-        """[1, S, N, D] of a block's attention to the neighbours of the last chunk that has ended,
-        with the token itself, and zeros before there is one. The encoder's output is that for the
-        chunks that end, [1, C x E, H], and None without any; the function gives its keys and values
-        [1, ..., K, D]."""
-        ...
-
-
-class LayerCache(Protocol):
-    """Keys and values of sequences, for generation: it stores those of the current tokens, which
-    may be of several sequences, and attends with their queries to all up to each one's own.
-
-    Attributes:
-        lengths_BS: tokens of the sequence that each current token is in, int64.
-        positions: the most that a sequence has.
-        neighbors: those of a model that retrieves; None without retrieval.
-        padded: the rows of a product of which so many count, so that these have the same bits
-            whatever their number.
-    """
-
-    padded: Callable[[int], int]
-    lengths_BS: Tensor
-    positions: int
-    neighbors: NeighborStore | None
-
-    def attend(
-        self,
-        layer: int,
-        q_BSND: Tensor,
-        k_BSKD: Tensor,
-        v_BSKD: Tensor,
-        scores: AttentionScoring,
-        bias_NT: Tensor | None,
-        sinks_N: Tensor | None,
-    ) -> Tensor:
-        """[B, S, N, D] of a block; the bias is an addend of the scores for each distance from a
-        query back to a key, a sink one more score of each query."""
-        ...
-
-    def attend_encoded(
-        self,
-        layer: int,
-        q_BSND: Tensor,
-        keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
-        scores: AttentionScoring,
-        sinks_N: Tensor | None,
-    ) -> Tensor:
-        """[B, S, N, D] of a block's attention to the encoder's output, of which the function gives
-        keys and values [B, T, K, D]."""
-        ...
 
 
 class EmbeddingNoise(NamedTuple):
@@ -164,6 +84,8 @@ class LayerState(NamedTuple):
         objective: what the head computes instead of the cross entropy of the targets.
         noise: on the token embeddings.
         apart: the numbers of a sample must not depend on the samples next to it, as in generation.
+        ahead: of each multi-token prediction, the initial state of the same micro batch with the
+            tokens, positions and targets that it reads; empty where nothing further is predicted.
     """
 
     hidden: Tensor
@@ -183,6 +105,7 @@ class LayerState(NamedTuple):
     objective: Objective | None = None
     noise: EmbeddingNoise | None = None
     apart: bool = False
+    ahead: Sequence[Any] = ()
 
     def changed(self, **fields: Any) -> LayerState:
         """This state with other values of some fields."""
@@ -204,6 +127,7 @@ class LayerState(NamedTuple):
             position_ids=context.take(positions_BS, 1),
             token_types=None if types_BS is None else context.take(types_BS, 1),
             targets=None if targets is None else targets.divided(context, length),
+            ahead=tuple(state.divided(context) for state in self.ahead),
         )
 
     @property
@@ -225,10 +149,13 @@ class LayerSpec:
         name: canonical name (``layers.3``), the prefix of its parameters' names.
         tied_key: layers with the same key are one module at several positions of the list.
         forward: how the module runs at this position; None calls it with the state.
-        with_next_block: whether it must be on the pipeline stage of the next block.
+        with_next_block: whether it must be on the pipeline stage of the next block, which, after a
+            block of which that is so, is no block that a stage can begin with.
         once_per_stage: whether, of several in a stage that are one module, only the first runs: it
             computes what all blocks after it share.
         cost: of a block: work, compared with other blocks.
+        ahead: of a layer that only predicts a further token, the number of that token, from 0; the
+            layers of one follow each other, and the last is its output head.
     """
 
     name: str
@@ -239,6 +166,7 @@ class LayerSpec:
     with_next_block: bool = False
     once_per_stage: bool = False
     cost: int = 1
+    ahead: int | None = None
 
 
 Step = Callable[[LayerState], LayerState]

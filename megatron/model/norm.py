@@ -103,11 +103,24 @@ _NORMS: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 def build_norm(config: ModelConfig, tp: TensorParallel, heads: bool = False) -> Norm:
     """The norm that ``--normalization`` names, for hidden states; with ``heads`` for each head by
     itself, with one weight [D] for all heads."""
-    width, norm = config.attention.kv_channels if heads else config.hidden_size, config.norm
-    offset = float(norm.apply_layernorm_1p)
-    built = _NORMS[norm.normalization](width, norm.norm_epsilon, tp, offset, heads)
+    width = config.attention.kv_channels if heads else config.hidden_size
+    built = norm_of(config, width, tp, heads=heads)
     built.narrows = config.fp32_residual_connection and not heads
     return built
+
+
+def norm_of(
+    config: ModelConfig,
+    width: int,
+    tp: TensorParallel,
+    epsilon: float | None = None,
+    heads: bool = False,
+) -> Norm:
+    """The norm that ``--normalization`` names, of vectors of a width; ``epsilon`` by default
+    ``--norm-epsilon``."""
+    norm = config.norm
+    offset, epsilon = float(norm.apply_layernorm_1p), epsilon or norm.norm_epsilon
+    return _NORMS[norm.normalization](width, epsilon, tp, offset, heads)
 
 
 def build_qk_norm(config: ModelConfig, tp: TensorParallel, heads: int) -> Norm:
@@ -117,6 +130,13 @@ def build_qk_norm(config: ModelConfig, tp: TensorParallel, heads: int) -> Norm:
     norm, width = config.norm, config.attention.kv_channels
     offset = float(norm.apply_layernorm_1p)
     return AllHeadsNorm(heads, width, norm.norm_epsilon, tp, offset)
+
+
+def l2_norm(x_BSND: Tensor, epsilon: float) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon) over each head, computed in float32 or better."""
+    kind = torch.promote_types(x_BSND.dtype, torch.float32)
+    x = x_BSND.to(kind)
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)).to(x_BSND.dtype)
 
 
 class FinalNorm(nn.Module):

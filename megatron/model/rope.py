@@ -2,9 +2,10 @@
 longer than those of the first training.
 
 Channels are in the half-split order of GPT-NeoX and Llama: channel i is rotated together with
-channel i + R/2, of R rotated channels. Scaled frequencies equal those of transformers'
-``modeling_rope_utils`` for the same JSON; its functions are not called, since they take
-transformers' own configurations, and importing it takes longer than a short run.
+channel i + R/2, of R rotated channels; with --rotary-interleaved channel 2i with channel 2i + 1.
+Scaled frequencies equal those of transformers' ``modeling_rope_utils`` for the same JSON; its
+functions are not called, since they take transformers' own configurations, and importing it takes
+longer than a short run.
 
 Shapes: B batch, S sequence, N heads, D head width, P = R/2 pairs of rotated channels.
 """
@@ -19,18 +20,20 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.config.positions import RopeScaling
+from megatron.config.positions import PositionsConfig, RopeScaling
 
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
     """Angles by which a block rotates R channels of its queries and keys; ``positions`` is the
-    model's longest sequence. Equal ones have the same ``number``, for :func:`rope_table`."""
+    model's longest sequence, ``interleaved`` says that neighbouring channels are a pair. Equal
+    ones have the same ``number``, for :func:`rope_table`."""
 
     rotated: int
     base: float
     positions: int
     scaling: RopeScaling = RopeScaling("default")
+    interleaved: bool = False
     number: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -40,15 +43,19 @@ class RotaryEmbedding:
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> RotaryEmbedding | None:
-        """Return the embedding of block ``layer``; None for a model without RoPE."""
+        """Return the embedding of block ``layer``; None for a block without RoPE."""
         positions = config.positions
-        if positions.position_embedding_type != "rope":
+        if not positions.rotates(layer):
             return None
-        rotated = int(config.attention.kv_channels * positions.rotary_percent)
         base, scaling = positions.rotary_base, positions.rope_scaling
         if config.attention.window(layer) is not None and positions.rotary_base_local is not None:
             base, scaling = positions.rotary_base_local, RopeScaling("default")
-        return cls(rotated, base, positions.max_position_embeddings, scaling)
+        longest = positions.max_position_embeddings
+        return cls(config.rotated, base, longest, scaling, positions.rotary_interleaved)
+
+    def rotate(self, x_BSND: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Return queries or keys rotated by :meth:`angles`."""
+        return apply_rope(x_BSND, *angles, self.interleaved)
 
     def angles(
         self,
@@ -81,6 +88,32 @@ class RotaryEmbedding:
         return cos[at_BS1], sin[at_BS1]
 
 
+@dataclass(frozen=True)
+class Temperature:
+    """Factors of queries by their position, for the weights of more keys (Nakanishi 2025,
+    arXiv:2501.19399; as Llama 4): 1 + ``scale`` log(1 + floor((p + 1) / ``floor``)) at position p,
+    from 0."""
+
+    scale: float
+    floor: int
+
+    @classmethod
+    def of(cls, positions: PositionsConfig) -> Temperature | None:
+        """Return the factors that the flags ask for; None without."""
+        scale = positions.attention_temperature
+        return None if scale is None else cls(scale, positions.attention_temperature_floor)
+
+    def applied(self, q_BSND: Tensor, positions_BS: Tensor | None) -> Tensor:
+        """Return the queries times their factors, which are float32 or better; without positions
+        they are 0, 1, 2, ..."""
+        if positions_BS is None:
+            positions_BS = torch.arange(q_BSND.shape[1], device=q_BSND.device)[None]
+        kind = torch.promote_types(q_BSND.dtype, torch.float32)
+        floors_BS = ((positions_BS + 1) // self.floor).to(kind)
+        factors_BS = 1 + self.scale * torch.log1p(floors_BS)
+        return (q_BSND * factors_BS[..., None, None]).to(q_BSND.dtype)
+
+
 _ROTATIONS: list[RotaryEmbedding] = []
 """Each once, at the place that is its number."""
 
@@ -108,17 +141,24 @@ def _table(
         )
         places = torch.arange(rotation.positions, device=device, dtype=dtype)
         angles = places[:, None] * frequencies_P
-        angles = torch.cat([angles, angles], dim=-1)
+        if rotation.interleaved:
+            angles = angles.repeat_interleave(2, dim=-1)
+        else:
+            angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * factor, angles.sin() * factor
 
 
-def apply_rope(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x_BSND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotates the first R channels of each head of queries or keys, [B, S, N, D], by cosines and
-    sines [S, 1, R] or [B, S, 1, R]."""
+    sines [S, 1, R] or [B, S, 1, R]; the channels of a pair are neighbours if ``interleaved``."""
     rotated = cos.shape[-1]
     x, rest = x_BSND[..., :rotated], x_BSND[..., rotated:]
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
+    if interleaved:
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([-second, first], dim=-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
     x = x * cos.to(x.dtype) + turned * sin.to(x.dtype)
     return torch.cat([x, rest], dim=-1) if rest.shape[-1] else x
 
@@ -136,6 +176,11 @@ def scaled_frequencies(
         return frequencies_P / scaling.factor, 1.0
     if scaling.rope_type == "llama3":
         return _llama3(frequencies_P, scaling), 1.0
+    if scaling.rope_type == "proportional":
+        assert scaling.partial_rotary_factor
+        kept_P = frequencies_P.clone()
+        kept_P[int(len(kept_P) * scaling.partial_rotary_factor) :] = 0.0
+        return kept_P, 1.0
     if scaling.rope_type == "yarn":
         return _yarn(frequencies_P, base, scaling)
     assert scaling.rope_type == "longrope"
@@ -175,13 +220,13 @@ def _yarn(frequencies_P: Tensor, base: float, scaling: RopeScaling) -> tuple[Ten
     if scaling.attention_factor is not None:
         return frequencies_P, scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        ratio = _mscale(factor, scaling.mscale) / _mscale(factor, scaling.mscale_all_dim)
+        ratio = mscale(factor, scaling.mscale) / mscale(factor, scaling.mscale_all_dim)
         return frequencies_P, ratio
-    return frequencies_P, _mscale(factor, 1.0)
+    return frequencies_P, mscale(factor)
 
 
-def _mscale(factor: float, weight: float) -> float:
-    """0.1 ln(s) + 1, equation 22 of the paper; the weight is DeepSeek's."""
+def mscale(factor: float, weight: float = 1.0) -> float:
+    """0.1 ln(s) + 1, equation 22 of the paper of YaRN; the weight is DeepSeek's."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
@@ -93,7 +93,7 @@ def _choice_scores(state: LayerState, batch: Any) -> dict[str, Tensor]:
 
 
 CHOICE_SCORES = Measure(("log_prob", "correct"), _choice_scores, ends="scores", per_sample=True)
-"""Those of :data:`TEXT_SCORES` for each choice of a sample's last token, [B, K]."""
+"""Measure of :data:`TEXT_SCORES` for each choice of a sample's last token, [B, K]."""
 
 
 def training_dtype(config: RunConfig) -> torch.dtype:
@@ -131,6 +131,8 @@ class ModelSpec:
         head_parts: how the canonical names of parameters begin that belong to a head of such
             models, this one's or another: where only weights are loaded, the heads may differ.
         no_perplexity: names of losses, and of what is evaluated, that are no cross entropies.
+        training_only: names of losses that are no part of the loss of an evaluation, which reports
+            them next to it.
         widened: whether hidden states have at least 32 bits, whatever the dtype of the weights.
         draws: whether layers draw random numbers in training besides the model's own dropout.
         is_addition: tells the canonical names of parameters that a run adds to its base.
@@ -145,6 +147,7 @@ class ModelSpec:
     added_parts: frozenset[str] = frozenset()
     evaluated: Measure | None = None
     no_perplexity: frozenset[str] = frozenset()
+    training_only: frozenset[str] = frozenset()
     widened: bool = False
     draws: bool = False
     is_addition: Callable[[str], bool] = lambda name: False
@@ -155,11 +158,11 @@ class ModelSpec:
             return self
         return replace(self, begin=lambda batch: self.begin(batch).divided(context))
 
-    def total(self, losses: Mapping[str, Number]) -> Number:
+    def total(self, losses: Mapping[str, Number], but: Collection[str] = frozenset()) -> Number:
         weighted = (
             losses[name] if weight == 1.0 else weight * losses[name]
             for name, weight in self.losses.items()
-            if weight
+            if weight and name not in but
         )
         return reduce(add, weighted)
 

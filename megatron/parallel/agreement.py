@@ -31,14 +31,14 @@ from megatron.util.digests import digest
 from megatron.util.json_text import parse_json
 
 Facts = Mapping[str, str]
-"""What is compared, by the name that users know it by: a flag, a file, a variable."""
+"""Compared values, by the name that users know them by: a flag, a file, a variable."""
 
 _SHOWN_KEYS = 4
 _SHOWN_RANKS = 8
 _SHOWN_HOSTS = 3
 _SHOWN_CHARACTERS = 120
 _PATIENCE = timedelta(seconds=5)
-"""How long a rank that ends waits for the others to hear of it."""
+"""Seconds that a rank that ends waits for the others to hear of it."""
 _MARGIN = timedelta(seconds=10)
 """For which others wait longer than rank 0, which knows more."""
 _PAUSE = 0.005

@@ -45,8 +45,8 @@ LOGITS_CHUNK_MIB = {"cpu": 64, "cuda": 256}
 of the token embedding in float32, which costs relatively more on a GPU."""
 
 COMPILED_CHUNK_TOKENS, COMPILED_CHUNK_MIB, TOKENS_MULTIPLE = 8192, 2560, 256
-"""Where it is compiled: most tokens, most MiB, and what the tokens are a multiple of, as the tiles
-of GEMMs are. GEMMs of fewer tokens are slower, and there is no float32 copy of the logits."""
+"""Limits where it is compiled: most tokens, most MiB, and what the tokens are a multiple of, as the
+tiles of GEMMs are. GEMMs of fewer tokens are slower, and there is no float32 copy of the logits."""
 
 
 def linear_cross_entropy(

@@ -17,6 +17,9 @@ from megatron.parallel.tensor_parallel import (
     TensorParallel,
 )
 
+RowMap = tuple[Tensor | None, Tensor]
+"""Rows that use a weight, bool [S, 1], or None for all, and the weight."""
+
 
 class LayerAdapters(Protocol):
     """Additions to the outputs of a layer; its parameters are the layer's own."""
@@ -26,6 +29,11 @@ class LayerAdapters(Protocol):
     ) -> tuple[Tensor, ...]:
         """The outputs of :func:`column_linear`, or, of a layer that is cut along its inputs, those
         of all ranks together (:meth:`TensorParallel.leave`)."""
+        ...
+
+    def changed(self, layer: ParallelLinear, weight: Tensor) -> Sequence[RowMap]:
+        """The weight [OP, I] of a layer whose outputs are cut with what is added to it, without
+        gradients: for all rows, and then for some."""
         ...
 
 
@@ -39,8 +47,8 @@ class ParallelLinear(nn.Module):
     adapters: LayerAdapters | None = None
     kernel: LinearKernel | None = None
     weight_kept: Any = None
-    """What the kernel keeps for :attr:`weight`; a layer with a second weight has a second attribute
-    named after it."""
+    """Form in which the kernel keeps :attr:`weight`; a layer with a second weight has a second
+    attribute named after it."""
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
@@ -83,7 +91,8 @@ class QKVParallelLinear(ParallelLinear):
     """Queries, keys and values by one GEMM, heads cut over ranks. With fewer key and value heads
     than ranks each is on several neighbouring ranks; its weights are then parameters of their own,
     ``kv_weight`` and ``kv_bias``, with the same canonical names as the queries'. The number of
-    ranks divides ``heads``, and divides ``kv_heads`` or is divisible by it."""
+    ranks divides ``heads``, and divides ``kv_heads`` or is divisible by it. With ``gated`` a query
+    has twice ``head_dim`` channels, those of its gate last."""
 
     matrices = ("q", "k", "v")
     kv_weight_kept: Any = None
@@ -98,11 +107,12 @@ class QKVParallelLinear(ParallelLinear):
         bias: bool,
         init: Init,
         tp: TensorParallel,
+        gated: bool = False,
     ) -> None:
         super().__init__(tp)
         self.copies = max(1, tp.group.size // kv_heads)
         self.kv_width = max(1, kv_heads // tp.group.size) * head_dim
-        parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        parts = (heads * head_dim * (1 + gated), kv_heads * head_dim, kv_heads * head_dim)
         fused, rows = self.copies == 1, sum(parts)
         cut = Cut(0, parts=parts, held=None if fused else (0,))
         self.weight, self.bias = self._parameters_of(rows, inputs, cut, bias, init, part=True)

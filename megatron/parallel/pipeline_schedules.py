@@ -30,13 +30,15 @@ def stage_bounds(
             numbers of blocks, separated by commas.
         costs: of each layer, for ``blocks``; None where all blocks cost the same.
         with_next_block: whether a layer must be on the stage of the next block; None: none must.
+            Blocks that are together by that count as one.
     """
-    places = [place for place, block in enumerate(blocks) if block]
+    places = _first_blocks(blocks, with_next_block)
     if len(places) < stages:
         raise ValueError(f"{len(places)} blocks cannot be cut into {stages} pipeline stages")
     if method == "blocks":
         loads = [block * cost for block, cost in zip(blocks, costs or blocks, strict=True)]
-        alike = len({loads[place] for place in places}) == 1
+        ends = [*places[1:], len(blocks)]
+        alike = len({sum(loads[a:b]) for a, b in zip(places, ends, strict=True)}) == 1
         counts = _even(len(places), stages) if alike else _balanced(places, loads, stages)
     elif method == "parameters":
         counts = _balanced(places, weights, stages)
@@ -51,6 +53,17 @@ def stage_bounds(
     if with_next_block is not None:
         starts = [_first_with_block(place, with_next_block) for place in starts]
     return [0, *starts, len(blocks)]
+
+
+def _first_blocks(blocks: Sequence[bool], with_next_block: Sequence[bool] | None) -> list[int]:
+    """Places of the blocks, of those that must be on one stage of the first."""
+    places, together = [], False
+    for place, block in enumerate(blocks):
+        if block and not together:
+            places.append(place)
+        if block:
+            together = with_next_block is not None and with_next_block[place]
+    return places
 
 
 def _first_with_block(place: int, with_next_block: Sequence[bool]) -> int:

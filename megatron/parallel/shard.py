@@ -7,7 +7,7 @@ description; nothing else knows a layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -197,12 +197,14 @@ def _taken(values: Tensor, dim: int, start: int, length: int) -> Tensor:
 class Init:
     """Initial values: normal around 0 with a standard deviation, uniform between ``-bound`` and
     ``bound``, with ``xavier`` uniform within a bound that follows from the two dimensions of the
-    whole parameter (Glorot and Bengio 2010), or constant."""
+    whole parameter (Glorot and Bengio 2010), ``function`` of uniform values between 0 and 1, or
+    constant."""
 
     std: float = 0.0
     constant: float = 0.0
     bound: float = 0.0
     xavier: bool = False
+    function: Callable[[Tensor], Tensor] | None = None
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
         return self.fill(torch.empty(tuple(shape)), generator)
@@ -215,6 +217,8 @@ class Init:
             return nn.init.xavier_uniform_(values, generator=generator)
         if self.bound:
             return values.uniform_(-self.bound, self.bound, generator=generator)
+        if self.function is not None:
+            return values.copy_(self.function(values.uniform_(generator=generator)))
         return values.fill_(self.constant)
 
 

@@ -33,8 +33,8 @@ maximum and their sum of exponentials take one read."""
 
 
 GRAPHS = 64
-"""How many versions of a function are compiled. Over torch's default, 8, a run whose numbers of
-tokens vary, as with a curriculum, would end with an error."""
+"""Number of versions of a function that are compiled. Over torch's default, 8, a run whose numbers
+of tokens vary, as with a curriculum, would end with an error."""
 
 
 class Columns(NamedTuple):

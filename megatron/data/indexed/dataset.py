@@ -79,7 +79,7 @@ class IndexFile:
     damaged or cut short."""
 
     dtype: np.dtype
-    """Of the tokens."""
+    """Dtype of the tokens."""
     sequence_lengths: npt.NDArray[np.int32]
     """Tokens in each sequence, int32[n]."""
     sequence_offsets: npt.NDArray[np.int64]
