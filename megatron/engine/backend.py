@@ -45,8 +45,8 @@ class Backend(ABC):
 
     model: nn.Module
     losses: Sequence[Tensor] = ()
-    """Of each micro batch of the last step, in order, float64 [N]; empty on pipeline stages that do
-    not compute them."""
+    """Losses of each micro batch of the last step, in order, float64 [N]; empty on pipeline stages
+    that do not compute them."""
 
     def __init__(
         self,

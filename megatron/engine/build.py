@@ -87,7 +87,9 @@ def build_engine(
     _require_trained(list(trained), mesh)
     factors = rate_factors(trained, config.optimizer, mesh)
     apart = fewer_replicas(names, mesh)
-    optimizer = build_optimizer(trained, config.optimizer, factors, apart)
+    plans = (feature.optimizer(config, trained, mesh) for feature in taking_part())
+    plan = next((each for each in plans if each is not None), None)
+    optimizer = build_optimizer(trained, config.optimizer, factors, apart, plan)
     asynchronous = _adapt_settings(settings, config, trained, mesh)
     if apart:
         in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32

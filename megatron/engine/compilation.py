@@ -24,8 +24,9 @@ minute at the start, and to save a sixth of every step: 200 steps of two seconds
 and shorter steps in later starts, which find the code in torch's cache."""
 
 GRAPHS = 256
-"""How many versions of a block are compiled before torch, with a warning, runs others eagerly: two,
-for training and evaluation, of each sequence length of a curriculum. Its default is 8."""
+"""Number of versions of a block that are compiled before torch, with a warning, runs others
+eagerly: two, for training and evaluation, of each sequence length of a curriculum. Its default is
+8."""
 
 
 def to_compile(config: RunConfig, device: torch.device) -> bool:

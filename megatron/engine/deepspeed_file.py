@@ -54,7 +54,7 @@ _NEWER_KEYS = {"log_level": "0.19.3", "disable_python_gc": "0.19.8"}
 _OFFLOAD = ("offload_optimizer", "offload_param")
 
 _DEVICES = ("none", "cpu", "nvme")
-"""Where DeepSpeed can offload to; nvme is refused with the layout."""
+"""Devices to which DeepSpeed can offload; nvme is refused with the layout."""
 
 _DEPRECATED = {
     "cpu_offload": '"offload_optimizer": {"device": "cpu"}',

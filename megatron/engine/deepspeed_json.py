@@ -36,13 +36,25 @@ class Pair:
 
 
 def _optimizer(name: Any) -> str:
-    found = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}.get(str(name).lower())
-    if found is None:
+    lower = str(name).lower()
+    known = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}.get(lower)
+    if known is None:
+        remedy = _BY_FLAGS.get(lower, "--optimizer has those of this trainer")
         raise ConfigError(
             f'optimizer.type "{name}": AdamW, Adam (both with decoupled weight decay) and SGD are '
-            "the optimizers of this trainer"
+            f"the optimizers of the JSON; {remedy}"
         )
-    return found
+    return known
+
+
+_BY_FLAGS = {
+    "muon": "leave optimizer out, and for its rule over whole matrices give --optimizer muon "
+    "--muon-nesterov --muon-momentum 0.95 --muon-coefficient-type simple --muon-scale-mode "
+    "shape_scaling",
+    "lion": "leave optimizer out, and give --optimizer lion --lion-beta1 0.9 --lion-beta2 0.999 "
+    "for DeepSpeed's defaults",
+}
+"""Flags for optimizers that DeepSpeed has under the same name with other rules or defaults."""
 
 
 def _whole(number: Any) -> Any:

@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -99,11 +99,11 @@ def training_device() -> torch.device:
 def distributed(
     config: ParallelConfig,
     facts: Callable[[], Facts] | None = None,
-    at_end: Callable[[], None] = lambda: None,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[Mesh]:
     """torch.distributed and the layout's groups, until the block ends. The processes first compare
-    ``facts``, which must be the same in all of them, and do ``at_end`` when all of them have come
-    to the end of the block, or this one has an error. Raises ConfigError if they are not,
+    ``facts``, which must be the same in all of them. The context ``within`` is that of the block
+    and of the wait until all of them have come to its end. Raises ConfigError if they are not,
     ``--local_rank`` contradicts the environment, nccl is asked for and torch does not see the GPUs,
     gloo is asked for in a pipeline on GPUs, the processes do not meet, or a killed build of a
     DeepSpeed operator left a lock."""
@@ -160,7 +160,7 @@ def distributed(
         else:
             _keep_freed_memory()
         opened.enter_context(own_cores(device))
-        yield opened.enter_context(_process_groups(config, backend, at_end))
+        yield opened.enter_context(_process_groups(config, backend, within))
 
 
 @contextmanager
@@ -217,7 +217,7 @@ def _meeting(config: ParallelConfig) -> AbstractContextManager[None]:
 
 @contextmanager
 def _process_groups(
-    config: ParallelConfig, backend: str, at_end: Callable[[], None]
+    config: ParallelConfig, backend: str, within: Callable[[], AbstractContextManager[Any]]
 ) -> Iterator[Mesh]:
     import deepspeed
 
@@ -237,12 +237,12 @@ def _process_groups(
         world.bound_device_id = None
     healthy = False
     try:
-        yield build_mesh(config.axes, timeout)
-        # A process that exits while another is still in a collective can crash that one.
-        dist.barrier(device_ids=[torch.cuda.current_device()] if backend == "nccl" else None)
-        healthy = True
+        with within():
+            yield build_mesh(config.axes, timeout)
+            # A process that exits while another is still in a collective can crash that one.
+            dist.barrier(device_ids=[torch.cuda.current_device()] if backend == "nccl" else None)
+            healthy = True
     finally:
-        at_end()
         # NCCL's shutdown waits for all ranks, some of which may be waiting for this one. After an
         # error this process ends, and the launcher ends the others.
         if dist.is_initialized() and (healthy or backend != "nccl"):

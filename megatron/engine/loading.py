@@ -19,9 +19,9 @@ from megatron.checkpoint.files import CheckpointError, DamagedError
 from megatron.checkpoint.reader import differences
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source
-from megatron.config.features import taking_part
+from megatron.config.features import AHEAD, taking_part
+from megatron.config.optimizer import STATES
 from megatron.engine.state import (
-    MOMENTS,
     create_moments,
     holders,
     owned_slices,
@@ -50,6 +50,9 @@ def load_checkpoint(
     source = open_whole(engine, found)
     source.require_model()
     saved, wanted = source.model, engine.config.model
+    if wanted.blocks_ahead:
+        source.read_ahead()
+        saved = source.model
     other_head = (saved.head, saved.num_labels) != (wanted.head, wanted.num_labels)
     if other_head and not weights_only:
         raise CheckpointError(
@@ -75,6 +78,8 @@ def load_checkpoint(
         fresh = together(engine, lambda: _fresh_head(engine, source))
     elif saved.family != wanted.family:
         fresh = together(engine, lambda: _added_parts(engine, source))
+    elif saved.blocks_ahead or wanted.blocks_ahead:
+        fresh = together(engine, lambda: _other_ahead(engine, source, not weights_only))
     loaded = _loaded_by_feature(engine, source, fresh, continues=not weights_only)
     if loaded is not None:
         source = loaded
@@ -243,6 +248,32 @@ def _added_parts(engine: ModelEngine, source: Source) -> tuple[str, ...]:
     return fresh
 
 
+def _other_ahead(engine: ModelEngine, source: Source, continues: bool) -> tuple[str, ...]:
+    """The parameters of blocks that predict further tokens which a checkpoint does not have; a note
+    names them, and those that it has in vain. Raises CheckpointError if training is to continue
+    with others."""
+    shapes, stored = _whole_shapes(engine), set(source.names())
+    fresh = tuple(name for name in shapes if name not in stored)
+    fresh = tuple(name for name in fresh if name.startswith(AHEAD))
+    left_out = [name for name in stored - shapes.keys() if name.startswith(AHEAD)]
+    changes = [
+        f"{what} {', '.join(sorted({'.'.join(name.split('.')[:2]) for name in names}))}"
+        for what, names in (("initialised", fresh), ("left out", left_out))
+        if names
+    ]
+    if changes and continues and isinstance(engine, TrainEngine):
+        raise CheckpointError(
+            f"{source.folder} and this run differ in the blocks that predict further tokens "
+            f"({'; '.join(changes)}): it cannot be continued; give the --mtp-num-layers "
+            f"{source.model.blocks_ahead} of the checkpoint, or --finetune, which starts from its "
+            "weights"
+        )
+    if changes:
+        note = f"multi-token prediction of {source.folder}: {'; '.join(changes)}"
+        source.notes = (*source.notes, note)
+    return fresh
+
+
 def _whole_shapes(engine: ModelEngine) -> dict[str, tuple[int, ...]]:
     """The canonical shapes of the model's parameters but those of the run's own additions, for
     which the feature that loads the base sees to it."""
@@ -275,12 +306,12 @@ def check_optimizer(engine: TrainEngine, source: Source) -> None:
     """Raises CheckpointError if a checkpoint has no state of this run's optimizer."""
     name, run, stored = engine.config.optimizer.optimizer, source.run, stored_kinds(source)
     if run is None:
-        fits = stored.issuperset(MOMENTS[name])
+        fits = stored.issuperset(STATES[name])
     else:
         fits = run.checkpoint.save_optim and run.optimizer.optimizer == name
     if not fits:
         raise CheckpointError(
-            f"{source.folder} has no {', '.join(MOMENTS[name])}: it was saved with "
+            f"{source.folder} has no {', '.join(STATES[name])}: it was saved with "
             "--no-save-optim or by another optimizer; --no-load-optim starts with a new state"
         )
 

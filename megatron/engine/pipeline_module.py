@@ -34,6 +34,7 @@ class StageModule(PlacedModule):
         mesh: Mesh,
     ) -> None:
         bounds = layer_bounds(layers, parallel)
+        self.specs = tuple(layers)
         stages = placement.stages_of(mesh.pipeline.rank)
         topology = PipeModelDataParallelTopology(
             num_pp=mesh.pipeline.size, num_mp=mesh.tensor.size, num_dp=mesh.dense.size

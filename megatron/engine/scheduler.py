@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from megatron.config import ConfigError
 
 MPI_PORT = 29500
-"""Where processes of mpirun meet unless MASTER_PORT says otherwise; DeepSpeed's default, too."""
+"""Port where processes of mpirun meet unless MASTER_PORT says otherwise; DeepSpeed's default,
+too."""
 
 
 def variables_of_scheduler(given: Mapping[str, str]) -> dict[str, str]:

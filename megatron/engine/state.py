@@ -13,13 +13,11 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
 from megatron.checkpoint.slices import Slice
+from megatron.config.optimizer import STATES
 from megatron.engine.deepspeed_patches import partition_range, set_partition
 from megatron.engine.train_engine import ModelEngine, TrainEngine
 from megatron.engine.update.adam import Partition
 from megatron.parallel.shard import shard_of
-
-MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-"""Names of the optimizer's state tensors, as torch.optim calls them."""
 
 _SCALER_NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -87,8 +85,7 @@ class Float32Partition:
 def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
     """The slices that this rank owns, in parameter order. At stage 0 every data-parallel rank owns
     whole parameters, all of them equal."""
-    find = {0: _whole, 1: _flat_partition, 2: _flat_partition, 3: _own_partition}[engine.stage]
-    place_of, form = find(engine), engine.stored_states
+    place_of, form = places(engine), engine.stored_states
     partitions: dict[Tensor, Partition] = {}
     for param, name in engine.trained.items():
         start, holder, offset, count = place_of(param)
@@ -98,7 +95,7 @@ def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
                 make = Float32Partition if form is None else form.partition
                 partitions[holder] = make(holder, state)
             states = partitions[holder]
-            moments = tuple(filter(states.has, MOMENTS[engine.config.optimizer.optimizer]))
+            moments = tuple(filter(states.has, STATES[engine.config.optimizer.optimizer]))
             held = Slice.of(shard_of(param), engine.mesh.coordinates, start, start + count)
             yield OwnedSlice(param, name, held, count, moments, offset, states, holder)
 
@@ -106,6 +103,12 @@ def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
 _PlaceOf = Callable[[nn.Parameter], tuple[int, Tensor, int, int]]
 """From a parameter to: the start of this rank's range in it, the tensor that the optimizer updates,
 the start of the range in that, and its length (nothing below 1)."""
+
+
+def places(engine: TrainEngine) -> _PlaceOf:
+    """The function that finds this rank's range of a parameter."""
+    find = {0: _whole, 1: _flat_partition, 2: _flat_partition, 3: _own_partition}[engine.stage]
+    return find(engine)
 
 
 def _whole(engine: TrainEngine) -> _PlaceOf:
@@ -222,16 +225,24 @@ def optimizer_step(engine: TrainEngine) -> int:
 def create_moments(engine: TrainEngine, step: int) -> None:
     """Creates optimizer state, all zero, as after ``step`` updates."""
     name = engine.config.optimizer.optimizer
+    ruled = _states_of_holders(engine)
     for holder in holders(engine):
         state = engine.optimizer.state[holder]
         if engine.stored_states is not None:
             state.update(engine.stored_states.create(holder))
         else:
-            for moment in MOMENTS[name]:
+            for moment in ruled.get(holder, STATES[name]):
                 state[moment] = torch.zeros_like(holder, memory_format=torch.preserve_format)
-        if name == "adam":
+        if name != "sgd":
             # The fused kernel needs the count on the weights' device.
             state["step"] = torch.tensor(float(step), dtype=torch.float32, device=holder.device)
+
+
+def _states_of_holders(engine: TrainEngine) -> dict[Tensor, tuple[str, ...]]:
+    """Names of the states of each tensor that the optimizer updates; none where all are alike."""
+    place_of = places(engine)
+    states_of = getattr(engine.optimizer, "states_of", {})
+    return {place_of(param)[1]: names for param, names in states_of.items()}
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -257,6 +258,7 @@ def versions() -> dict[str, str]:
     return by_package | {name: _version(name) for name in _PACKAGES}
 
 
+@functools.cache
 def _version(package: str) -> str:
     try:
         return metadata.version(package)

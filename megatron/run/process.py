@@ -34,11 +34,9 @@ from megatron.util.processes import is_main_process
 class Watch(Protocol):
     """Ends a process that does not advance."""
 
-    def part(self) -> None:
-        """Leave the other ranks, as before the store ends."""
-
-    def explaining(self) -> contextlib.AbstractContextManager[None]:
-        """Within it errors that follow from those of other ranks name these."""
+    def among_ranks(self) -> contextlib.AbstractContextManager[None]:
+        """Within it errors that follow from those of other ranks name these. At its end it leaves
+        them, as before the store ends."""
 
 
 @contextlib.contextmanager
@@ -60,9 +58,7 @@ def connected(run: Run, *more: Any, watched: bool = True) -> Iterator[Mesh]:
             yield stack.enter_context(distributed(run.config.parallel, facts))
             return
         watch: Watch = stack.enter_context(watching)
-        mesh = stack.enter_context(distributed(run.config.parallel, facts, watch.part))
-        stack.enter_context(watch.explaining())
-        yield mesh
+        yield stack.enter_context(distributed(run.config.parallel, facts, watch.among_ranks))
 
 
 def compare_folders(config: RunConfig) -> None:

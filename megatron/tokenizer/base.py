@@ -24,10 +24,10 @@ TokenIds = npt.NDArray[np.int32]
 Offsets = npt.NDArray[np.int64]
 """The characters of a text that each token covers: first, and behind the last, [tokens, 2]."""
 WordStarts = npt.NDArray[np.bool_]
-"""Whether each token begins a word, [vocab_size]."""
+"""Flags of tokens that begin a word, [vocab_size]."""
 _SENTINEL = re.compile(r"<extra_id_([0-9]{1,6})>")
 _MOST_BYTES = 1 << 28
-"""Of a vocabulary; the largest that are published have 40 MB."""
+"""Bytes of a vocabulary at most; the largest that are published have 40 MB."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Tokenizer(ABC):
     eod = SpecialId("end of document")
 
     writes_text = True
-    """Whether its texts are texts, and not a notation for numbers."""
+    """True if its texts are texts, and not a notation for numbers."""
     joins_bytes = False
-    """Whether the text of ids is their `token_bytes`, joined, with U+FFFD for what is not UTF-8."""
+    """True if the text of ids is their `token_bytes`, joined, with U+FFFD for what is not UTF-8."""
 
     def __init__(self, source: str, vocab_size: int, ids: SpecialIds, hint: str = "") -> None:
         """`source` names the vocabulary in messages, `hint` how to get missing special tokens."""

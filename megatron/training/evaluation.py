@@ -50,7 +50,7 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
 MICRO_BATCH_SIZE = 8
-"""Where no flag gives one; results do not depend on it."""
+"""Size where no flag gives one; results do not depend on it."""
 
 _OWN = "this program"
 _FOR_TRAINING = (OptimizerFlags, TrainingFlags, DataConfig)
@@ -59,7 +59,7 @@ _USED = {
     "explain_config",
 }
 _FILES = {"vocab_file", "merge_file", "tokenizer_model"}
-"""Of a tokenizer."""
+"""Files of a tokenizer."""
 _SAVING = {
     *("save", "save_interval", "save_init", "keep_every", "async_save", "save_universal"),
     *("checkpoint_format", "save_optim", "save_rng"),
@@ -199,7 +199,7 @@ MULTIPLE = 8
 """On GPUs padded lengths are multiples of it: few different shapes, with fast kernels."""
 
 WASTE = 1.125
-"""How much longer than its own samples need a batch may be, for the one shape of a pipeline's
+"""Largest ratio of a batch's length to that of its own samples, for the one shape of a pipeline's
 run."""
 
 Length = int | tuple[int, ...]

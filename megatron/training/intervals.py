@@ -46,7 +46,7 @@ class TimeLeft:
 
 
 _INTERVALS = 20
-"""Whose speed counts."""
+"""Number of intervals whose speed counts."""
 
 
 class MemoryUse(NamedTuple):

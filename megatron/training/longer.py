@@ -59,7 +59,7 @@ def dynamic_base(model: ModelConfig, trained: int) -> float:
     ``model.seq_length``: base (F n / M - (F - 1))^(D / (D - 2)) of n positions, M ``trained`` ones
     and D rotated channels (transformers' ``_compute_dynamic_ntk_parameters``)."""
     positions = model.positions
-    rotated = int(model.attention.kv_channels * positions.rotary_percent)
+    rotated = model.rotated
     factor = positions.rope_scaling.factor
     assert factor is not None
     growth = factor * model.seq_length / trained - (factor - 1)

@@ -39,7 +39,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 ASKED_ELSEWHERE = "a request to another rank"
-"""Why a rank stops that was not asked itself."""
+"""Reason of a rank that stops without being asked itself."""
 
 GPU_LAG = 2
 """Steps that the CPU is ahead of a GPU: while it waits for the step before the last, the GPU still

@@ -286,7 +286,7 @@ class Trainer:
             losses = self.engine.evaluate(counted(found, bar), count)
         spec, total = self.engine.spec, None
         if spec.no_perplexity and losses.keys() == spec.losses.keys():
-            total = spec.total(losses)
+            total = spec.total(losses, but=spec.training_only)
         self.report(Evaluation(self.iteration, losses, name, test, spec.no_perplexity, total))
 
     def report(self, evaluation: Reported) -> None:

@@ -102,7 +102,7 @@ class ProgramOutput:
         self._stream, self._name = stream, name
         self.outlived = False
         self.lost = ""
-        """Why text was dropped; empty if none was."""
+        """Reason why text was dropped; empty if none was."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -15,7 +15,7 @@ from typing import IO, Any, BinaryIO
 from filelock import FileLock, Timeout
 
 MOST_BYTES = 1 << 30
-"""Of a file that is no data and no weights."""
+"""Bytes of a file that is no data and no weights, at most."""
 _SMALL_BYTES = 1 << 26
 _MOST_INFLATION = 20
 _WRITING_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -153,7 +153,7 @@ class Lock:
     """
 
     missing: str | None = None
-    """Why nothing is locked, on a file system without locks."""
+    """Reason why nothing is locked, on a file system without locks."""
 
     def __init__(self, path: str | Path, wait_seconds: float = 0) -> None:
         with open(path, "ab"):

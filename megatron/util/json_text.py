@@ -10,7 +10,7 @@ from typing import Any
 MAX_DEPTH = 100
 """Lists and objects inside each other. What reads them next may be recursive."""
 MAX_DIGITS = 300
-"""Of an integer: the next computation can still turn it into a float."""
+"""Digits of an integer at most: the next computation can still turn it into a float."""
 
 _LONG_NUMBER = re.compile(rf"(?<!\d)\d{{{MAX_DIGITS + 1}}}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -42,10 +42,10 @@ class Activity:
 
 
 activity = Activity()
-"""That of the main thread; read by other threads."""
+"""Activity of the main thread; read by other threads."""
 
 background: dict[int, Activity] = {}
-"""Those of other threads that are in a phase, such as a save, by their identifiers."""
+"""Activities of other threads that are in a phase, such as a save, by their identifiers."""
 
 background_groups: WeakSet[Any] = WeakSet()
 """Groups of processes in which such threads communicate: what happens there moves no other

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,36 +28,60 @@ EXPERTS = "experts"
 _UNTRACED = "__dynamo_disable"
 
 
+class OptimizerPlan(NamedTuple):
+    """An optimizer of a feature.
+
+    Attributes:
+        rules: name of the rule that updates each parameter; groups have it as ``rule``.
+        factors: of the learning rate of a rule's parameters, where it is not 1.
+        make: makes the optimizer of groups and of default values.
+    """
+
+    rules: Mapping[nn.Parameter, str]
+    factors: Mapping[str, float]
+    make: Callable[[list[dict[str, Any]], dict[str, Any]], Optimizer]
+
+
 def build_optimizer(
     params: Iterable[nn.Parameter],
     config: OptimizerConfig,
     factors: Mapping[nn.Parameter, float] = MappingProxyType({}),
     apart: Collection[nn.Parameter] = (),
+    plan: OptimizerPlan | None = None,
 ) -> Optimizer:
-    """AdamW or SGD over two groups: matrices, which decay, and vectors, which do not; two for each
-    of the ``factors`` of learning rates, by default 1, and as many of the parameters ``apart``,
-    see :func:`fewer_replicas`. The schedule sets learning rate and decay before every step."""
+    """AdamW, SGD or that of a plan over two groups: matrices, which decay, and vectors, which do
+    not; two for each of the ``factors`` of learning rates, by default 1, and of the plan's rules,
+    and as many of the parameters ``apart``, see :func:`fewer_replicas`. The schedule sets learning
+    rate and decay before every step."""
     _keep_compiler_out()
-    found: dict[tuple[bool, float, bool], list[nn.Parameter]] = {
-        key: [] for key in product((False, True), sorted({1.0, *factors.values()}), (True, False))
+    rules = {} if plan is None else plan.rules
+    names = sorted({*rules.values()}) or [""]
+    rates = sorted({1.0, *factors.values()})
+    sorted_params: dict[tuple[bool, str, float, bool], list[nn.Parameter]] = {
+        key: [] for key in product((False, True), names, rates, (True, False))
     }
     separate = set(apart)
     for param in params:
-        found[param in separate, factors.get(param, 1.0), shard_of(param).decays].append(param)
+        rule, factor = rules.get(param, ""), factors.get(param, 1.0)
+        sorted_params[param in separate, rule, factor, shard_of(param).decays].append(param)
     groups = [
         {
             "params": params,
             "weight_decay": config.weight_decay if decays else 0.0,
             "decays": decays,
-            "lr_factor": factor,
+            "lr_factor": factor * (1.0 if plan is None else plan.factors.get(rule, 1.0)),
+            **({"rule": rule} if rule else {}),
             # DeepSpeed's words for groups that it partitions among other ranks.
             **({"moe": True, "name": EXPERTS} if others else {}),
         }
-        for (others, factor, decays), params in found.items()
+        for (others, rule, factor, decays), params in sorted_params.items()
         if params
     ]
     optimizer: Optimizer
-    if config.optimizer == "sgd":
+    if plan is not None:
+        defaults = {"lr": config.lr, "weight_decay": config.weight_decay}
+        optimizer = plan.make(groups, defaults)
+    elif config.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
     else:
         optimizer = torch.optim.AdamW(
