@@ -1,0 +1,66 @@
+"""Weights, FLOPs and activations of latent attention.
+
+A token's products in a block are its maps to latent vectors and from them to the heads of queries,
+keys and values, and the output's (DeepSeek-V2, arXiv:2405.04434, table 1). Scores are sums over C +
+R channels, and the mix of values is over V.
+
+Shapes: N heads of a rank, C channels of a head without positions, R rotated channels, D = C + R, V
+channels of a value, L latent, Q latent of queries, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.config import ModelConfig
+from megatron.features.latent.flags import LatentConfig
+from megatron.model.flops import TransformerShape
+
+
+def layer_weights(model: ModelConfig, tensor: int = 1) -> int:
+    """Return the weights of a block's attention on one of ``tensor`` ranks, without biases and
+    norms: H Q + Q N D, or H N D, and H (L + R) + L N (C + V) + N V H."""
+    part, hidden = model.part(LatentConfig), model.hidden_size
+    heads, width = model.attention.num_attention_heads // tensor, model.attention.kv_channels
+    rank = part.q_lora_rank
+    queries = hidden * heads * width if rank is None else rank * (hidden + heads * width)
+    keys = part.kv_lora_rank * heads * (part.qk_head_dim + part.v_head_dim)
+    return queries + hidden * part.latent_width + keys + heads * part.v_head_dim * hidden
+
+
+def with_latents(shape: TransformerShape, model: ModelConfig) -> TransformerShape:
+    """Return the shape with the products of latent attention instead of those of queries, keys and
+    values from hidden states."""
+    part = model.part(LatentConfig)
+    if part.idle:
+        return shape
+    queries = model.attention.num_attention_heads * model.attention.kv_channels
+    keys = model.attention.num_query_groups * model.attention.kv_channels
+    usual = model.hidden_size * 2 * (queries + keys)
+    more = 2.0 * model.num_layers * (layer_weights(model) - usual)
+    matrices, scores = shape.within
+    return replace(
+        shape,
+        value_channels=part.v_head_dim,
+        within=(matrices + shape.seq_length * more, scores),
+    )
+
+
+def kept_numbers(model: ModelConfig, tensor: int, recomputes: bool) -> tuple[int, int]:
+    """Return the numbers per token that a block keeps for its backward pass, besides its input:
+    those of the heads of one of ``tensor`` ranks, and latent vectors before and after their norms.
+
+    With ``recomputes`` queries, keys and values are made again from the latent vectors.
+    """
+    part, width = model.part(LatentConfig), model.attention.kv_channels
+    norms = 1 + model.norm.qk_layernorm
+    latents = norms * ((part.q_lora_rank or 0) + part.kv_lora_rank) + 2 * part.qk_pos_emb_head_dim
+    heads = model.attention.num_attention_heads // tensor
+    if recomputes:
+        return heads * part.v_head_dim, latents
+    if model.attention.attention_backend == "eager":
+        return heads * (2 * width + 2 * part.v_head_dim), latents
+    # Kernels have one width; the output is copied where its padding is cut off.
+    padded = max(width, part.v_head_dim)
+    output = padded + (part.v_head_dim if padded > part.v_head_dim else 0)
+    return heads * (3 * padded + output), latents

@@ -1,0 +1,409 @@
+"""Hugging Face's architectures with latent attention: DeepSeek-V2 and V3 (also of Kimi-K2's and
+Moonlight's shapes), GLM-4 MoE Lite, Youtu and MiniCPM3.
+
+Most store the rotated channels of queries and keys as neighbours that RoPE rotates together; here
+channel i and channel i + R/2 are. Their norms of latent vectors have an epsilon of their own.
+
+Shapes: N heads, C channels of a head without positions, R rotated channels, L latent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron.config import ModelConfig
+from megatron.features.experts.flags import ExpertsConfig
+from megatron.features.experts.huggingface.deepseek import (
+    CORRECTED,
+    CORRECTED_MLP,
+    DENSE_FIRST,
+    FP32,
+    HAS_SHARED,
+    NORMALISED,
+    NUMBER,
+    SIGMOID,
+    WHOLE_SHARED,
+    read_corrected,
+    read_dense_first,
+    read_scale,
+    shared_number,
+    write_corrected,
+)
+from megatron.features.experts.huggingface.parts import (
+    CHOICES,
+    DENSE,
+    INNER,
+    LLAMA_EXPERTS,
+    experts_in,
+    read_experts,
+    requirements,
+    router,
+    shared_experts,
+    write_experts,
+)
+from megatron.features.latent.flags import LatentConfig
+from megatron.formats.features import Requirement
+from megatron.formats.huggingface.ahead import DEEPSEEK_AHEAD
+from megatron.formats.huggingface.architecture import Architecture
+from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, write_rope
+from megatron.formats.huggingface.entries import (
+    SAME,
+    Entry,
+    Reordering,
+    attention_biased,
+    linear,
+    norm,
+)
+from megatron.formats.huggingface.llama import (
+    ACTIVATION,
+    FIXED,
+    KEYS,
+    NO_BIASES,
+    gated_mlp,
+    llama_entries,
+)
+
+_EPSILON = 1e-6
+"""Of the norms of latent vectors in `transformers`, whatever config.json says of the others."""
+
+
+def _rotated(rows: Tensor, model: ModelConfig, head: int, pairs: bool) -> Tensor:
+    """The rows of heads of a width with their last R as pairs of neighbours, or as two halves."""
+    part = model.part(LatentConfig)
+    if not part.latent_pairs:
+        return rows
+    rotated = part.qk_pos_emb_head_dim
+    heads = rows.unflatten(0, (-1, head)).clone()
+    shape = (2, rotated // 2) if pairs else (rotated // 2, 2)
+    turned = heads[:, head - rotated :].unflatten(1, shape).transpose(1, 2)
+    heads[:, head - rotated :] = turned.flatten(1, 2)
+    return heads.flatten(0, 1)
+
+
+def _of_width(name: str, width: Any) -> Reordering:
+    return Reordering(
+        name,
+        1,
+        lambda values, model: (_rotated(values, model, width(model), True),),
+        lambda parts, model: _rotated(parts[0], model, width(model), False),
+        of_rows=True,
+    )
+
+
+_QUERIES = _of_width("queries, rotated by pairs", lambda model: model.attention.kv_channels)
+"""Rows of heads, C + R each."""
+_DOWN = _of_width("latent and key, rotated by pairs", lambda m: m.part(LatentConfig).latent_width)
+"""Rows of the latent vector and of the shared key, L + R."""
+
+
+def _ranked(model: ModelConfig) -> bool:
+    return model.part(LatentConfig).q_lora_rank is not None
+
+
+def _both(model: ModelConfig) -> bool:
+    return _ranked(model) and attention_biased(model)
+
+
+def latent_entries(mlp: Sequence[Entry], pairs: bool = True) -> tuple[Entry, ...]:
+    """The table of a model with latent attention; ``pairs``: whether rotated channels can be."""
+    queries, down = (_QUERIES, _DOWN) if pairs else (SAME, SAME)
+    prefix, theirs = "attention.kv_down", "self_attn.kv_a_proj_with_mqa"
+    maps = (
+        Entry("attention.q.weight", ("self_attn.q_proj.weight",), queries,
+              lambda model: not _ranked(model)),
+        Entry("attention.q_down.weight", ("self_attn.q_a_proj.weight",), when=_ranked),
+        Entry("attention.q_down.bias", ("self_attn.q_a_proj.bias",), when=_both),
+        *norm("attention.q_norm", "self_attn.q_a_layernorm", when=_ranked),
+        Entry("attention.q_up.weight", ("self_attn.q_b_proj.weight",), queries, _ranked),
+        *linear(prefix, theirs, form=down, bias=attention_biased),
+        *norm("attention.kv_norm", "self_attn.kv_a_layernorm"),
+        Entry("attention.kv_up.weight", ("self_attn.kv_b_proj.weight",)),
+    )  # fmt: skip
+    return llama_entries(qkv=maps, proj_bias=attention_biased, mlp=mlp)
+
+
+_LATENT_KEYS = KEYS | ACTIVATION | {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+    "attention_bias": "add_attention_bias",
+}  # fmt: skip
+_LATENT_FIXED = FIXED | NO_BIASES | {"multi_latent_attention": True, "qk_layernorm": True}
+_FEATURES = frozenset({"kv_channels", "rope_scaling", "layer_experts"})
+
+
+def _has_epsilon(model: ModelConfig) -> bool:
+    own = model.part(LatentConfig).latent_norm_epsilon
+    return (own or model.norm.norm_epsilon) == _EPSILON
+
+
+_OF_NORMS = Requirement(_has_epsilon, f"--latent-norm-epsilon {_EPSILON:g}")
+
+
+def read_latent(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    """The flags of attention that no key alone says."""
+    rotated = fields["qk_pos_emb_head_dim"]
+    if fields["num_query_groups"] != fields["num_attention_heads"]:
+        given.refuse(
+            "num_key_value_heads", fields["num_query_groups"],
+            f"every head has its keys; there are {fields['num_attention_heads']}",
+        )  # fmt: skip
+    given.only("qk_head_dim", (fields["qk_head_dim"] + rotated,), "it is the sum of its parts")
+    given.unused("head_dim", "pretraining_tp", "aux_loss_alpha", "seq_aux", "ep_size")
+    given.unused("num_nextn_predict_layers", "num_mtp_layers", "embedding_initializer_range")
+    own = None if fields["norm_epsilon"] == _EPSILON else _EPSILON
+    of_rope = read_rope(given, fields | {"kv_channels": rotated})
+    return {**of_rope, "latent_norm_epsilon": own}
+
+
+def write_latent(model: ModelConfig) -> dict[str, Any]:
+    """The inverse of :func:`read_latent`."""
+    return {**write_rope(model), "pad_token_id": None}
+
+
+def _read_pairs(given: HFConfigReader) -> dict[str, Any]:
+    return {"latent_pairs": given.flag("rope_interleave")}
+
+
+def _write_pairs(model: ModelConfig) -> dict[str, Any]:
+    return {"rope_interleave": model.part(LatentConfig).latent_pairs}
+
+
+def _all_pairs(model: ModelConfig) -> bool:
+    return model.part(LatentConfig).latent_pairs
+
+
+def _read_v2(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    given.only("mlp_bias", (False,), "the MLP has no biases")
+    given.only("scoring_func", ("softmax", None), "scores are a softmax over all experts")
+    given.only("norm_topk_prob", (False, None), "transformers does not read it")
+    grouped = given.choice(
+        "topk_method", {"greedy": {"grouped": 0}, "group_limited_greedy": {"grouped": 1}}
+    )["grouped"]
+    groups, kept = given.optional_whole("n_group"), given.optional_whole("topk_group")
+    if not grouped or groups in (None, 1):
+        groups = kept = None
+    sparse = read_dense_first(given, fields["num_layers"])
+    return {
+        **read_latent(given, fields),
+        **read_experts(given, fields, NUMBER, sparse, coefficient=None),
+        **FP32,
+        "moe_router_pre_softmax": True,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": kept,
+        "moe_router_group_score": "max" if groups else "sum",
+        "moe_router_topk_scaling_factor": read_scale(given),
+        "moe_shared_expert_intermediate_size": given.whole("n_shared_experts")
+        * fields["moe_ffn_hidden_size"],
+    }
+
+
+def _write_v2(model: ModelConfig) -> dict[str, Any]:
+    part = model.part(ExpertsConfig)
+    groups = part.moe_router_num_groups
+    return {
+        **write_latent(model),
+        **write_experts(model, "n_routed_experts", coefficient=None),
+        "first_k_dense_replace": part.layer_experts.count(0),
+        "moe_intermediate_size": part.moe_ffn_hidden_size,
+        "n_shared_experts": shared_number(model),
+        "topk_method": "greedy" if groups is None else "group_limited_greedy",
+        "n_group": groups,
+        "topk_group": part.moe_router_group_topk,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": part.moe_router_topk_scaling_factor or 1.0,
+        "mlp_bias": False,
+    }
+
+
+def _by_best(model: ModelConfig) -> bool:
+    part = model.part(ExpertsConfig)
+    best = part.moe_router_group_score == "max"
+    return part.moe_router_num_groups is None or best or (
+        part.moe_router_topk == part.moe_router_group_topk
+    )  # fmt: skip
+
+
+_MLP = (
+    *DENSE,
+    *router("mlp.gate.weight"),
+    *LLAMA_EXPERTS,
+    *shared_experts("mlp.shared_experts"),
+)
+
+DEEPSEEK_V2 = Architecture(
+    title="DeepSeek-V2",
+    model_type="deepseek_v2",
+    rewards=False,
+    model_class="DeepseekV2ForCausalLM",
+    entries=latent_entries(_MLP),
+    keys=_LATENT_KEYS | CHOICES | INNER,
+    fixed=_LATENT_FIXED | {"moe_router_pre_softmax": True},
+    features=_FEATURES,
+    gated=True,
+    requirements=(
+        *requirements(
+            "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+            "moe_router_group_score", "moe_shared_expert_intermediate_size", dense=True,
+        ),
+        Requirement(_by_best, "--moe-router-group-score max"),
+        Requirement(_all_pairs, "rotated channels that were read as pairs"),
+        DENSE_FIRST, WHOLE_SHARED, HAS_SHARED, _OF_NORMS,
+    ),
+    write=_write_v2,
+    read=_read_v2,
+)  # fmt: skip
+"""Softmax scores that are not normalised again, in groups by their best expert or in none; V2-Lite
+has no latent vectors of queries."""
+
+
+def _read_v3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **read_latent(given, fields),
+        **_read_pairs(given),
+        **read_corrected(given, fields),
+    }
+
+
+def _write_v3(model: ModelConfig) -> dict[str, Any]:
+    return {**write_latent(model), **_write_pairs(model), **write_corrected(model)}
+
+
+DEEPSEEK_V3 = Architecture(
+    title="DeepSeek-V3",
+    model_type="deepseek_v3",
+    other_types=("kimi_k2",),
+    model_class="DeepseekV3ForCausalLM",
+    entries=latent_entries(CORRECTED_MLP),
+    keys=_LATENT_KEYS | CHOICES | INNER | NORMALISED,
+    fixed=_LATENT_FIXED | SIGMOID,
+    features=_FEATURES,
+    gated=True,
+    requirements=(*CORRECTED, _OF_NORMS),
+    write=_write_v3,
+    read=_read_v3,
+    ahead=DEEPSEEK_AHEAD,
+)
+"""Corrected sigmoids, in groups by their two best experts; Kimi-K2 and Moonlight have one group."""
+
+
+def _read_kinds(given: HFConfigReader, fields: dict[str, Any]) -> list[bool]:
+    """For each block of a GLM-4 MoE Lite, True if it has experts."""
+    layers, kinds = fields["num_layers"], given.names("mlp_layer_types")
+    if kinds is None:
+        kinds = ["dense"] + ["sparse"] * (layers - 1)
+        given.only("first_k_dense_replace", (1,), "transformers reads mlp_layer_types alone")
+    if len(kinds) != layers or not {"sparse"} <= {*kinds} <= {"dense", "sparse"}:
+        given.refuse(
+            "mlp_layer_types", kinds, f"expected dense or sparse for each of {layers} blocks, and "
+            "one at least that is sparse"
+        )  # fmt: skip
+    given.unused("first_k_dense_replace", "moe_layer_freq")
+    return [kind == "sparse" for kind in kinds]
+
+
+def _read_glm(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **read_latent(given, fields),
+        **_read_pairs(given),
+        **read_corrected(given, fields, _read_kinds(given, fields)),
+    }
+
+
+def _write_glm(model: ModelConfig) -> dict[str, Any]:
+    kinds = ["sparse" if experts_in(model, n) else "dense" for n in range(model.num_layers)]
+    return {**_write_v3(model), "mlp_layer_types": kinds}
+
+
+GLM4_MOE_LITE = dataclasses.replace(
+    DEEPSEEK_V3,
+    title="GLM-4 MoE Lite",
+    model_type="glm4_moe_lite",
+    model_class="Glm4MoeLiteForCausalLM",
+    rewards=False,
+    requirements=(*(need for need in CORRECTED if need is not DENSE_FIRST), _OF_NORMS),
+    write=_write_glm,
+    read=_read_glm,
+)
+"""GLM-4.7-Flash: DeepSeek-V3 in which any block can be dense."""
+
+YOUTU = Architecture(
+    title="Youtu",
+    model_type="youtu",
+    rewards=False,
+    model_class="YoutuForCausalLM",
+    entries=latent_entries(gated_mlp("mlp", "mlp")),
+    keys=_LATENT_KEYS,
+    fixed=_LATENT_FIXED,
+    features=_FEATURES - {"layer_experts"},
+    gated=True,
+    requirements=(_OF_NORMS,),
+    write=lambda model: {**write_latent(model), **_write_pairs(model)},
+    read=lambda given, fields: {**read_latent(given, fields), **_read_pairs(given)},
+)
+"""DeepSeek-V3's attention with an MLP in every block."""
+
+
+def _read_minicpm(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    given.only("mlp_bias", (False,), "the MLP has no biases")
+    depth, base = given.number("scale_depth"), given.whole("dim_model_base")
+    factors = {
+        # 15 digits, so that what is multiplied and divided again is as it was.
+        "residual_multiplier": float(f"{depth / math.sqrt(fields['num_layers']):.15g}"),
+        "embedding_multiplier": given.number("scale_emb"),
+        "logits_scaling": fields["hidden_size"] / base,
+    }
+    given.unused("mup_denominator")
+    return {
+        **read_latent(given, fields),
+        **{name: None if value == 1.0 else value for name, value in factors.items()},
+        "latent_pairs": False,
+    }
+
+
+def _write_minicpm(model: ModelConfig) -> dict[str, Any]:
+    flags, depth = model.flags(), math.sqrt(model.num_layers)
+    if flags.residual_multiplier is not None:
+        depth = float(f"{flags.residual_multiplier * depth:.15g}")
+    return {
+        **write_latent(model),
+        "scale_depth": depth,
+        "scale_emb": flags.embedding_multiplier or 1.0,
+        "dim_model_base": round(model.hidden_size / (flags.logits_scaling or 1.0)),
+        "mlp_bias": False,
+    }
+
+
+def _whole_base(model: ModelConfig) -> bool:
+    base = model.hidden_size / (model.embedding.logits_scaling or 1.0)
+    return base >= 1 and math.isclose(base, round(base), rel_tol=1e-12)
+
+
+MINICPM3 = Architecture(
+    title="MiniCPM3",
+    model_type="minicpm3",
+    model_class="MiniCPM3ForCausalLM",
+    entries=latent_entries(gated_mlp("mlp", "mlp"), pairs=False),
+    keys=_LATENT_KEYS,
+    fixed=_LATENT_FIXED,
+    features=_FEATURES - {"layer_experts"}
+    | {"residual_multiplier", "embedding_multiplier", "logits_scaling"},
+    gated=True,
+    requirements=(
+        Requirement(_whole_base, "--logits-scaling that leads from --hidden-size to an integer"),
+        _OF_NORMS,
+    ),
+    write=_write_minicpm,
+    read=_read_minicpm,
+)
+"""Rotated channels as two halves; embeddings, residual sums and logits have factors."""
+
+
+ARCHITECTURES = (DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE, YOUTU, MINICPM3)
