@@ -1,0 +1,1 @@
+"""Layers whose state has the same size after any number of tokens."""

@@ -1,0 +1,100 @@
+"""Weights, FLOPs and kept activations of layers with states, and of blocks of one sublayer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from megatron.config import ModelConfig
+from megatron.config.blocks import States, memory_of
+from megatron.config.features import features
+from megatron.features.recurrent.pattern import ATTENTION, DELTA, MAMBA, NONE, PatternConfig
+from megatron.model.flops import TransformerShape
+from megatron.parallel.mesh import Group
+from megatron.parallel.tensor_parallel import TensorParallel
+
+_PASSES = {MAMBA: 2, DELTA: 3}
+"""Products of a token with a state: written and read; the delta rule reads it once more before."""
+
+
+@dataclass(frozen=True)
+class MeanBlock:
+    """A block of a model on a tensor-parallel rank, the mean over all blocks.
+
+    Attributes:
+        attention: share of the blocks that have softmax attention, ``mlp`` of those with an MLP or
+            experts; ``sublayers`` of a block, two in a transformer.
+        weights: matrices of layers with states.
+        products: forward FLOPs of a token in their states.
+        kept: numbers of a token that they keep for the backward pass: inputs and outputs of the
+            convolution, the gate, and the outputs of states and norm; ``again``: those of them that
+            selective recomputation computes again.
+    """
+
+    attention: float = 1.0
+    mlp: float = 1.0
+    sublayers: float = 2.0
+    weights: float = 0.0
+    products: float = 0.0
+    kept: float = 0.0
+    again: float = 0.0
+
+
+def _mixers(model: ModelConfig) -> tuple[str, ...]:
+    """Mixers of all blocks, with those that predict further tokens, which are as the last."""
+    mixers = model.part(PatternConfig).mixers
+    return mixers + mixers[-1:] * model.blocks_ahead
+
+
+@lru_cache(maxsize=256)
+def mean_block(model: ModelConfig, tensor: int = 1) -> MeanBlock:
+    """Return the mean block of a complete model on one of ``tensor`` ranks."""
+    mixers, last = _mixers(model), model.num_layers - 1
+    if not mixers:
+        return MeanBlock()
+    weights = products = kept = again = 0.0
+    for layer, mixer in enumerate(mixers):
+        if mixer in _PASSES:
+            memory = memory_of(model, min(layer, last), tensor)
+            assert isinstance(memory, States)
+            (_, channels), state = memory.shapes
+            weights += _weights(model, mixer, tensor)
+            products += 2.0 * _PASSES[mixer] * math.prod(state)
+            kept += 2 * channels + 3 * math.prod(state) / state[1]
+            again += channels
+    count = len(mixers)
+    mlps = sum(model.has("mlp", min(layer, last)) for layer in range(count))
+    sums = mixers.count(ATTENTION), mlps, mlps + count - mixers.count(NONE)
+    return MeanBlock(*(total / count for total in (*sums, weights, products, kept, again)))
+
+
+@lru_cache(maxsize=64)
+def _weights(model: ModelConfig, mixer: str, tensor: int) -> int:
+    """Matrices of a layer on a rank, with the taps of its convolution."""
+    layer = model.part(PatternConfig).mixers.index(mixer)
+    tp = TensorParallel(Group(tuple(range(tensor))))
+    with torch.device("meta"):
+        module = features()["recurrent"].mixer(model, layer, tp, False)
+    return sum(param.numel() for param in module.parameters() if param.dim() > 1)
+
+
+def with_states(shape: TransformerShape, model: ModelConfig) -> TransformerShape:
+    """Return the shape with the products of layers with states instead of those of attention in
+    their blocks."""
+    mixers, mean = _mixers(model), mean_block(model)
+    if not mixers:
+        return shape
+    windows = tuple(
+        window if mixer == ATTENTION else 0
+        for mixer, window in zip(mixers, shape.windows, strict=True)
+    )
+    replaced = sum(mixer in _PASSES for mixer in mixers) * shape.attention_flops
+    matrices, scores = shape.within
+    tokens, blocks = shape.seq_length, len(mixers)
+    matrices += tokens * (2.0 * blocks * mean.weights - replaced)
+    return replace(
+        shape, windows=windows, within=(matrices, scores + tokens * blocks * mean.products)
+    )

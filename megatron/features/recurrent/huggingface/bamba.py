@@ -1,0 +1,233 @@
+"""Bamba: Mamba-2 instead of attention in most blocks of a Llama, of which attention rotates half of
+each head; and the entries and keys of Mamba-2 in any architecture.
+
+Shapes: C channels of a convolution, K tokens that it reads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from megatron.config import ModelConfig
+from megatron.config.patterns import pattern_text
+from megatron.features.recurrent.mamba_flags import MambaConfig, shortest_limits
+from megatron.features.recurrent.pattern import ATTENTION, DELTA, MAMBA, PatternConfig
+from megatron.formats.features import Requirement
+from megatron.formats.huggingface.architecture import Architecture
+from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, write_rope
+from megatron.formats.huggingface.entries import SEPARATE_QKV as QKV
+from megatron.formats.huggingface.entries import (
+    Condition,
+    Entry,
+    OfBlock,
+    Reordering,
+    attention_biased,
+    block,
+    linear,
+    norm,
+    untied,
+    weight,
+)
+from megatron.formats.huggingface.llama import (
+    ACTIVATION,
+    FIXED,
+    KEYS,
+    gated_mlp,
+)
+
+CHANNELS = Reordering(
+    "a channel by itself", 1, lambda values, _: (values.unsqueeze(1),),
+    lambda parts, _: parts[0].squeeze(1),
+)  # fmt: skip
+"""Weights [C, K] of a convolution of each channel by itself as [C, 1, K]."""
+
+
+def with_mixer(mixer: str) -> OfBlock:
+    """1 for the blocks that have a mixer."""
+    return lambda model, n: int(model.part(PatternConfig).mixer(n) == mixer)
+
+
+def at(blocks: OfBlock, *entries: Entry) -> tuple[Entry, ...]:
+    """The entries of some blocks."""
+    return tuple(replace(entry, at=blocks) for entry in entries)
+
+
+def _conv_biased(model: ModelConfig) -> bool:
+    return model.part(MambaConfig).mamba_conv_bias
+
+
+def _projections_biased(model: ModelConfig) -> bool:
+    return model.part(MambaConfig).mamba_proj_bias
+
+
+def mamba_entries(theirs: str) -> tuple[Entry, ...]:
+    """The entries of Mamba-2 in the blocks that have it; ``theirs`` is the name of the module."""
+    entries = (
+        *linear("attention.in_proj", f"{theirs}.in_proj", bias=_projections_biased),
+        Entry("attention.conv.weight", (f"{theirs}.conv1d.weight",), CHANNELS),
+        Entry("attention.conv.bias", (f"{theirs}.conv1d.bias",), when=_conv_biased),
+        *(
+            Entry(f"attention.{ours}", (f"{theirs}.{name}",))
+            for ours, name in (("dt_bias", "dt_bias"), ("a_log", "A_log"), ("skip", "D"))
+        ),
+        *weight("attention.norm", f"{theirs}.norm"),
+        *linear("attention.out_proj", f"{theirs}.out_proj", bias=_projections_biased),
+    )
+    return at(with_mixer(MAMBA), *entries)
+
+
+def attention_entries(theirs: str, biased: Condition) -> tuple[Entry, ...]:
+    """The entries of attention in the blocks that have it."""
+    names = [f"{theirs}.{name}_proj" for name in "qkv"]
+    return at(
+        with_mixer(ATTENTION),
+        *linear("attention.qkv", *names, form=QKV, bias=biased),
+        *linear("attention.proj", f"{theirs}.o_proj", bias=biased),
+    )
+
+
+def _has_mamba(model: ModelConfig) -> bool:
+    return not model.part(MambaConfig).idle
+
+
+def _no_delta(model: ModelConfig) -> bool:
+    return DELTA not in model.part(PatternConfig).mixers
+
+
+def _after_gate(model: ModelConfig) -> bool:
+    return not model.part(MambaConfig).mamba_norm_before_gate
+
+
+MAMBA_LAYERS = (
+    Requirement(_has_mamba, "layers of Mamba-2"),
+    Requirement(_no_delta, "no layers of Gated DeltaNet"),
+    Requirement(_after_gate, "no --mamba-norm-before-gate"),
+)
+"""Requirements of architectures with Mamba-2."""
+
+
+def read_limit(given: HFConfigReader, key: str) -> tuple[float, float]:
+    """The bounds of steps, two numbers of which the second can be infinite. Raises
+    CheckpointError."""
+    value = given.content.get(key)
+    given.unused(key)
+    if value is None:
+        return (0.0, math.inf)
+    numbers = [math.inf if each in ("inf", "Infinity") else each for each in _listed(value)]
+    sound = len(numbers) == 2 and all(isinstance(each, int | float) for each in numbers)
+    if not sound or not 0 <= numbers[0] < numbers[1]:
+        given.refuse(key, value, "expected two numbers, the smaller one first")
+    return float(numbers[0]), float(numbers[1])
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list; ``{"__float__": "Infinity"}`` in it, as transformers 5 writes, is the number."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return [each.get("__float__") if isinstance(each, dict) else each for each in items]
+
+
+_SIZES = {
+    "mamba_n_heads": "mamba_num_heads",
+    "mamba_n_groups": "mamba_num_groups",
+    "mamba_d_state": "mamba_state_dim",
+    "mamba_d_conv": "mamba_conv_kernel_dim",
+    "mamba_conv_bias": "mamba_conv_bias",
+    "mamba_proj_bias": "mamba_proj_bias",
+}
+
+
+def _whole_expansion(model: ModelConfig) -> bool:
+    return model.part(MambaConfig).width % model.hidden_size == 0
+
+
+def _only_replaced(model: ModelConfig) -> bool:
+    return model.part(PatternConfig).hybrid_layer_pattern is None
+
+
+def _half(model: ModelConfig) -> bool:
+    return model.positions.rotary_percent == 0.5
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    part, rope = model.part(MambaConfig), write_rope(model)
+    rope["rope_parameters"]["partial_rotary_factor"] = 0.5
+    mixers = model.part(PatternConfig).mixers
+    return {
+        **rope,
+        "partial_rotary_factor": 0.5,
+        "attn_layer_indices": [n for n, mixer in enumerate(mixers) if mixer == ATTENTION],
+        "mamba_d_head": part.mamba_head_dim,
+        "mamba_expand": part.width // model.hidden_size,
+        "time_step_limit": list(part.step_limits),
+        "attention_bias": model.attention.proj_bias,
+        "mlp_bias": model.mlp.bias,
+        "pad_token_id": None,
+    }
+
+
+def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    layers, heads = fields["num_layers"], fields["mamba_num_heads"]
+    given.unused("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb")
+    width = given.whole("mamba_expand") * fields["hidden_size"]
+    head_dim = given.content.get("mamba_d_head", "auto")
+    given.unused("mamba_d_head", "layers_block_type", "layer_types")
+    if width % heads or head_dim not in ("auto", width // heads):
+        given.refuse(
+            "mamba_d_head", head_dim, f"{heads} heads (mamba_n_heads) must be as wide together as "
+            f"mamba_expand times hidden_size, {width}"
+        )  # fmt: skip
+    chosen = given.content.get("attn_layer_indices") or []
+    given.unused("attn_layer_indices")
+    if not set(chosen) <= set(range(layers)):
+        given.refuse("attn_layer_indices", chosen, f"expected numbers below {layers}")
+    if len(set(chosen)) == layers:
+        given.refuse("attn_layer_indices", chosen, "no block has Mamba-2")
+    in_attention, in_mlp = given.flag("attention_bias"), given.flag("mlp_bias")
+    if in_mlp and not in_attention:
+        given.refuse("mlp_bias", in_mlp, "attention_bias is False; the MLP can have biases only "
+                     "where attention has them")  # fmt: skip
+    return {
+        **read_rope(given, fields, share_key="partial_rotary_factor", share=0.5),
+        "experimental_attention_variant": "mamba2",
+        "linear_attention_freq": pattern_text(n not in chosen for n in range(layers)),
+        "mamba_head_dim": width // heads,
+        "mamba_step_limits": shortest_limits(*read_limit(given, "time_step_limit")),
+        "add_bias_linear": in_mlp,
+        "add_attention_bias": in_attention and not in_mlp,
+    }
+
+
+BAMBA = Architecture(
+    title="Bamba",
+    model_type="bamba",
+    rewards=False,
+    model_class="BambaForCausalLM",
+    entries=(
+        *weight("embedding.word_embeddings", "model.embed_tokens"),
+        *block(
+            "model.layers.{n}",
+            norm("attention_norm", "input_layernorm"),
+            norm("mlp_norm", "pre_ff_layernorm"),
+            mamba_entries("mamba"),
+            attention_entries("self_attn", attention_biased),
+            gated_mlp("mlp", "feed_forward"),
+        ),
+        *norm("final_norm.norm", "model.final_layernorm"),
+        *weight("output_layer", "lm_head", when=untied),
+    ),
+    keys=KEYS | ACTIVATION | _SIZES,
+    fixed=FIXED,
+    features=frozenset({"mixers", "add_attention_bias", "rotary_percent", "rope_scaling"}),
+    gated=True,
+    requirements=(
+        *MAMBA_LAYERS,
+        Requirement(_only_replaced, "no --hybrid-layer-pattern"),
+        Requirement(_half, "--rotary-percent 0.5"),
+        Requirement(_whole_expansion, "--mamba-num-heads x --mamba-head-dim that --hidden-size "
+                    "divides"),
+    ),
+    write=_write,
+    read=_read,
+)  # fmt: skip

@@ -1,0 +1,325 @@
+"""Nemotron-H and Nemotron 3: blocks of one sublayer each, which is Mamba-2, attention without
+positions, an MLP or experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from megatron.config import ModelConfig
+from megatron.features.experts.flags import ExpertsConfig
+from megatron.features.experts.huggingface.deepseek import FP32, OF_GROUP, SIGMOID
+from megatron.features.experts.huggingface.parts import (
+    DOWN,
+    UP,
+    correction,
+    dense_in,
+    experts_in,
+    read_experts,
+    requirements,
+    router,
+    write_experts,
+)
+from megatron.features.recurrent.huggingface.bamba import (
+    MAMBA_LAYERS,
+    at,
+    attention_entries,
+    mamba_entries,
+)
+from megatron.features.recurrent.mamba_flags import MambaConfig, shortest_limits
+from megatron.features.recurrent.pattern import PatternConfig
+from megatron.formats.features import Requirement
+from megatron.formats.huggingface.architecture import Architecture
+from megatron.formats.huggingface.config_reader import HFConfigReader, Keys
+from megatron.formats.huggingface.entries import (
+    Condition,
+    Entry,
+    attention_biased,
+    block,
+    norm,
+    untied,
+    weight,
+)
+from megatron.formats.huggingface.llama import HEAD_DIM, KEYS, NO_BIASES
+
+_KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_LETTERS = {kind: letter for letter, kind in _KINDS.items()} | {"mamba": "M", "attention": "*"}
+"""Letters of layers by their names in transformers 5 and in older files."""
+
+
+def _has_attention(model: ModelConfig, n: int) -> int:
+    return model.has("attention", n)
+
+
+def _has_mlp(model: ModelConfig, n: int) -> int:
+    return model.has("mlp", n)
+
+
+def _dense(model: ModelConfig, n: int) -> int:
+    return model.has("mlp", n) and dense_in(model, n)
+
+
+def _sparse(model: ModelConfig) -> bool:
+    return not model.part(ExpertsConfig).idle
+
+
+def _any_dense(model: ModelConfig) -> bool:
+    return any(_dense(model, n) for n in range(model.num_layers))
+
+
+def _latent(model: ModelConfig) -> bool:
+    return model.part(ExpertsConfig).moe_latent_size is not None
+
+
+def _shares(model: ModelConfig) -> bool:
+    part = model.part(ExpertsConfig)
+    return part.idle or part.moe_shared_expert_intermediate_size is not None
+
+
+def _of_experts() -> tuple[Entry, ...]:
+    whole = [
+        Entry(ours, (f"mixer.experts.{name}",), at=experts_in, parameter=f"mixer.experts.{name}")
+        for ours, name in ((UP, "up_proj"), (DOWN, "down_proj"))
+    ]
+    single = (
+        dataclasses.replace(
+            entry,
+            theirs=(entry.theirs[0].replace("experts.", "experts.{e}.") + ".weight",),
+            slices=experts_in,
+            others=(entry,),
+        )
+        for entry in whole
+    )
+    further = (
+        Entry("mlp.latent_in.weight", ("mixer.fc1_latent_proj.weight",), when=_latent),
+        Entry("mlp.latent_out.weight", ("mixer.fc2_latent_proj.weight",), when=_latent),
+        Entry("mlp.shared.up.weight", ("mixer.shared_experts.up_proj.weight",)),
+        Entry("mlp.shared.down.weight", ("mixer.shared_experts.down_proj.weight",)),
+    )
+    entries = (
+        *router("mixer.gate.weight"),
+        *correction("mixer.gate.e_score_correction_bias"),
+        *single,
+        *at(experts_in, *further),
+    )
+    return tuple(dataclasses.replace(entry, when=_among_experts(entry.when)) for entry in entries)
+
+
+def _among_experts(when: Condition) -> Condition:
+    return lambda model: _sparse(model) and when(model)
+
+
+_MLP = (
+    Entry("mlp.up.weight", ("mixer.up_proj.weight",), when=_any_dense),
+    Entry("mlp.down.weight", ("mixer.down_proj.weight",), when=_any_dense),
+)
+
+
+_KEYS: Keys = {
+    **{key: ours for key, ours in KEYS.items() if key not in ("num_hidden_layers", "rms_norm_eps")},
+    "layer_norm_epsilon": "norm_epsilon",
+    **HEAD_DIM,
+    "mlp_hidden_act": "activation",
+    "ssm_state_size": "mamba_state_dim",
+    "mamba_num_heads": "mamba_num_heads",
+    "mamba_head_dim": "mamba_head_dim",
+    ("n_groups", "mamba_n_groups"): "mamba_num_groups",
+    ("conv_kernel", "mamba_d_conv"): "mamba_conv_kernel_dim",
+    ("use_conv_bias", "mamba_conv_bias"): "mamba_conv_bias",
+    "use_bias": "mamba_proj_bias",
+}
+
+
+def _pattern(given: HFConfigReader) -> str:
+    kinds = given.names("layers_block_type") or given.names("layer_types")
+    pattern = given.content.get("hybrid_override_pattern")
+    given.unused("hybrid_override_pattern", "num_hidden_layers")
+    if kinds is not None:
+        wrong = [kind for kind in kinds if kind not in _LETTERS]
+        if wrong or not kinds:
+            given.refuse("layers_block_type", kinds, f"expected {', '.join(_KINDS.values())}")
+        listed = "".join(_LETTERS[kind] for kind in kinds)
+        if pattern not in (None, listed):
+            given.refuse("hybrid_override_pattern", pattern, f"layers_block_type says {listed}")
+        return listed
+    if not isinstance(pattern, str) or not pattern or set(pattern) - set(_KINDS):
+        given.refuse("hybrid_override_pattern", pattern, f"expected letters of {''.join(_KINDS)}")
+    return pattern
+
+
+_ONLY = {
+    "attention_bias": "attention of such models has no biases",
+    "mlp_bias": "the MLP can have biases only where attention has them",
+    "residual_in_fp32": "transformers does not read it",
+    "mamba_proj_bias": "transformers reads use_bias",
+    "sliding_window": "attention of such models has no window",
+}
+
+
+def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    pattern = _pattern(given)
+    for key, why in _ONLY.items():
+        given.only(key, (False, None), why)
+    given.only("tie_word_embeddings", (False,), "transformers does not tie the head to the table")
+    given.only("mamba_hidden_act", ("silu",), "the convolution is always followed by SiLU")
+    given.unused(
+        "chunk_size", "mamba_chunk_size", "expand", "mamba_expand", "time_step_max",
+        "mamba_dt_max", "time_step_floor", "mamba_dt_init_floor", "time_step_limit",
+        "mamba_dt_limit", "mamba_ssm_cache_dtype", "use_mamba_kernels", "num_logits_to_keep",
+        "rescale_prenorm_residual", "hidden_dropout", "n_shared_experts", "rope_theta",
+        "partial_rotary_factor", "moe_shared_expert_overlap", "num_nextn_predict_layers",
+        "mtp_layers_block_type", "mtp_hybrid_override_pattern", "output_router_logits",
+    )  # fmt: skip
+    least = given.number(("time_step_min", "mamba_dt_min"))
+    if least < 0:
+        given.refuse("time_step_min", least, "expected a number, 0 or more")
+    if "M" not in pattern:
+        given.refuse("layers_block_type", pattern, "no layer is Mamba-2")
+    return {
+        "num_layers": len(pattern),
+        "hybrid_layer_pattern": pattern,
+        "mamba_step_limits": shortest_limits(least, math.inf),
+        **_read_experts(given, fields | {"num_layers": len(pattern)}, pattern),
+    }
+
+
+_OF_EXPERTS = (
+    "n_routed_experts", "num_local_experts", "n_group", "topk_group", "num_experts_per_tok",
+    "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size",
+    "norm_topk_prob", "routed_scaling_factor",
+)  # fmt: skip
+
+
+def _read_experts(given: HFConfigReader, fields: dict[str, Any], pattern: str) -> dict[str, Any]:
+    if "E" not in pattern:
+        given.unused(*_OF_EXPERTS)
+        return {}
+    choices = {"moe_router_topk": given.whole("num_experts_per_tok")}
+    inner = {"moe_ffn_hidden_size": given.whole("moe_intermediate_size")}
+    groups, kept = given.optional_whole("n_group"), given.optional_whole("topk_group")
+    if groups in (None, 1):
+        groups = kept = None
+    elif choices["moe_router_topk"] != OF_GROUP * (kept or 1):
+        given.refuse(
+            "topk_group", kept, f"a group is chosen by its best {OF_GROUP} experts; this needs "
+            f"num_experts_per_tok {OF_GROUP} times as large"
+        )  # fmt: skip
+    factor = given.number("routed_scaling_factor")
+    if factor <= 0:
+        given.refuse("routed_scaling_factor", factor, "expected a positive number")
+    return {
+        **choices,
+        **inner,
+        **read_experts(
+            given,
+            {**fields, **choices, **inner},
+            ("n_routed_experts", "num_local_experts"),
+            [letter == "E" for letter in pattern],
+            coefficient=None,
+        ),
+        **SIGMOID,
+        **FP32,
+        "moe_router_normalize": given.flag("norm_topk_prob"),
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": kept,
+        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+        "moe_latent_size": given.optional_whole("moe_latent_size"),
+        "moe_shared_expert_intermediate_size": given.whole("moe_shared_expert_intermediate_size"),
+    }
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    pattern = model.part(PatternConfig).hybrid_layer_pattern or ""
+    written = {
+        "layers_block_type": [_KINDS[letter] for letter in pattern],
+        "time_step_min": model.part(MambaConfig).step_limits[0],
+        "mamba_hidden_act": "silu",
+        "pad_token_id": None,
+    }
+    part = model.part(ExpertsConfig)
+    if part.idle:
+        return written
+    normalize, several = part.moe_router_normalize, part.moe_router_topk != 1
+    return {
+        **written,
+        **write_experts(model, "n_routed_experts", coefficient=None),
+        "num_experts_per_tok": part.moe_router_topk,
+        "moe_intermediate_size": part.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": part.moe_shared_expert_intermediate_size,
+        "moe_latent_size": part.moe_latent_size,
+        "n_group": part.moe_router_num_groups or 1,
+        "topk_group": part.moe_router_group_topk or 1,
+        "norm_topk_prob": several if normalize is None else normalize,
+        "routed_scaling_factor": part.moe_router_topk_scaling_factor or 1.0,
+    }
+
+
+def _groups_fit(model: ModelConfig) -> bool:
+    part = model.part(ExpertsConfig)
+    kept = part.moe_router_group_topk
+    return part.moe_router_num_groups is None or part.moe_router_topk == OF_GROUP * (kept or 0)
+
+
+def _sigmoid(model: ModelConfig) -> bool:
+    part = model.part(ExpertsConfig)
+    return part.idle or all(getattr(part, name) == value for name, value in SIGMOID.items())
+
+
+def _only_least(model: ModelConfig) -> bool:
+    return model.part(MambaConfig).step_limits[1] == math.inf
+
+
+def _one_sublayer(model: ModelConfig) -> bool:
+    return model.part(PatternConfig).hybrid_layer_pattern is not None
+
+
+def _where_sparse(need: Requirement) -> Requirement:
+    return Requirement(lambda model: not _sparse(model) or need.holds(model), need.wanted)
+
+
+NEMOTRON_H = Architecture(
+    title="Nemotron-H",
+    model_type="nemotron_h",
+    rewards=False,
+    model_class="NemotronHForCausalLM",
+    entries=(
+        *weight("embedding.word_embeddings", "backbone.embeddings"),
+        *block(
+            "backbone.layers.{n}",
+            at(_has_attention, *norm("attention_norm", "norm")),
+            mamba_entries("mixer"),
+            attention_entries("mixer", attention_biased),
+            at(_has_mlp, *norm("mlp_norm", "norm")),
+            at(_dense, *_MLP),
+            _of_experts(),
+        ),
+        *norm("final_norm.norm", "backbone.norm_f"),
+        *weight("output_layer", "lm_head", when=untied),
+    ),
+    keys=_KEYS,
+    fixed={"position_embedding_type": "none", "normalization": "RMSNorm", **NO_BIASES},
+    features=frozenset({"mixers", "layer_experts"}),
+    requirements=(
+        *MAMBA_LAYERS,
+        Requirement(untied, "--untie-embeddings-and-output-weights"),
+        Requirement(_one_sublayer, "--hybrid-layer-pattern"),
+        Requirement(_only_least, "--mamba-step-limits without a largest step"),
+        *map(
+            _where_sparse,
+            requirements(
+                *SIGMOID, "moe_router_topk_scaling_factor", "moe_router_num_groups",
+                "moe_router_group_topk", "moe_shared_expert_intermediate_size", "moe_latent_size",
+                dense=True,
+            ),
+        ),
+        Requirement(_sigmoid, "--moe-router-score-function sigmoid with "
+                    "--moe-router-enable-expert-bias"),
+        Requirement(_groups_fit, f"--moe-router-topk {OF_GROUP} times --moe-router-group-topk"),
+        Requirement(_shares, "--moe-shared-expert-intermediate-size"),
+    ),
+    write=_write,
+    read=_read,
+    beginnings={"backbone.": "model."},  # in the models of transformers 5
+    predicting=lambda model: r"mtp\..*",
+)  # fmt: skip

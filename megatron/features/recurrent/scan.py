@@ -1,0 +1,276 @@
+"""Mamba-2's state space (Dao and Gu 2024, arXiv:2405.21060), in chunks.
+
+Each head has a state h [D, P] that decays by one number a token and takes up an outer product:
+h_t = exp(A dt_t) h_{t-1} + dt_t b_t x_t^T, and y_t = c_t^T h_t + skip x_t (equation 11, listing 1
+for the chunks). Inputs b and c are shared by the heads of a group. In a chunk the products are
+those of attention without a softmax; between chunks only states are passed. Everything is computed
+in float32, or in float64 if the inputs are. The backward pass computes the chunks again, so that
+nothing but the inputs is kept.
+
+Shapes: B samples, S tokens, C chunks, L and M tokens of a chunk, N heads, G groups, R heads of a
+group (N = G x R), P head width, D size of the state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 64
+"""Tokens of a chunk: the work between chunks is divided by it, that in them multiplied."""
+
+
+def scan(
+    x_BSNP: Tensor,
+    dt_BSN: Tensor,
+    decay_N: Tensor,
+    b_BSGD: Tensor,
+    c_BSGD: Tensor,
+    skip_N: Tensor,
+    documents_BS: Tensor | None = None,
+    state: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [B, S, N, P] in the dtype of ``x``, and the states after the last token.
+
+    Args:
+        dt_BSN: steps, positive, float32 or wider.
+        decay_N: A of each head, negative.
+        documents_BS: number of the document of each token, which never decreases; the state of one
+            does not reach the next. None for one document.
+        state: [B, G, D, R, P] before the first token, which its document continues; None for zeros.
+    """
+    chunk = min(chunk, x_BSNP.shape[1])
+    return _Scan.apply(x_BSNP, dt_BSN, decay_N, b_BSGD, c_BSGD, skip_N, documents_BS, state, chunk)
+
+
+def step(
+    x_BNP: Tensor,
+    dt_BN: Tensor,
+    decay_N: Tensor,
+    b_BGD: Tensor,
+    c_BGD: Tensor,
+    skip_N: Tensor,
+    state_BGDRP: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [B, N, P] of one token of each sample, and the states after it."""
+    kind, groups = dt_BN.dtype, b_BGD.shape[1]
+    x_BGRP = x_BNP.unflatten(1, (groups, -1)).to(kind)
+    dt_BGR = dt_BN.unflatten(1, (groups, -1))
+    kept_BGR = torch.exp(dt_BGR * decay_N.to(kind).view(groups, -1))
+    taken_BGRP = x_BGRP * dt_BGR[..., None]
+    state_BGDRP = state_BGDRP * kept_BGR[:, :, None, :, None]
+    state_BGDRP = state_BGDRP + b_BGD.to(kind)[..., None, None] * taken_BGRP[:, :, None]
+    y_BGRP = (c_BGD.to(kind)[..., None, None] * state_BGDRP).sum(2)
+    y_BGRP = y_BGRP + skip_N.to(kind).view(groups, -1, 1) * x_BGRP
+    return y_BGRP.flatten(1, 2).to(x_BNP.dtype), state_BGDRP
+
+
+def reached(
+    dt_BSN: Tensor,
+    decay_N: Tensor,
+    c_BSGD: Tensor,
+    state_BGDRP: Tensor,
+    continued_BS: Tensor | None,
+) -> Tensor:
+    """The part [B, S, N, P] of outputs that comes from states before the first token, for a scan
+    that began with zeros; ``continued_BS`` is True at tokens of the document that they belong
+    to."""
+    kind, (groups, heads) = dt_BSN.dtype, state_BGDRP.shape[1::2]
+    kept_BSN = torch.exp(torch.cumsum(dt_BSN * decay_N.to(kind), 1))
+    if continued_BS is not None:
+        kept_BSN = kept_BSN * continued_BS[..., None]
+    from_state = c_BSGD.to(kind).transpose(1, 2) @ state_BGDRP.flatten(3)
+    y_BSNP = from_state.transpose(1, 2).unflatten(3, (heads, -1)).flatten(2, 3)
+    assert y_BSNP.shape[2] == groups * heads
+    return y_BSNP * kept_BSN[..., None]
+
+
+@dataclass
+class _Chunks:
+    """A sequence in chunks, and what forward and backward pass compute of it.
+
+    Attributes:
+        taken: dt x, what the states take up.
+        sums_BCGRL: logarithms of the decay since the start of the chunk.
+        decay: of what one token took up, until another one.
+        to_end, from_start: decay from a token to the end of its chunk, from the start to a token.
+        through_BCGR: decay in a whole chunk.
+    """
+
+    x_BCGLRP: Tensor
+    dt_BCGLR: Tensor
+    b_BCGLD: Tensor
+    c_BCGLD: Tensor
+    taken_BCGLRP: Tensor
+    decay_BCGRLM: Tensor
+    to_end_BCGLR: Tensor
+    from_start_BCGLR: Tensor
+    through_BCGR: Tensor
+
+    @classmethod
+    def of(
+        cls, x: Tensor, dt: Tensor, decay_N: Tensor, b: Tensor, c: Tensor,
+        documents: Tensor | None, chunk: int,
+    ) -> _Chunks:  # fmt: skip
+        kind, groups = dt.dtype, b.shape[2]
+        x_BCGLRP, b_BCGLD, c_BCGLD = (_cut(each.to(kind), chunk, groups) for each in (x, b, c))
+        dt_BCGLR = _cut(dt, chunk, groups)
+        b_BCGLD, c_BCGLD = b_BCGLD.squeeze(4), c_BCGLD.squeeze(4)
+        rates_GR = decay_N.to(kind).view(groups, -1)
+        sums_BCGLR = torch.cumsum(dt_BCGLR * rates_GR[:, None], 3)
+        sums_BCGRL = sums_BCGLR.transpose(3, 4)
+        later_LM = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
+        last_BCG1R = sums_BCGLR[..., -1:, :]
+        to_end, from_start = torch.exp(last_BCG1R - sums_BCGLR), torch.exp(sums_BCGLR)
+        through = torch.exp(last_BCG1R.squeeze(3))
+        hidden = later_LM
+        if documents is not None:
+            ids_BCL = _padded(documents, chunk, replicate=True).unflatten(1, (-1, chunk))
+            hidden = later_LM | (ids_BCL[..., :, None] != ids_BCL[..., None, :])[:, :, None, None]
+            last_BC = ids_BCL[..., -1]
+            before_BC = torch.cat([ids_BCL[:, :1, 0], last_BC[:, :-1]], 1)
+            at = (slice(None), slice(None), None, slice(None), None)
+            to_end = to_end * (ids_BCL == last_BC[..., None])[at]
+            from_start = from_start * (ids_BCL == before_BC[..., None])[at]
+            through = through * (before_BC == last_BC)[..., None, None]
+        logs = sums_BCGRL[..., :, None] - sums_BCGRL[..., None, :]
+        decay = logs.masked_fill_(hidden, float("-inf")).exp_()
+        taken = x_BCGLRP * dt_BCGLR[..., None]
+        return cls(x_BCGLRP, dt_BCGLR, b_BCGLD, c_BCGLD, taken, decay, to_end, from_start, through)
+
+    def states(self, start_BGDRP: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Factors by which tokens add to the state at the end of their chunk [B, C, G, L, R, P],
+        states before each chunk, [B, C, G, D, X] with X = R x P, and those after the last."""
+        ending_BCGLRP = self.taken_BCGLRP * self.to_end_BCGLR[..., None]
+        added_BCGDX = self.b_BCGLD.mT @ ending_BCGLRP.flatten(4)
+        state = torch.zeros_like(added_BCGDX[:, 0])
+        if start_BGDRP is not None:
+            state = start_BGDRP.to(state.dtype).flatten(3)
+        before = []
+        for kept_BGX, added_BGDX in zip(self.kept, added_BCGDX.unbind(1), strict=True):
+            before.append(state)
+            state = torch.addcmul(added_BGDX, state, kept_BGX)
+        return ending_BCGLRP, torch.stack(before, 1), state
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """Decay of each chunk for each number of the states, [B, G, 1, X]."""
+        width = self.x_BCGLRP.shape[-1]
+        return self.through_BCGR.repeat_interleave(width, -1)[..., None, :].unbind(1)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor,
+        documents: Tensor | None, start: Tensor | None, chunk: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.save_for_backward(x, dt, decay, b, c, skip, documents, start)
+        ctx.chunk = chunk
+        parts = _Chunks.of(x, dt, decay, b, c, documents, chunk)
+        _, before_BCGDX, final_BGDX = parts.states(start)
+        scores_BCG1LM = (parts.c_BCGLD @ parts.b_BCGLD.mT).unsqueeze(3)
+        mixed = parts.decay_BCGRLM.mul_(scores_BCG1LM)
+        y_BCGLRP = (mixed @ parts.taken_BCGLRP.transpose(3, 4)).transpose(3, 4)
+        passed = (parts.c_BCGLD @ before_BCGDX).view_as(parts.x_BCGLRP)
+        y_BCGLRP = torch.addcmul(y_BCGLRP, passed, parts.from_start_BCGLR[..., None])
+        rates = skip.to(dt.dtype).view(b.shape[2], 1, -1, 1)
+        y_BCGLRP = torch.addcmul(y_BCGLRP, parts.x_BCGLRP, rates)
+        final_BGDRP = final_BGDX.unflatten(-1, parts.x_BCGLRP.shape[-2:])
+        return _joined(y_BCGLRP, x), final_BGDRP
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, dt, decay, b, c, skip, documents, start = ctx.saved_tensors
+        grad_y, grad_final = grads
+        groups, rates = b.shape[2], decay.to(dt.dtype).view(b.shape[2], 1, -1)
+        parts = _Chunks.of(x, dt, decay, b, c, documents, ctx.chunk)
+        ending, before_BCGDX, _ = parts.states(start)
+        g_BCGLRP = _cut(grad_y.to(dt.dtype), ctx.chunk, groups)
+        of_taken, of_sums, of_b, of_c = _gradients_within(parts, g_BCGLRP)
+        # Outputs of the states before a chunk.
+        leaving = (g_BCGLRP * parts.from_start_BCGLR[..., None]).flatten(4)
+        of_c += leaving @ before_BCGDX.mT
+        of_before = parts.c_BCGLD.mT @ leaving
+        of_sums += (leaving * (parts.c_BCGLD @ before_BCGDX)).view_as(g_BCGLRP).sum(-1)
+        # States from chunk to chunk, from the last one on.
+        of_state, of_added, of_through = grad_final.to(dt.dtype).flatten(3), [], []
+        for kept, reading, state in zip(
+            reversed(parts.kept), reversed(of_before.unbind(1)), reversed(before_BCGDX.unbind(1)),
+            strict=True,
+        ):  # fmt: skip
+            of_added.append(of_state)
+            of_through.append((of_state * state).sum(2))
+            of_state = torch.addcmul(reading, of_state, kept)
+        of_added_BCGDX = torch.stack(of_added[::-1], 1)
+        of_through_BCGX = torch.stack(of_through[::-1], 1)
+        of_last = of_through_BCGX.unflatten(-1, g_BCGLRP.shape[-2:]).sum(-1) * parts.through_BCGR
+        # What tokens add to the state at the end of their chunk.
+        of_ending = (parts.b_BCGLD @ of_added_BCGDX).view_as(g_BCGLRP)
+        of_b += ending.flatten(4) @ of_added_BCGDX.mT
+        of_taken = torch.addcmul(of_taken, of_ending, parts.to_end_BCGLR[..., None])
+        of_to_end = (of_ending * ending).sum(-1)
+        of_sums -= of_to_end
+        of_sums[..., -1, :] += of_last + of_to_end.sum(3)
+        of_logs_BCGLR = of_sums.flip(3).cumsum(3).flip(3)
+        of_dt = torch.addcmul((of_taken * parts.x_BCGLRP).sum(-1), of_logs_BCGLR, rates)
+        of_x = of_taken * parts.dt_BCGLR[..., None] + g_BCGLRP * skip.to(dt.dtype).view(
+            groups, 1, -1, 1
+        )
+        of_decay = (of_logs_BCGLR * parts.dt_BCGLR).sum((0, 1, 3)).flatten()
+        of_skip = (g_BCGLRP * parts.x_BCGLRP).sum((0, 1, 3, 5)).flatten()
+        return (
+            _joined(of_x, x),
+            _joined(of_dt.unsqueeze(-1), dt).squeeze(-1),
+            of_decay.to(decay.dtype),
+            _joined(of_b.unsqueeze(4), b),
+            _joined(of_c.unsqueeze(4), c),
+            of_skip.to(skip.dtype),
+            None,
+            None if start is None else of_state.view_as(start).to(start.dtype),
+            None,
+        )
+
+
+def _gradients_within(parts: _Chunks, g_BCGLRP: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of what the states take up, of the sums of logarithms, of b and of c, by the
+    outputs that come from tokens of the same chunk."""
+    g_BCGRLP, scores = g_BCGLRP.transpose(3, 4), parts.c_BCGLD @ parts.b_BCGLD.mT
+    by_mixed = g_BCGRLP @ parts.taken_BCGLRP.transpose(3, 4).mT
+    by_mixed *= parts.decay_BCGRLM
+    of_scores_BCGLM = by_mixed.sum(3)
+    mixed = parts.decay_BCGRLM.mul_(scores.unsqueeze(3))
+    of_taken = (mixed.mT @ g_BCGRLP).transpose(3, 4)
+    of_logs = by_mixed.mul_(scores.unsqueeze(3))
+    of_sums = (of_logs.sum(-1) - of_logs.sum(-2)).transpose(3, 4).contiguous()
+    of_b, of_c = of_scores_BCGLM.mT @ parts.c_BCGLD, of_scores_BCGLM @ parts.b_BCGLD
+    return of_taken, of_sums, of_b, of_c
+
+
+def _padded(x: Tensor, chunk: int, replicate: bool = False) -> Tensor:
+    """Whole chunks of tokens along dimension 1; those that are added have no effect."""
+    short = -x.shape[1] % chunk
+    if not short:
+        return x
+    if replicate:
+        return torch.cat([x, x[:, -1:].expand(-1, short)], 1)
+    return F.pad(x, (*(0, 0) * (x.dim() - 2), 0, short))
+
+
+def _cut(x: Tensor, chunk: int, groups: int) -> Tensor:
+    """[B, S, N, ...] to [B, C, G, L, R, ...]."""
+    cut = _padded(x, chunk).unflatten(2, (groups, -1)).unflatten(1, (-1, chunk))
+    return cut.transpose(2, 3).contiguous()
+
+
+def _joined(x: Tensor, like: Tensor) -> Tensor:
+    """[B, C, G, L, R, ...] to the shape and the dtype of a tensor [B, S, N, ...]."""
+    joined = x.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, : like.shape[1]]
+    return joined.to(like.dtype)
