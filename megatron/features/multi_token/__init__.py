@@ -1,0 +1,1 @@
+"""Multi-token prediction: further tokens, predicted by blocks after the last layer."""

@@ -1,0 +1,193 @@
+"""Layers of multi-token prediction (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2).
+
+After the head of the model come, for each further token, its embedding by the model's own token
+embedding, the projection that merges it with the hidden states before, a block with the
+configuration of the last layer, a norm, and the model's own head. All of them are on the pipeline
+stage of the last layer, which has copies of the embedding; their gradients are summed as those of
+other tied layers are.
+
+Shapes: B micro batch, S sequence (a rank's slice of it where the region is split), H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig, ParallelConfig
+from megatron.config.features import AHEAD
+from megatron.features.multi_token.flags import MultiTokenConfig, loss_name
+from megatron.model.block import Block
+from megatron.model.layer_list import LayerSpec, LayerState
+from megatron.model.norm import FinalNorm, build_norm
+from megatron.model.spec import ModelSpec
+from megatron.parallel.cross_entropy import linear_cross_entropy
+from megatron.parallel.layers import WholeLinear
+from megatron.parallel.loss_head import HeadInput
+from megatron.parallel.shard import initial
+from megatron.parallel.tensor_parallel import TensorParallel
+
+
+class Merge(nn.Module):
+    """Projection of the embedding of a later token and the hidden states before it, each after a
+    norm, onto the input of a block."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.embed_norm, self.hidden_norm = build_norm(config, tp), build_norm(config, tp)
+        self.merge = WholeLinear(2 * width, width, bias=False, init=initial(config), tp=tp)
+        self.widens = config.fp32_residual_connection
+
+    def forward(self, state: LayerState) -> LayerState:
+        """``hidden`` [B, S, 2 H], embeddings before hidden states, to [B, S, H]."""
+        embedded_BSH, x_BSH = state.hidden.chunk(2, dim=-1)
+        normed = self.embed_norm(embedded_BSH), self.hidden_norm(x_BSH)
+        y_BSH = self.merge(torch.cat(normed, dim=-1))
+        if self.widens:
+            y_BSH = y_BSH.to(torch.promote_types(y_BSH.dtype, torch.float32))
+        return state.with_hidden(y_BSH)
+
+
+class BlockAhead(Block):
+    """A block with the configuration of the last layer and a number of its own."""
+
+    def __init__(
+        self, config: ModelConfig, depth: int, tp: TensorParallel, recompute_attention: bool
+    ) -> None:
+        super().__init__(config, config.num_layers - 1, tp, recompute_attention)
+        for module in self.modules():
+            if hasattr(module, "layer"):
+                module.layer = config.num_layers + depth  # type: ignore[assignment]
+
+
+def with_blocks_ahead(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
+    """The model with the layers of multi-token prediction after its head."""
+    part = model.part(MultiTokenConfig)
+
+    def layers(tp: TensorParallel) -> list[LayerSpec]:
+        main = _with_keys(spec.layers(tp))
+        last = max(place for place, layer in enumerate(main) if layer.block)
+        ahead: list[LayerSpec] = []
+        for depth in range(part.blocks_ahead):
+            further = _further_layers(
+                model, parallel, tp, 0 if part.mtp_use_repeated_layer else depth
+            )
+            if part.mtp_use_repeated_layer:
+                further = [replace(layer, tied_key=f"ahead_{n}") for n, layer in enumerate(further)]
+            run = partial(_if_predicting, depth, part.mtp_detach_heads)
+            ahead += [
+                replace(main[0], forward=partial(run, _embedded)),
+                replace(main[1], forward=partial(run, _completed)),
+                *(replace(layer, forward=partial(run, _applied)) for layer in further),
+                replace(main[-1], forward=partial(run, _predicted)),
+            ]
+        per_token = len(ahead) // part.blocks_ahead
+        ahead = [replace(layer, ahead=place // per_token) for place, layer in enumerate(ahead)]
+        together = [replace(layer, with_next_block=True) for layer in (*main[last:], *ahead[:-3])]
+        return [*main[:last], *together, *ahead[-3:]]
+
+    return replace(spec, layers=layers)
+
+
+def _further_layers(
+    model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel, depth: int
+) -> list[LayerSpec]:
+    """Merge, block and norm: the layers that a further token has for itself."""
+    selective, name = parallel.recompute_granularity == "selective", f"{AHEAD}{depth}"
+    return [
+        LayerSpec(name, partial(Merge, model, tp)),
+        LayerSpec(f"{name}.block", partial(BlockAhead, model, depth, tp, selective), block=True),
+        LayerSpec(name, partial(FinalNorm, model, tp)),  # which calls its norm so
+    ]
+
+
+def _with_keys(layers: list[LayerSpec]) -> list[LayerSpec]:
+    """The layers with keys for those that run several times: the embedding's and the head."""
+    keys = {0: "embed", 1: "inputs", len(layers) - 1: "head"}
+    return [
+        replace(layer, tied_key=layer.tied_key or keys.get(place))
+        for place, layer in enumerate(layers)
+    ]
+
+
+def _if_predicting(
+    depth: int, detach: bool, run: Any, module: nn.Module, state: LayerState
+) -> LayerState:
+    """Run a layer where the further token is predicted: not where the model scores text, nor where
+    it generates, unless a draft is to be made."""
+    scores = state.targets is None or state.targets.scored
+    if not state.ahead or (scores and state.cache is None):
+        return state
+    return run(depth, detach, module, state)
+
+
+def _embedded(depth: int, detach: bool, table: nn.Module, state: LayerState) -> LayerState:
+    """``hidden`` becomes [B, S, 2 H]: the embeddings of the tokens ahead, then hidden states."""
+    x_BSH = state.hidden.detach() if detach and depth == 0 else state.hidden
+    embedded_BSH = table(state.ahead[depth]).hidden
+    return state.with_hidden(torch.cat((embedded_BSH, x_BSH), dim=-1))
+
+
+def _completed(depth: int, detach: bool, inputs: nn.Module, state: LayerState) -> LayerState:
+    """The embeddings as the input of the first block, with positions, scale and dropout."""
+    embedded_BSH, x_BSH = state.hidden.chunk(2, dim=-1)
+    embedded_BSH = inputs(state.ahead[depth].with_hidden(embedded_BSH)).hidden
+    if detach:
+        embedded_BSH = _WithoutGradient.apply(embedded_BSH)
+    return state.with_hidden(torch.cat((embedded_BSH, x_BSH), dim=-1))
+
+
+def _applied(depth: int, detach: bool, module: nn.Module, state: LayerState) -> LayerState:
+    return module(state)
+
+
+def _predicted(depth: int, detach: bool, table: nn.Module, state: LayerState) -> LayerState:
+    weights_2 = None if state.objective is None else state.batch.weights_2
+    objective = LossAhead(depth, detach, weights_2)
+    targets = state.ahead[depth].targets
+    predicted = table(state.changed(targets=targets, objective=objective), project=True)
+    return predicted.changed(targets=state.targets, objective=state.objective)
+
+
+@dataclass(frozen=True)
+class LossAhead:
+    """Cross entropy of the tokens further ahead, the mean over those that count.
+
+    Attributes:
+        weights_2: of the micro batch among those of its step, where the model's own loss has them.
+    """
+
+    depth: int
+    detach: bool
+    weights_2: Tensor | None = None
+
+    @property
+    def losses(self) -> dict[str, float]:
+        return {loss_name(self.depth): 1.0}
+
+    def __call__(self, inputs: HeadInput, batch: Any) -> dict[str, Tensor]:
+        x_BPH, weight_VH, bias_V, targets, head = inputs
+        if self.detach:
+            weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
+        loss = linear_cross_entropy(x_BPH, weight_VH, targets, head, bias_V)
+        if self.weights_2 is not None:
+            loss = loss * self.weights_2[0].to(loss.dtype)
+        return {loss_name(self.depth): loss}
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Identity whose gradient is zero: a pipeline stage needs a gradient, if zero, of each copy of
+    a tied layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.zeros_like(grad)
