@@ -1,0 +1,1 @@
+"""Optimizers next to the core's AdamW and SGD."""

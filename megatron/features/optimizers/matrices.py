@@ -1,0 +1,175 @@
+"""Whole matrices from the parts that ranks have of them, each on one rank, and back.
+
+Shapes: see :class:`Deal`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.parallel.mesh import SINGLE, Coordinates, Group, Mesh
+from megatron.parallel.shard import Shard, shard_of
+
+Update = Callable[[nn.Parameter, Tensor], Tensor]
+"""From a parameter and a whole tensor of its shape (of its experts on this rank) to another."""
+
+
+class OwnedPart(NamedTuple):
+    """Part of a parameter in a tensor that the optimizer updates, from ``offset`` on."""
+
+    param: nn.Parameter
+    holder: Tensor
+    offset: int
+    length: int
+
+
+class Deal:
+    """Parameters, dealt out among the ranks that have parts of them.
+
+    Args:
+        parts: of this rank, of the same parameters in the same order on all of the ranks.
+        replicas: the ranks that have the same share of these parameters, which ZeRO divides.
+    """
+
+    def __init__(self, parts: Sequence[OwnedPart], replicas: Group, mesh: Mesh) -> None:
+        self.parts, self._tensor = list(parts), mesh.tensor
+        self._device = parts[0].param.device
+        places = mesh.coordinates
+        self._shards = [over_tensor(shard_of(part.param), places) for part in parts]
+        self._shapes = [shard.local_shape(places) for shard in self._shards]
+        costs = [_cost(shard.full_shape) for shard in self._shards]
+        whole = [math.prod(shape) for shape in self._shapes]
+        lengths = _of_all([part.length for part in parts], replicas, self._device)
+        if lengths == [whole] * replicas.size:  # ZeRO divides nothing
+            replicas, lengths = SINGLE, [whole]
+        self._over_replicas = PartExchange(replicas, lengths, costs, self._device)
+        self._cut = [n for n in self._over_replicas.mine if self._shards[n].cuts]
+        sizes = [
+            [math.prod(self._shards[n].local_shape(at)) for n in self._cut]
+            for at in self._tensor_places
+        ]
+        costs = [costs[n] for n in self._cut]
+        self._over_tensor = PartExchange(self._tensor, sizes, costs, self._device)
+
+    def updates(self, pieces: Sequence[Tensor], update: Update) -> list[Tensor]:
+        """The parts, flat, of what ``update`` makes of the whole parameters with these parts."""
+        gathered = self._over_replicas.gather(pieces)
+        shares = {n: torch.cat(list(each)) for n, each in gathered.items()}
+        if self._cut:
+            again = {
+                k: self._updated_shares(self._cut[k], of_ranks, update)
+                for k, of_ranks in self._over_tensor.gather([shares[n] for n in self._cut]).items()
+            }
+            shares |= zip(self._cut, self._over_tensor.scatter(again, pieces[0]), strict=True)
+        for n in self._over_replicas.mine:
+            if n not in self._cut:
+                whole = shares[n].view(self._shapes[n])
+                shares[n] = update(self.parts[n].param, whole).reshape(-1)
+        back = {n: shares[n].split(self._over_replicas.lengths_of(n)) for n in shares}
+        return self._over_replicas.scatter(back, pieces[0])
+
+    @property
+    def _tensor_places(self) -> list[Coordinates]:
+        return [{"tensor": (rank, self._tensor.size)} for rank in range(self._tensor.size)]
+
+    def _updated_shares(self, n: int, shares: Sequence[Tensor], update: Update) -> list[Tensor]:
+        shard = self._shards[n]
+        whole = shares[0].new_zeros(shard.full_shape)
+        for share, at in zip(shares, self._tensor_places, strict=True):
+            shard.place(whole, share.view(shard.local_shape(at)), at)
+        whole = update(self.parts[n].param, whole)
+        return [shard.cut(whole, at).reshape(-1) for at in self._tensor_places]
+
+
+class PartExchange:
+    """Items whose parts come together on one rank each: dealt out by cost, the largest first.
+
+    Args:
+        lengths: by rank, of its part of each item.
+
+    Attributes:
+        mine: numbers of the items of this rank.
+    """
+
+    def __init__(
+        self, ranks: Group, lengths: list[list[int]], costs: Sequence[int], device: torch.device
+    ) -> None:
+        self._ranks, self._lengths, self._device = ranks, lengths, device
+        loads = [0] * ranks.size
+        self._of: list[list[int]] = [[] for _ in loads]
+        for item in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
+            rank = loads.index(min(loads))
+            loads[rank] += costs[item]
+            self._of[rank].append(item)
+        self.mine = self._of[ranks.rank]
+
+    def lengths_of(self, item: int) -> list[int]:
+        """Lengths of its parts, by rank."""
+        return [lengths[item] for lengths in self._lengths]
+
+    def gather(self, parts: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+        """From this rank's part of each item, the parts of its own items, by item and rank."""
+        if self._ranks.size == 1:
+            return {item: [parts[item]] for item in self.mine}
+        sent = [[parts[n] for n in items] for items in self._of]
+        sizes = [[lengths[n] for n in self.mine] for lengths in self._lengths]
+        received = self._exchanged(sent, sizes, parts[0])
+        return {n: [of_rank[k] for of_rank in received] for k, n in enumerate(self.mine)}
+
+    def scatter(self, parts: Mapping[int, Sequence[Tensor]], like: Tensor) -> list[Tensor]:
+        """From the parts of its own items, by rank, this rank's part of each item."""
+        own = self._lengths[self._ranks.rank]
+        if self._ranks.size == 1:
+            return [parts[item][0] for item in range(len(own))]
+        sent = [[parts[n][rank] for n in self.mine] for rank in range(self._ranks.size)]
+        sizes = [[own[n] for n in items] for items in self._of]
+        received = self._exchanged(sent, sizes, like)
+        places = {n: (rank, k) for rank, items in enumerate(self._of) for k, n in enumerate(items)}
+        return [received[rank][k] for _, (rank, k) in sorted(places.items())]
+
+    def _exchanged(
+        self, sent: list[list[Tensor]], sizes: list[list[int]], like: Tensor
+    ) -> list[list[Tensor]]:
+        """Send parts to each rank; return those from each, cut into these sizes."""
+        empty = like.new_empty(0)
+        out = torch.cat([part for of_rank in sent for part in of_rank] or [empty]).to(self._device)
+        into = out.new_empty(sum(map(sum, sizes)))
+        counts = [sum(part.numel() for part in of_rank) for of_rank in sent]
+        dist.all_to_all_single(into, out, list(map(sum, sizes)), counts, group=self._ranks.handle)
+        parts = into.to(like.device).split([size for of_rank in sizes for size in of_rank])
+        remaining = iter(parts)
+        return [[next(remaining) for _ in of_rank] for of_rank in sizes]
+
+
+def over_tensor(shard: Shard, places: Coordinates) -> Shard:
+    """The shard of a parameter in a model that has this rank's experts only, and is cut over
+    tensor-parallel ranks alone."""
+    shape = list(shard.full_shape)
+    others = [cut for cut in shard.cuts if cut.axes != ("tensor",)]
+    for cut in others:
+        shape[cut.dim] = sum(length for _, length in cut.ranges(shape[cut.dim], places))
+    cuts = tuple(cut for cut in shard.cuts if cut not in others)
+    sizes = places.get("tensor", (0, 1))
+    return Shard(tuple(shape), cuts if sizes[1] > 1 else ())
+
+
+def _cost(shape: Sequence[int]) -> int:
+    """Work of orthogonalising a parameter, compared with others."""
+    *experts, rows, columns = shape
+    return math.prod(experts) * min(rows, columns) ** 2 * max(rows, columns)
+
+
+def _of_all(numbers: list[int], ranks: Group, device: torch.device) -> list[list[int]]:
+    """The numbers of every rank; all must call it."""
+    if ranks.size == 1:
+        return [numbers]
+    own = torch.tensor(numbers, device=device)
+    rows = [torch.empty_like(own) for _ in ranks.ranks]
+    dist.all_gather(rows, own, group=ranks.handle)
+    return [row.tolist() for row in rows]
