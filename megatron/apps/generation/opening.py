@@ -16,8 +16,10 @@ from megatron.apps.generation.execution.adapters import (
 )
 from megatron.apps.generation.execution.runner import (
     PagedRunner,
+    has_states,
     page_shape,
     page_size_of,
+    state_shape,
 )
 from megatron.apps.generation.execution.stages import StagedLayers
 from megatron.apps.generation.memory import CacheConfig
@@ -137,9 +139,16 @@ def runner_of(
         if is_main_process():
             say(f"{where}: without --retro the model's attention to retrieved text is left out")
         generation = generation._replace(neighbors=None)
-    shape = page_shape(stages, config.model, page_size_of(generation), generation.neighbors)
-    pages = cache.pages(shape, generation.max_positions, engine.device, mesh.world)
-    return PagedRunner(stages, config.model, generation, pages, adapters=adapters)
+    drafts = cache.drafts(config.model)
+    shape = page_shape(stages, config.model, page_size_of(generation), generation.neighbors, drafts)
+    slots, states = cache.texts, state_shape(stages, config.model)
+    if has_states(config.model):
+        slots = cache.slots(states, shape, engine.device, mesh.world)
+    taken = slots * states.bytes
+    pages = cache.pages(shape, generation.max_positions, engine.device, mesh.world, taken)
+    return PagedRunner(
+        stages, config.model, generation, pages, adapters=adapters, slots=slots, drafts=drafts
+    )
 
 
 def for_generation(settings: Settings) -> Settings:

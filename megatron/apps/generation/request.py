@@ -217,9 +217,10 @@ class SequencePart:
         tokens: ids at the positions ``start``, ``start`` + 1, ...
         pages: numbers of the pages of the positions 0 to the last of these; keys and values of
             earlier positions are in them, those of these tokens are written.
-        decoding: true for a single token that was generated. Other tokens are prompt: their results
-            do not depend on how a sequence is cut into parts.
-        logits: true to compute the logits after the last token.
+        decoding: true for a token that was generated and the drafts after it: each is computed as
+            where it comes alone. Other tokens are prompt: their results do not depend on how a
+            sequence is cut into parts.
+        logits: true to compute the logits after the last token; after each of a ``decoding`` part.
         targets: the tokens that follow each of the first ``len(targets)`` tokens, to be scored with
             the ``top`` most probable ones.
         encoded: of a model with an encoder, the number of the encoded prompt.
@@ -227,6 +228,11 @@ class SequencePart:
         adapter: one of `Runner.adapters`; None for the model without.
         neighbors: of a model that retrieves, the tokens of the neighbours of each chunk whose last
             token is among these.
+        drafts: of a new token: how many tokens after it the runner drafts, which join the part;
+            ``pages`` has theirs.
+        before: with drafts: the drafts of the step before that were right, this token's last ones.
+        slot: of a model with states, the place of those of the sequence, which are replaced; at
+            position 0 whatever is there does not count.
     """
 
     tokens: tuple[int, ...]
@@ -240,17 +246,22 @@ class SequencePart:
     long: bool = False
     adapter: str | None = None
     neighbors: tuple[tuple[int, ...], ...] = ()
+    slot: int | None = None
+    drafts: int = 0
+    before: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """One pass through the model. First the pages of ``copies`` (from, to) are copied, in order;
-    then prompts are encoded (tokens by number) and forgotten; then the parts run."""
+    """One pass through the model. First the pages of ``copies`` (from, to) are copied, in order,
+    and the states of ``state_copies``; then prompts are encoded (tokens by number) and forgotten;
+    then the parts run."""
 
     parts: tuple[SequencePart, ...]
     copies: tuple[tuple[int, int], ...] = ()
     encode: tuple[tuple[int, tuple[int, ...]], ...] = ()
     forget: tuple[int, ...] = ()
+    state_copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -265,15 +276,17 @@ class TargetScores:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Logits float32 [R, V] of the R parts with `SequencePart.logits`, without the padding of the
-    vocabulary, on the CPU; and the scores of each part with targets; both in order."""
+    """Logits float32 [R, V] of the parts with `SequencePart.logits`, without the padding of the
+    vocabulary, on the CPU; the scores of each part with targets; and the tokens that the runner
+    has drafted for each part with `SequencePart.drafts`; all in order."""
 
     logits_RV: Tensor
     scores: tuple[TargetScores, ...]
+    drafts: tuple[tuple[int, ...], ...] = ()
 
 
 class Runner(Protocol):
-    """A loaded model with the memory of its keys and values.
+    """A loaded model with its memory.
 
     Attributes:
         page_size: positions of each of the ``pages``, which are numbered from 0.
@@ -282,6 +295,9 @@ class Runner(Protocol):
         start_token: the first token of a decoder; None without an encoder.
         long_after: tokens of a sequence after which all of its positions are computed otherwise
             (LongRoPE), again from the first one. None for most models.
+        slots: sequences whose states have a place; None for a model without states.
+        piece: positions at whose multiples a prompt may be cut into parts.
+        drafts: the most tokens that it drafts for a part; 0 if it does not.
     """
 
     page_size: int
@@ -292,6 +308,9 @@ class Runner(Protocol):
     start_token: int | None
     long_after: int | None
     adapters: tuple[str, ...]
+    slots: int | None
+    piece: int
+    drafts: int
 
     def run(self, step: StepInput) -> StepOutput:
         """Runs a step on all ranks. Called by the main rank only."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.apps.generation.execution.runner import PAGE_SIZE, PagedRunner
 from megatron.apps.generation.execution.stages import StagedLayers
+from megatron.apps.generation.memory import TEXTS
 from megatron.apps.generation.request import Completion, GenerationRequest
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.engine.train_engine import ModelEngine
@@ -103,4 +104,7 @@ def training_runner(
     stages = StagedLayers.of(engine)
     # Blocks are compiled for the one shape of training; steps of generation have many.
     with engine.backend.tensor_parallel.unsplit(), torch.compiler.set_stance("force_eager"):
-        yield PagedRunner(stages, config.model, generation, pages, in_training=True, steps=steps)
+        slots = min(sequences, TEXTS)
+        yield PagedRunner(
+            stages, config.model, generation, pages, in_training=True, steps=steps, slots=slots
+        )

@@ -47,15 +47,20 @@ class RememberingRunner(ABC):
         fail_at: int | None = None,
         delay: float = 0.0,
         adapters: tuple[str, ...] = (),
+        slots: int | None = None,
+        piece: int = 1,
     ) -> None:
         self.vocab_size, self.pages, self.page_size = vocab_size, pages, page_size
         self.max_positions, self.max_prompt = max_positions, max_prompt
         self.start_token, self.long_after = start_token, long_after
         self.fail_at, self.delay, self.adapters = fail_at, delay, adapters
+        self.slots, self.piece = slots, piece
         self.steps: list[StepInput] = []
         self.closed = False
+        self.drafts = 0
         self.encoded: dict[int, tuple[int, ...]] = {}
         self._memory = np.full((pages, page_size), NOTHING, np.int64)
+        self._states: dict[int, tuple[int, ...]] = {}
 
     def run(self, step: StepInput) -> StepOutput:
         assert not self.closed
@@ -66,6 +71,8 @@ class RememberingRunner(ABC):
             time.sleep(self.delay)
         for source, target in step.copies:
             self._memory[target] = self._memory[source]
+        for source, target in step.state_copies:
+            self._states[target] = self._states[source]
         for number, tokens in step.encode:
             assert number not in self.encoded and tokens and self.max_prompt is not None
             assert len(tokens) <= self.max_prompt
@@ -76,10 +83,15 @@ class RememberingRunner(ABC):
         rows, scores = [], []
         for part in step.parts:
             sequence_L = self._sequence(part)
+            self._recur(part, sequence_L)
             if part.targets:
                 scores.append(self._scores(part, sequence_L))
             if part.logits:
-                rows.append(self.logits_after(sequence_L, self._encoding(part)))
+                first = part.start + 1 if part.decoding else len(sequence_L)
+                rows += [
+                    self.logits_after(sequence_L[:length], self._encoding(part))
+                    for length in range(first, len(sequence_L) + 1)
+                ]
         none_0V = torch.empty(0, self.vocab_size)
         return StepOutput(torch.stack(rows) if rows else none_0V, tuple(scores))
 
@@ -95,7 +107,6 @@ class RememberingRunner(ABC):
         for part in parts:
             first, end = part.start, part.start + len(part.tokens)
             assert part.tokens and first >= 0 and end <= self.max_positions
-            assert not part.decoding or len(part.tokens) == 1
             assert len(part.targets) <= len(part.tokens)
             assert len(part.pages) == -(-end // self.page_size), "a page too many or too few"
             assert len(set(part.pages)) == len(part.pages)
@@ -105,6 +116,8 @@ class RememberingRunner(ABC):
             own = set(part.pages[first // self.page_size :])
             assert not own & written, "two parts write a page"
             written |= own
+        slots = [part.slot for part in parts if part.slot is not None]
+        assert len(set(slots)) == len(slots), "two parts have a slot"
         for part in parts:
             before = set(part.pages[: part.start // self.page_size])
             assert not before & written, "a part reads a page that another one writes"
@@ -117,6 +130,18 @@ class RememberingRunner(ABC):
         sequence_L = tuple((stored_L % _LONG if part.long else stored_L).tolist())
         assert NOTHING not in sequence_L, "a position is read that was never written"
         return sequence_L
+
+    def _recur(self, part: SequencePart, sequence_L: tuple[int, ...]) -> None:
+        """Keep what a state has read: it must be the whole sequence, cut at multiples of a
+        piece."""
+        assert (part.slot is None) == (self.slots is None)
+        if part.slot is None:
+            return
+        assert part.slot < self.slots
+        assert part.decoding or part.start % self.piece == 0, "cut within a piece"
+        before = self._states[part.slot] if part.start else ()
+        assert before == sequence_L[: part.start], "a state of another text"
+        self._states[part.slot] = sequence_L
 
     def _encoding(self, part: SequencePart) -> tuple[int, ...] | None:
         assert (part.encoded is None) == (self.max_prompt is None)

@@ -23,7 +23,7 @@ from megatron.checkpoint.source import locate_checkpoint
 from megatron.config import ConfigError
 from megatron.engine.train_engine import ModelEngine
 from megatron.features.adapters.checkpoint import AdaptedSource, rows_of_part
-from megatron.parallel.layers import ParallelLinear
+from megatron.parallel.layers import ParallelLinear, RowMap
 from megatron.parallel.linear import LinearMap, column_linear, linear
 from megatron.parallel.mesh import Coordinates
 from megatron.parallel.shard import Shard, shard_of
@@ -77,7 +77,8 @@ class _LayerAdditions:
     def outputs(
         self, layer: ParallelLinear, x_BSI: Tensor, maps: Sequence[LinearMap]
     ) -> tuple[Tensor, ...]:
-        if shard_of(maps[0].weight).over("tensor").dim == 0:  # type: ignore[union-attr,arg-type]
+        cut = shard_of(maps[0].weight).over("tensor")  # type: ignore[arg-type]
+        if cut is None or cut.dim == 0:
             outputs = list(column_linear(x_BSI, maps, layer.tp))
             for rows_T1, addition in self._present():
                 z_BSR = F.linear(x_BSI, addition.down_RI)
@@ -98,6 +99,15 @@ class _LayerAdditions:
             if addition.factors is not None:
                 y_BSO = torch.where(rows_T1, y_BSO * addition.factors[0], y_BSO)
         return (y_BSO if each.bias is None else y_BSO + layer.tp.shared(each.bias)[0],)
+
+    def changed(self, layer: ParallelLinear, weight: Tensor) -> Sequence[RowMap]:
+        maps: list[RowMap] = [(None, weight)]
+        for rows_T1, addition in self._present():
+            changed_OI = torch.addmm(weight, addition.ups[0], addition.down_RI)
+            if addition.factors is not None:
+                changed_OI = changed_OI * addition.factors[0][:, None]
+            maps.append((rows_T1, changed_OI))
+        return maps
 
     def _present(self) -> list[tuple[Tensor, ServedAddition]]:
         rows = self._served.rows
@@ -208,8 +218,11 @@ def _addition(
     weights = [layer.weight, getattr(layer, "kv_weight", None)]
     for each in (each for each in weights if isinstance(each, nn.Parameter)):
         like = each
-        (cut,) = shard_of(each).cuts
-        if cut.dim == 0:
+        cut = shard_of(each).over("tensor")
+        if cut is None:
+            ups.append(up_OR)
+            factors.append(factor_O)
+        elif cut.dim == 0:
             ups.append(Shard(tuple(up_OR.shape), (cut,)).cut(up_OR, coordinates))
             factors.append(Shard(tuple(factor_O.shape), (cut,)).cut(factor_O, coordinates))
         else:

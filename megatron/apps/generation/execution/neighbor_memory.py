@@ -75,7 +75,7 @@ class _Tile(NamedTuple):
 
 
 class NeighborCache:
-    """The neighbours of one pass (`megatron.model.layer_list.NeighborStore`): the pages of the
+    """The neighbours of one pass (`megatron.model.caches.NeighborStore`): the pages of the
     chunks that ``ended`` in it, and the tokens [1, C, neighbours, R] of their neighbours."""
 
     def __init__(self, memory: NeighborMemory, parts: Sequence[SequencePart]) -> None:
@@ -158,7 +158,7 @@ def _tiles(part: SequencePart, row: int, chunk_length: int) -> list[_Tile]:
     tiles, position, end = [], part.start, part.start + len(part.tokens)
     while position < end:
         chunk, offset = divmod(position + 1, chunk_length)
-        stop = min(end, (chunk + 1) * chunk_length - 1)
+        stop = position + 1 if part.decoding else min(end, (chunk + 1) * chunk_length - 1)
         if chunk:
             first = row + position - part.start
             rows = slice(first, first + stop - position)

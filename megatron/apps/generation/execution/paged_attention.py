@@ -5,13 +5,15 @@ depend on other work:
 
 - Queries of a prompt go in tiles of a page's positions, aligned with the pages and filled up with
   zeros, to all keys up to the end of the tile: the same GEMMs however a prompt is cut into parts.
-- A generated token is one query, with a GEMM of its own for each page of keys, a softmax for each
-  page, and the pages added up in the order of the sequence. On a CPU a batched GEMM for each run
-  of consecutive pages reads them where they are: a copy would take longer than the products.
+- A generated token is one query, as each draft after it, with a GEMM of its own for each page of
+  keys, a softmax for each page, and the pages added up in the order of the sequence. On a CPU a
+  batched GEMM for each run of consecutive pages reads them where they are: a copy would take longer
+  than the products.
 
-Shapes: T tokens, S tokens of a part, B generated tokens, C pages of the longest of their sequences,
-U pages that are read, N query heads, K key and value heads, G = N / K query heads that share one, P
-positions of a page, L keys of a tile, D head width.
+Shapes: T tokens, S tokens of a part, B generated tokens and drafts, C pages of the longest of their
+sequences, U pages that are read, N query heads, K key and value heads, G = N / K query heads that
+share one, P positions of a page, L keys of a tile, D head width, V width of a value, W of a latent
+vector.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.apps.generation.execution.states import StateCache
 from megatron.apps.generation.memory import PageMemory
 from megatron.apps.generation.request import SequencePart
-from megatron.model.attention_masks import AttentionScoring, slopes_on
-from megatron.model.layer_list import NeighborStore
+from megatron.config.blocks import Chunk, Window
+from megatron.model.attention_masks import AttentionScoring, first_key, slopes_on
+from megatron.model.caches import NeighborStore
 
 _VECTORS = 64  # columns that kernels of sums take at a time
 
@@ -53,6 +57,22 @@ class EncodedPrompt:
         return self._layers[layer]
 
 
+class _Stored(NamedTuple):
+    """Keys [X, K, P, D] and values [X, K, P, V] of a block; with ``one`` the values are the first V
+    numbers of the keys."""
+
+    keys: Tensor
+    values: Tensor
+    one: bool = False
+
+    def rows(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies [K, L, D] and [K, L, V] of pages in a row."""
+        keys_KLD = self.keys[pages].transpose(0, 1).flatten(1, 2)
+        if self.one:
+            return keys_KLD, keys_KLD[..., : self.values.shape[-1]]
+        return keys_KLD, self.values[pages].transpose(0, 1).flatten(1, 2)
+
+
 @dataclass(frozen=True)
 class _Prompt:
     """A part of a prompt: its rows, its first position, and its pages on the device."""
@@ -60,6 +80,14 @@ class _Prompt:
     rows: slice
     start: int
     pages: Tensor
+
+
+class _Query(NamedTuple):
+    """A generated or drafted token: its row, its position, and the part that it is in."""
+
+    row: int
+    position: int
+    part: SequencePart
 
 
 class _Run(NamedTuple):
@@ -95,8 +123,9 @@ class _Reading:
 
 
 class PagedCache:
-    """The cache of one step (`megatron.model.layer_list.LayerCache`): B is 1, and S all tokens of
-    all parts, then padding, ``rows`` together. ``positions`` are the most of a sequence."""
+    """The cache of one step (`megatron.model.caches.LayerCache`): B is 1, and S all tokens of
+    all parts, then padding, ``rows`` together. ``positions`` are the most of a sequence, of which
+    the first ``unseen`` are attended to by themselves only."""
 
     def __init__(
         self,
@@ -107,36 +136,40 @@ class PagedCache:
         encoded: Mapping[int, EncodedPrompt],
         neighbors: NeighborStore | None = None,
         padded: Callable[[int], int] = int,
+        states: StateCache | None = None,
+        unseen: int = 0,
     ) -> None:
-        self.neighbors, self.padded = neighbors, padded
+        self.neighbors, self.padded, self._unseen = neighbors, padded, unseen
         self._memory, self.positions, self._encoded = memory, positions, encoded
-        self._device = memory.pool.device
-        self._parts = parts
-        P, K = memory.shape.positions, memory.shape.heads
+        self._device = memory.device
+        self._parts, self._states = parts, states
+        P = memory.shape.positions
         at = [np.arange(part.start, part.start + len(part.tokens)) for part in parts]
         lengths = np.ones(rows, np.int64)
         places_T = np.zeros(rows, np.int64)
         places_T[: sum(map(len, at))] = np.concatenate(at)
         self._prompts: list[_Prompt] = []
-        self._decoding: list[tuple[int, SequencePart]] = []
+        self._decoding: list[_Query] = []
         pages_T, row = [], 0
         for part, positions_S in zip(parts, at, strict=True):
             pages = np.array(part.pages)
             pages_T.append(pages[positions_S // P])
             end = row + len(part.tokens)
-            lengths[row:end] = positions if part.long else part.start + len(part.tokens)
+            last = positions_S if part.decoding else part.start + len(part.tokens) - 1
+            lengths[row:end] = positions if part.long else last + 1
             if part.decoding:
-                self._decoding.append((row, part))
+                places = enumerate(positions_S.tolist(), row)
+                self._decoding += [_Query(place, position, part) for place, position in places]
             else:
                 self._prompts.append(_Prompt(slice(row, end), part.start, self._on_device(pages)))
             row = end
         self.tokens = row
         self.lengths_BS = self._on_device(lengths).unsqueeze(0)
         self.position_ids_BS = self._on_device(places_T).unsqueeze(0)
-        firsts_T = np.concatenate(pages_T) * (K * P) + places_T[:row] % P
-        self._written = self._on_device((firsts_T[:, None] + np.arange(K) * P).reshape(-1))
-        self._rows_B = self._on_device(np.array([r for r, _ in self._decoding], np.int64))
-        self._readings: dict[int | None, _Reading] = {}
+        self._pages_T, self._offsets_T = np.concatenate(pages_T), places_T[:row] % P
+        self._written: dict[int, Tensor] = {}
+        self._rows_B = self._on_device(np.array([each.row for each in self._decoding], np.int64))
+        self._readings: dict[Window, _Reading] = {}
 
     def attend(
         self,
@@ -149,25 +182,70 @@ class PagedCache:
         sinks_N: Tensor | None,
     ) -> Tensor:
         """See :class:`LayerCache`; keys and values of the current tokens are written first."""
-        keys, values = self._memory.of(layer)
-        width, heads = keys.shape[-1], keys.shape[1]
-        for pool, new in ((keys, k_BSKD), (values, v_BSKD)):
-            flat = new[0, : self.tokens].reshape(-1, width)
-            pool.view(-1, width).index_copy_(0, self._written, flat)
-        q_TKGD = q_BSND[0].unflatten(1, (heads, -1))
+        stored = _Stored(*self._memory.of(layer))
+        self._write(stored.keys, k_BSKD)
+        self._write(stored.values, v_BSKD)
+        return self._attend(q_BSND, stored, scores, bias_NT, sinks_N)
+
+    def attend_latents(
+        self,
+        layer: int,
+        q_BSNW: Tensor,
+        latents_BSW: Tensor,
+        width: int,
+        scores: AttentionScoring,
+        sinks_N: Tensor | None,
+    ) -> Tensor:
+        """See :class:`LayerCache`; latents of the current tokens are written first."""
+        (latents_X1PW,) = self._memory.of(layer)
+        self._write(latents_X1PW, latents_BSW)
+        stored = _Stored(latents_X1PW, latents_X1PW[..., :width], one=True)
+        return self._attend(q_BSNW, stored, scores, None, sinks_N)
+
+    def recur(
+        self,
+        layer: int,
+        inputs_BSX: Tensor,
+        step: Callable[[Tensor, tuple[Tensor, ...] | None], tuple[Tensor, tuple[Tensor, ...]]],
+    ) -> Tensor:
+        """See :class:`LayerCache`."""
+        assert self._states is not None
+        return self._states.recur(layer, inputs_BSX, step)
+
+    def _write(self, pool_XKPD: Tensor, new_BS: Tensor) -> None:
+        """Write what a block keeps of the current tokens, [1, S, K, D] or [1, S, D]."""
+        K, P, width = pool_XKPD.shape[1:]
+        if K not in self._written:
+            firsts_T = self._pages_T * (K * P) + self._offsets_T
+            places = (firsts_T[:, None] + np.arange(K) * P).reshape(-1)
+            self._written[K] = self._on_device(places)
+        flat = new_BS[0, : self.tokens].reshape(-1, width)
+        pool_XKPD.view(-1, width).index_copy_(0, self._written[K], flat)
+
+    def _attend(
+        self,
+        q_BSND: Tensor,
+        stored: _Stored,
+        scores: AttentionScoring,
+        bias_NT: Tensor | None,
+        sinks_N: Tensor | None,
+    ) -> Tensor:
+        """[1, S, N, V]"""
+        q_TKGD = q_BSND[0].unflatten(1, (stored.keys.shape[1], -1))
         if scores.slopes:
             distances = torch.arange(self.positions, device=self._device)
             bias_NT = -slopes_on(scores.slopes, self._device)[:, None] * distances
-        y_TKGD = torch.zeros_like(q_TKGD)
+        y_TKGV = q_TKGD.new_zeros(*q_TKGD.shape[:-1], stored.values.shape[-1])
         if self._decoding:
             if scores.window not in self._readings:
                 self._readings[scores.window] = self._planned(scores.window)
             q_BKGD, reading = q_TKGD.index_select(0, self._rows_B), self._readings[scores.window]
-            y_BKGD = _read(q_BKGD, keys, values, scores, bias_NT, sinks_N, reading)
-            y_TKGD.index_copy_(0, self._rows_B, y_BKGD)
+            y_BKGV = _read(q_BKGD, stored, scores, bias_NT, sinks_N, reading)
+            y_TKGV.index_copy_(0, self._rows_B, y_BKGV)
         for prompt in self._prompts:
-            y_TKGD[prompt.rows] = _prompt(q_TKGD, prompt, keys, values, scores, bias_NT, sinks_N)
-        return y_TKGD.flatten(1, 2).unsqueeze(0)
+            y_SKGV = _prompt(q_TKGD, prompt, stored, scores, bias_NT, sinks_N, self._unseen)
+            y_TKGV[prompt.rows] = y_SKGV
+        return y_TKGV.flatten(1, 2).unsqueeze(0)
 
     def attend_encoded(
         self,
@@ -193,21 +271,23 @@ class PagedCache:
             row = end
         return y_BSND
 
-    def _planned(self, window: int | None) -> _Reading:
+    def _planned(self, window: Window) -> _Reading:
         P = self._memory.shape.positions
-        queries = [part.start for _, part in self._decoding]
-        firsts = [0 if window is None else max(0, q - window + 1) // P for q in queries]
+        queries = [each.position for each in self._decoding]
+        firsts = [_first_page(q, P, window) for q in queries]
         counts = [q // P + 1 - first for q, first in zip(queries, firsts, strict=True)]
         read = zip(self._decoding, firsts, counts, strict=True)
-        pages = [part.pages[first : first + count] for (_, part), first, count in read]
+        pages = [each.part.pages[first : first + count] for each, first, count in read]
         pages_U = np.concatenate(pages).astype(np.int64)
         owners_U = np.repeat(np.arange(len(queries)), counts)
         order_U = np.concatenate([np.arange(f, f + c) for f, c in zip(firsts, counts, strict=True)])
         keys_UP = order_U[:, None] * P + np.arange(P)
-        distances_UP = np.array(queries)[owners_U][:, None] - keys_UP
+        queries_U1 = np.array(queries)[owners_U][:, None]
+        distances_UP = queries_U1 - keys_UP
         hidden_UP = distances_UP < 0
+        hidden_UP |= (keys_UP < self._unseen) & (distances_UP > 0)
         if window is not None:
-            hidden_UP |= distances_UP >= window
+            hidden_UP |= keys_UP < first_key(queries_U1, window)
         # A sum over rows adds up every fourth one first, in columns behind the last block of a
         # vector instruction: with a multiple of 4, missing pages do not change the order.
         order_C = np.arange(-(-max(counts) // 4) * 4)
@@ -240,14 +320,14 @@ def _runs(pages_U: np.ndarray) -> list[_Run]:
 
 def _read(
     q_BKGD: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    stored: _Stored,
     scores: AttentionScoring,
     bias_NT: Tensor | None,
     sinks_N: Tensor | None,
     reading: _Reading,
 ) -> Tensor:
-    """[B, K, G, D], float32 sums over the pages."""
+    """[B, K, G, V], float32 sums over the pages."""
+    keys, values, _ = stored
     K = keys.shape[1]
     q_UKGD = q_BKGD.index_select(0, reading.owners_U)
     scores_UKGP = _products(q_UKGD, keys.transpose(2, 3), reading)
@@ -326,14 +406,14 @@ def softmax(scores_KXL: Tensor, sinks_N: Tensor | None) -> Tensor:
 def _prompt(
     q_TKGD: Tensor,
     prompt: _Prompt,
-    keys: Tensor,
-    values: Tensor,
+    stored: _Stored,
     scores: AttentionScoring,
     bias_NT: Tensor | None,
     sinks_N: Tensor | None,
+    unseen: int = 0,
 ) -> Tensor:
-    """[S, K, G, D] of a part."""
-    P, window = keys.shape[2], scores.window
+    """[S, K, G, V] of a part."""
+    P, window, device = stored.keys.shape[2], scores.window, q_TKGD.device
     q_SKGD = q_TKGD[prompt.rows]
     count, heads, group, width = q_SKGD.shape
     begin = prompt.start // P
@@ -343,43 +423,49 @@ def _prompt(
     padded[before : before + count] = q_SKGD
     tiles_XKQD = padded.view(tiles, P, heads, group, width).permute(0, 2, 3, 1, 4)
     tiles_XKQD = tiles_XKQD.reshape(tiles, heads, group * P, width)
-    first = _first_page(begin, P, window)
+    first = _first_page(begin * P, P, window)
     # All keys of the tiles in a row, copied once.
-    read = prompt.pages[first : begin + tiles]
-    keys_KLD, values_KLD = (x[read].transpose(0, 1).flatten(1, 2) for x in (keys, values))
-    y_XKQD = torch.empty_like(tiles_XKQD)
+    keys_KLD, values_KLV = stored.rows(prompt.pages[first : begin + tiles])
+    y_XKQV = tiles_XKQD.new_empty(*tiles_XKQD.shape[:-1], values_KLV.shape[-1])
     for number in range(tiles):
         tile = begin + number
-        start = _first_page(tile, P, window)
+        start = _first_page(tile * P, P, window)
         seen = slice((start - first) * P, (tile + 1 - first) * P)
         scores_KQL = torch.bmm(tiles_XKQD[number], keys_KLD[:, seen].transpose(1, 2))
         scores_KQL = scaled_scores(scores_KQL, q_SKGD, scores)
         scores_KGPL = scores_KQL.unflatten(1, (group, P))
         earlier = (tile - start) * P
         if bias_NT is not None:
-            distances_PL = _distances(earlier, P, keys.device).clamp_(min=0)
+            distances_PL = _distances(earlier, P, device).clamp_(min=0)
             scores_KGPL += bias_NT[:, distances_PL].unflatten(0, (heads, group))
         # Within the window all earlier keys are seen: a mask of them would fill much memory.
-        seen_whole = earlier if window is None or (tile + 1) * P <= window else 0
-        scores_KGPL[..., seen_whole:] += _mask(earlier - seen_whole, P, window, keys.device)
-        weights_KQL = softmax(scores_KQL, sinks_N).to(values.dtype)
-        torch.bmm(weights_KQL, values_KLD[:, seen], out=y_XKQD[number])
-    y_XKGPD = y_XKQD.unflatten(2, (group, P))
-    return y_XKGPD.permute(0, 3, 1, 2, 4).reshape(padded.shape)[before : before + count]
+        all_seen = window is None or first_key((tile + 1) * P - 1, window) <= start * P
+        seen_whole = earlier if all_seen else 0
+        inside = tile * P % window.size if isinstance(window, Chunk) else 0
+        scores_KGPL[..., seen_whole:] += _mask(earlier - seen_whole, P, window, inside, device)
+        if unseen and not start:
+            hidden_Pu = _distances(earlier, P, device)[:, :unseen] > 0
+            scores_KGPL[..., :unseen].masked_fill_(hidden_Pu, -torch.inf)
+        weights_KQL = softmax(scores_KQL, sinks_N).to(values_KLV.dtype)
+        torch.bmm(weights_KQL, values_KLV[:, seen], out=y_XKQV[number])
+    y_XPKGV = y_XKQV.unflatten(2, (group, P)).permute(0, 3, 1, 2, 4)
+    return y_XPKGV.flatten(0, 1)[before : before + count]
 
 
-def _first_page(tile: int, positions: int, window: int | None) -> int:
-    """The first page that a query of a tile sees."""
-    return 0 if window is None else max(0, tile * positions - window + 1) // positions
+def _first_page(query: int, positions: int, window: Window) -> int:
+    """The page of the first position that a query sees."""
+    return 0 if window is None else max(0, first_key(query, window)) // positions
 
 
 @functools.lru_cache(maxsize=32)
-def _mask(before: int, positions: int, window: int | None, device: torch.device) -> Tensor:
-    """The addend of the scores [P, L] of a tile and of so many keys before it."""
+def _mask(before: int, positions: int, window: Window, inside: int, device: torch.device) -> Tensor:
+    """The addend of the scores [P, L] of a tile and of so many keys before it; ``inside`` is the
+    place of its first query in its chunk."""
     distances = _distances(before, positions, device)
     hidden = distances < 0
     if window is not None:
-        hidden |= distances >= window
+        queries_P1 = torch.arange(positions, device=device)[:, None] + inside
+        hidden |= queries_P1 - distances < first_key(queries_P1, window)
     return torch.zeros(distances.shape, device=device).masked_fill_(hidden, -torch.inf)
 
 

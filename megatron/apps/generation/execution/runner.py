@@ -10,19 +10,21 @@ Shapes: S tokens of an encoded prompt, T tokens of a pass, H hidden.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.apps.generation.execution.adapters import ServedAdapters
+from megatron.apps.generation.execution.drafting import BlocksAhead, Drafts
 from megatron.apps.generation.execution.neighbor_memory import (
     NeighborCache,
     NeighborMemory,
@@ -42,15 +44,24 @@ from megatron.apps.generation.execution.stages import (
     StagedLayers,
     WantedRows,
 )
-from megatron.apps.generation.memory import PageMemory, PageShape
+from megatron.apps.generation.execution.states import StateCache
+from megatron.apps.generation.memory import (
+    TEXTS,
+    PageMemory,
+    PageShape,
+    StateMemory,
+    StateShape,
+)
 from megatron.apps.generation.request import (
     SequencePart,
     StepInput,
     StepOutput,
 )
 from megatron.config import ModelConfig
+from megatron.config.blocks import LayerMemory, States, memory_of
 from megatron.families import GenerationSpec, NeighborSpec
 from megatron.model.attention import Attention
+from megatron.model.block import Block
 from megatron.model.layer_list import LayerState
 from megatron.parallel.mesh import MODEL, Mesh, memberships
 
@@ -67,6 +78,8 @@ class PagedRunner:
         page_size: positions of a page; None for :func:`page_size_of` the generation.
         in_training: the weights change between passes, and so no copy of them is kept.
         steps: :func:`step_group` of an earlier runner.
+        slots: texts whose states have a place, if the model has any.
+        drafts: tokens that the model's blocks of multi-token prediction draft for a part.
     """
 
     def __init__(
@@ -79,6 +92,8 @@ class PagedRunner:
         in_training: bool = False,
         steps: dist.ProcessGroup | None = None,
         adapters: ServedAdapters | None = None,
+        slots: int = TEXTS,
+        drafts: int = 0,
     ) -> None:
         assert model.vocabulary.size is not None
         self._stages, self._generation = stages, generation
@@ -92,9 +107,12 @@ class PagedRunner:
         if scaling.rope_type == "longrope":
             self.long_after = scaling.original_max_position_embeddings
         self._mesh, self._device = stages.mesh, stages.device
-        layers = cached_layers(stages)
-        shape = page_shape(stages, model, page_size)
-        self.memory = PageMemory(layers, shape, pages, self._device)
+        shape = page_shape(stages, model, page_size, drafts=drafts)
+        self.memory = PageMemory(shape, pages, self._device)
+        states = state_shape(stages, model)
+        self.slots = slots if has_states(model) else None
+        self.states = StateMemory(states, slots if states.layers else 0, self._device)
+        self._groups: dict[object, int] = {}
         self.neighbors: NeighborMemory | None = None
         if generation.neighbors is not None:
             assert page_size == generation.neighbors.chunk_length
@@ -110,8 +128,22 @@ class PagedRunner:
         self.adapters = () if adapters is None else adapters.names
         matrices = [*stages.weights, *(() if adapters is None else adapters.matrices)]
         self._rows = RowRule.of(matrices, is_packed).agreed(self._group)
+        self.piece = 1
+        if self.slots is not None:
+            self.piece = math.gcd(page_size, self._rows.most or page_size)
         self._head = Head(stages, self.vocab_size, self._rows) if stages.last else None
         self._steps = steps or step_group(self._mesh)
+        self.drafts, self._ahead = drafts, None
+        if drafts:
+            self._ahead = BlocksAhead(
+                stages,
+                self._head,
+                self.memory,
+                self.max_positions,
+                drafts,
+                self._rows.padded,
+                adapters,
+            )
 
     def run(self, step: StepInput) -> StepOutput:
         """See `Runner.run`."""
@@ -149,25 +181,34 @@ class PagedRunner:
         """The result on the main rank."""
         with self._without_gradients():
             self.memory.copy(step.copies)
+            self.states.copy(step.state_copies)
             if self.neighbors is not None:
                 self.neighbors.copy(step.copies)
+            if self._ahead is not None:
+                self._ahead.copy(step.copies)
             for number, tokens in step.encode:
                 self._encoded[number] = EncodedPrompt(self._encode(tokens))
             for number in step.forget:
                 del self._encoded[number]
             if not step.parts:
                 return StepOutput(torch.empty(0, self.vocab_size), ())
-            P, rows, numbers = self.page_size, WantedRows.of(step.parts), None
+            parts: Sequence[SequencePart] = step.parts
+            P, numbers, drafts = self.page_size, None, Drafts()
             self.memory.clear(
-                [page for part in step.parts for page in part.pages[-(-part.start // P) :]]
+                [page for part in parts for page in part.pages[-(-part.start // P) :]]
             )
             with self._packed:
-                passes = [self._hidden(parts) for parts in cut(step.parts, self._rows.most, P)]
+                if self._ahead is not None:
+                    parts, drafts = self._ahead.extended(parts)
+                rows = WantedRows.of(parts)
+                passes = [self._hidden(each) for each in cut(parts, self._rows.most, P, self.piece)]
                 if self._head is not None:
                     hidden = torch.cat([each for each in passes if each is not None], dim=1)
                     numbers = self._head.numbers(LayerState(hidden), rows)
+                    if self._ahead is not None:
+                        self._ahead.read(parts, hidden[0])
             numbers = self._to_main(numbers, rows)
-            return None if numbers is None else rows.result(numbers)
+            return None if numbers is None else rows.result(numbers, drafts)
 
     def _hidden(self, parts: Sequence[SequencePart]) -> Tensor | None:
         """The input of the head, [1, T, H], on the last stage."""
@@ -177,6 +218,9 @@ class PagedRunner:
         if self.neighbors is not None:
             near, spec = NeighborCache(self.neighbors, parts), self.neighbors.shape.spec
             encoded = EncoderOutput(len(near.ended) * spec.tokens, spec.crosses)
+        states = None
+        if self.slots is not None:
+            states = StateCache(self.states, parts, self.piece, self._groups)
         cache = PagedCache(
             self.memory,
             parts,
@@ -185,6 +229,7 @@ class PagedRunner:
             self._encoded,
             near,
             self._rows.padded,
+            states,
         )
         padded = tokens + [0] * (rows - len(tokens))
         if self._adapters is not None:
@@ -219,9 +264,10 @@ class PagedRunner:
 
 
 def cut(
-    parts: Sequence[SequencePart], most: int | None, page_size: int
+    parts: Sequence[SequencePart], most: int | None, page_size: int, piece: int = 1
 ) -> list[list[SequencePart]]:
-    """Parts in passes of at most so many tokens, in order; a prompt may be in several."""
+    """Parts in passes of at most so many tokens, in order; a prompt may be in several, cut at
+    multiples of ``piece``."""
     if most is None:
         return [list(parts)]
     passes: list[list[SequencePart]] = [[]]
@@ -233,13 +279,18 @@ def cut(
                 passes.append([])
                 room = most
             end = min(count, first + room)
+            if end < count:
+                end -= (part.start + end) % piece
+            if end <= first:
+                room = 0
+                continue
             tokens, start = part.tokens[first:end], part.start + first
-            piece = replace(part, tokens=tokens, start=start)
+            of_pass = replace(part, tokens=tokens, start=start)
             if part.neighbors:
-                chunks, of_part = ending(piece, page_size), ending(part, page_size).start
+                chunks, of_part = ending(of_pass, page_size), ending(part, page_size).start
                 neighbors = part.neighbors[chunks.start - of_part : chunks.stop - of_part]
-                piece = replace(piece, neighbors=neighbors)
-            passes[-1].append(piece)
+                of_pass = replace(of_pass, neighbors=neighbors)
+            passes[-1].append(of_pass)
             room -= end - first
             first = end
     return passes
@@ -272,13 +323,31 @@ def step_group(mesh: Mesh) -> dist.ProcessGroup | None:
 
 
 def cached_layers(stages: StagedLayers) -> list[int]:
-    """The numbers of this process's blocks whose keys and values are kept."""
+    """The numbers of this process's blocks that keep something of a text."""
     return [
-        module.layer
+        cast(int, module.layer)
         for block in stages.blocks()
         for module in block.modules()
-        if isinstance(module, Attention) and module.scores.causal
+        if _reads_itself(module)
     ]
+
+
+def _reads_itself(module: nn.Module) -> bool:
+    """True for causal attention, and for a block with what replaces it."""
+    if isinstance(module, Attention):
+        return module.scores.causal
+    mixer = module.attention if isinstance(module, Block) else None
+    return mixer is not None and not isinstance(mixer, Attention)
+
+
+def _memories(
+    stages: StagedLayers, model: ModelConfig, ahead: bool = False
+) -> dict[int, LayerMemory]:
+    """The memory of each block of this process that has any, with those that predict further tokens
+    or without."""
+    size, blocks = stages.mesh.tensor.size, model.blocks + ahead * model.blocks_ahead
+    each = {layer: memory_of(model, layer, size) for layer in cached_layers(stages)}
+    return {layer: memory for layer, memory in each.items() if memory and layer < blocks}
 
 
 def page_size_of(generation: GenerationSpec) -> int:
@@ -291,11 +360,31 @@ def page_shape(
     model: ModelConfig,
     page_size: int = PAGE_SIZE,
     neighbors: NeighborSpec | None = None,
+    drafts: int = 0,
 ) -> PageShape:
-    """The keys and values of a page on this rank, and the bytes of its neighbours."""
-    heads, width = _kv_heads(stages, model), model.attention.kv_channels
+    """Contents of a page on this rank, and the bytes of its neighbours, and of what ``drafts``
+    tokens of the model's own need."""
     others = 0 if neighbors is None else neighbor_shape(stages, model, neighbors).bytes
-    return PageShape(len(cached_layers(stages)), heads, page_size, width, stages.dtype, others)
+    if drafts and stages.last:
+        others += len(stages.ahead) * (drafts + 1) * stages.hidden * stages.dtype.itemsize
+    of_tokens = {
+        layer: memory
+        for layer, memory in _memories(stages, model, drafts > 0).items()
+        if not isinstance(memory, States)
+    }
+    return PageShape(of_tokens, page_size, stages.dtype, others)
+
+
+def state_shape(stages: StagedLayers, model: ModelConfig) -> StateShape:
+    """The states of a text on this rank."""
+    memories = _memories(stages, model).items()
+    states = {layer: memory for layer, memory in memories if isinstance(memory, States)}
+    return StateShape(states, torch.promote_types(stages.dtype, torch.float32))
+
+
+def has_states(model: ModelConfig) -> bool:
+    """True if blocks of a model, on whatever rank, have states."""
+    return any(isinstance(memory_of(model, n), States) for n in range(model.num_layers))
 
 
 def neighbor_shape(
@@ -307,13 +396,9 @@ def neighbor_shape(
     return NeighborShape(
         blocks,
         neighbors.layers[0] in cached,
-        _kv_heads(stages, model),
+        max(1, model.attention.num_query_groups // stages.mesh.tensor.size),
         model.attention.kv_channels,
         stages.hidden,
         neighbors,
         stages.dtype,
     )
-
-
-def _kv_heads(stages: StagedLayers, model: ModelConfig) -> int:
-    return max(1, model.attention.num_query_groups // stages.mesh.tensor.size)

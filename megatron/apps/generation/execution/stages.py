@@ -23,7 +23,7 @@ from megatron.apps.generation.request import (
 )
 from megatron.engine.pipeline_module import StageModule
 from megatron.engine.train_engine import ModelEngine
-from megatron.model.layer_list import LayerSequence, LayerStack, LayerState
+from megatron.model.layer_list import LayerSequence, LayerSpec, LayerStack, LayerState
 from megatron.parallel.mesh import Group, Mesh
 
 
@@ -39,7 +39,8 @@ class EncoderOutput(NamedTuple):
 class StagedLayers:
     """The stages of a pipeline: the first layer of each, and the number of layers (``bounds``), the
     pipeline rank of each, this process's ``own`` stages by number and the matrices of their
-    layers."""
+    layers. Of the layers with these ``specs`` the last stage has its head and, after it, those that
+    predict further tokens."""
 
     bounds: Sequence[int]
     owners: Sequence[int]
@@ -49,6 +50,7 @@ class StagedLayers:
     hidden: int
     dtype: torch.dtype
     device: torch.device
+    specs: Sequence[LayerSpec]
 
     @classmethod
     def of(cls, engine: ModelEngine) -> StagedLayers:
@@ -59,7 +61,8 @@ class StagedLayers:
         owners = [model.stage_owner(first) for first in model.parts[:-1]]
         weights = _matrices(model)
         dtype, device = next(model.parameters()).dtype, engine.device
-        return cls(model.parts, owners, model.sequences, weights, mesh, hidden, dtype, device)
+        parts, own = model.parts, model.sequences
+        return cls(parts, owners, own, weights, mesh, hidden, dtype, device, model.specs)
 
     @classmethod
     def alone(cls, model: LayerStack, hidden: int, mesh: Mesh | None = None) -> StagedLayers:
@@ -68,16 +71,32 @@ class StagedLayers:
         bounds, stages = (0, len(model.layers)), {0: model.sequence}
         first = next(model.parameters())
         dtype, device = first.dtype, first.device
-        return cls(bounds, (0,), stages, weights, mesh or Mesh(), hidden, dtype, device)
+        mesh = mesh or Mesh()
+        return cls(bounds, (0,), stages, weights, mesh, hidden, dtype, device, model.layers)
 
     @property
     def layers(self) -> int:
-        return self.bounds[-1]
+        """Number of layers from the first to the head."""
+        return sum(spec.ahead is None for spec in self.specs)
+
+    @property
+    def ahead(self) -> list[range]:
+        """The layers of each further token without its head; once, if it has those of another."""
+        places: dict[tuple[str, ...], range] = {}
+        for number in {spec.ahead for spec in self.specs} - {None}:
+            of = [place for place, spec in enumerate(self.specs) if spec.ahead == number]
+            names = tuple(self.specs[place].name for place in of)
+            places.setdefault(names, range(of[0], of[-1]))
+        return sorted(places.values(), key=lambda layers: layers.start)
 
     @property
     def last(self) -> bool:
         """True if this process has the last layer."""
         return self.owners[-1] == self._pipeline.rank
+
+    def last_part(self, layers: range) -> LayerSequence:
+        """Some layers of the last stage, on the process that has it."""
+        return self.own[max(self.own)].part(layers.start, layers.stop)
 
     @property
     def last_rank(self) -> int:
@@ -126,14 +145,16 @@ class StagedLayers:
 
     def broadcast(self, hidden: Tensor | None, tokens: int, layer: int) -> Tensor:
         """States [1, ``tokens``, H] of the rank with a layer, on all ranks of the pipeline."""
+        hidden = self._empty(tokens) if hidden is None else hidden.contiguous()
+        self.share(hidden, layer)
+        return hidden
+
+    def share(self, x: Tensor, layer: int) -> None:
+        """Fills ``x`` with that of the rank with a layer, on all ranks of the pipeline."""
         pipeline = self._pipeline
         stage = max(s for s, start in enumerate(self.bounds[:-1]) if start <= layer)
-        if hidden is None:
-            hidden = self._empty(tokens)
         if pipeline.size > 1:
-            hidden = hidden.contiguous()
-            dist.broadcast(hidden, pipeline.ranks[self.owners[stage]], group=pipeline.handle)
-        return hidden
+            dist.broadcast(x, pipeline.ranks[self.owners[stage]], group=pipeline.handle)
 
     def _empty(self, tokens: int) -> Tensor:
         return torch.empty(1, tokens, self.hidden, dtype=self.dtype, device=self.device)
@@ -150,11 +171,15 @@ class StagedLayers:
 
 
 def _matrices(model: nn.Module) -> list[Tensor]:
-    """Matrices whose numbers of rows are tried; of the matrices of experts the first."""
-    params = [param for param in model.parameters() if param.ndim in (2, 3)]
-    return [param if param.ndim == 2 else param.detach()[0] for param in params]
+    """Matrices whose numbers of rows are tried; of the matrices of experts the first, and parts of
+    matrices that a layer multiplies by one by one. Those of few columns are the taps of
+    convolutions, which no product has."""
+    params = [p for p in model.parameters() if p.ndim in (2, 3) and p.shape[-1] >= _FEW]
+    parts = [part for module in model.modules() for part in getattr(module, "row_matrices", ())]
+    return [*(param if param.ndim == 2 else param.detach()[0] for param in params), *parts]
 
 
+_FEW = 8
 _CHUNK_BYTES = 64 * 2**20  # of float32 logits at a time
 Numbers = tuple[Tensor, Tensor, Tensor, Tensor]
 """Logits float32 [R, V]; of the targets log-probabilities float32 [T], most probable tokens int64
@@ -180,7 +205,7 @@ class WantedRows:
             scored += range(begin, begin + len(part.targets))
             begin += len(part.tokens)
             if part.logits:
-                rows.append(begin - 1)
+                rows += range(begin - (len(part.tokens) if part.decoding else 1), begin)
         targets = tuple(token for part in parts for token in part.targets)
         counts = tuple((len(part.targets), part.top) for part in parts if part.targets)
         return cls(tuple(rows), tuple(scored), targets, counts)
@@ -199,21 +224,21 @@ class WantedRows:
             torch.empty(count, top),
         )
 
-    def result(self, numbers: Numbers) -> StepOutput:
+    def result(self, numbers: Numbers, drafts: tuple[tuple[int, ...], ...] = ()) -> StepOutput:
         logits_RV, logprobs_T, tokens_TA, top_TA = (each.cpu() for each in numbers)
         scores, begin = [], 0
         for count, top in self.counts:
             at = slice(begin, begin + count)
             scores.append(TargetScores(logprobs_T[at], tokens_TA[at, :top], top_TA[at, :top]))
             begin += count
-        return StepOutput(logits_RV, tuple(scores))
+        return StepOutput(logits_RV, tuple(scores), drafts)
 
 
 class Head:
     """The last layer of the last pipeline stage, for some rows at a time."""
 
     def __init__(self, stages: StagedLayers, vocab_size: int, rule: RowRule) -> None:
-        self._layer = stages.own[max(stages.own)].part(stages.layers - 1, stages.layers)
+        self._layer = stages.last_part(range(stages.layers - 1, stages.layers))
         self._group, self._device = stages.mesh.tensor, stages.device
         self._vocab_size, self._rule = vocab_size, rule
         fits = max(rule.fewest, _CHUNK_BYTES // (4 * vocab_size))
@@ -240,6 +265,11 @@ class Head:
 
     def _chunks(self, rows: int) -> list[slice]:
         return [slice(first, first + self._most) for first in range(0, rows, self._most)]
+
+    def best(self, hidden_1TH: Tensor) -> Tensor:
+        """The most probable token after each state before the head, int64 [T]."""
+        logits_TP = self._layer(LayerState(hidden_1TH)).hidden[0]
+        return whole_logits(logits_TP, self._vocab_size, self._group).argmax(-1)
 
     def _logits(self, state: LayerState, rows: Sequence[int]) -> Tensor:
         """[C or more, P]"""

@@ -74,7 +74,9 @@ def run_generation(description: str | None, argv: Sequence[str] | None = None) -
 
             assert options.retro_project_dir is not None
             runner, sources = with_retrieval(opened, options.retro_project_dir)
-        limits = EngineLimits(running=options.micro_batch_size)
+        running, drafts = options.micro_batch_size, options.num_speculative_tokens
+        step_tokens = EngineLimits.step_tokens + running * drafts
+        limits = EngineLimits(running, step_tokens, drafts=drafts)
         engine = GenerationEngine(runner, opened.tokenizer, limits)
         generator = TextGenerator(engine, options, opened.ends, sources)
         try:

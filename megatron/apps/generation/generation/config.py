@@ -126,6 +126,11 @@ class GenerateConfig(ServedConfig):
         if self.greedy and several and self.sample_input_file is None:
             raise ConfigError(f"--num-samples {self.num_samples} --greedy: all would be equal")
 
+    @property
+    def texts(self) -> int:
+        """Texts that run at once."""
+        return self.micro_batch_size
+
     def _given(self, *names: str) -> list[str]:
         """The flags of those fields that have a value."""
         return [

@@ -46,17 +46,21 @@ class EngineStats:
         prompt_tokens: of the requests that were started.
         prefix_hit_tokens: of the prompts, found computed.
         new_tokens: generated; of a beam search those of its best text.
+        draft_tokens: computed in advance, of which ``accepted_tokens`` were the next of their text.
         finished: requests that ended, cancelled and failed ones too.
         failed: requests that ended by an error of their own.
         steps: passes through the model, and their time with the choice of tokens.
         running: requests, as ``waiting``.
         pages: of the model's memory: used by running requests, cached (with prompts that may come
             again), and free.
+        slots: of states of texts: of a model with states, and used by running requests.
     """
 
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
     new_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     finished: int = 0
     failed: int = 0
     steps: int = 0
@@ -67,6 +71,8 @@ class EngineStats:
     pages_used: int = 0
     pages_cached: int = 0
     pages_free: int = 0
+    slots: int = 0
+    slots_used: int = 0
 
 
 class GenerationEngine:
@@ -79,7 +85,7 @@ class GenerationEngine:
     ) -> None:
         self.runner, self.tokenizer = runner, tokenizer
         self.limits = limits or EngineLimits()
-        self._pool = PagePool(runner.pages)
+        self._pool = PagePool(runner.pages, runner.slots)
         self._schedule = Scheduler(self.limits, self._pool, runner.start_token is not None)
         self._constraints = ConstraintCompiler(tokenizer, runner.vocab_size)
         self._ended: list[Update] = []
@@ -99,11 +105,17 @@ class GenerationEngine:
             constraint: TokenConstraint | None = None
             if request.constraint is not None:
                 constraint = self._constraints.compile(request.constraint, request.stopping.tokens)
-            job = TextJob(request, self.runner, self.tokenizer, constraint)
+            drafts = self.limits.drafts
+            job = TextJob(request, self.runner, self.tokenizer, constraint, drafts)
         if job.rows > self.limits.running:
             raise ValueError(
                 f"{job.rows} beams are more than the {self.limits.running} texts that may run at "
                 "once"
+            )
+        if self.runner.slots is not None and job.rows > self.runner.slots:
+            raise ValueError(
+                f"{job.rows} beams need the states of as many texts; there is memory for "
+                f"{self.runner.slots}"
             )
         if job.pages_needed > self.runner.pages:
             raise ValueError(
@@ -146,8 +158,9 @@ class GenerationEngine:
         return bool(self._ended or self._schedule.waiting or self._schedule.running)
 
     def step(self) -> list[Update]:
-        """Gives every running text its next token, and computes more of prompts, in one pass
-        through the model. An error of the runner leaves its memory unknown: no step may follow."""
+        """Gives every running text its next token, and further ones as far as drafts prove right,
+        and computes more of prompts, in one pass through the model. An error of the runner leaves
+        its memory unknown: no step may follow."""
         started, stats = time.perf_counter(), self._stats
         updates, self._ended = self._ended, []
         for job in self._schedule.admit():
@@ -201,13 +214,17 @@ class GenerationEngine:
             pages_used=self._pool.used,
             pages_cached=self._pool.cached,
             pages_free=self._pool.available - self._pool.cached,
+            slots=self._pool.slots,
+            slots_used=self._pool.slots_used,
         )
 
     def _results(
         self, planned: Sequence[PlannedPart], result: StepOutput
     ) -> Iterator[tuple[Job, Update]]:
         rows: dict[Job, int] = {}
+        drafts: dict[Job, Sequence[int]] = {}
         scores, followers = iter(result.scores), self._schedule.followers
+        drafted = iter(result.drafts)
         for job, part in planned:
             if not part.decoding:
                 job.has_read(part, next(scores) if part.targets else None, self._pool)
@@ -217,14 +234,19 @@ class GenerationEngine:
                     for follower in followers.get(job, ()):
                         follower.adopt(job)
             if part.logits:
-                rows[job] = rows.get(job, 0) + 1
+                drafts[job] = part.tokens[1:] if part.decoding else ()
+                if part.drafts:
+                    drafts[job] = next(drafted)
+                rows[job] = rows.get(job, 0) + 1 + len(drafts[job])
         # The parts of a job follow each other.
         of_jobs = result.logits_RV.split(list(rows.values())) if rows else ()
         for first, logits_RV in zip(rows, of_jobs, strict=True):
             for job in (first, *followers.get(first, ())):
-                update = _taken(job, logits_RV)
-                if update is not None:
-                    yield job, update
+                updates = list(_taken(job, logits_RV, drafts[first]))
+                if drafts[first]:
+                    self._stats.draft_tokens += len(drafts[first])
+                    self._stats.accepted_tokens += len(updates) - 1
+                yield from ((job, update) for update in updates)
 
     def _end(self, job: Job, update: Update) -> None:
         self._schedule.end(job)
@@ -232,11 +254,11 @@ class GenerationEngine:
         self._stats.failed += update.finish == "failed"
 
 
-def _taken(job: Job, logits_RV: Tensor) -> Update | None:
+def _taken(job: Job, logits_RV: Tensor, drafts: Sequence[int]) -> Iterator[Update]:
     try:
-        return job.take(logits_RV)
+        yield from job.take(logits_RV, drafts)
     except Exception as error:  # of a sampler or a constraint: it concerns this request alone
-        return job.update(finish="failed", error=error)
+        yield job.update(finish="failed", error=error)
 
 
 def completion_of(updates: Sequence[Update]) -> Completion:

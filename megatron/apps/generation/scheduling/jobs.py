@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from megatron.apps.generation.decoding.beams import BeamSearch
 from megatron.apps.generation.decoding.constraints import TokenConstraint
+from megatron.apps.generation.decoding.drafts import PromptLookup
 from megatron.apps.generation.decoding.sampling import TokenSampler, token_score
 from megatron.apps.generation.decoding.text_stream import StopWatch
 from megatron.apps.generation.request import (
@@ -37,6 +39,7 @@ class Job(ABC):
         long: see `SequencePart.long`.
         encoded: of a model with an encoder, the number of the encoded prompt.
         cached: tokens of the prompt that were found computed.
+        slots: of a model with states, one for each of ``rows``; the prompt's is the first.
     """
 
     rows = 1
@@ -45,7 +48,7 @@ class Job(ABC):
         self.request = request
         self.number = -1
         self.source: tuple[Hashable, Hashable] = (None, None)
-        self.page_size = runner.page_size
+        self.page_size, self._piece = runner.page_size, runner.piece
         start = runner.start_token
         self.prompt = request.prompt if start is None else (start,)
         self.text_before = request.prompt if start is None else ()
@@ -58,6 +61,8 @@ class Job(ABC):
         self._computed = 0
         self._pages: list[int] = []
         self._copies: list[tuple[int, int]] = []
+        self.slots: list[int] = []
+        self._state_copies: list[tuple[int, int]] = []
         self._prompt_scores: list[TokenScore] = []
         self._told = False
 
@@ -82,8 +87,10 @@ class Job(ABC):
         return self._long_after is not None and length > self._long_after
 
     def admit(self, pool: PagePool) -> bool:
-        """Takes all the pages that the job can ever need, those of a known prompt shared; False if
-        they are not available yet."""
+        """Takes all the pages and slots that the job can ever need, the pages of a known prompt
+        shared; False if they are not available yet."""
+        if self._digests is None and not pool.shares:
+            self._digests = []
         if self._digests is None:
             self._digests = prefix_digests(
                 self.prompt, self.page_size, self.long, self.request.adapter
@@ -93,18 +100,20 @@ class Job(ABC):
             # The last token is computed in any case, for the logits after it.
             shared = pool.find(digests[: (len(self.prompt) - 1) // self.page_size])
         needed = self.pages_needed - len(shared)
-        if needed > pool.available - pool.idle_among(shared):
+        if needed > pool.available - pool.idle_among(shared) or not pool.has_slots(self.rows):
             return False
         pool.share(shared)
+        self.slots = pool.take_slots(self.rows)
         self._pages = shared + pool.take(needed)
         for place in range(len(shared), len(digests)):
             pool.publish(self._pages[place], digests[place], self.number)
         return True
 
     def release(self, pool: PagePool) -> None:
-        """Gives its pages back."""
+        """Gives its pages and slots back."""
         pool.release(self._pages, self.number)
-        self._pages = []
+        pool.release_slots(self.slots)
+        self._pages, self.slots = [], []
 
     @property
     def reading(self) -> bool:
@@ -118,10 +127,12 @@ class Job(ABC):
         if count:
             self._pages = pages[-count:] + pages[count:-count] + pages[:count]
         self.long, self._computed, self._read_tokens = True, 0, tokens
-        self._copies = []  # of the short sequence's pages, if another job has computed its prompt
+        # Of the short sequence's, if another job has computed its prompt.
+        self._copies, self._state_copies = [], []
 
     def read(self, pool: PagePool, budget: int) -> SequencePart | None:
-        """Up to ``budget`` further tokens of the prompt; None while another job computes them."""
+        """Up to ``budget`` further tokens of the prompt, or those of one piece, if it has more;
+        None while another job computes them."""
         tokens, size, end = self._read_tokens, self.page_size, len(self._read_tokens)
         while (
             self.reading
@@ -131,12 +142,15 @@ class Job(ABC):
             self._computed += size
             self.cached += size
         first = last = self._computed
-        while last < end and last - first < budget:
+        most = first + budget
+        if most < end:
+            most = max(most - most % self._piece, first + self._piece)
+        while last < min(end, most):
             page = self._pages[last // size]
             # A page that another job has filled meanwhile must not be written.
             if last % size == 0 and (pool.is_filled(page) or not pool.claim(page, self.number)):
                 break
-            last = min(last - last % size + size, end, first + budget)
+            last = min(last - last % size + size, end, most)
         if last == first:
             return None
         top = self.request.prompt_logprobs
@@ -150,7 +164,11 @@ class Job(ABC):
             encoded=self.encoded,
             long=self.long,
             adapter=self.request.adapter,
+            slot=self._slot(0),
         )
+
+    def _slot(self, row: int) -> int | None:
+        return self.slots[row] if self.slots else None
 
     def has_read(self, part: SequencePart, scores: TargetScores | None, pool: PagePool) -> None:
         """Notes that a part of the prompt is computed."""
@@ -181,6 +199,7 @@ class Job(ABC):
     def adopt(self, other: Job) -> None:
         """Takes over the prompt that another job has computed."""
         self._copies += self._differing(other)
+        self._state_copies += zip(other.slots[:1], self.slots[:1], strict=True)
         self._computed = self.cached = len(self.prompt)
 
     def _differing(self, other: Job) -> list[tuple[int, int]]:
@@ -188,26 +207,29 @@ class Job(ABC):
         pages = zip(other._pages[:count], self._pages[:count], strict=True)
         return [(its, own) for its, own in pages if its != own]
 
-    def decoded(self, token: int, position: int, pages: tuple[int, ...]) -> SequencePart:
-        """The part of a new token."""
+    def decoded(
+        self, tokens: tuple[int, ...], position: int, pages: tuple[int, ...], row: int = 0
+    ) -> SequencePart:
+        """The part of a new token and the drafts after it."""
         return SequencePart(
-            (token,), position, pages, True, True, encoded=self.encoded, long=self.long,
-            adapter=self.request.adapter,
+            tokens, position, pages, True, True, encoded=self.encoded, long=self.long,
+            adapter=self.request.adapter, slot=self._slot(row),
         )  # fmt: skip
 
     @abstractmethod
     def parts(self) -> list[SequencePart]:
         """New tokens to compute, a part each; the prompt is computed."""
 
-    def copies(self) -> Sequence[tuple[int, int]]:
-        """Pages that are copied before these parts; asked once."""
-        copies, self._copies = self._copies, []
+    def copies(self) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
+        """Pages, and states, that are copied before these parts; asked once."""
+        copies = self._copies, self._state_copies
+        self._copies, self._state_copies = [], []
         return copies
 
     @abstractmethod
-    def take(self, logits_RV: Tensor) -> Update | None:
-        """Takes the logits after the prompt, or after each of its parts; returns an update, if
-        anything is new. Any error makes the request fail."""
+    def take(self, logits_RV: Tensor, drafts: Sequence[int] = ()) -> Iterator[Update]:
+        """Takes the logits after the prompt, or after each token of its parts; yields an update for
+        each token that is new. Any error makes the request fail."""
 
     def update(self, **fields: Any) -> Update:
         """An update, which the first time has the scores of the prompt."""
@@ -220,7 +242,10 @@ class Job(ABC):
 
 
 class TextJob(Job):
-    """A request for one text, drawn token by token, which ``constraint`` must allow."""
+    """A request for one text, drawn token by token, which ``constraint`` must allow. Up to
+    ``drafts`` tokens are computed in advance: what is drawn after the last token that was certain
+    is the next one, and if it is the first draft, the logits after that are those of the token
+    after it. So each token is drawn as without drafts, from the same logits."""
 
     def __init__(
         self,
@@ -228,25 +253,51 @@ class TextJob(Job):
         runner: Runner,
         tokenizer: Tokenizer,
         constraint: TokenConstraint | None = None,
+        drafts: int = 0,
     ) -> None:
         super().__init__(request, runner)
-        self._constraint = constraint
+        self._constraint, self._drafts, self._right = constraint, drafts, 0
+        self._lookup = PromptLookup(request.prompt) if drafts and not runner.drafts else None
         self._sampler = TokenSampler(request.sampling, self.prompt, tokenizer)
         self._watch = StopWatch(request.stopping, tokenizer, self.text_before)
         self._new: list[int] = []
         self._table: tuple[int, ...] = ()
 
     def parts(self) -> list[SequencePart]:
-        position = len(self.prompt) + len(self._new) - 1
-        count = position // self.page_size + 1
+        length = len(self.prompt) + len(self._new)
+        room = self._room(length)
+        drafts = () if self._lookup is None else self._lookup.draft(room)
+        by_runner = room if self._lookup is None else 0
+        count = (length + len(drafts) + by_runner - 1) // self.page_size + 1
         if len(self._table) != count:
             self._table = tuple(self._pages[:count])
-        return [self.decoded(self._new[-1], position, self._table)]
+        part = self.decoded((self._new[-1], *drafts), length - 1, self._table)
+        if by_runner:
+            before = tuple(self._new[-1 - self._right : -1])
+            part = replace(part, drafts=by_runner, before=before)
+        return [part]
 
-    def take(self, logits_RV: Tensor) -> Update:
-        logits_V, top = logits_RV[0], self.request.logprobs
+    def _room(self, length: int) -> int:
+        """The most drafts after a sequence of this length: after each of them comes a token."""
+        room = min(self._drafts, self.request.stopping.max_new_tokens - len(self._new) - 1)
+        if self._long_after is not None and not self.long:
+            room = min(room, self._long_after - length)
+        return room
+
+    def take(self, logits_RV: Tensor, drafts: Sequence[int] = ()) -> Iterator[Update]:
+        drawn = enumerate(zip(logits_RV, (*drafts, None), strict=True))
+        for self._right, (logits_V, draft) in drawn:
+            update = self._continued(logits_V)
+            yield update
+            if update.finish is not None or update.tokens[0] != draft or self.reading:
+                return
+
+    def _continued(self, logits_V: Tensor) -> Update:
+        top = self.request.logprobs
         token, finish = self._chosen(logits_V)
         self._new.append(token)
+        if self._lookup is not None:
+            self._lookup.add(token)
         if not self.long and self.is_long(len(self.prompt) + len(self._new)):
             self.read_again((*self.prompt, *self._new))
             self._table = ()
@@ -276,6 +327,7 @@ class BeamJob(Job):
             request.beams, request.stopping, tokenizer, self.text_before, request.logprobs
         )
         self._tables: list[list[int]] = []
+        self._rows: list[int] = []
         self._spare: list[int] = []
         self._last: list[int] = []
         self._length = len(self.prompt)
@@ -288,22 +340,22 @@ class BeamJob(Job):
 
     def parts(self) -> list[SequencePart]:
         return [
-            self.decoded(token, self._length - 1, tuple(table))
-            for token, table in zip(self._last, self._tables, strict=True)
+            self.decoded((token,), self._length - 1, tuple(table), row)
+            for token, table, row in zip(self._last, self._tables, self._rows, strict=True)
         ]
 
-    def take(self, logits_RV: Tensor) -> Update | None:
+    def take(self, logits_RV: Tensor, drafts: Sequence[int] = ()) -> Iterator[Update]:
         going = self._search.step(logits_RV)
         if not self._search.done:
             self._last = [token for _, token in going]
             self._fork([row for row, _ in going])
-            return None
+            return
         beams, stopping = self._search.results(), self.request.stopping
         stopped = all(
             len(beam.tokens) < stopping.max_new_tokens or beam.tokens[-1] in stopping.tokens
             for beam in beams
         )
-        return self.update(
+        yield self.update(
             tokens=beams[0].tokens,
             scores=beams[0].scores,
             finish="stop" if stopped else "length",
@@ -311,11 +363,13 @@ class BeamJob(Job):
         )
 
     def _fork(self, parents: Sequence[int]) -> None:
-        """Makes beams that each continue one by a token, and gives them pages."""
+        """Makes beams that each continue one by a token, and gives them pages and slots."""
         size, length = self.page_size, self._length
         if not self._tables:
             count = -(-length // size)
             self._tables, self._spare = [self._pages[:count]], self._pages[count:]
+            self._rows = [0]
+        self._fork_states([self._rows[parent] for parent in parents])
         used = {page for table in self._tables for page in table}
         self._tables = [list(self._tables[parent]) for parent in parents]
         self._spare += used.difference(*self._tables)
@@ -330,3 +384,14 @@ class BeamJob(Job):
         for table in self._tables:
             if len(table) * size < self._length:
                 table.append(self._spare.pop())
+
+    def _fork_states(self, rows: Sequence[int]) -> None:
+        """Leave each of these slots, by its place, to the first beam that continues it, and copy it
+        for the others."""
+        spare = sorted(set(range(self.rows)).difference(rows))
+        self._rows = []
+        for row in rows:
+            taken = row in self._rows
+            self._rows.append(spare.pop() if taken else row)
+            if taken and self.slots:
+                self._state_copies.append((self.slots[row], self.slots[self._rows[-1]]))

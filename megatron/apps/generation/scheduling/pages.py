@@ -1,4 +1,5 @@
-"""Pages of a model's memory: users, and the pages that contain the start of a prompt."""
+"""Pages of a model's memory: users, and the pages that contain the start of a prompt; and the slots
+of states."""
 
 from __future__ import annotations
 
@@ -33,10 +34,15 @@ class PagePool:
     A page is published before it is filled, so that requests of one prompt that come together
     compute it once: one of them claims and fills it, the others wait. A filled page without users
     keeps its contents until its memory is needed; the least recently used is evicted first.
+
+    A model with states has ``slots`` of them, None without. No state is kept at the end of a page,
+    so that prompts find nothing computed and share no page.
     """
 
-    def __init__(self, pages: int) -> None:
-        self.pages = pages
+    def __init__(self, pages: int, slots: int | None = None) -> None:
+        self.pages, self.slots = pages, slots or 0
+        self.shares = slots is None
+        self._free_slots = list(range(self.slots - 1, -1, -1))
         self._free = list(range(pages - 1, -1, -1))
         self._users = [0] * pages
         self._by_digest: dict[bytes, int] = {}
@@ -58,6 +64,22 @@ class PagePool:
     @property
     def used(self) -> int:
         return self.pages - self.available
+
+    @property
+    def slots_used(self) -> int:
+        return self.slots - len(self._free_slots)
+
+    def has_slots(self, count: int) -> bool:
+        """True if `take_slots` can give so many; any number of a model without states."""
+        return self.shares or count <= len(self._free_slots)
+
+    def take_slots(self, count: int) -> list[int]:
+        """Slots for one user, with any contents; none of a model without states."""
+        return [] if self.shares else [self._free_slots.pop() for _ in range(count)]
+
+    def release_slots(self, slots: Sequence[int]) -> None:
+        """Take slots back."""
+        self._free_slots += slots
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """The pages of the longest known part of a prompt."""

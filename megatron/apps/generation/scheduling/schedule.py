@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
+from megatron.apps.generation.memory import TEXTS
 from megatron.apps.generation.request import SequencePart, StepInput
 from megatron.apps.generation.scheduling.jobs import Job
 from megatron.apps.generation.scheduling.pages import PagePool
@@ -19,22 +20,26 @@ class EngineLimits:
     Attributes:
         running: texts; each beam is one.
         step_tokens: of one pass: generated ones, and as many of prompts as there is room for. An
-            encoder's prompt is one piece, which may be longer.
+            encoder's prompt is one piece, which may be longer, and so may a `Runner.piece`.
         waiting: requests in addition to those that run.
+        drafts: tokens of each text that a step computes in advance, after its last one.
     """
 
-    running: int = 64
+    running: int = TEXTS
     step_tokens: int = 512
     waiting: int = 1024
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("running", "waiting"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
-        if self.step_tokens <= self.running:
+        decoded = self.running * (1 + self.drafts)
+        if self.step_tokens <= decoded:
+            more = f" x (1 + drafts {self.drafts})" if self.drafts else ""
             raise ValueError(
-                f"step_tokens {self.step_tokens} must be more than running {self.running}: each "
-                "running text takes one, prompts the rest"
+                f"step_tokens {self.step_tokens} must be more than running {self.running}{more}: "
+                "each running text takes one and its drafts, prompts the rest"
             )
 
 
@@ -94,8 +99,8 @@ class FairQueue:
 class Scheduler:
     """Requests run in turns of their clients, else in the order of their arrival, as long as there
     is room; what has started is never interrupted, and none overtakes the first that waits. Every
-    step has a token of each text that is being generated; the rest of its room goes to prompts, the
-    oldest first.
+    step has a token of each text that is being generated, and drafts after it; the rest of its room
+    goes to prompts, the oldest first.
 
     Attributes:
         waiting: in the order of their turns.
@@ -147,20 +152,24 @@ class Scheduler:
         """The next step, and its parts in order; there may be none."""
         planned: list[PlannedPart] = []
         copies: list[tuple[int, int]] = []
+        state_copies: list[tuple[int, int]] = []
         reading = []
         for job in self.running.values():
             if job.reading:
                 reading.append(job)
             else:
-                copies += job.copies()
+                of_pages, of_states = job.copies()
+                copies += of_pages
+                state_copies += of_states
                 planned += [(job, part) for part in job.parts()]
         self._plan_prompts(planned, reading)
         encode, forget = ((), ()) if self._prompts is None else self._prompts.changes()
-        step = StepInput(tuple(part for _, part in planned), tuple(copies), encode, forget)
-        return step, planned
+        parts = tuple(part for _, part in planned)
+        return StepInput(parts, tuple(copies), encode, forget, tuple(state_copies)), planned
 
     def _plan_prompts(self, planned: list[PlannedPart], reading: Iterable[Job]) -> None:
-        budget = self.limits.step_tokens - len(planned)
+        decoded = sum(len(part.tokens) + part.drafts for _, part in planned)
+        budget = self.limits.step_tokens - decoded
         first: dict[tuple[tuple[int, ...], str | None], Job] = {}
         self.followers = {}
         for job in reading:

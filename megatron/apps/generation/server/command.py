@@ -113,7 +113,10 @@ def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
     with opened_runner(settings, processes, config, config.adapter) as opened:
         assert opened is not None
         limits = EngineLimits(
-            config.max_batch_size, config.max_num_batched_tokens, config.max_waiting
+            config.max_batch_size,
+            config.max_num_batched_tokens,
+            config.max_waiting,
+            config.num_speculative_tokens,
         )
         thread = EngineThread(GenerationEngine(opened.runner, opened.tokenizer, limits))
         files = tokenizer_in(opened.folder) or opened.folder

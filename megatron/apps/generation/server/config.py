@@ -108,10 +108,13 @@ class ServerConfig(ServedConfig):
         """Raises ConfigError if values contradict each other, or a file cannot be read."""
         if self.top_k and self.top_p:
             raise ConfigError(f"--top_k {self.top_k} and --top_p {self.top_p}: give one of them")
-        if self.max_num_batched_tokens <= self.max_batch_size:
+        drafts = self.num_speculative_tokens
+        if self.max_num_batched_tokens <= self.max_batch_size * (1 + drafts):
+            more = f" x (1 + --num-speculative-tokens {drafts})" if drafts else ""
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be more than "
-                f"--max-batch-size {self.max_batch_size}: each text takes one, prompts the rest"
+                f"--max-batch-size {self.max_batch_size}{more}: each text takes one and its "
+                "drafts, prompts the rest"
             )
         if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError("--api-key and --api-key-file: give one of them")
@@ -132,6 +135,11 @@ class ServerConfig(ServedConfig):
                 "--allow-origin * lets every page that a browser here shows use the server, and "
                 "there is no key: add --api-key, or name the sites"
             )
+
+    @property
+    def texts(self) -> int:
+        """Texts that run at once."""
+        return self.max_batch_size
 
     @property
     def limits(self) -> ServiceLimits:

@@ -19,9 +19,13 @@ _OF_ENGINE = {
     "pages_used": (GaugeMetricFamily, "Pages of keys and values that running requests use."),
     "pages_cached": (GaugeMetricFamily, "Pages of prompts that may come again."),
     "pages_free": (GaugeMetricFamily, "Other pages."),
+    "slots_used": (GaugeMetricFamily, "Running texts whose states are kept, of a model with any."),
+    "slots": (GaugeMetricFamily, "Texts whose states there is memory for."),
     "prompt_tokens": (CounterMetricFamily, "Tokens of the prompts that were started."),
     "prefix_hit_tokens": (CounterMetricFamily, "Tokens of prompts that were found computed."),
     "new_tokens": (CounterMetricFamily, "Tokens that were generated."),
+    "draft_tokens": (CounterMetricFamily, "Tokens that were computed in advance."),
+    "accepted_tokens": (CounterMetricFamily, "Those of them that were the next of their text."),
     "steps": (CounterMetricFamily, "Passes through the model."),
     "step_seconds": (CounterMetricFamily, "How long the passes took."),
 }
@@ -74,4 +78,6 @@ class _EngineNumbers(Collector):
         stats = self._stats()
         if stats is not None:
             for name, (kind, text) in _OF_ENGINE.items():
+                if name.startswith("slots") and not stats.slots:
+                    continue
                 yield kind(f"megatron_{name}", text, value=getattr(stats, name))

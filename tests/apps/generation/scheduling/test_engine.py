@@ -163,10 +163,11 @@ def test_nothing_depends_on_others(naive, seed):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.randoms(use_true_random=False), st.integers(16, 40))
-def test_no_page_leaks(draw, pages):
-    """Requests come, run, end and are cancelled in any order."""
-    crowd = Crowd(engine_of(pages=pages))
+@given(st.randoms(use_true_random=False), st.integers(16, 40), st.sampled_from([None, 3, 4]))
+def test_no_page_leaks(draw, pages, slots):
+    """Requests come, run, end and are cancelled in any order; also of a model with states, of which
+    a slot's are those of its own text, and whose prompts are cut at pieces."""
+    crowd = Crowd(engine_of(pages=pages, slots=slots, piece=1 if slots is None else 2))
     for _ in range(draw.randrange(1, 25)):
         crowd.submit(random_request(draw))
         for _ in range(draw.randrange(3)):
@@ -175,7 +176,8 @@ def test_no_page_leaks(draw, pages):
             crowd.engine.cancel(draw.choice(list(crowd.asked)))
     crowd.finish()
     stats = crowd.engine.stats
-    assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+    assert (stats.running, stats.waiting, stats.pages_used, stats.slots_used) == (0, 0, 0, 0)
+    assert stats.slots == (slots or 0)
     assert stats.pages_cached + stats.pages_free == stats.pages == pages
     assert stats.finished == len(crowd.asked) and stats.failed == 0
     pool = crowd.engine._pool
@@ -522,12 +524,13 @@ def test_beam_search_that_is_cancelled():
     assert tuple(crowd.tokens(other)) == alone(request([4], 12)).tokens
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_texts_that_become_long(seed):
-    """Keys and values of a sequence that grows beyond a length are computed again; prompts of
-    short and of long ones are not shared."""
+@pytest.mark.parametrize(("seed", "slots"), [(0, None), (1, None), (1, 4)])
+def test_texts_that_become_long(seed, slots):
+    """Keys, values and states of a sequence that grows beyond a length are computed again; prompts
+    of short and of long ones are not shared."""
     draw = random.Random(seed)
     short, settings = FakeRunner(VOCAB, reach=None), {"max_positions": 60, "long_after": 14}
+    settings["slots"] = slots
     crowd = Crowd(engine_of(pages=40, **settings))
     for _ in range(12):
         prompt = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1][: draw.randrange(1, 18)]
@@ -537,7 +540,9 @@ def test_texts_that_become_long(seed):
             crowd.engine.cancel(draw.choice(list(crowd.asked)))
     crowd.finish()
     crowd.check(short)
-    assert crowd.engine.stats.prefix_hit_tokens > 0 and crowd.engine.stats.pages_used == 0
+    assert (
+        crowd.engine.stats.prefix_hit_tokens > 0 or slots
+    ) and crowd.engine.stats.pages_used == 0
     for prompt in ([1, 2, 3], [1, 0] * 7):  # the first new token may be the one too many
         ways = [GREEDY, *(Sampling(seed=n) for n in range(3)), GREEDY]
         together = [request(prompt, 20, sampling=each) for each in ways]

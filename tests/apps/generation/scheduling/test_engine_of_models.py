@@ -7,7 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from configs import run_config
-from generation_models import SHAPES, VOCAB, save_theirs, their_greedy, their_model
+from generation_models import (
+    SHAPES,
+    VOCAB,
+    save_theirs,
+    their_greedy,
+    their_model,
+    tolerance,
+)
 
 from megatron.apps.generation.execution.runner import PagedRunner
 from megatron.apps.generation.execution.stages import StagedLayers
@@ -25,8 +32,12 @@ from megatron.formats.inspection import model_of
 from megatron.tokenizer.plain import NullTokenizer
 
 GREEDY = Sampling(greedy=True)
-LONG = {"llama", "mistral"}
-"""Shapes whose tests are long ones: execution/test_runner.py has them in the default suite."""
+LONG = {
+    *("llama", "llama4_text", "mistral", "bamba", "deepseek_v3", "nemotron_h"),
+    *("qwen3_next", "youtu"),
+}
+"""Shapes whose tests are long ones: execution/test_runner.py and test_layer_memory.py have them, or
+their kinds of layers, in the default suite."""
 
 
 @pytest.fixture(
@@ -81,9 +92,32 @@ def test_nothing_depends_on_others(runner, seed):
     order = draw.sample(range(len(asked)), len(asked))
     engine = engine_of(runner, 7, 19, 20)
     found = engine.complete([asked[number] for number in order])
-    assert engine.stats.prefix_hit_tokens > 0 or runner.max_prompt is not None
+    shares = runner.max_prompt is None and runner.slots is None
+    assert engine.stats.prefix_hit_tokens > 0 or not shares
     for number, completion in zip(order, found, strict=True):
         assert dataclasses.replace(completion, cached=0) == alone[number]
+
+
+@pytest.mark.proof
+def test_drafts_change_no_bit(runner):
+    """Of few tokens, so that some drafts are right."""
+    draw = random.Random(9)
+    asked = [
+        GenerationRequest(
+            tuple(draw.choice([3, 5, 7]) for _ in range(length)),
+            StopRules(14),
+            Sampling(seed=length, bias={3: 40.0, 5: 40.0, 7: 40.0}),
+            logprobs=2,
+        )
+        for length in (1, 4, 11, 20)
+    ]
+    if runner.slots is not None:
+        pytest.skip("states do not return to those before a wrong draft")
+    plain = engine_of(runner, 4, 100, 4).complete(asked)
+    engine = engine_of(runner, 4, 30, 4, 3)
+    for one, other in zip(engine.complete(asked), plain, strict=True):
+        assert (one.tokens, one.scores) == (other.tokens, other.scores)
+    assert 0 < engine.stats.accepted_tokens < engine.stats.draft_tokens
 
 
 def test_greedy_against_transformers(runner, shape):
@@ -96,7 +130,7 @@ def test_greedy_against_transformers(runner, shape):
         assert list(completion.tokens) == tokens
         ours = torch.tensor([score.logprob for score in completion.scores])
         expected = log_probs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        torch.testing.assert_close(ours, expected, rtol=0, atol=5e-6)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance(shape))
 
 
 def test_beams_against_transformers(runner, shape):
@@ -120,5 +154,6 @@ def test_beams_against_transformers(runner, shape):
         ):
             tokens = theirs_L[begin:].tolist()
             assert list(beam.tokens) == tokens[: len(beam.tokens)]
-            assert not any(tokens[len(beam.tokens) :])
-            assert beam.score == pytest.approx(float(score), abs=1e-5)
+            # Filled up with padding, or with the token that ends texts.
+            assert {*tokens[len(beam.tokens) :]} <= {0, 7}
+            assert beam.score == pytest.approx(float(score), abs=2 * tolerance(shape))

@@ -158,3 +158,5 @@ def test_metrics():
     assert float(numbers["megatron_running"]) == float(numbers["megatron_waiting"]) == 0
     assert float(numbers["megatron_pages_free"]) > 0
     assert "megatron_prefix_hit_tokens_total" in numbers
+    assert float(numbers["megatron_draft_tokens_total"]) == 0
+    assert float(numbers["megatron_accepted_tokens_total"]) == 0

@@ -16,6 +16,7 @@ from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.apps.generation.server.config import ServiceLimits
 from megatron.apps.generation.server.listening import ConnectionLimits
 
+UNFINISHED = (b"", b"POST /api HT", b"GET /health HTTP/1.1\r\nA: ")
 LONG = {"prompt": "ab", "max_tokens": 900, "ignore_eos": True}
 
 
@@ -106,14 +107,16 @@ def test_a_body_that_does_not_come(slow):
         assert client.recv(100).startswith(b"HTTP/1.1 408")
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /api HT", b"GET /health HTTP/1.1\r\nA: "])
-def test_a_request_that_does_not_begin(slow, sent):
-    with connection(slow) as client:
-        client.sendall(sent)
-        begun = time.monotonic()
-        with contextlib.suppress(ConnectionResetError):
-            assert client.recv(100) == b""
-        assert 0.3 < time.monotonic() - begun < 5
+def test_requests_that_do_not_begin(slow):
+    """Each is cut after its time; the three wait at once."""
+    with ExitStack() as stack:
+        clients, begun = [stack.enter_context(connection(slow)) for _ in range(3)], time.monotonic()
+        for client, sent in zip(clients, UNFINISHED, strict=True):
+            client.sendall(sent)
+        for client in clients:
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(100) == b""
+            assert 0.3 < time.monotonic() - begun < 5
 
 
 def test_a_body_that_continues_after_the_answer(slow):
