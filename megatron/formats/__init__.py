@@ -74,8 +74,8 @@ COMMANDS: dict[str, Callable[[], Any]] = {
 of features follow."""
 
 LINEAR = (
-    "attention.qkv", "attention.proj", "cross_attention.q", "cross_attention.kv",
-    "cross_attention.proj", "mlp.up", "mlp.down",
+    "attention.qkv", "attention.proj", "attention.in_proj", "attention.out_proj",
+    "cross_attention.q", "cross_attention.kv", "cross_attention.proj", "mlp.up", "mlp.down",
 )  # fmt: skip
 """The linear layers of a block."""
 
@@ -88,14 +88,17 @@ class LinearTarget:
     Attributes:
         layer: canonical name of the layer, ``layers.{n}.attention.qkv``.
         part: name of the matrix, ``q``; empty where the module is the whole layer.
-        index: its place among the fused ones.
+        parts: its places among the fused ones; empty where the module is the whole layer.
         module: another program's name, ``model.layers.{n}.self_attn.q_proj``, or the layer's.
+        rows: the first of its rows in the weight and the one after the last, where they do not
+            follow from ``part``.
     """
 
     layer: str
     part: str
-    index: int
+    parts: tuple[int, ...]
     module: str
+    rows: tuple[int, int] | None = None
 
 
 def layer_names() -> list[str]:
@@ -108,7 +111,7 @@ def linear_targets(model: ModelConfig) -> Sequence[LinearTarget]:
     """The linear modules of a model's blocks by their Hugging Face names, or by the layers' where
     that format is deleted."""
     if find_spec(_HUGGINGFACE) is None:
-        return [LinearTarget(name, "", 0, name) for name in layer_names()]
+        return [LinearTarget(name, "", (), name) for name in layer_names()]
     targets: Sequence[LinearTarget] = resolve_name("megatron.formats.huggingface:linear_targets")(
         model
     )

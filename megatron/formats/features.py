@@ -36,15 +36,18 @@ _FIELDS = {field.name: field for field in dataclasses.fields(ModelFlags)}
 _NAMES = (
     "num_query_groups", "kv_channels", "add_qkv_bias", "add_attention_bias",
     "position_embedding_offset", "rotary_percent", "rope_scaling", "rotary_base_local",
-    "sliding_window", "window_attn_skip_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
-    "softmax_type", "glu_linear_offset", "activation_func_clamp_value",
+    "rotary_interleaved", "no_rope_freq", "attention_temperature",
+    "sliding_window", "attention_chunk_size", "window_attn_skip_freq", "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "softmax_type", "attention_output_gate", "glu_linear_offset", "activation_func_clamp_value",
     "final_logit_softcapping", "clip_qkv", "qk_layernorm", "qk_layernorm_whole",
-    "qk_layernorm_after_rope",
+    "qk_layernorm_after_rope", "qk_l2_norm",
     "apply_layernorm_1p", "embed_layernorm", "scale_embeddings", "embedding_multiplier",
     "logits_scaling", "residual_multiplier", "scale_head_input", "post_norm", "pre_norm",
     "apply_residual_connection_post_layernorm", "parallel_residual", "shared_parallel_norm",
     "num_tokentypes", "lm_head_activation", "lm_head_bias", "head", "retro_add_retriever",
-    "layer_experts",
+    "layer_experts", "multi_latent_attention", "mixers", "mtp_num_layers",
+    "mtp_use_repeated_layer",
 )  # fmt: skip
 FEATURES = tuple(name for name in _NAMES if name in _FIELDS)
 """The features, as fields of :class:`ModelFlags`, without those of folders that are deleted."""
@@ -55,6 +58,7 @@ _PLAIN = {
     "rotary_percent": "--rotary-percent 1.0",
     "head": "the head of a language model",
     "layer_experts": "no --num-experts",
+    "mixers": "attention and an MLP in every layer",
 }
 
 
@@ -68,15 +72,16 @@ class Requirement(NamedTuple):
 def features_of(model: ModelConfig) -> set[str]:
     """The members of :data:`FEATURES` that a network has."""
     flags, attention, positions = model.flags(), model.attention, model.positions
-    heads, windows = attention.num_attention_heads, attention.sliding_window is not None
+    heads, local = attention.num_attention_heads, attention.local is not None
     changed = {name for name in FEATURES if getattr(flags, name) != _FIELDS[name].default}
     has = {
         "num_query_groups": attention.num_query_groups != heads,
         "kv_channels": heads * attention.kv_channels != model.hidden_size,
         # Without rotary positions, or without windows, these have no effect.
         "rotary_percent": positions.position_embedding_type == "rope",
-        "rotary_base_local": windows,
-        "window_attn_skip_freq": windows,
+        "rotary_interleaved": positions.position_embedding_type == "rope",
+        "rotary_base_local": attention.sliding_window is not None,
+        "window_attn_skip_freq": local,
     }
     return {name for name in changed if has.get(name, True)}
 

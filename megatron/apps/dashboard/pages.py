@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SHARED = Path(__file__).parent / "shared"
-"""What the pages have in common: colours and controls, their switch, how elements are made."""
+"""Parts that all pages have: colours and controls, their switch, how elements are made."""
 
 _TYPES = {
     "css": "text/css; charset=utf-8",
@@ -26,7 +26,7 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Of every file: nothing from elsewhere, no inline script, not inside another page."""
+"""Headers of every file: nothing from elsewhere, no inline script, not inside another page."""
 
 
 class PageFile(NamedTuple):

@@ -94,7 +94,7 @@ class TuningSummary:
             "Longest sample": f"{config.model.seq_length:,} tokens",
             "Length": length,
             "Learning rate": f"{optimizer.lr:g}, {optimizer.lr_decay_style}",
-            "Optimizer": f"{'AdamW' if optimizer.optimizer == 'adam' else 'SGD'}, weight decay "
+            "Optimizer": f"{_OPTIMIZERS[optimizer.optimizer]}, weight decay "
             f"{optimizer.weight_decay:g}, gradients clipped at {optimizer.clip_grad:g}",
             "Precision": dtype,
             "Layout": f"tensor {parallel.tensor_model_parallel_size} x pipeline "
@@ -145,6 +145,7 @@ class TuningSummary:
         return found
 
 
+_OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD", "muon": "Muon", "lion": "Lion"}
 _CLOCKS = frozenset({"iteration", "consumed_samples", "consumed_tokens"})
 _SAID_BY_LOSS = ("perplexity", " PPL")
 

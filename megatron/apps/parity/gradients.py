@@ -48,13 +48,13 @@ from megatron.training.trainer import weighed_step
 INIT = Init(std=0.3)  # wider than in training, biases included, so that every gradient is large
 
 BOUND = 1e-12
-"""Of a float64 number, relative to the larger of a gradient's maximum and 1e-3 x the model's
-largest gradient: in theory the gradient of a key bias is exactly zero."""
+"""Bound of a float64 number's error, relative to the larger of a gradient's maximum and 1e-3 x the
+model's largest gradient: in theory the gradient of a key bias is exactly zero."""
 GRADIENT_BOUND = 1e-4  # of a float32 gradient, relative
 UPDATE_BOUND = 1e-2
-"""Of a float32 weight's change, relative to the parameter's largest. Adam divides a gradient by
-itself in its first step, so one near zero moves its weight either way: only weights whose gradient
-is above 1e-3 x the parameter's largest are compared."""
+"""Bound of the error of a float32 weight's change, relative to the parameter's largest. Adam
+divides a gradient by itself in its first step, so one near zero moves its weight either way: only
+weights whose gradient is above 1e-3 x the parameter's largest are compared."""
 
 
 @dataclass(frozen=True)

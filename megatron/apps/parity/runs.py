@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron.config import OptimizerConfig, RunConfig
+from megatron.config import ConfigError, OptimizerConfig, RunConfig
 from megatron.data.loader import MicroBatches
 from megatron.engine.environment import deterministic_kernels, distributed, training_device
 from megatron.engine.state import owned_slices
@@ -193,6 +193,11 @@ def _plain_optimizer(
     ]
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=options.sgd_momentum)
+    if options.optimizer != "adam":
+        raise ConfigError(
+            f"--optimizer {options.optimizer}: the training without DeepSpeed has AdamW and SGD; "
+            "compare with one of these"
+        )
     betas = (options.adam_beta1, options.adam_beta2)
     return torch.optim.AdamW(groups, betas=betas, eps=options.adam_eps)
 

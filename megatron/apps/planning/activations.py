@@ -30,6 +30,10 @@ from megatron.features.context.costs import (
 )
 from megatron.features.context.flags import LongContextConfig
 from megatron.features.experts.flags import ExpertsConfig
+from megatron.features.latent.costs import kept_numbers
+from megatron.features.latent.flags import LatentConfig
+from megatron.features.recurrent.costs import mean_block
+from megatron.model.attention_masks import narrows
 from megatron.parallel.cross_entropy import logits_chunk
 
 WHOLE = LongContextConfig()
@@ -164,16 +168,21 @@ def activation_bytes(
     entering = between + read * bool(lengths.inside)
     kept = entering if full else whole - kernel * (layout.recompute == "selective")
     norm = sizes.norm(hidden)
+    # Gradients of several chunks are added up in float32.
+    head = (
+        sizes.outside * norm
+        + outputs * sizes.element * hidden * (1 + family_of(model.family).head_states)
+        + vocab * hidden * (sizes.element if chunk == logits else 4)
+    )
+    # Each further token has a head, embeddings next to hidden states, and norms of both.
+    merged = sizes.outside * (2 * norm + 4 * sizes.element * hidden)
     return Activations(
         block=kept,
         float8=0.0 if full else float8,
         recomputed=whole if full else 0.0,
         embedding=sizes.outside * (sizes.mask + norm * model.norm.embed_layernorm) + ids,
         masks=_masks(model, layout, sizes.element, micro_batch, lengths) + read,
-        # Gradients of several chunks are added up in float32.
-        head=sizes.outside * norm
-        + outputs * sizes.element * hidden * (1 + family_of(model.family).head_states)
-        + vocab * hidden * (sizes.element if chunk == logits else 4),
+        head=head + model.blocks_ahead * (head + merged),
         loss=chunk,
         hidden=between + read,
         working=_working(model, layout, sizes, lengths, saving),
@@ -197,25 +206,36 @@ def _block_bytes(
     # Queries and keys that are normalised or rotated are new tensors; the values still keep the
     # whole QKV output.
     changed = share.query + share.kv if rope or qk_norm else 0
-    mlp = 0 if saving.tiles else share.ffn * mlp_widths(model)
+    mlp = 0.0 if saving.tiles else share.ffn * mlp_widths(model)
     attention: float = qkv + changed + share.query
     if layout.context > 1:
         heads = heads_of(model, layout.tensor)
         attention = attention_widths(layout, heads, changed > 0, qk_norm)
+    latents, part = 0, model.part(LatentConfig)
+    if not part.idle:
+        selective = layout.recompute == "selective"
+        attention, latents = kept_numbers(model, layout.tensor, selective)
+        qk_norm = False
     if chunked_on_host(saving, layout, model.seq_length):
         # The output that the projection reads, and what norms of heads keep.
         attention = share.query + (qkv if qk_norm else 0)
-    inputs = norms_of_block(model, cross) * sizes.norm(hidden)
+    # Of gates the sigmoid and its product, and the rows of the QKV output.
+    attention += share.gate * (3 - needless)
+    mean = mean_block(model, layout.tensor)
+    kept = mean.kept - mean.again * (layout.recompute == "selective")
+    attention, mlp = mean.attention * attention + kept, mean.mlp * mlp
+    inputs = norms_of_block(model, cross) * sizes.norm(hidden) * mean.sublayers / 2
     alike = model.parallel_residual and not model.shared_parallel_norm
     if alike and sizes.source == sizes.residual:
         inputs -= sizes.source * hidden  # two norms of the same input keep it once
-    outputs = ((1 if model.shared_parallel_norm else 2) + cross) * size * hidden
-    whole = sizes.outside * (inputs + outputs + (2 + cross) * sizes.mask) + _angles(model, layout)
-    whole += tokens * size * (attention + mlp)
+    outputs = ((1 if model.shared_parallel_norm else mean.sublayers) + cross) * size * hidden
+    masks = (mean.sublayers + cross) * sizes.mask
+    whole = sizes.outside * (inputs + outputs + masks) + _angles(model, layout)
+    whole += tokens * size * (attention + mlp) + sizes.outside * size * latents
     if cross:
         # Queries and the attention's output, and keys and values of the other sequence.
         whole += size * 2 * (tokens * share.query + sizes.others * share.kv)
-    whole += kernel
+    whole += mean.attention * kernel
     float8 = 0.0
     if layout.float8:
         # Inputs of 8-bit layers: a byte per number instead of the number, or with it where
@@ -304,7 +324,7 @@ def _masks(
         return float((1 if lengths.other else micro_batch) * heads * pairs * size)
     if _in_blocks(layout):
         return 0.0
-    narrow = {w for w in windows if w is not None and w < length}
+    narrow = {w for w in windows if narrows(w, length)}
     kinds, heads = (0 if _all_scores(model) else len(narrow)), 1
     if model.positions.position_embedding_type == "alibi":
         kinds = len(narrow) + (narrow != windows)
@@ -317,8 +337,7 @@ def _angles(model: ModelConfig, layout: Layout) -> float:
     16 bits."""
     if model.positions.position_embedding_type != "rope" or layout.precision == "fp32":
         return 0.0
-    rotated = int(model.attention.kv_channels * model.positions.rotary_percent)
-    return 4.0 * 2 * model.seq_length / layout.context * rotated
+    return 4.0 * 2 * model.seq_length / layout.context * model.rotated
 
 
 def _chunks(model: ModelConfig, layout: Layout, sizes: _Sizes, saving: LongContextConfig) -> float:

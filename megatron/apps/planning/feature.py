@@ -9,7 +9,9 @@ from megatron.config.features import Feature
 
 
 class PlanningFeature(Feature):
-    needs = ("adapters", "context", "experts", "float8", "low_bit_states")
+    needs = (
+        "adapters", "context", "experts", "float8", "latent", "low_bit_states", "recurrent",
+    )  # fmt: skip
 
     def check_run(self, run: Any, mesh: Any, device: Any) -> None:
         from megatron.apps.planning.fit import check_fits

@@ -15,6 +15,9 @@ from megatron.config.layouts import Layout
 from megatron.families import BlockLengths, build_model, family_of, spec_of, trained_spec
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.context.costs import lengths_of_rank
+from megatron.features.latent.costs import layer_weights
+from megatron.features.latent.flags import LatentConfig
+from megatron.features.recurrent.costs import mean_block
 from megatron.parallel.mesh import Group
 from megatron.parallel.pipeline_schedules import stage_bounds
 from megatron.parallel.shard import shard_of
@@ -24,18 +27,21 @@ from megatron.parallel.tensor_parallel import TensorParallel
 @dataclass(frozen=True)
 class LocalWidths:
     """Widths of a tensor-parallel rank's share, padding included: queries and keys (or values) of
-    all its heads together, MLP, token embedding."""
+    all its heads together, gates of its output, MLP, token embedding."""
 
     query: int
     kv: int
+    gate: int
     ffn: int
     vocab: int
 
 
 def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
     """Return the share of one of ``tensor`` ranks; the model has its vocabulary sizes."""
+    query = model.attention.num_attention_heads // tensor * model.attention.kv_channels
     return LocalWidths(
-        query=model.attention.num_attention_heads // tensor * model.attention.kv_channels,
+        query=query,
+        gate=query * model.attention.attention_output_gate,
         kv=max(1, model.attention.num_query_groups // tensor) * model.attention.kv_channels,
         ffn=model.mlp.ffn_hidden_size // tensor,
         vocab=model.vocabulary.padded // tensor,
@@ -86,10 +92,21 @@ def adapter_parameters(model: ModelConfig, adapters: AdapterConfig, tensor: int)
 
 
 def linear_parameters(model: ModelConfig, tensor: int, cross: bool = False) -> int:
-    """Return the weights of a block's linear layers on one of ``tensor`` ranks."""
+    """Return the weights of a block's linear layers on one of ``tensor`` ranks, the mean over
+    blocks."""
     share, gates = local_widths(model, tensor), 1 + model.mlp.gated
-    attention = (1 + cross) * (2 * share.query + 2 * share.kv)
-    return model.hidden_size * (attention + (gates + 1) * share.ffn)
+    mean = mean_block(model, tensor)
+    mlp = mean.mlp * model.hidden_size * (gates + 1) * share.ffn
+    attention = mean.attention * attention_weights(model, tensor, cross)
+    return round(attention + mlp + mean.weights)
+
+
+def attention_weights(model: ModelConfig, tensor: int, cross: bool = False) -> int:
+    """Return the weights of a block's attention on one of ``tensor`` ranks."""
+    if not model.part(LatentConfig).idle:
+        return layer_weights(model, tensor)
+    share = local_widths(model, tensor)
+    return model.hidden_size * ((1 + cross) * (2 * share.query + 2 * share.kv) + share.gate)
 
 
 def norms_of_block(model: ModelConfig, cross: bool = False) -> int:

@@ -37,6 +37,8 @@ from megatron.features.context.flags import LongContextConfig
 from megatron.features.experts.costs import with_experts
 from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.float8.linear import Float8
+from megatron.features.latent.costs import with_latents
+from megatron.features.recurrent.costs import with_states
 from megatron.model.flops import TransformerShape
 
 PART = 8192  # fewest tokens of a sequence that a rank has where ranks divide it
@@ -203,7 +205,8 @@ def _with_teacher(
 
 def _shape(model: ModelConfig) -> TransformerShape:
     """Return the numbers that the FLOPs of a complete model depend on."""
-    return with_experts(family_of(model.family).shape(model), model)
+    shape = with_experts(family_of(model.family).shape(model), model)
+    return with_states(with_latents(shape, model), model)
 
 
 @lru_cache(maxsize=4096)

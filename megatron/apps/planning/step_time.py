@@ -15,6 +15,7 @@ from itertools import chain
 
 from megatron.apps.planning.parameters import (
     RankShare,
+    attention_weights,
     block_lengths,
     head_shape,
     local_widths,
@@ -26,6 +27,8 @@ from megatron.families import BlockLengths
 from megatron.features.context.costs import attention_bytes, counts_half, heads_of
 from megatron.features.experts.costs import layer_costs
 from megatron.features.experts.flags import ExpertsConfig
+from megatron.features.latent.flags import LatentConfig
+from megatron.features.recurrent.costs import mean_block
 
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 
@@ -296,15 +299,21 @@ def rank_flops(
     ``imbalance`` times the mean tokens of a rank for its experts."""
     width, hidden = local_widths(model, layout.tensor), model.hidden_size
     mlp = 2 * hidden * (3 if model.mlp.gated else 2) * width.ffn
+    part, channels = model.part(LatentConfig), 2 * width.query
+    if not part.idle:
+        channels = width.query + width.query // model.attention.kv_channels * part.v_head_dim
     total, share_of_pairs = 0.0, 0.5 if counts_half(model) else 1.0
+    mean = mean_block(model, layout.tensor)
     for lengths in chain.from_iterable(block.whole for block in chain(*share.stages)):
         own, other = lengths.own, lengths.other
-        projections = own * 2 * hidden * (2 * width.query + 2 * width.kv)
-        scores = own * 4 * width.query * lengths.keys * share_of_pairs
+        projections = 2.0 * own * attention_weights(model, layout.tensor)
+        scores = own * 2 * channels * lengths.keys * share_of_pairs
         if other:
             projections += 2 * hidden * (own * 2 * width.query + other * 2 * width.kv)
             scores += own * 4 * width.query * lengths.other_keys
-        matrices = projections + own * mlp
+        projections = mean.attention * projections + own * 2 * mean.weights
+        scores = mean.attention * scores + own * mean.products
+        matrices = projections + own * mean.mlp * mlp
         again = {None: 0, "selective": scores}.get(layout.recompute, matrices + scores)
         total += 3 * (matrices + scores) + again
     if any(share.routed):
@@ -316,6 +325,7 @@ def rank_flops(
     if share.last:
         outputs, whole = head_shape(model)
         slices = layout.tensor if layout.sequence else 1
+        outputs *= 1 + model.blocks_ahead
         total += 3 * (2 * hidden * width.vocab * outputs + whole / slices) / layout.context
     return micro_batch * total
 

@@ -52,7 +52,7 @@ _CHUNKS, _EMPTY, _OFFSETS = "chunks_valid", "chunks_invalid", "doc_offsets"
 those without text for the embedder; and of each document its number and the chunks up to its end,
 uint64 [d, 2]."""
 _CHUNKS_AT_ONCE = 4096
-"""Whose text is in memory."""
+"""Number of chunks whose text is in memory."""
 Info = dict[str, Any]
 """The entry of a dataset in the list."""
 

@@ -83,7 +83,8 @@ class RetrievingRunner:
         self.vocab_size = runner.vocab_size
         self.max_positions, self.max_prompt = runner.max_positions, runner.max_prompt
         self.start_token, self.long_after = runner.start_token, runner.long_after
-        self.adapters = runner.adapters
+        self.adapters, self.slots, self.piece = runner.adapters, runner.slots, runner.piece
+        self.drafts = runner.drafts
         self._tokens_XM = np.zeros((runner.pages, runner.page_size), np.int64)
 
     def run(self, step: StepInput) -> StepOutput:

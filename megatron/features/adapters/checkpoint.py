@@ -27,6 +27,7 @@ from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
 from megatron.config import ModelConfig
 from megatron.features.adapters.flags import AdapterConfig
+from megatron.formats import linear_targets
 from megatron.util.digests import digest
 
 _ADAPTER = re.compile(r"(.+)\.lora_(?:([a-z]+)_)?(a|b|magnitude)")
@@ -60,11 +61,13 @@ def rows_of_part(model: ModelConfig, part: str, rows: int) -> slice:
     if part in ("gate", "up"):
         half = rows // 2
         return slice(0, half) if part == "gate" else slice(half, rows)
+    if part not in ("q", "k", "v"):
+        known = {target.part: target.rows for target in linear_targets(model)}
+        return slice(*(known.get(part) or (0, 0)))
     attention = model.attention
-    queries = attention.num_attention_heads * attention.kv_channels
     keys = attention.num_query_groups * attention.kv_channels
     first = rows - 2 * keys  # of the keys; attention to another sequence has its queries elsewhere
-    assert first in (0, queries), (part, rows, queries, keys)
+    assert first in (0, attention.query_rows), (part, rows, attention.query_rows, keys)
     starts = {"q": (0, first), "k": (first, keys), "v": (first + keys, keys)}
     start, length = starts[part]
     return slice(start, start + length)

@@ -30,11 +30,12 @@ from megatron.features.adapters.low_rank import (
     UpPlace,
     low_rank_linear,
 )
-from megatron.parallel.layers import ParallelLinear
+from megatron.parallel.layers import ParallelLinear, RowMap
 from megatron.parallel.linear import LinearMap, column_linear
-from megatron.parallel.mesh import Group
+from megatron.parallel.mesh import SINGLE, Group
 from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
 from megatron.parallel.tensor_parallel import (
+    TensorParallel,
     start_all_reduce,
     start_sum_over_copies,
 )
@@ -91,13 +92,13 @@ class _Adapters:
         across = [shard_of(weight).over("tensor") for weight in weights]
         (outputs, inputs) = shard_of(weights[0]).full_shape
         self._by_inputs = across[0] is not None and across[0].dim == 1
+        self._whole = across[0] is None  # every rank has the layer, for its slice of the sequence
         for number, addition in enumerate(additions):
             cuts = (Cut(1),) if self._by_inputs else ()
             down = Shard((self._rank, inputs), cuts)
             bound = Init(bound=inputs**-0.5)
             layer.register_parameter(self._downs[number], parameter(down, bound, tp.coordinates))
             for place, cut in enumerate(across):
-                assert cut is not None
                 self._add_rows(layer, addition, number, place, cut, outputs)
         copies = tp.group.size if self._by_inputs else 1
         self._form = LowRank(
@@ -108,9 +109,9 @@ class _Adapters:
                 for r in self._rows
             ),
             scale=config.scale,
-            group=tp.group,
+            group=SINGLE if self._whole else tp.group,
             enters=not self._by_inputs,
-            sequence=tp.split and not self._by_inputs,
+            sequence=self._gathers(tp),
         )
 
     def _add_rows(
@@ -119,10 +120,10 @@ class _Adapters:
         addition: Addition,
         number: int,
         place: int,
-        cut: Cut,
+        cut: Cut | None,
         outputs: int,
     ) -> None:
-        if self._by_inputs:
+        if cut is None or self._by_inputs:
             assert not addition.parts
             up, wanted, held, start = Shard((outputs, self._rank)), [0], [0], 0
             width = outputs
@@ -133,10 +134,10 @@ class _Adapters:
             held = [part for part in wanted if part in inside]
             if not held:
                 return
-            assert held == list(range(held[0], held[-1] + 1)), addition
+            first = inside.index(held[0])
+            assert held == inside[first : first + len(held)], addition
             places = layer.tp.group.size // cut.copies
             widths = [lengths[part] // places for part in inside]
-            first = inside.index(held[0])
             start = [0, *accumulate(widths)][first]
             width = sum(widths[first : first + len(held)])
             own = Cut(
@@ -157,8 +158,13 @@ class _Adapters:
                 whole = addition.parameter(kind) if held != wanted else None
                 shard = replace(up, full_shape=shape, whole=whole)
                 layer.register_parameter(name, parameter(shard, init, layer.tp.coordinates))
-        rows = _Rows(names["b"], names["magnitude"], place, start, width, number, cut.copies)
+        copies = 1 if cut is None else cut.copies
+        rows = _Rows(names["b"], names["magnitude"], place, start, width, number, copies)
         self._rows.append(rows)
+
+    def _gathers(self, tp: TensorParallel) -> bool:
+        """True if the layer computes the whole sequence from this rank's slice of it."""
+        return tp.split and not (self._by_inputs or self._whole)
 
     def outputs(
         self, layer: ParallelLinear, x_BSI: Tensor, maps: Sequence[LinearMap]
@@ -177,6 +183,12 @@ class _Adapters:
         y_BSO, bias = layer.tp.leave(outputs[0]), maps[0].bias
         return (y_BSO + layer.tp.shared(bias)[0] if later and bias is not None else y_BSO,)
 
+    def changed(self, layer: ParallelLinear, weight: Tensor) -> Sequence[RowMap]:
+        inputs = shard_of(layer.weight).full_shape[1]  # type: ignore[arg-type]
+        ones_1II = torch.eye(inputs, dtype=weight.dtype, device=weight.device)[None]
+        (columns_1IO,) = self.outputs(layer, ones_1II, (LinearMap(weight, None),))
+        return [(None, columns_1IO[0].t())]
+
     def _added(
         self,
         layer: ParallelLinear,
@@ -189,7 +201,10 @@ class _Adapters:
         downs = [getattr(layer, name) for name in self._downs]
         ups = [getattr(layer, rows.name) for rows in self._rows]
         weights = [each.weight for each in maps]
-        form, split = self._form, layer.tp.split and not self._by_inputs
+        if self._whole:
+            shared = layer.tp.shared(*downs, *ups)
+            downs, ups = list(shared[: len(downs)]), list(shared[len(downs) :])
+        form, split = self._form, self._gathers(layer.tp)
         if form.sequence != split:  # generation does without slices of the sequence
             form = LowRank(*form[:-1], sequence=split)
         return low_rank_linear(x_BSI, dropped_BSI, form, *weights, *biases, *downs, *ups)
@@ -224,6 +239,8 @@ class _Adapters:
             if self._by_inputs:
                 own = F.linear(x_BSI - dropped_BSI, maps[0].weight)
                 others: Sequence[Tensor] = (tp.leave(own),)
+            elif self._whole:
+                others = (F.linear(x_BSI - dropped_BSI, maps[0].weight),)
             else:
                 others = column_linear(x_BSI - dropped_BSI, rest, tp)
             outputs = [y + other for y, other in zip(outputs, others, strict=True)]
@@ -242,7 +259,7 @@ class _Adapters:
             if rows.start > ends[rows.map]:
                 parts[rows.map].append(weight.new_ones(rows.start - ends[rows.map]))
             magnitude = getattr(layer, rows.magnitude)
-            if self._by_inputs:
+            if self._by_inputs or self._whole:
                 (magnitude,) = layer.tp.shared(magnitude)
             elif rows.copies > 1:
                 magnitude = _SummedOverCopies.apply(magnitude, rows.copies, layer.tp.group)

@@ -89,7 +89,7 @@ def additions_of(model: ModelConfig, targets: Sequence[str]) -> Additions:
     known: list[LinearTarget] = [*linear_targets(model)]
     layers = {target.layer for target in known}
     replaced = [name for name in _replaced_layers(model) if name not in layers]
-    known += [LinearTarget(name, "", 0, name) for name in replaced]
+    known += [LinearTarget(name, "", (), name) for name in replaced]
     wanted = set()
     for name in targets:
         chosen = {target for target in known if name == ALL_LINEAR or _matches(target, name)}
@@ -99,26 +99,28 @@ def additions_of(model: ModelConfig, targets: Sequence[str]) -> Additions:
     additions: dict[str, list[Addition]] = defaultdict(list)
     for target in known:
         if target in wanted:
-            parts = (target.index,) if target.part else ()
-            additions[target.layer].append(Addition(target.part, parts))
+            additions[target.layer].append(Addition(target.part, target.parts))
     return additions
 
 
 def _replaced_layers(model: ModelConfig) -> dict[str, nn.Module]:
-    """Layers of the MLP with which a feature replaces the usual one, by name: linear ones, and
-    those of several matrices, as of experts."""
+    """Layers of the MLP and the attention with which a feature replaces the usual ones, by name:
+    linear ones, and those of several matrices, as of experts."""
     with torch.device("meta"):
-        mlps = (
-            feature.mlp(model, layer, TensorParallel())
-            for layer in range(model.num_layers)
+        others = {
+            "mlp": lambda feature, n: feature.mlp(model, n, TensorParallel()),
+            "attention": lambda feature, n: feature.mixer(model, n, TensorParallel(), False),
+        }
+        return {
+            f"layers.{{n}}.{name}.{path}": layer
+            for name, of in others.items()
+            for n in range(model.num_layers)
+            if model.has(name, n)
             for feature in taking_part()
-        )
-        mlp = next((module for module in mlps if module is not None), None)
-    return {
-        f"layers.{{n}}.mlp.{path}": layer
-        for path, layer in (() if mlp is None else mlp.named_modules())
-        if isinstance(layer, ParallelLinear) or is_stacked(layer)
-    }
+            if (module := of(feature, n)) is not None
+            for path, layer in module.named_modules()
+            if isinstance(layer, ParallelLinear) or is_stacked(layer)
+        }
 
 
 def is_stacked(layer: nn.Module) -> bool:

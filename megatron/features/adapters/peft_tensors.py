@@ -29,7 +29,7 @@ from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
 from megatron.features.adapters.checkpoint import adapter_name
 from megatron.formats.huggingface import ModuleTarget, architecture_of, linear_targets
-from megatron.formats.huggingface.architecture import Parameter
+from megatron.formats.huggingface.entries import Parameter
 from megatron.formats.huggingface.tasks import CausalLM
 from megatron.formats.unpickle import load_pickle
 

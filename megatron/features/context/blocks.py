@@ -22,7 +22,7 @@ from megatron.features.context import kernels
 from megatron.features.context.documents import DocumentBounds
 from megatron.features.context.exchange import KeyBlock, KeySource, Span, Spans
 from megatron.features.context.kernels import Scoring
-from megatron.model.attention_masks import slopes_on
+from megatron.model.attention_masks import Place, Window, first_key, last_key, slopes_on
 from megatron.parallel.tensor_parallel import derive_seed
 
 _HIDDEN = -1e30
@@ -67,25 +67,26 @@ class BlockRule:
 
     scoring: Scoring
     causal: bool = True
-    window: int | None = None
+    window: Window = None
     slopes: tuple[float, ...] = ()
     documents: DocumentBounds | None = None
     tokens: Tensor | None = None
     seed: int = 0
     _tiles: dict[tuple[Spans, Spans], list[Tile]] = field(default_factory=dict, compare=False)
 
-    @property
-    def reach(self) -> tuple[int, int]:
-        """Places before and after a query where it sees keys."""
+    def first(self, query: Place) -> Place | int:
+        """The first position that a query sees."""
+        return -_FAR if self.window is None else first_key(query, self.window, self.causal)
+
+    def last(self, query: Place) -> Place | int:
+        """The last position that a query sees."""
         if self.window is None:
-            return _FAR, 0 if self.causal else _FAR
-        half = self.window // 2
-        return (self.window - 1, 0) if self.causal else (half, half)
+            return query if self.causal else _FAR
+        return last_key(query, self.window, self.causal)
 
     def seen(self, queries: Span) -> Span:
         """Positions outside which no query of a span sees a key."""
-        before, after = self.reach
-        first, end = queries[0] - before, queries[1] + after
+        first, end = self.first(queries[0]), self.last(queries[1] - 1) + 1
         if self.documents is None:
             return first, end
         of_documents = self.documents.seen(queries)
@@ -93,8 +94,7 @@ class BlockRule:
 
     def shared(self, queries: Span) -> Span:
         """Positions of keys that all queries of a span see."""
-        before, after = self.reach
-        first, end = queries[1] - 1 - before, queries[0] + after + 1
+        first, end = self.first(queries[1] - 1), self.last(queries[0]) + 1
         if self.documents is None:
             return first, end
         of_documents = self.documents.shared(queries)
@@ -173,19 +173,19 @@ class BlockRule:
         rows, columns = _span(tile.query, tile.queries), _span(tile.key, tile.keys)
         device, shared = q_BNSD.device, self.shared(rows)
         places_S1 = torch.arange(*rows, device=device)[:, None]
-        distances_ST = places_S1 - torch.arange(*columns, device=device)
+        keys_T = torch.arange(*columns, device=device)
         hidden = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
         if self.tokens is not None:
             hidden = ~self.tokens[..., slice(*columns)]
         if not (shared[0] <= columns[0] and columns[1] <= shared[1]):
-            before, after = self.reach
-            hidden = hidden | (distances_ST > before) | (distances_ST < -after)
+            hidden = hidden | (keys_T < self.first(places_S1)) | (keys_T > self.last(places_S1))
             if self.documents is not None:
                 hidden = hidden | self.documents.different(rows, columns)
         biases = torch.zeros((), device=device)
         if self.slopes:
             dtype = torch.promote_types(q_BNSD.dtype, torch.float32)
-            biases = -slopes_on(self.slopes, device, dtype)[:, None, None] * distances_ST.abs()
+            distances_ST = (places_S1 - keys_T).abs()
+            biases = -slopes_on(self.slopes, device, dtype)[:, None, None] * distances_ST
         shape = torch.broadcast_shapes(hidden.shape, biases.shape)
         mask = kernels.empty_mask((*shape[:-1], columns[1] - columns[0]), q_BNSD).copy_(biases)
         return mask.masked_fill_(hidden, max(_HIDDEN, torch.finfo(mask.dtype).min))

@@ -282,7 +282,7 @@ class _HeadInputs(Measure):
 
 IDENTITY = "teacher.json"
 BLOCK_BYTES = 64 * 2**20
-"""Of a file, about."""
+"""Bytes of a file, about."""
 _DIGESTED = 8
 """Tensors of a teacher whose values are part of its identity, the smallest: its norms."""
 

@@ -176,7 +176,7 @@ class RunEnergy:
         self.absent = list[str]()
         """Counters that are not there, a line each."""
         self.refused = list[str]()
-        """Those that are there and cannot be read, with the reason."""
+        """Counters that are there and cannot be read, with the reason."""
         counters = list[tuple[str, EnergyCounter]]()
         if gpu is not None and (host, gpu) not in before:
             self._add(counters, "devices", lambda: NvmlCounter(gpu))

@@ -42,10 +42,16 @@ def layer_costs(model: ModelConfig, experts: int) -> LayerCosts:
     return LayerCosts(part.moe_router_topk * weights, others, weights + biases)
 
 
+def _layers(model: ModelConfig) -> list[int]:
+    """Experts of each layer that has some, with those of multi-token prediction."""
+    counts = model.part(ExpertsConfig).layer_experts
+    return [count for count in counts + counts[-1:] * model.blocks_ahead if count]
+
+
 def active_parameters(model: ModelConfig, parameters: int) -> int:
     """Return how many of the model's ``parameters`` one token uses."""
     part = model.part(ExpertsConfig)
-    layers = [count for count in part.layer_experts if count]
+    layers = _layers(model)
     idle = sum((n - part.moe_router_topk) * layer_costs(model, n).expert for n in layers)
     return parameters - idle
 
@@ -53,7 +59,7 @@ def active_parameters(model: ModelConfig, parameters: int) -> int:
 def with_experts(shape: TransformerShape, model: ModelConfig) -> TransformerShape:
     """Return the shape with the products of a token's experts instead of an MLP's in layers of
     experts; a capacity is not counted."""
-    layers = [count for count in model.part(ExpertsConfig).layer_experts if count]
+    layers = _layers(model)
     dense = (2 + model.mlp.gated) * model.hidden_size * model.mlp.ffn_hidden_size
     costs = [layer_costs(model, count) for count in layers]
     more = sum(2.0 * (each.chosen + each.others - dense) for each in costs)

@@ -28,11 +28,12 @@ class ExpertsFeature(Feature):
         return settings
 
     def architectures(self) -> Sequence[Any]:
-        from megatron.features.experts.huggingface import deepseek, gpt_oss, llama, others
+        from megatron.features.experts.huggingface import deepseek, gpt_oss, llama, llama4, others
 
         return (
             *llama.ARCHITECTURES,
             gpt_oss.GPT_OSS,
+            llama4.LLAMA4,
             *deepseek.ARCHITECTURES,
             *others.ARCHITECTURES,
         )
@@ -66,7 +67,7 @@ class ExpertsFeature(Feature):
             return spec
         from megatron.features.experts.layer import with_balancing
 
-        return with_balancing(spec, part)
+        return with_balancing(spec, config.model)
 
     def shape(self, shape: Any, config: Any) -> Any:
         if config.model.part(ExpertsConfig).idle:

@@ -30,7 +30,8 @@ from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.experts.linear import ExpertLinear, Sizes
 from megatron.features.experts.losses import losses
 from megatron.features.experts.router import Routing, logits, route
-from megatron.model.layer_list import LayerCache, LayerState
+from megatron.model.caches import LayerCache
+from megatron.model.layer_list import LayerState
 from megatron.model.mlp import MLP, activation_of
 from megatron.model.spec import ModelSpec
 from megatron.parallel.layers import WholeLinear
@@ -117,7 +118,7 @@ class ExpertsMLP(nn.Module):
     def __init__(self, config: ModelConfig, experts: int, tp: TensorParallel) -> None:
         super().__init__()
         self.part = part = config.part(ExpertsConfig)
-        self.count, self.layers = experts, part.layers
+        self.count, self.layers = experts, layers_of(config)
         self.dropless = replace(
             part,
             moe_expert_capacity_factor=None,
@@ -151,7 +152,9 @@ class ExpertsMLP(nn.Module):
         routed_TH = ranks.routed(x_BSH)
         cache = state.cache
         logits_TE = self._logits(routed_TH, cache)
-        routing = self._route(logits_TE, tokens, cache is None and not state.apart)
+        routing = self._route(
+            logits_TE, tokens, cache is None and not state.apart, cache is not None
+        )
         state = self._with_losses(state, routing, logits_TE, tokens)
         if self.training:
             self.balance.count(routing.experts_TK, logits_TE, tokens)
@@ -203,7 +206,9 @@ class ExpertsMLP(nn.Module):
         missing = max(0, cache.padded(0) - rows)
         return self.router(F.pad(x_TH, (0, 0, 0, missing)))[:rows]
 
-    def _route(self, logits_TE: Tensor, tokens: SharedTokens, limited: bool) -> Routing:
+    def _route(
+        self, logits_TE: Tensor, tokens: SharedTokens, limited: bool, apart: bool
+    ) -> Routing:
         """``limited``: experts have their capacity. They have none in generation and where texts
         are scored: which tokens are computed together must not change results."""
         bias, seed = self.router.expert_bias, None
@@ -212,7 +217,7 @@ class ExpertsMLP(nn.Module):
             seed = int(torch.randint(2**62, (), dtype=torch.int64))
         values = None if bias is None else bias.values
         part = self.part if limited else self.dropless
-        return route(logits_TE, part, self.count, tokens, self.training, values, seed)
+        return route(logits_TE, part, self.count, tokens, self.training, values, seed, apart)
 
     def _with_losses(
         self, state: LayerState, routing: Routing, logits_TE: Tensor, tokens: SharedTokens
@@ -238,9 +243,17 @@ class ExpertsMLP(nn.Module):
         return y_BSH * self.shared_gate(x_BSH).sigmoid()
 
 
-def with_balancing(spec: ModelSpec, part: ExpertsConfig) -> ModelSpec:
+def layers_of(model: ModelConfig) -> int:
+    """Number of layers with experts, with those of multi-token prediction, which are as the
+    last."""
+    part = model.part(ExpertsConfig)
+    return part.layers + model.blocks_ahead * bool(part.experts_of(model.num_layers - 1))
+
+
+def with_balancing(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
     """The model of a run with the losses that its layers of experts add."""
-    weights = {name: weight * part.layers for name, weight in part.loss_weights.items() if weight}
+    part, layers = model.part(ExpertsConfig), layers_of(model)
+    weights = {name: weight * layers for name, weight in part.loss_weights.items() if weight}
     spec = replace(spec, draws=spec.draws or part.draws)
     if not weights:
         return spec

@@ -61,6 +61,9 @@ class ExpertsReport(Callback):
 
     def __init__(self, part: ExpertsConfig, context: Any) -> None:
         self._part, self._mesh, self._device = part, context.mesh, context.device
+        # Blocks of multi-token prediction are as the last layer.
+        ahead = part.layer_experts[-1:] * context.config.model.blocks_ahead
+        self._layer_experts = part.layer_experts + ahead
         members = context.engine.kernels.members
         self._balances = [member for member in members if isinstance(member, Balances)]
         self._plan, self._report = context.plan, context.report
@@ -97,7 +100,7 @@ class ExpertsReport(Callback):
 
     def _counts(self) -> dict[int, list[int]]:
         """Choices by layer, of all ranks, since the last call."""
-        experts = self._part.layer_experts
+        experts = self._layer_experts
         counts_NE = torch.zeros(len(experts), max(experts) + 1, dtype=torch.int64)
         counts_NE = counts_NE.to(self._device)
         for balances in self._balances:

@@ -9,12 +9,12 @@ expect; flags of both need ``--moe-gate``, which says whose gate is used, with t
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from megatron.config.flags import ConfigError, ConfigResolver
+from megatron.config.patterns import every_first, layer_pattern
 from megatron.features.experts.fields import LOSSES, ExpertsFlags
 
 Part = TypeVar("Part", bound=ExpertsFlags)
@@ -131,7 +131,8 @@ def _layer_experts(part: ExpertsFlags, layers: int, resolver: ConfigResolver) ->
     if interval is not None:
         name, has_experts = "expert_interval", [n % interval == 0 for n in range(1, layers + 1)]
     else:
-        name, has_experts = "moe_layer_freq", layer_pattern(freq or "1", layers)
+        name = "moe_layer_freq"
+        has_experts = [*layer_pattern("--moe-layer-freq", freq or "1", layers, every_first)]
     count = sum(has_experts)
     resolver.check(
         count > 0,
@@ -147,51 +148,6 @@ def _layer_experts(part: ExpertsFlags, layers: int, resolver: ConfigResolver) ->
     remaining = iter(numbers * count if len(numbers) == 1 else numbers)
     chosen = [next(remaining) if sparse else 0 for sparse in has_experts]
     return tuple(number if number > 1 else 0 for number in chosen)
-
-
-def layer_pattern(text: str, layers: int) -> list[bool]:
-    """Layers with experts that ``--moe-layer-freq`` means. Raises ConfigError."""
-    try:
-        value = _evaluated(ast.parse(text.strip(), mode="eval").body, layers)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        value = 0
-    if isinstance(value, int):
-        if value < 1:
-            raise ConfigError(
-                f"--moe-layer-freq {text:.200}: expected a positive number, or a list with 0 or 1 "
-                f"for each of the {layers} layers, as ([0]*1+[1]*{layers - 1})"
-            )
-        return [layer % value == 0 for layer in range(layers)]
-    if len(value) != layers or set(value) - {0, 1}:
-        raise ConfigError(
-            f"--moe-layer-freq {text:.200} has {len(value)} values; expected 0 or 1 for each of "
-            f"the {layers} layers"
-        )
-    return [bool(digit) for digit in value]
-
-
-def _evaluated(node: ast.expr, limit: int) -> int | list[int]:
-    """An expression of integers, lists of them, + and *, without calling anything. Raises
-    ValueError for any other, and for lists that are much longer than ``limit``."""
-    match node:
-        case ast.Constant(value=int(number)) if not isinstance(number, bool):
-            return number
-        case ast.List(elts=items):
-            values = [_evaluated(item, limit) for item in items]
-            if all(isinstance(value, int) for value in values):
-                return values  # type: ignore[return-value]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            first, second = _evaluated(left, limit), _evaluated(right, limit)
-            if isinstance(first, list) and isinstance(second, list):
-                return first + second
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            first, second = _evaluated(left, limit), _evaluated(right, limit)
-            if isinstance(first, int):
-                first, second = second, first
-            match first, second:
-                case list(), int() if len(first) * second <= 2 * limit:
-                    return first * second
-    raise ValueError
 
 
 _OF_MEGATRON = (

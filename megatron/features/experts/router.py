@@ -5,6 +5,7 @@ Shapes: T tokens that a rank routes, H hidden, E experts, G groups of experts, K
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ from megatron.features.experts.gates import (
     sparse_mixer,
     within_capacity,
 )
+
+_VECTOR = 32
+"""Numbers that elementwise kernels of CPUs take at a time."""
 
 
 class Routing(NamedTuple):
@@ -88,6 +92,7 @@ def route(
     training: bool,
     expert_bias_E: Tensor | None = None,
     seed: int | None = None,
+    apart: bool = False,
 ) -> Routing:
     """Experts and weights of this rank's tokens, by Megatron-LM's
     ``topk_routing_with_score_function`` and ``apply_router_token_dropping`` or another gate.
@@ -98,12 +103,18 @@ def route(
             weights do not include it.
         seed: of gates that draw random numbers, the same on all ranks that share the micro batch;
             None for the choice without them.
+        apart: the bits of a token's scores must not depend on the number of tokens.
     """
     wide_TE, k = widened(logits_TE), config.moe_router_topk
     function = config.moe_router_score_function
     if "sinkhorn" in config.moe_router_load_balancing_type:
         function = "sigmoid" if k == 1 else "softmax"
-    scores_TE = _scores(wide_TE, function)
+    if apart and function != "softmax":
+        # Elementwise kernels compute what does not fill a vector by other code.
+        padded_TE = F.pad(wide_TE, (0, -wide_TE.shape[-1] % _VECTOR), value=-math.inf)
+        scores_TE = _scores(padded_TE, function)[..., : wide_TE.shape[-1]]
+    else:
+        scores_TE = _scores(wide_TE, function)
     kept_TK = None
     if config.moe_gate == "deepspeed":
         experts_TK, weights_TK, kept_TK = deepspeed_gate(wide_TE, config, tokens, training, seed)

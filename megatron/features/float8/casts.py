@@ -24,12 +24,12 @@ BLOCK = 128
 """Edge of a block that shares a scale: 1 x 128 numbers of activations, 128 x 128 of weights."""
 
 Scaling = Literal["tensor", "row", "block", "square"]
-"""What shares a scale: a matrix, what a product sums up for one number of its result, 1 x 128 of
-these, or 128 x 128 numbers."""
+"""Numbers that share a scale: a matrix, what a product sums up for one number of its result, 1 x
+128 of these, or 128 x 128 numbers."""
 
 GRAPHS = 64
-"""How many versions of a cast are compiled: one for each layout, dtype and kind of scale, and again
-for matrices of a single block. Delayed scales take nine, and torch's default is 8."""
+"""Number of versions of a cast that are compiled: one for each layout, dtype and kind of scale, and
+again for matrices of a single block. Delayed scales take nine, and torch's default is 8."""
 
 _SMALLEST = 1e-12
 """Lower bound of a largest magnitude, so that a tensor of zeros has a scale."""

@@ -14,11 +14,13 @@ from megatron.features.float8.linear import FIRST_CAPABILITY, Float8
 from megatron.model.block import Block
 from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.layers import ParallelLinear
+from megatron.parallel.shard import shard_of
 from megatron.util.processes import is_main_process
 
 
 def use_float8(blocks: Sequence[nn.Module], config: RunConfig) -> None:
-    """Makes the linear layers of these blocks multiply in 8 bits, as ``--fp8-format`` says."""
+    """Makes the linear layers of these blocks multiply in 8 bits, as ``--fp8-format`` says. Raises
+    ConfigError for a layer with sizes that 8-bit products cannot have."""
     fast = config.fast_paths
     if fast.fp8_format is None:
         return
@@ -26,11 +28,26 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig) -> None:
     float8 = Float8(fast.fp8_format == "hybrid", fast.fp8_recipe)
     for block in blocks:
         assert isinstance(block, Block)
-        if block.attention.layer not in chosen:
+        if block.layer not in chosen:
             continue
-        for module in block.modules():
+        for name, module in block.named_modules():
             if isinstance(module, ParallelLinear):
+                _check_sizes(f"{name} in block {block.layer}", module, fast.fp8_format, float8)
                 module.kernel = float8
+
+
+def _check_sizes(name: str, layer: ParallelLinear, form: str, float8: Float8) -> None:
+    """Refuse layers of features, whose sizes :func:`check_fast_paths` does not know."""
+    for param in layer.parameters(recurse=False):
+        shard, places = shard_of(param), layer.tp.coordinates
+        sizes = shard.local_shape(places)
+        if len(sizes) == 2 and any(size % float8.multiple for size in sizes):
+            rank = " on each tensor-parallel rank" if layer.tp.group.size > 1 else ""
+            raise ConfigError(
+                f"--fp8-format {form} needs sizes that are multiples of {float8.multiple}: the "
+                f"weight of {name} is {sizes[0]} x {sizes[1]}{rank}; choose widths and heads of "
+                "this layer so that they are, or leave --fp8-format out"
+            )
 
 
 def check_float8(config: RunConfig, device: torch.device) -> None:

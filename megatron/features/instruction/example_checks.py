@@ -93,7 +93,7 @@ class _Answer(NamedTuple):
     tokens: npt.NDArray[np.int64]
     counted: npt.NDArray[np.bool_]
     whole: bool
-    """Whether its end is there, and not cut off."""
+    """True if its end is there, and not cut off."""
 
 
 def _answers(data: DataPipeline, sample: PackedSample | ScoredRows) -> Iterator[_Answer]:

@@ -196,7 +196,7 @@ class InstructionRecipe:
     skip_long: bool = False
     """Leave out examples of more than seq_length + 1 tokens, instead of cutting their end off."""
     pads: bool = True
-    """Whether samples are filled up here, or with the others of their batch."""
+    """True if samples are filled up here, or with the others of their batch."""
     by_prompt: bool = False
     """Parts have whole prompts, drawn by their hash, and not consecutive examples."""
 

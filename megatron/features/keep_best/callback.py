@@ -153,11 +153,12 @@ def _is_over(losses: Mapping[int, float], best: int, patience: int, iteration: i
 
 
 def _minimised(trainer: Trainer, evaluation: Evaluation) -> float:
-    """The number that training minimises, as the evaluation has it."""
-    weights = trainer.engine.spec.losses
+    """The number that training minimises, as the evaluation has it, without what is of training
+    only."""
+    spec = trainer.engine.spec
     values: dict[str, Any] = {
         name: weight * evaluation.losses[name]
-        for name, weight in weights.items()
-        if weight and name in evaluation.losses
+        for name, weight in spec.losses.items()
+        if weight and name in evaluation.losses and name not in spec.training_only
     }
     return math.fsum(values.values()) if values else evaluation.losses.get(LM_LOSS, math.nan)

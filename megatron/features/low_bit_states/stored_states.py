@@ -218,7 +218,7 @@ class StoredPartition:
 
 
 _MULTIPLIERS = (0x7FEB352D, -0x7B935975)
-"""Of the hash "lowbias32" (the second is 0x846ca68b), as int32."""
+"""Multipliers of the hash "lowbias32" (the second is 0x846ca68b), as int32."""
 _GOLDEN = -0x61C8864F
 """2**32 over the golden ratio, as int32."""
 

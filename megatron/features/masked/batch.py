@@ -33,8 +33,8 @@ NO_LABEL = -1
 """The label of tokens that are not to be predicted, as in Megatron."""
 
 _PREDICTIONS_MULTIPLE = 8
-"""Of the number of positions in a batch: samples of full length then have the same number, which
-suits the GEMMs of the head."""
+"""Divisor of the number of positions in a batch: samples of full length then have the same number,
+which suits the GEMMs of the head."""
 
 
 class BertSample(NamedTuple):
@@ -115,10 +115,10 @@ class BertBatch(NamedTuple):
     padding_mask_BS: Tensor
     """1 for tokens, 0 for padding, which is not attended to; int64."""
     positions_BP: Tensor
-    """Where loss_mask_BS is 1, ascending, then positions where it is 0; int64. The head needs no
-    others."""
+    """Positions where loss_mask_BS is 1, ascending, then positions where it is 0; int64. The head
+    needs no others."""
     padded: bool = True
-    """Whether there is padding."""
+    """True if there is padding."""
     position_ids_BS: Tensor | None = None
     """int64; None if they are 0 to S - 1."""
     document_ids_BS: Tensor | None = None

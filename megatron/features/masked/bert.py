@@ -170,7 +170,7 @@ class WordMasking:
     vocab_size: int
     """Random tokens are drawn from all below it."""
     word_starts_V: npt.NDArray[np.bool_] | None = field(compare=False, repr=False)
-    """Whether a token begins a word; None masks each token by itself."""
+    """True if a token begins a word; None masks each token by itself."""
 
     @cached_property
     def ngram_chances(self) -> npt.NDArray[np.float64]:

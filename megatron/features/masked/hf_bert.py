@@ -22,21 +22,20 @@ from megatron.data.texts import LabelledBatch
 from megatron.families import spec_of
 from megatron.features.masked.batch import BertBatch
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import (
+from megatron.formats.huggingface.architecture import Architecture, Tensors
+from megatron.formats.huggingface.config_reader import ACTIVATIONS, HFConfigReader
+from megatron.formats.huggingface.entries import (
     SAME,
     SEPARATE_QKV,
     TWICE,
-    Architecture,
     Condition,
     Entry,
-    Tensors,
     block,
     linear,
     norm,
     untied,
     weight,
 )
-from megatron.formats.huggingface.config_reader import ACTIVATIONS, HFConfigReader
 from megatron.formats.huggingface.tasks import Inputs, Task, compared_length
 from megatron.model.layer_list import LayerState
 

@@ -22,21 +22,20 @@ from megatron.families import spec_of
 from megatron.features.masked.batch import T5Batch
 from megatron.features.masked.flags import MaskedDataConfig
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import (
+from megatron.formats.huggingface.architecture import Architecture, Tensors
+from megatron.formats.huggingface.config_reader import ACTIVATION_NAMES, HFConfigReader
+from megatron.formats.huggingface.entries import (
     GATE_AND_UP,
     SEPARATE_KV,
     SEPARATE_QKV,
     TWICE,
-    Architecture,
     Entry,
-    Tensors,
     block,
     linear,
     norm,
     untied,
     weight,
 )
-from megatron.formats.huggingface.config_reader import ACTIVATION_NAMES, HFConfigReader
 from megatron.formats.huggingface.tasks import Inputs, Task
 from megatron.model.layer_list import LayerState
 from megatron.util.files import write_whole

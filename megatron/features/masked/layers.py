@@ -201,9 +201,10 @@ def block_costs(model: ModelConfig) -> tuple[int, int]:
     query = attention.num_attention_heads * attention.kv_channels
     kv = attention.num_query_groups * attention.kv_channels
     queries, keys = 2 * model.hidden_size * query, 2 * model.hidden_size * kv
+    gates = model.hidden_size * (attention.query_rows - query)
     inner = (3 if mlp.gated else 2) * model.hidden_size * mlp.ffn_hidden_size
-    encoder = encoded * (queries + keys + inner) + 2 * query * encoded**2
-    own = decoded * (queries + keys + inner) + query * decoded**2
+    encoder = encoded * (queries + gates + keys + inner) + 2 * query * encoded**2
+    own = decoded * (queries + gates + keys + inner) + query * decoded**2
     cross = decoded * queries + encoded * keys + 2 * query * decoded * encoded
     return encoder, own + cross
 

@@ -42,8 +42,9 @@ from megatron.features.masked.flags import MaskedDataConfig
 from megatron.features.masked.layers import decoder_start, t5_layers
 from megatron.features.masked.segments import SHORTEST, SegmentRecipe, SegmentRules
 from megatron.model.attention_masks import AttentionMasks
+from megatron.model.caches import LayerCache
 from megatron.model.flops import TransformerShape
-from megatron.model.layer_list import LayerCache, LayerState
+from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec
 from megatron.parallel.loss_head import Targets
 from megatron.parallel.tensor_parallel import TensorParallel

@@ -313,7 +313,7 @@ class PreferenceExamples(TokenizedExamples):
         super().__init__(prefix, index, parts=2 if judged else 3)
         self.judged = judged
         self.prompt_hashes: npt.NDArray[np.uint64] = index["prompt_hashes"]
-        """Of the prompt's tokens, for each document."""
+        """Hashes of the prompt's tokens, for each document."""
         self.values: npt.NDArray[np.float32] = index["values"]
         """For each document: 1 for a good answer and 0 for a bad one; of a pair its margin, NaN
         where it has none."""

@@ -22,7 +22,7 @@ _METADATA = ("metadata", "metadata.google.internal", "metadata.goog", "instance-
 _METADATA_ADDRESSES = (
     "100.100.100.200", "fd00:ec2::254", "fd20:ce::254", "168.63.129.16", "192.0.0.192",
 )  # fmt: skip
-"""Those outside of the link-local networks."""
+"""Addresses outside of the link-local networks."""
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")
 
 

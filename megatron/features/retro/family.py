@@ -22,8 +22,9 @@ from megatron.features.retro.layers import (
 )
 from megatron.features.retro.project import retro_settings
 from megatron.features.retro.samples import RetroBatch, RetroData
+from megatron.model.caches import LayerCache
 from megatron.model.flops import TransformerShape, block_flops
-from megatron.model.layer_list import LayerCache, LayerState
+from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.model.block import Block
+from megatron.model.caches import NeighborStore
 from megatron.model.embedding import InputEmbedding, vocabulary_layers
-from megatron.model.layer_list import LayerSpec, LayerState, NeighborStore
+from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.norm import FinalNorm
 from megatron.parallel.tensor_parallel import TensorParallel
 
@@ -94,6 +95,7 @@ class RetrievalEncoder(nn.Module):
             config.attention,
             attention_dropout=retrieval.retro_encoder_attention_dropout,
             sliding_window=None,
+            attention_chunk_size=None,
         )
         config = replace(
             config, attention=attention, hidden_dropout=retrieval.retro_encoder_hidden_dropout

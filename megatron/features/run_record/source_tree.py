@@ -3,11 +3,13 @@ values of secret names, such as ``password = ...`` in a file of settings."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+import sysconfig
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +57,10 @@ def source_tree(folder: Path, private: Collection[Path] = ()) -> SourceTree | No
     """The working tree that a folder belongs to; None if git knows of none, or is not there. Files
     in ``private`` folders are not read, nor those whose names begin with such a path."""
     try:
-        root = Path(_git(folder, "rev-parse", "--show-toplevel").decode().rstrip("\n"))
-        commit = _git(root, "rev-parse", "HEAD").decode().strip()
-        branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD").decode().strip()
+        told = _git(folder, "rev-parse", "--show-toplevel", "HEAD", "--abbrev-ref", "HEAD")
+        # A name of a folder may have line breaks.
+        place, commit, branch = told.decode().rstrip("\n").rsplit("\n", 2)
+        root = Path(place)
         # Whoever edits files meanwhile changes a later start.
         pieces, left_out = {}, list[str]()
         for name, piece in (*_changes(root), *_new_modules(root)):
@@ -82,18 +85,24 @@ def _changes(root: Path) -> Iterator[tuple[str, bytes]]:
     changes files meanwhile."""
     options = ("--no-renames", "--no-ext-diff", "--no-textconv", "--ignore-submodules")
     names = _git(root, "diff", "HEAD", "--name-only", "-z", *options).split(b"\0")[:-1]
-    patch = _git(root, "diff", "HEAD", *options)
+    patch = _git(root, "diff", "HEAD", *options) if names else b""
     # Every line of a change begins with another character.
     pieces = re.split(rb"^(?=diff --git )", patch, flags=re.M)[1:]
     yield from zip(map(os.fsdecode, names), pieces, strict=True)
 
 
 def _new_modules(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Modules that this process has imported and git does not have or ignore, as patches."""
+    """Modules that this process has imported and git does not have or ignore, as patches; installed
+    packages are no source, wherever their environment is."""
     files = {getattr(module, "__file__", None) for module in tuple(sys.modules.values())}
-    named = (file for file in files if isinstance(file, str) and file.endswith(".py"))
-    paths = map(Path.resolve, map(Path, named))
-    own = [str(path.relative_to(root)) for path in paths if path.is_relative_to(root)]
+    installed = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib"))
+    named = (
+        file
+        for file in files
+        if isinstance(file, str) and file.endswith(".py") and not file.startswith(installed)
+    )
+    start = os.path.join(root, "")
+    own = [path.removeprefix(start) for path in _real_paths(named) if path.startswith(start)]
     listed = b""
     for first in range(0, len(own), 500):  # a command line has its limit
         some = (f":(literal){name}" for name in own[first : first + 500])
@@ -103,6 +112,14 @@ def _new_modules(root: Path) -> Iterator[tuple[str, bytes]]:
             yield name, b"Binary files differ"
         else:
             yield name, _git(root, "diff", "--no-index", "--", os.devnull, name, ends=1)
+
+
+def _real_paths(files: Iterable[str]) -> Iterator[str]:
+    """Paths without links. Modules are hundreds of files in few folders."""
+    real_folder = functools.cache(os.path.realpath)
+    for file in files:
+        folder, name = os.path.split(file)
+        yield os.path.realpath(file) if os.path.islink(file) else f"{real_folder(folder)}/{name}"
 
 
 def _is_source(name: str, piece: bytes) -> bool:

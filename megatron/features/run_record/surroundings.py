@@ -4,6 +4,7 @@ what is listed here is recorded."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shlex
@@ -82,6 +83,7 @@ def shell_script(
     return f"#!/bin/sh\n# {title}\n{start}\nexec {shlex.join(command)}\n"
 
 
+@functools.cache
 def installed_packages() -> list[str]:
     """Lines for pip, as ``pip freeze`` writes them, from the names of folders: to read the
     description of each package takes a second."""

@@ -32,7 +32,8 @@ KINDS = ("unigram", "bpe", "char")
 _LONGEST_SENTENCE = 4000
 """Characters. SentencePiece leaves out sentences that are longer than its limit, in bytes."""
 _THREADS = 16
-"""Of SentencePiece's trainer. The model depends on it (the order of sums), so it is fixed."""
+"""Threads of SentencePiece's trainer. The model depends on it (the order of sums), so it is
+fixed."""
 _MOST_CHARACTERS = 1000
 _LEAST_WORDPIECES = 32
 

@@ -125,6 +125,7 @@ def export_hf(
     the model fits no architecture. Raises CheckpointError if the checkpoint is damaged, cannot be
     used as a model, or the logits differ."""
     source.require_model()
+    source.read_ahead()
     _check_reading(source, name)
     dtype = dtype or _dtype_of(source)
     form, exact = architecture_of(source.model, architecture), None

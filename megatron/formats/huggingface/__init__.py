@@ -17,7 +17,8 @@ from megatron.config import ModelConfig
 from megatron.config.features import features
 from megatron.config.flags import flag_of
 from megatron.formats import LINEAR, LinearTarget, layer_names
-from megatron.formats.huggingface.architecture import (
+from megatron.formats.huggingface.architecture import Architecture
+from megatron.formats.huggingface.entries import (
     GATE_AND_UP,
     GROUPED_QKV,
     INTERLEAVED,
@@ -25,7 +26,6 @@ from megatron.formats.huggingface.architecture import (
     SAME,
     SEPARATE_KV,
     SEPARATE_QKV,
-    Architecture,
     Entry,
     Reordering,
 )
@@ -61,8 +61,7 @@ _REASONS = {
     "deepseek_v2": "keys and values are computed from latents (MLA)",
     "deepseek_v3": "keys and values are computed from latents (MLA)",
     "kimi_k2": "keys and values are computed from latents (MLA)",
-    "llama4": "it sees images too, and the text model alone, llama4_text, cannot be represented",
-    "llama4_text": "it has chunked attention, and RoPE in some blocks alone",
+    "llama4": "it sees images too; the text model alone, llama4_text, is read from its own folder",
     "umt5": "each block has relative positions of its own; those of a T5 are shared",
 }
 """Explanations for some that look as if they were known."""
@@ -128,7 +127,8 @@ def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
 
 
 def _find(model_type: str | None) -> Architecture | None:
-    return next((known for known in architectures() if known.model_type == model_type), None)
+    named = ((known, (known.model_type, *known.other_types)) for known in architectures())
+    return next((known for known, types in named if model_type in types), None)
 
 
 def _named(wanted: str) -> Architecture:
@@ -164,10 +164,13 @@ _MATRICES = {
 }
 
 
-_LINEAR = (*LINEAR, "mlp.shared.up", "mlp.shared.down", "mlp.shared_gate")
+_LINEAR = (
+    *LINEAR, "mlp.shared.up", "mlp.shared.down", "mlp.shared_gate", "attention.q",
+    "attention.q_down", "attention.q_up", "attention.kv_down", "attention.kv_up",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModuleTarget(LinearTarget):
     """A linear module of a Hugging Face model, or a parameter of several matrices.
 
@@ -203,7 +206,9 @@ def linear_targets(model: ModelConfig) -> tuple[ModuleTarget, ...]:
     try:
         entries = architecture_of(model).entries
     except ValueError:
-        return tuple(ModuleTarget(name, "", 0, name, SAME, model) for name in layer_names())
+        return tuple(
+            ModuleTarget(name, "", (), name, form=SAME, model=model) for name in layer_names()
+        )
     return tuple(
         target for entry in entries if entry.when(model) for target in _targets_of(entry, model)
     )
@@ -213,13 +218,22 @@ def _targets_of(entry: Entry, model: ModelConfig) -> Iterator[ModuleTarget]:
     layer, _, kind = entry.ours.rpartition(".")
     if entry.parameter:
         form = entry.others[0].form if entry.others else entry.form
-        yield ModuleTarget(layer, "", 0, entry.parameter, form, model, stacked=True)
+        yield ModuleTarget(layer, "", (), entry.parameter, form=form, model=model, stacked=True)
     if kind != "weight" or layer.partition(".{n}.")[2] not in _LINEAR:
         return
-    parts = _MATRICES.get(entry.form.name, ("",))
+    names = [name.removesuffix(".weight") for name in entry.theirs]
+    if entry.form.modules is not None:
+        start = 0
+        for (part, parts, count, form), name in zip(entry.form.modules(model), names, strict=True):
+            rows, start = (start, start + count), start + count
+            yield ModuleTarget(layer, part, parts, name, rows, form=form, model=model)
+        return
+    matrices = _MATRICES.get(entry.form.name, ("",))
     # Whatever is done to the columns of a weight does not concern the rows.
-    forms = [GROUPED_QKV if entry.form is GROUPED_QKV else SAME] * len(parts)
+    reorders = entry.form is GROUPED_QKV or entry.form.of_rows
+    forms = [entry.form if reorders else SAME] * len(matrices)
     if entry.form is INTERLEAVED_QKV:
         forms = [INTERLEAVED, INTERLEAVED, SAME]
-    for index, (part, theirs, form) in enumerate(zip(parts, entry.theirs, forms, strict=True)):
-        yield ModuleTarget(layer, part, index, theirs.removesuffix(".weight"), form, model)
+    for index, (part, name, form) in enumerate(zip(matrices, names, forms, strict=True)):
+        places = (index,) if part else ()
+        yield ModuleTarget(layer, part, places, name, form=form, model=model)

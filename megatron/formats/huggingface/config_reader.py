@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ConfigError, ModelConfig, ModelFlags
 from megatron.config.flags import value_type
+from megatron.config.patterns import but_every_last, shortest
 from megatron.config.positions import RopeScaling
 from megatron.formats.features import harmless_names
 
@@ -60,8 +61,8 @@ ACTIVATION_NAMES = {
 """The name that is written for each activation of :class:`MLPConfig`."""
 
 _NULLABLE = (
-    "num_query_groups", "kv_channels", "sliding_window", "attn_logit_softcapping",
-    "final_logit_softcapping",
+    "num_query_groups", "kv_channels", "sliding_window", "attention_chunk_size",
+    "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank",
 )  # fmt: skip
 """Fields whose key can be null whatever its default is."""
 
@@ -214,7 +215,7 @@ def _tuple(names: Names) -> Sequence[str]:
     return (names,) if isinstance(names, str) else names
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -288,6 +289,8 @@ def _scaling(
     form.pop("type", None)
     form.pop("finetuned", None)  # of the code of YaRN's authors
     kind = types.get(kind, kind)
+    if not form.get("mscale_all_dim", True):  # DeepSeek's code reads 0 as none
+        del form["mscale_all_dim"]
     if kind == "default":
         return None
     if kind in ("llama3", "yarn", "longrope"):  # with the length before scaling
@@ -333,8 +336,7 @@ def layer_types(model: ModelConfig) -> list[str]:
 
 def read_windows(given: HFConfigReader, window: int | None, default: list[str]) -> dict[str, Any]:
     """``sliding_window`` and ``window_attn_skip_freq`` of a config.json; ``default`` is the kind of
-    each block without ``layer_types``. Raises CheckpointError if the blocks without a window are
-    not every N-th."""
+    each block without ``layer_types``."""
     kinds = given.names("layer_types") or default
     if len(kinds) != len(default) or not set(kinds) <= {FULL, SLIDING}:
         given.refuse(
@@ -344,15 +346,6 @@ def read_windows(given: HFConfigReader, window: int | None, default: list[str]) 
         return {"sliding_window": None}
     if window is None:
         given.refuse("sliding_window", None, f"layer_types has {SLIDING}")
-    every = kinds.index(FULL) + 1 if FULL in kinds else None
-    regular = [
-        FULL if every is not None and (n + 1) % every == 0 else SLIDING for n in range(len(kinds))
-    ]
-    if kinds != regular:
-        name = "layer_types" if "layer_types" in given.content else "max_window_layers"
-        why = (
-            "only every N-th block can see all tokens (--window-attn-skip-freq N); the others have "
-            "the window"
-        )
-        given.refuse(name, given.content.get(name), why)
+    chosen = tuple(kind == SLIDING for kind in kinds)
+    every = shortest(chosen, but_every_last) if FULL in kinds else None
     return {"sliding_window": window, "window_attn_skip_freq": every}

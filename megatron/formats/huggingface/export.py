@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError, finite, read_json, save_tensors, write_json
 from megatron.checkpoint.source import DTYPES, Source
 from megatron.formats.huggingface import architecture_of, departure
-from megatron.formats.huggingface.architecture import Parameter
+from megatron.formats.huggingface.entries import Parameter
 from megatron.formats.huggingface.tasks import Task
 from megatron.tokenizer.transformers_folder import load_folder
 from megatron.util.files import sync_path
@@ -47,6 +47,8 @@ def write_model(
             f"{source.folder} differs from its configuration: "
             f"missing {', '.join(missing) or 'nothing'}; unexpected {', '.join(foreign) or 'none'}"
         )
+    if form.ahead is not None:
+        parameters = list(form.ahead.repeating(parameters, model))
     task = form.task_of(model)
     tokens, sample = _copy_tokenizer(source, folder, task, progress)
     stored = DTYPES[dtype]

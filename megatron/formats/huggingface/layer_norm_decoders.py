@@ -7,18 +7,18 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import (
+from megatron.formats.huggingface.architecture import Architecture
+from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, write_rope
+from megatron.formats.huggingface.entries import (
     GROUPED_QKV,
     SEPARATE_QKV,
     TRANSPOSED,
-    Architecture,
     block,
     linear,
     norm,
     untied,
     weight,
 )
-from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, write_rope
 
 _BIASED = {"normalization": "LayerNorm", "add_bias_linear": True}
 _MLP = (*linear("mlp.up", "mlp.dense_h_to_4h"), *linear("mlp.down", "mlp.dense_4h_to_h"))

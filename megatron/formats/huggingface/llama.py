@@ -10,21 +10,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import (
-    GATE_AND_UP,
-    SEPARATE_QKV,
-    Architecture,
-    Condition,
-    Entry,
-    attention_biased,
-    biased,
-    block,
-    linear,
-    norm,
-    qkv_biased,
-    untied,
-    weight,
-)
+from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.config_reader import (
     FULL,
     SLIDING,
@@ -35,6 +21,21 @@ from megatron.formats.huggingface.config_reader import (
     read_scaling,
     read_windows,
     write_rope,
+)
+from megatron.formats.huggingface.entries import (
+    GATE_AND_UP,
+    SEPARATE_QKV,
+    Condition,
+    Entry,
+    Reordering,
+    attention_biased,
+    biased,
+    block,
+    linear,
+    norm,
+    qkv_biased,
+    untied,
+    weight,
 )
 
 KEYS = {
@@ -76,8 +77,9 @@ def gated_mlp(ours: str, theirs: str, fused: bool = False) -> tuple[Entry, ...]:
 
 def llama_entries(*further: Sequence[Entry], mlp_norm: str | None = "post_attention_layernorm",
                   qkv_bias: Condition = biased, proj_bias: Condition = biased,
-                  fused: bool = False, mlp: Sequence[Entry] | None = None
-                  ) -> tuple[Entry, ...]:  # fmt: skip
+                  fused: bool = False, mlp: Sequence[Entry] | None = None,
+                  qkv_form: Reordering = SEPARATE_QKV,
+                  qkv: Sequence[Entry] | None = None) -> tuple[Entry, ...]:  # fmt: skip
     """The table of Llama and of architectures that name their tensors like it.
 
     Args:
@@ -85,13 +87,16 @@ def llama_entries(*further: Sequence[Entry], mlp_norm: str | None = "post_attent
         mlp_norm: their name of the norm before the MLP; None without norms before attention and
             MLP.
         fused: whether query, key and value are one tensor, and gate and up too, in our order.
-        mlp: entries instead of those of the MLP.
+        mlp, qkv: entries instead of those of the MLP, or of queries, keys and values.
+        qkv_form: the order of queries, keys and values that are not fused.
     """
-    if fused:
+    if qkv is not None:
+        pass
+    elif fused:
         qkv = linear("attention.qkv", "self_attn.qkv_proj", bias=qkv_bias)
     else:
         qkv = linear("attention.qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-                     form=SEPARATE_QKV, bias=qkv_bias)  # fmt: skip
+                     form=qkv_form, bias=qkv_bias)  # fmt: skip
     norms: tuple[Entry, ...] = ()
     if mlp_norm is not None:
         norms = (*norm("attention_norm", "input_layernorm"), *norm("mlp_norm", mlp_norm))
@@ -359,14 +364,15 @@ def _local_unscaled(model: ModelConfig) -> bool:
 def _write_gemma3(model: ModelConfig) -> dict[str, Any]:
     keys = _write_gemma(model)
     local = model.positions.rotary_base_local or model.positions.rotary_base
+    every = model.attention.window_attn_skip_freq or model.num_layers + 1
     return keys | {
         "rope_local_base_freq": local,
         "rope_parameters": {
             FULL: keys["rope_parameters"],
             SLIDING: {"rope_type": "default", "rope_theta": local},
         },
-        # What transformers 4 reads where it does not know layer_types.
-        "sliding_window_pattern": model.attention.window_attn_skip_freq or model.num_layers + 1,
+        # What transformers 4 reads where it does not know layer_types; it has no other patterns.
+        **({} if isinstance(every, str) else {"sliding_window_pattern": every}),
     }
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from megatron.checkpoint.generation_settings import ends_of, read_generation, wr
 from megatron.checkpoint.source import Source, copy_tokenizer_files
 from megatron.config import ModelConfig, TokenizerConfig
 from megatron.formats.features import whole_shards
-from megatron.formats.huggingface import architecture_named, mxfp4
-from megatron.formats.huggingface.architecture import Architecture, Parameter
+from megatron.formats.huggingface import architecture_named, float8, mxfp4
+from megatron.formats.huggingface.architecture import Architecture
+from megatron.formats.huggingface.entries import Parameter
 from megatron.formats.unpickle import load_pickle
 
 WEIGHTS = (
@@ -34,6 +36,7 @@ TOKENIZER = (
     "sentencepiece.bpe.model",
 )  # fmt: skip
 """Files of which at least one makes a tokenizer."""
+_FIELD = "mtp_num_layers"
 _BUFFERS = re.compile(
     r"(.*\.)?(rotary_emb\.inv_freq|position_ids|(attn|attention|self_attn|self_attention)\.(bias|masked_bias))"
 )
@@ -41,9 +44,9 @@ _BUFFERS = re.compile(
 
 
 class WeightFiles:
-    """Reads single tensors; nothing stays in memory. The two tensors of a weight in MXFP4 are one.
-    Raises CheckpointError if there are no such files, or one is damaged or not what the index
-    says."""
+    """Reads single tensors; nothing stays in memory. The two tensors of a weight in MXFP4, or in 8
+    bits, are one. Raises CheckpointError if there are no such files, or one is damaged or not what
+    the index says."""
 
     def __init__(self, folder: Path) -> None:
         path = _weights_of(folder)
@@ -61,6 +64,11 @@ class WeightFiles:
             if name + mxfp4.SCALES in self.files:
                 packed = self.files.pop(blocks), self.files.pop(name + mxfp4.SCALES)
                 self._packed[name], self.files[name] = packed, packed[0]
+        self._scales: dict[str, Path] = {}
+        for scales in [name for name in self.files if name.endswith(float8.SCALES)]:
+            name = scales.removesuffix(float8.SCALES)
+            if name in self.files:
+                self._scales[name] = self.files.pop(scales)
 
     def _read_index(self, path: Path) -> None:
         self.files = _indexed(path)
@@ -81,7 +89,14 @@ class WeightFiles:
         if name in self._packed:
             shape = self._shape(name + mxfp4.BLOCKS, self.files[name])
             return mxfp4.shape_of(shape) if len(shape) == 4 else tuple(self.tensor(name).shape)
-        return self._shape(name, self.files[name])
+        shape = self._shape(name, self.files[name])
+        if name in self._scales:
+            scales = self._shape(name + float8.SCALES, self._scales[name])
+            try:
+                float8.check_scales(shape, scales)
+            except ValueError as error:
+                raise self._wrong(name + float8.SCALES, self._scales[name], error) from None
+        return shape
 
     def _shape(self, name: str, path: Path) -> tuple[int, ...]:
         handle = self._handle(path)
@@ -90,9 +105,20 @@ class WeightFiles:
         return tuple(handle.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, in the dtype of the file; MXFP4 as bfloat16."""
+        """A tensor, in the dtype of the file; MXFP4 as bfloat16, and numbers of 8 bits times their
+        scales as float32."""
+        if name in self._scales:
+            stored, factors = self._tensor(name, self.files[name]), name + float8.SCALES
+            try:
+                return float8.scaled(stored, self._tensor(factors, self._scales[name]))
+            except ValueError as error:
+                raise self._wrong(name, self.files[name], error) from None
         if name not in self._packed:
-            return self._tensor(name, self.files[name])
+            stored = self._tensor(name, self.files[name])
+            if stored.dtype == float8.DTYPE:
+                missing = ValueError(f"numbers of 8 bits require scales, {name}{float8.SCALES}")
+                raise self._wrong(name, self.files[name], missing)
+            return stored
         blocks, scales = self._packed[name]
         try:
             return mxfp4.unpacked(
@@ -100,7 +126,10 @@ class WeightFiles:
                 self._tensor(name + mxfp4.SCALES, scales),
             )
         except ValueError as error:
-            raise CheckpointError(f"{blocks}: {name}: {error}") from None
+            raise self._wrong(name, blocks, error) from None
+
+    def _wrong(self, name: str, path: Path, error: ValueError) -> CheckpointError:
+        return CheckpointError(f"{path}: {name}: {error}")
 
     def _tensor(self, name: str, path: Path) -> Tensor:
         handle = self._handle(path)
@@ -209,13 +238,30 @@ class HuggingFaceFolder(TableSource):
         self._bare = not any(
             name.startswith(self.architecture.base_prefix) for name in self._weights.files
         )
+        self._describe()
+        self.tokenizer = tokenizer_in(folder)
+
+    def _describe(self) -> None:
+        """Compare the tensors of the files with those of the model."""
         self._parameters = {
             each.ours: self._as_stored(each) for each in self.architecture.parameters(self.model)
         }
         self._stored = self._match()
-        self._shapes = shapes_of(self.model, config)
+        self._shapes = shapes_of(self.model, self.folder / "config.json")
         self._check_shapes()
-        self.tokenizer = tokenizer_in(folder)
+
+    def read_ahead(self) -> None:
+        ahead = self.architecture.ahead
+        stored = 0 if ahead is None else ahead.stored(self.model, self._spelling)
+        if stored:
+            # By its flags: the feature that has them may have been removed.
+            members: Sequence[Any] = self.model.parts
+            parts = [
+                replace(part, **{_FIELD: stored}) if hasattr(part, _FIELD) else part
+                for part in members
+            ]
+            self.model, self.notes = replace(self.model, parts=tuple(parts)), ()
+            self._describe()
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
@@ -273,6 +319,11 @@ class HuggingFaceFolder(TableSource):
             for ours, other in form.endings.items()
             if name.endswith(ours)
         ]
+        spellings += [
+            other + name.removeprefix(ours)
+            for ours, other in form.beginnings.items()
+            if name.startswith(ours)
+        ]
         return next((name for name in spellings if name in self._weights), None)
 
     def _match(self) -> dict[str, str]:
@@ -291,13 +342,20 @@ class HuggingFaceFolder(TableSource):
             raise CheckpointError(
                 f"{self._weights.path} lacks {_some(missing)}; {described} has such tensors"
             )
-        predicting = re.compile(form.predicting(self.model))
-        further = [name for name in files if predicting.fullmatch(name)]
+        ahead, pattern, later, copies = form.ahead, form.predicting(self.model), "", {}
+        if ahead is not None:
+            later = ahead.pattern(self.model, ahead.stored(self.model, self._spelling))
+            copies = ahead.copies_of(self.model)
+        further = [name for name in files if re.fullmatch(f"{pattern}|{later}", name)]
+        further = sorted({*further} - {*stored.values(), *copies})
         if further:
+            predicting = any(re.fullmatch(later, name) for name in further)
             self.notes = (
                 f"{self.folder}: {_some(further)} are not read: they predict further tokens "
-                "(multi-token prediction), and transformers does not read them either",
+                "(multi-token prediction) or see images"
+                + ("; a run with --mtp-num-layers has the former" if predicting else ""),
             )
+        further += copies
         foreign = [
             name
             for name in sorted({*files} - {*stored.values(), *further} - form.ignored(self.model))

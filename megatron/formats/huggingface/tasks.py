@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
+from megatron.formats.huggingface.config_reader import HFConfigReader
 from megatron.model.layer_list import LayerState
 
 _LONGEST_WINDOW = 1024
@@ -145,3 +146,32 @@ class RewardTask(CausalLM):
 
 
 REWARD = RewardTask()
+
+
+_REWARD_CLASS = "ForSequenceClassification"
+"""End of the class of a reward model: a causal decoder with a head of one label."""
+REWARD_KEYS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def has_rewards(model: ModelConfig) -> bool:
+    return model.head == "reward"
+
+
+def reward_class(causal: str) -> str:
+    """The class of reward models, from that of causal language models."""
+    prefix = causal.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    text = "Text" if prefix in ("Gemma3", "Qwen3_5") else ""  # of which others see images
+    return f"{prefix}{text}{_REWARD_CLASS}"
+
+
+def read_head(given: HFConfigReader) -> dict[str, Any]:
+    """The flags of a causal decoder's head. Raises CheckpointError if it has several labels."""
+    classes = given.names("architectures") or []
+    if not any(name.endswith(_REWARD_CLASS) for name in classes):
+        return {}
+    labels = len(given.table("id2label")) or given.content.get("num_labels") or 2
+    if labels != 1:
+        given.refuse(
+            "architectures", classes, f"it has {labels} labels; a reward model has one (num_labels)"
+        )
+    return {"head": "reward"}

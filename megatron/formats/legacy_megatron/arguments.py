@@ -39,7 +39,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 _NETWORK = {
     name: _HARMLESS.get(name, ())
     for name in (
-        "moe_num_experts rotary_interleaved multi_latent_attention retro_add_retriever "
+        "moe_num_experts multi_latent_attention retro_add_retriever "
         "glu_activation quick_gelu mtp_num_layers mos softmax_type qk_l2_norm "
         "attention_output_gate mask_type "
         "head_wise_attn_gate no_rope_freq rope_type mrope_section rotary_base_per_layer "
@@ -54,6 +54,7 @@ values besides that of a flag that was not given."""
 
 _FEATURES = {
     "num_query_groups", "kv_channels", "add_qkv_bias", "rotary_percent", "rope_scaling",
+    "rotary_interleaved",
     "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "num_tokentypes",
     "glu_linear_offset", "activation_func_clamp_value", "layer_experts",
 }  # fmt: skip
@@ -242,21 +243,22 @@ def _groups(arguments: Mapping[str, Any], heads: int, where: Path) -> int:
     return groups
 
 
-def _window(arguments: Mapping[str, Any], where: Path) -> dict[str, int]:
+def _window(arguments: Mapping[str, Any], where: Path) -> dict[str, int | str]:
     """The fields of attention windows; Megatron's (N, 0) are N tokens before the query."""
     window, skipped = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
     match window:
         case None | (-1, -1 | 0):
             return {}
         case (int(before), -1 | 0) if before >= 0:
-            fields = {"sliding_window": before + 1}
+            fields: dict[str, int | str] = {"sliding_window": before + 1}
         case _:
             raise CheckpointError(
                 f"{where}: window_size is {window!r}, expected (N, 0) for N tokens before each"
             )
     if skipped is not None:
         name = "window_attn_skip_freq"
-        fields[name] = _checked(skipped, int, name, where)
+        listed = isinstance(skipped, list | tuple)
+        fields[name] = f"{[*skipped]}" if listed else _checked(skipped, int, name, where)
     return fields
 
 

@@ -36,7 +36,7 @@ TOXIC = 0.5
 UNSCORED = -1.0
 """Stands for the score of a continuation without one."""
 CONTINUATIONS = 25
-"""Of each prompt, in the definition of both measures."""
+"""Number of continuations of each prompt, in the definition of both measures."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ QUESTIONS: dict[str, str] = {
     "decoder": "Article: {article}\n\nQuestion: {question}\nAnswer:",
     "encoder": "race question: {question} article: {article}",
 }
-"""How a question about an article is put; its options are the answers."""
+"""Form of a question about an article; its options are the answers."""
 
 
 class Asked(NamedTuple):

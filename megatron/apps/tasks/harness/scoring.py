@@ -22,7 +22,7 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar
 
 BATCH_TOKENS = 16384
-"""Of a micro batch whose size is left open."""
+"""Tokens of a micro batch whose size is left open."""
 
 ROUNDS = 64
 """Micro batches of a rank, times the stages of a pipeline, after which answers are handed on."""

@@ -5,6 +5,7 @@ chosen. All tokens share further experts, which are one MLP."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.config import ModelConfig
@@ -24,12 +25,8 @@ from megatron.features.experts.huggingface.parts import (
     write_experts,
 )
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import (
-    Architecture,
-    attention_biased,
-    norm,
-    qkv_biased,
-)
+from megatron.formats.huggingface.ahead import DEEPSEEK_AHEAD
+from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.config_reader import (
     FULL,
     SLIDING,
@@ -39,6 +36,7 @@ from megatron.formats.huggingface.config_reader import (
     read_windows,
     write_rope,
 )
+from megatron.formats.huggingface.entries import attention_biased, norm, qkv_biased
 from megatron.formats.huggingface.llama import (
     ACTIVATION,
     FIXED,
@@ -90,7 +88,12 @@ def _dense_first(model: ModelConfig) -> bool:
     return sparse == sorted(sparse)
 
 
-_REQUIREMENTS = (
+DENSE_FIRST = Requirement(
+    _dense_first, "--moe-layer-freq with the layers of experts after all others"
+)
+
+
+CORRECTED = (
     *requirements(
         *SIGMOID, "moe_router_topk_scaling_factor", "moe_router_num_groups",
         "moe_router_group_topk", "moe_shared_expert_intermediate_size", dense=True,
@@ -98,17 +101,43 @@ _REQUIREMENTS = (
     Requirement(
         _groups_fit, f"--moe-router-topk {OF_GROUP} times --moe-router-group-topk"
     ),
-    Requirement(_dense_first, "--moe-layer-freq with the layers of experts after all others"),
+    DENSE_FIRST,
     WHOLE_SHARED,
     HAS_SHARED,
 )  # fmt: skip
+"""Requirements of corrected sigmoids."""
 
 
-def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    layers, top = fields["num_layers"], fields["moe_router_topk"]
+def read_dense_first(given: HFConfigReader, layers: int) -> list[bool]:
+    """For each block, True if it has experts."""
     dense = natural(given, "first_k_dense_replace")
     if dense >= layers:
         given.refuse("first_k_dense_replace", dense, f"of {layers} blocks none has experts")
+    # A key of the authors' code, which transformers does not read.
+    given.only("moe_layer_freq", (1, None), "all blocks after the dense ones must have experts")
+    return [n >= dense for n in range(layers)]
+
+
+def read_scale(given: HFConfigReader) -> float | None:
+    """The factor of the weights of a token's experts; None for 1."""
+    factor = given.number("routed_scaling_factor")
+    if factor <= 0:
+        given.refuse("routed_scaling_factor", factor, "expected a positive number")
+    return None if factor == 1.0 else factor
+
+
+NUMBER = ("n_routed_experts", "num_local_experts", "num_experts")
+"""Names of the number of experts."""
+
+
+def read_corrected(
+    given: HFConfigReader, fields: dict[str, Any], sparse: Sequence[bool] | None = None
+) -> dict[str, Any]:
+    """The flags of corrected sigmoids; ``sparse``: as :func:`read_dense_first`, which is the
+    default."""
+    top = fields["moe_router_topk"]
+    if sparse is None:
+        sparse = read_dense_first(given, fields["num_layers"])
     groups, kept = given.optional_whole("n_group"), given.optional_whole("topk_group")
     if groups in (None, 1):
         groups = kept = None
@@ -117,31 +146,22 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
             "topk_group", kept, f"a group is chosen by its best {OF_GROUP} experts; this needs "
             f"num_experts_per_tok, which is {top}, {OF_GROUP} times as large"
         )  # fmt: skip
-    factor = given.number("routed_scaling_factor")
-    if factor <= 0:
-        given.refuse("routed_scaling_factor", factor, "expected a positive number")
     # Keys of the authors' code, which transformers does not read.
     given.only("scoring_func", ("sigmoid", "noaux_tc", None), "scores are always sigmoids")
     given.only("topk_method", ("noaux_tc", None), "expected a choice by corrected scores, noaux_tc")
-    given.only("moe_layer_freq", (1, None), "all blocks after the dense ones must have experts")
     return {
-        **read_experts(
-            given,
-            fields,
-            ("n_routed_experts", "num_local_experts", "num_experts"),
-            [n >= dense for n in range(layers)],
-            coefficient=None,
-        ),
+        **read_experts(given, fields, NUMBER, sparse, coefficient=None),
         **FP32,
         "moe_router_num_groups": groups,
         "moe_router_group_topk": kept,
-        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+        "moe_router_topk_scaling_factor": read_scale(given),
         "moe_shared_expert_intermediate_size": given.whole("n_shared_experts")
         * fields["moe_ffn_hidden_size"],
     }
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
+def write_corrected(model: ModelConfig) -> dict[str, Any]:
+    """The inverse of :func:`read_corrected`."""
     part = model.part(ExpertsConfig)
     normalize, several = part.moe_router_normalize, part.moe_router_topk != 1
     return {
@@ -157,8 +177,8 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 
 _KEYS = KEYS | HEAD_DIM | ACTIVATION | CHOICES | INNER
-_NORMALISED = {"norm_topk_prob": "moe_router_normalize"}
-_MLP = (
+NORMALISED = {"norm_topk_prob": "moe_router_normalize"}
+CORRECTED_MLP = (
     *DENSE,
     *router("mlp.gate.weight"),
     *correction("mlp.gate.e_score_correction_bias"),
@@ -172,9 +192,8 @@ def _normalises(model: ModelConfig) -> bool:
 
 
 def _read_glm(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    given.unused("num_nextn_predict_layers", "num_mtp_layers")
     return {
-        **_read(given, fields),
+        **read_corrected(given, fields),
         **read_rope(given, fields, share_key="partial_rotary_factor", share=0.5),
     }
 
@@ -183,10 +202,9 @@ def _write_glm(model: ModelConfig) -> dict[str, Any]:
     rope, share = write_rope(model), model.positions.rotary_percent
     rope["rope_parameters"]["partial_rotary_factor"] = share
     return {
-        **_write(model),
+        **write_corrected(model),
         **rope,
         "partial_rotary_factor": share,
-        "num_nextn_predict_layers": 0,
         "pad_token_id": None,
     }
 
@@ -200,16 +218,16 @@ GLM4_MOE = Architecture(
         norm("attention.q_norm", "self_attn.q_norm", when=_normalises),
         norm("attention.k_norm", "self_attn.k_norm", when=_normalises),
         qkv_bias=qkv_biased,
-        mlp=_MLP,
+        mlp=CORRECTED_MLP,
     ),
-    keys=_KEYS | _NORMALISED | {"attention_bias": "add_qkv_bias", "use_qk_norm": "qk_layernorm"},
+    keys=_KEYS | NORMALISED | {"attention_bias": "add_qkv_bias", "use_qk_norm": "qk_layernorm"},
     fixed=FIXED | NO_BIASES | SIGMOID,
     features=frozenset({"layer_experts", "rotary_percent", "rope_scaling"}),
     gated=True,
-    requirements=_REQUIREMENTS,
+    requirements=CORRECTED,
     write=_write_glm,
     read=_read_glm,
-    predicting=lambda model: rf"model\.layers\.{model.num_layers}\..*",
+    ahead=DEEPSEEK_AHEAD,
 )
 """GLM-4.5 to 4.7. A part of each head is rotated."""
 
@@ -220,7 +238,7 @@ def _read_dots(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         SLIDING if window is not None and n >= bound else FULL for n in range(fields["num_layers"])
     ]
     return {
-        **_read(given, fields),
+        **read_corrected(given, fields),
         **read_rope(given, fields),
         **read_windows(given, window, kinds),
     }
@@ -229,7 +247,7 @@ def _read_dots(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 def _write_dots(model: ModelConfig) -> dict[str, Any]:
     kinds = layer_types(model)
     return {
-        **_write(model),
+        **write_corrected(model),
         **write_rope(model),
         "sliding_window": model.attention.sliding_window,
         "max_window_layers": kinds.index(SLIDING) if SLIDING in kinds else model.num_layers,
@@ -243,15 +261,15 @@ DOTS1 = Architecture(
     rewards=False,
     model_class="Dots1ForCausalLM",
     entries=llama_entries(
-        QK_NORMS, qkv_bias=attention_biased, proj_bias=attention_biased, mlp=_MLP
+        QK_NORMS, qkv_bias=attention_biased, proj_bias=attention_biased, mlp=CORRECTED_MLP
     ),
-    keys=_KEYS | _NORMALISED | {"attention_bias": "add_attention_bias"},
+    keys=_KEYS | NORMALISED | {"attention_bias": "add_attention_bias"},
     fixed=FIXED | NO_BIASES | SIGMOID | {"qk_layernorm": True},
     features=frozenset(
         {"layer_experts", "rope_scaling", "sliding_window", "window_attn_skip_freq"}
     ),
     gated=True,
-    requirements=_REQUIREMENTS,
+    requirements=CORRECTED,
     write=_write_dots,
     read=_read_dots,
 )

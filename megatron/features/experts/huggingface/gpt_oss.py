@@ -22,13 +22,7 @@ from megatron.features.experts.huggingface.parts import (
     write_experts,
 )
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import (
-    SAME,
-    TRANSPOSED,
-    Architecture,
-    Entry,
-    Reordering,
-)
+from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.config_reader import (
     FULL,
     SLIDING,
@@ -38,6 +32,7 @@ from megatron.formats.huggingface.config_reader import (
     read_windows,
     write_rope,
 )
+from megatron.formats.huggingface.entries import SAME, TRANSPOSED, Entry, Reordering
 from megatron.formats.huggingface.llama import FIXED, HEAD_DIM, KEYS, llama_entries
 from megatron.formats.huggingface.mxfp4 import check_quantization
 

@@ -25,13 +25,7 @@ from megatron.features.experts.huggingface.parts import (
     write_experts,
 )
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import (
-    Architecture,
-    Entry,
-    attention_biased,
-    norm,
-    qkv_biased,
-)
+from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.config_reader import (
     FULL,
     SLIDING,
@@ -40,6 +34,7 @@ from megatron.formats.huggingface.config_reader import (
     read_rope,
     write_rope,
 )
+from megatron.formats.huggingface.entries import Entry, attention_biased, norm, qkv_biased
 from megatron.formats.huggingface.llama import (
     ACTIVATION,
     FIXED,
@@ -100,7 +95,7 @@ MIXTRAL = Architecture(
 """Mistral with experts; the weights of a token's experts sum up to 1."""
 
 
-def _read_pattern(given: HFConfigReader, fields: dict[str, Any]) -> list[bool]:
+def read_pattern(given: HFConfigReader, fields: dict[str, Any]) -> list[bool]:
     """For each block of a Qwen, True if it has experts."""
     layers, every = fields["num_layers"], given.whole("decoder_sparse_step")
     dense = given.content.get("mlp_only_layers") or []
@@ -116,7 +111,7 @@ def _read_pattern(given: HFConfigReader, fields: dict[str, Any]) -> list[bool]:
     return sparse
 
 
-def _write_pattern(model: ModelConfig) -> dict[str, Any]:
+def write_pattern(model: ModelConfig) -> dict[str, Any]:
     layers = range(model.num_layers)
     sparse = [bool(experts_in(model, n)) for n in layers]
     regular = (
@@ -146,12 +141,12 @@ def _write_qwen_moe(model: ModelConfig) -> dict[str, Any]:
         "moe_intermediate_size": model.part(ExpertsConfig).moe_ffn_hidden_size,
         "norm_topk_prob": normalised(model),
         **write_experts(model, "num_experts"),
-        **_write_pattern(model),
+        **write_pattern(model),
     }
 
 
 def _read_qwen_moe(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    sparse = _read_pattern(given, fields)
+    sparse = read_pattern(given, fields)
     return {
         **_read_window(given, fields["num_layers"]),
         **read_rope(given, fields),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -32,17 +31,16 @@ from megatron.features.experts.huggingface.parts import (
     write_experts,
 )
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import (
+from megatron.formats.huggingface.architecture import Architecture
+from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, write_rope
+from megatron.formats.huggingface.entries import (
     INTERLEAVED_QKV,
-    SEPARATE_QKV,
-    Architecture,
     Entry,
     Reordering,
     attention_biased,
     norm,
     untied,
 )
-from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, write_rope
 from megatron.formats.huggingface.llama import (
     ACTIVATION,
     FIXED,
@@ -204,17 +202,15 @@ ERNIE4_5_MOE = Architecture(
     model_type="ernie4_5_moe",
     rewards=False,
     model_class="Ernie4_5_MoeForCausalLM",
-    entries=tuple(
-        dataclasses.replace(entry, form=INTERLEAVED_QKV) if entry.form is SEPARATE_QKV else entry
-        for entry in llama_entries(
-            mlp=(
-                *DENSE,
-                *router("mlp.gate.weight"),
-                *correction("mlp.moe_statics.e_score_correction_bias", _ROW),
-                *LLAMA_EXPERTS,
-                *shared_experts("mlp.shared_experts", when=lambda model: shared_number(model) > 0),
-            )
-        )
+    entries=llama_entries(
+        qkv_form=INTERLEAVED_QKV,
+        mlp=(
+            *DENSE,
+            *router("mlp.gate.weight"),
+            *correction("mlp.moe_statics.e_score_correction_bias", _ROW),
+            *LLAMA_EXPERTS,
+            *shared_experts("mlp.shared_experts", when=lambda model: shared_number(model) > 0),
+        ),
     ),
     keys={ours: field for ours, field in KEYS.items() if ours != "attention_dropout"}
     | HEAD_DIM

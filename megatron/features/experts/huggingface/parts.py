@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 from megatron.config import ModelConfig
+from megatron.config.patterns import pattern_text
 from megatron.features.experts.flags import ExpertsConfig
 from megatron.formats.features import Requirement, spelled
-from megatron.formats.huggingface.architecture import (
+from megatron.formats.huggingface.config_reader import HFConfigReader, Names
+from megatron.formats.huggingface.entries import (
     GATE_AND_UP,
     SAME,
     Condition,
@@ -26,7 +27,6 @@ from megatron.formats.huggingface.architecture import (
     Reordering,
     always,
 )
-from megatron.formats.huggingface.config_reader import HFConfigReader, Names
 from megatron.formats.huggingface.llama import gated_mlp
 
 CHOICES = {"num_experts_per_tok": "moe_router_topk"}
@@ -90,19 +90,19 @@ LLAMA_EXPERTS = experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
 """Experts whose projections have the names of Llama's MLP."""
 
 
-def _mlp(ours: str, theirs: str, **fields: Any) -> tuple[Entry, ...]:
+def mlp_weights(ours: str, theirs: str, **fields: Any) -> tuple[Entry, ...]:
     """The weights of an MLP in some blocks."""
     entries = (entry for entry in gated_mlp(ours, theirs) if entry.ours.endswith("weight"))
     return tuple(dataclasses.replace(entry, **fields) for entry in entries)
 
 
-DENSE = _mlp("mlp", "mlp", at=dense_in, when=has_dense)
+DENSE = mlp_weights("mlp", "mlp", at=dense_in, when=has_dense)
 """The MLP of blocks without experts."""
 
 
 def shared_experts(theirs: str, when: Condition = always) -> tuple[Entry, ...]:
     """The MLP of all tokens next to the experts."""
-    return _mlp("mlp.shared", theirs, at=experts_in, when=when)
+    return mlp_weights("mlp.shared", theirs, at=experts_in, when=when)
 
 
 def natural(given: HFConfigReader, name: str, least: int = 0) -> int:
@@ -144,7 +144,7 @@ def read_experts(
     inner = fields.get("moe_ffn_hidden_size") or fields["ffn_hidden_size"]
     flags: dict[str, Any] = {"num_experts": (count,), "moe_ffn_hidden_size": inner}
     if not all(sparse):
-        flags["moe_layer_freq"] = _pattern(sparse)
+        flags["moe_layer_freq"] = pattern_text(sparse)
     if coefficient is None:
         return flags | {"moe_router_load_balancing_type": ("none",)}
     loss = given.number(coefficient) * top / layers
@@ -173,12 +173,6 @@ def _short(value: float) -> float:
     """The nearest number of 15 decimal digits, so that one that is multiplied and divided again is
     as it was."""
     return float(f"{value:.15g}")
-
-
-def _pattern(sparse: Sequence[bool]) -> str:
-    """``--moe-layer-freq`` of blocks with and without experts."""
-    runs = [(int(kind), len(list(run))) for kind, run in groupby(sparse)]
-    return f"({'+'.join(f'[{kind}]*{length}' for kind, length in runs)})"
 
 
 def read_normalisation(

@@ -445,7 +445,7 @@ ACTIONS: dict[tuple[RunState, RunEvent], Callable[..., None]] = {
     (RunState.STOPPING, RunEvent.SIGNAL): Coordinator._stop_by_signal,
     (RunState.STOPPING, RunEvent.TICK): Coordinator._start_again,
 }
-"""What happens at an event. States change in ``_start``, ``_stop`` and ``_finish`` alone."""
+"""Actions at an event. States change in ``_start``, ``_stop`` and ``_finish`` alone."""
 
 
 def _consequence(status: int) -> int:

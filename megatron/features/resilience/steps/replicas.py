@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.config.optimizer import STATES
 from megatron.engine.deepspeed_patches import partition_range
 from megatron.engine.state import (
-    MOMENTS,
     OwnedSlice,
     has_main_weights,
     holders,
@@ -227,7 +227,7 @@ class Replicas:
 
     @property
     def _moments(self) -> tuple[str, ...]:
-        return MOMENTS[self._engine.config.optimizer.optimizer]
+        return STATES[self._engine.config.optimizer.optimizer]
 
     def _cuts(self, shard: Shard) -> str:
         """Return the name of this rank's share of a parameter."""

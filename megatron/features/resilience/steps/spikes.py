@@ -172,7 +172,7 @@ class SpikeRule:
         self._norm = _Range(sigma, window, math.log(5.0), math.log(10.0), 1e-12, below=False)
         self._seq_length: int | None = None
         self._since: list[int] = []
-        """How many steps ago the spikes of the window were, oldest first; 0 for the last step."""
+        """Steps since the spikes of the window, oldest first; 0 for the last step."""
 
     @property
     def in_burst(self) -> bool:

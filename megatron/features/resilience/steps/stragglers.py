@@ -110,7 +110,8 @@ class _Stage:
 
     ranks: Sequence[int]
     usual: list[float] = field(default_factory=list)
-    """Of a single rank: its own time relative to the median of all, in its first blocks."""
+    """Usual time of a single rank: its own time relative to the median of all, in its first
+    blocks."""
 
 
 class StragglerRule:
@@ -362,7 +363,7 @@ class Stragglers(Callback):
         self._window = config.straggler_window
         self._meter, self._probe = OwnTimeMeter(), DeviceProbe(device)
         self._reads: DelayedReads[int] = DelayedReads.on(device)
-        """Of what the ranks exchanged, with the number of steps."""
+        """Records of the ranks' exchanges, with the number of steps."""
         self._began, self._wall, self._steps = math.nan, 0.0, 0
         self._due: float | None = None
         """Iteration after which the next exchange is; None before the first step."""

@@ -146,7 +146,8 @@ _PASSES_ON = (
     "/concurrent/futures/_base.py",
     "/torch/autograd/graph.py",
 )
-"""Where a thread waits for another one of its process, or runs the backward pass in others."""
+"""Functions in which a thread waits for another one of its process, or runs the backward pass in
+others."""
 
 
 def where_it_waits(frames: Mapping[int, FrameType] | None = None) -> FrameType | None:
@@ -354,7 +355,7 @@ class SilentMachines:
     def __init__(self, gone: Callable[[str, int], bool] = is_gone) -> None:
         self._gone = gone
         self._heard: dict[str, tuple[Hashable, int]] = {}
-        """What each has said last, and for how many looks."""
+        """Last message of each, and for how many looks."""
 
     def look(self, said: Mapping[str, tuple[Hashable, tuple[str, int]]]) -> str:
         """Return a machine that is gone, or an empty text. ``said``: the words of each machine, and

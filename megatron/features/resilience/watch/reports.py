@@ -291,7 +291,7 @@ _OLDER_NAMES = {
     "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE",),
     "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
 }
-"""Which torch still reads; it warns of both."""
+"""Names that torch still reads; it warns of both."""
 
 
 def write_collectives(save: str, rank: int) -> None:

@@ -162,7 +162,7 @@ class Watchdog:
         self._signal, self._since_signal = "", 0
         self._failure: Exception | None = None  # by which the main thread ends
         self._verdict: HangVerdict | None = None
-        """That of a rank's error, while yielding, and the one that explains a failure."""
+        """Verdict of a rank's error, while yielding, and the one that explains a failure."""
         self._yield_ticks = 0
         self._explained = threading.Event()
         self._thread = monitor_thread(
@@ -183,7 +183,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.part()
+        self._part()
         self._stopping = True
         self._wake()
         self._thread.join(2 * PATIENCE)
@@ -193,15 +193,15 @@ class Watchdog:
             self._reader.close()
             self._writer.close()
 
-    def part(self) -> None:
-        """Leaves the other ranks, as before the store ends; this one is still watched."""
+    def _part(self) -> None:
         if self._exchange is not None:
             self._exchange.stop()
 
     @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
+    def among_ranks(self) -> Iterator[None]:
         """Tells the other ranks of an error of the main thread. One that says that others do not
-        answer becomes a :class:`LostRankError` that names them."""
+        answer becomes a :class:`LostRankError` that names them. Leaves the other ranks at the end,
+        as before the store ends; this one is still watched."""
         try:
             yield
         except Exception as error:
@@ -210,6 +210,8 @@ class Watchdog:
                 line = f"{verdict.line}; {_newest()}"
                 raise LostRankError(line, verdict.status) from error
             raise
+        finally:
+            self._part()
 
     def _explanation_of(self, error: Exception) -> HangVerdict | None:
         if self._exchange is None or not self._exchange.connected:
@@ -404,7 +406,7 @@ ACTIONS: dict[tuple[WatchState, WatchEvent], Callable[..., None]] = {
     (WatchState.FAILED, WatchEvent.RANK_ERROR): Watchdog._explain,
     (WatchState.FAILED, WatchEvent.RUN_ENDS): Watchdog._explain,
 }
-"""What happens at an event; nothing where a pair is not listed."""
+"""Actions at an event; nothing where a pair is not listed."""
 
 
 def _event_of(verdict: HangVerdict) -> WatchEvent:

@@ -1,0 +1,140 @@
+"""Names in files of Hugging Face of the layers of multi-token prediction.
+
+A table says them in one line, ``ahead=DEEPSEEK_AHEAD``: their blocks are in the files as other
+blocks are, under other numbers. `transformers` loads them not with a model, but as its MtpModel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, takewhile
+from typing import Any
+
+from torch import Tensor
+
+from megatron.config import ModelConfig
+from megatron.config.features import AHEAD
+from megatron.formats.huggingface.entries import Entry, Parameter, Reordering
+
+_TABLE, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Names of an architecture, with ``{n}`` for the number of the block, counted on from the
+    layers', or ``{d}`` for that of the further token, from 0.
+
+    Attributes:
+        block: beginning of the names of a block.
+        parts: names of the other parameters, without ``weight``, by ours.
+        keys: of config.json for the number of further tokens, of which the first is written.
+        copies: names of tensors that repeat a parameter of the model, and our name of it.
+        most: the most further tokens that the names have space for.
+        layers: beginning of the names of the model's blocks.
+    """
+
+    block: str
+    parts: Mapping[str, str]
+    keys: tuple[str, ...]
+    copies: Mapping[str, str] = field(default_factory=dict)
+    most: int | None = None
+    layers: str = "model.layers.{n}"
+
+    def _named(self, name: str, model: ModelConfig, depth: int) -> str:
+        return name.format(n=model.num_layers + depth, d=depth)
+
+    def stored(self, model: ModelConfig, has: Callable[[str], Any]) -> int:
+        """Return how many further tokens files predict; ``has`` tells the names in them."""
+        merge = f"{self.parts['merge']}.weight"
+        depths = count() if self.most is None else range(self.most)
+        return len([*takewhile(lambda depth: has(self._named(merge, model, depth)), depths)])
+
+    def pattern(self, model: ModelConfig, depths: int = 16) -> str:
+        """A pattern of all of their names in files with so many further tokens."""
+        first = self.block.partition("{")[0]
+        if "{n}" not in self.block:
+            return rf"{re.escape(first.partition('.')[0])}\..*"
+        later = "|".join(map(str, range(model.num_layers, model.num_layers + depths)))
+        return rf"{re.escape(first)}({later})\..*"
+
+    def parameters(self, entries: Sequence[Entry], model: ModelConfig) -> Iterator[Parameter]:
+        """The table for one model, from the entries of its blocks, of which the last is as these
+        are."""
+        last = model.num_layers - 1
+        for depth in range(model.blocks_ahead):
+            for ours, theirs in self.parts.items():
+                name = f"{self._named(theirs, model, depth)}.weight"
+                entry = Entry(f"{AHEAD}{depth}.{ours}.weight", (name,))
+                yield Parameter(entry.ours, entry.theirs, entry, model)
+            for entry in entries:
+                if entry.stack == "layers" and (entry.at is None or entry.at(model, last)):
+                    yield self._moved(entry.of_block(model, last), model, depth)
+
+    def _moved(self, parameter: Parameter, model: ModelConfig, depth: int) -> Parameter:
+        before = self.layers.format(n=model.num_layers - 1)
+        block = self._named(self.block, model, depth)
+        return dataclasses.replace(
+            parameter,
+            ours=f"{AHEAD}{depth}.block.{parameter.ours.split('.', 2)[2]}",
+            theirs=tuple(block + name.removeprefix(before) for name in parameter.theirs),
+            others=tuple(self._moved(other, model, depth) for other in parameter.others),
+        )
+
+    def copies_of(self, model: ModelConfig) -> dict[str, str]:
+        """Names of tensors that repeat a parameter of the model, and our name of it."""
+        return {
+            self._named(name, model, depth): _TABLE if model.embedding.tied else ours
+            for depth in range(model.blocks_ahead)
+            for name, ours in self.copies.items()
+        }
+
+    def repeating(self, parameters: Iterable[Parameter], model: ModelConfig) -> Iterator[Parameter]:
+        """The parameters of a model as they are written, with the copies."""
+        copies = self.copies_of(model)
+        for each in parameters:
+            more = [name for name, ours in copies.items() if ours == each.ours]
+            if more:
+                names = (*each.theirs, *more)
+                entry = Entry(each.ours, names, _repeated(len(names)))
+                each = Parameter(each.ours, names, entry, model)
+            yield each
+
+
+def _repeated(number: int) -> Reordering:
+    def copies(values: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        return values, *(values.clone() for _ in range(number - 1))
+
+    return Reordering("repeated", number, copies, lambda tensors, _: tensors[0])
+
+
+DEEPSEEK_AHEAD = Ahead(
+    "model.layers.{n}",
+    {
+        "embed_norm": "model.layers.{n}.enorm",
+        "hidden_norm": "model.layers.{n}.hnorm",
+        "merge": "model.layers.{n}.eh_proj",
+        "norm": "model.layers.{n}.shared_head.norm",
+    },
+    ("num_nextn_predict_layers", "num_mtp_layers"),
+    {
+        "model.layers.{n}.embed_tokens.weight": _TABLE,
+        "model.layers.{n}.shared_head.head.weight": _HEAD,
+    },
+)
+"""DeepSeek-V3 and those after it, as GLM-4.5: further layers, with copies of embedding and head."""
+
+QWEN_AHEAD = Ahead(
+    "mtp.layers.{d}",
+    {
+        "embed_norm": "mtp.pre_fc_norm_embedding",
+        "hidden_norm": "mtp.pre_fc_norm_hidden",
+        "merge": "mtp.fc",
+        "norm": "mtp.norm",
+    },
+    ("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+    most=1,
+)
+"""Qwen3-Next and Qwen3.5: one layer apart."""

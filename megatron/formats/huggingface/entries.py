@@ -1,0 +1,277 @@
+"""Tables of an architecture of `transformers`: the names of tensors, and how they store ours.
+
+Shapes: N query heads, K key and value heads, D head width, F inner width of the MLP, H hidden size.
+Rows of our query-key-value weight are all queries, all keys, all values: [(N + 2K) D, H].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.config import ModelConfig
+
+Condition = Callable[[ModelConfig], bool]
+OfBlock = Callable[[ModelConfig, int], int]
+"""A number of a block of a model."""
+
+
+Modules = tuple[str, tuple[int, ...], int, "Reordering"]
+
+
+@dataclass(frozen=True)
+class Reordering:
+    """A way to store one parameter in some tensors; ``from_hf`` is the exact inverse of
+    ``to_hf``. With ``of_rows`` it is another order of the rows of one matrix.
+
+    Attributes:
+        modules: for a weight of several fused matrices of which each tensor has some, in order:
+            a name, the places of those matrices, their rows, and how these are stored.
+    """
+
+    name: str
+    tensors: int
+    to_hf: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
+    from_hf: Callable[[Sequence[Tensor], ModelConfig], Tensor]
+    of_rows: bool = False
+    modules: Callable[[ModelConfig], Sequence[Modules]] | None = None
+
+
+def _heads(model: ModelConfig) -> tuple[int, int, int]:
+    attention = model.attention
+    return attention.num_attention_heads, attention.num_query_groups, attention.kv_channels
+
+
+def _qkv_rows(model: ModelConfig) -> list[int]:
+    _, groups, width = _heads(model)
+    return [model.attention.query_rows, groups * width, groups * width]
+
+
+def _to_grouped(values: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+    _, groups, width = _heads(model)
+    parts = [
+        part.reshape(groups, -1, width, *values.shape[1:])
+        for part in values.split(_qkv_rows(model))
+    ]
+    return (torch.cat(parts, dim=1).reshape(values.shape),)
+
+
+def _from_grouped(tensors: Sequence[Tensor], model: ModelConfig) -> Tensor:
+    queries, groups, width = _heads(model)
+    (values,) = tensors
+    shares = values.reshape(groups, queries // groups + 2, width, *values.shape[1:])
+    return torch.cat([part.flatten(0, 2) for part in shares.split([queries // groups, 1, 1], 1)])
+
+
+def _from_rows(tensors: Sequence[Tensor], model: ModelConfig) -> Tensor:
+    return torch.cat(list(tensors))
+
+
+def _neighbours(rows: Tensor, model: ModelConfig) -> Tensor:
+    """Rows of heads in which the channels that RoPE rotates together follow each other."""
+    shape = (-1, 2, model.attention.kv_channels // 2)
+    return rows.unflatten(0, shape).transpose(1, 2).flatten(0, 2)
+
+
+def _halves(rows: Tensor, model: ModelConfig) -> Tensor:
+    shape = (-1, model.attention.kv_channels // 2, 2)
+    return rows.unflatten(0, shape).transpose(1, 2).flatten(0, 2)
+
+
+def _to_interleaved(values: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+    q, k, v = values.split(_qkv_rows(model))
+    return _neighbours(q, model), _neighbours(k, model), v
+
+
+def _from_interleaved(tensors: Sequence[Tensor], model: ModelConfig) -> Tensor:
+    q, k, v = tensors
+    return torch.cat([_halves(q, model), _halves(k, model), v])
+
+
+SAME = Reordering("as it is", 1, lambda values, _: (values,), lambda tensors, _: tensors[0])
+"""One tensor, in our order."""
+TRANSPOSED = Reordering(
+    "transposed", 1, lambda values, _: (values.mT,), lambda parts, _: parts[0].mT
+)
+"""The matrix as [inputs, outputs] (GPT-2's Conv1D), or each of a stack of matrices."""
+SEPARATE_QKV = Reordering(
+    "separate q, k, v", 3, lambda values, model: values.split(_qkv_rows(model)), _from_rows
+)
+"""A tensor each for queries, keys and values."""
+INTERLEAVED = Reordering(
+    "interleaved", 1, lambda values, model: (_neighbours(values, model),),
+    lambda parts, model: _halves(parts[0], model),
+)  # fmt: skip
+"""Queries or keys of which RoPE rotates neighbouring channels of a head together; here channel i
+and channel i + D/2."""
+INTERLEAVED_QKV = Reordering("separate q, k, v, interleaved", 3, _to_interleaved, _from_interleaved)
+"""A tensor each for queries and keys, which are interleaved, and values."""
+TWICE = Reordering(
+    "twice", 2, lambda values, _: (values, values.clone()), lambda parts, _: parts[0]
+)
+"""Two tensors of the same values, of which the first counts."""
+SEPARATE_KV = Reordering("separate k, v", 2, lambda values, _: values.chunk(2), _from_rows)
+"""A tensor each for the keys and values of attention to another sequence."""
+GATE_AND_UP = Reordering("separate gate, up", 2, lambda values, _: values.chunk(2), _from_rows)
+"""A tensor each for gate and up projection, which are [2F, H] here."""
+GROUPED_QKV = Reordering("q, k, v by group", 1, _to_grouped, _from_grouped)
+"""Each key and value head follows the queries that share it: [K, N/K + 2, D, H]. With as many key
+heads as query heads that is [N, 3, D, H], the order of Megatron, GPT-NeoX and BLOOM."""
+
+
+def always(model: ModelConfig) -> bool:
+    """The condition of an entry that every model has."""
+    return True
+
+
+def biased(model: ModelConfig) -> bool:
+    """True if all linear layers have biases."""
+    return model.mlp.bias
+
+
+def qkv_biased(model: ModelConfig) -> bool:
+    """True if queries, keys and values have biases."""
+    return model.attention.qkv_bias
+
+
+def attention_biased(model: ModelConfig) -> bool:
+    """True if all of attention's linear layers have biases."""
+    return model.attention.proj_bias
+
+
+def untied(model: ModelConfig) -> bool:
+    """True if the head has separate weights."""
+    return not model.embedding.tied
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kind of parameter in both forms: ``ours`` is the canonical name, with ``{n}`` for the
+    number of the block; ``when`` says whether a model has it.
+
+    Their names have ``{n}`` too, or ``{before}`` for the number of the block before it, where
+    ``first`` are the names in the first block; outside of blocks ``{last}`` is the last block's.
+
+    Attributes:
+        at: 0 for the blocks of a model that lack it; None if all have it.
+        slices: number of slices along the first dimension, as of experts, that a block stores each
+            in ``form``, with ``{e}`` for the number of the slice in their names; None for one.
+        others: other ways in which files may have the parameter, without one of their own.
+        exact: whether it is stored in float32 whatever the dtype of the weights.
+        parameter: name in models of `transformers` 5 of a weight [E, O, I] of several matrices,
+            which is in no linear module.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    form: Reordering = SAME
+    when: Condition = always
+    first: tuple[str, ...] = ()
+    at: OfBlock | None = None
+    slices: OfBlock | None = None
+    others: tuple[Entry, ...] = ()
+    exact: bool = False
+    parameter: str = ""
+
+    def __post_init__(self) -> None:
+        assert len(self.theirs) == self.form.tensors, self.ours
+
+    @property
+    def stack(self) -> str | None:
+        """Name of the stack of blocks that it belongs to; None outside of blocks."""
+        return self.ours.partition(".{n}.")[0] if "{n}" in self.ours else None
+
+    def within(self, stack: str, prefix: str) -> Entry:
+        """The entry of a block of a stack, from one without ``layers.{n}.`` and ``prefix`` in its
+        names."""
+        return dataclasses.replace(
+            self,
+            ours=f"{stack}.{{n}}.{self.ours}",
+            theirs=tuple(f"{prefix}.{name}" for name in self.theirs),
+            others=tuple(other.within(stack, prefix) for other in self.others),
+            parameter=self.parameter and f"{prefix}.{self.parameter}",
+        )
+
+    def of_block(self, model: ModelConfig, n: int) -> Parameter:
+        """The parameter of block ``n``."""
+        names = self.first if self.first and n == 0 else self.theirs
+        slices = None if self.slices is None else self.slices(model, n)
+        theirs = tuple(
+            name.format(n=n, before=n - 1, e=e) for e in range(slices or 1) for name in names
+        )
+        others = tuple(other.of_block(model, n) for other in self.others)
+        return Parameter(self.ours.format(n=n), theirs, self, model, slices, others)
+
+
+def weight(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...]:
+    """An embedding, or the head."""
+    return (Entry(f"{ours}.weight", (f"{theirs}.weight",), when=when),)
+
+
+def norm(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...]:
+    """A norm, with a bias where it has one."""
+
+    def has_bias(model: ModelConfig) -> bool:
+        return when(model) and model.norm.traits.biased
+
+    return (
+        *weight(ours, theirs, when),
+        Entry(f"{ours}.bias", (f"{theirs}.bias",), when=has_bias),
+    )
+
+
+def linear(
+    ours: str, *theirs: str, form: Reordering = SAME, bias: Condition = biased
+) -> tuple[Entry, ...]:
+    """A linear layer; the bias of a transposed weight is stored as it is."""
+    bias_form = SAME if form.name == "transposed" else form
+    return (
+        Entry(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), form),
+        Entry(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs), bias_form, bias),
+    )
+
+
+def block(prefix: str, *parts: Sequence[Entry], stack: str = "layers") -> tuple[Entry, ...]:
+    """The entries of a block of a stack, given without ``layers.{n}.`` and ``prefix`` in their
+    names."""
+    return tuple(entry.within(stack, prefix) for part in parts for entry in part)
+
+
+TABLE = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An entry for one parameter of one model; names have the block's number, and those of all
+    slices follow each other."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    entry: Entry
+    model: ModelConfig
+    slices: int | None = None
+    others: tuple[Parameter, ...] = ()
+
+    def to_hf(self, values: Tensor) -> dict[str, Tensor]:
+        """Their tensors, from the whole parameter without padding."""
+        stored = (values,) if self.slices is None else values.unbind()
+        parts = (part for each in stored for part in self.entry.form.to_hf(each, self.model))
+        return dict(zip(self.theirs, (part.contiguous() for part in parts), strict=True))
+
+    def from_hf(self, tensors: Iterable[Tensor]) -> Tensor:
+        """The inverse of :meth:`to_hf`: the whole parameter, from their tensors in order, of which
+        one slice after another is in memory."""
+        form = self.entry.form
+        if self.slices is None:
+            return form.from_hf(list(tensors), self.model).contiguous()
+        whole: Tensor | None = None
+        for e, parts in enumerate(zip(*[iter(tensors)] * form.tensors, strict=True)):
+            values = form.from_hf(parts, self.model)
+            whole = values.new_empty(self.slices, *values.shape) if whole is None else whole
+            whole[e] = values
+        assert whole is not None
+        return whole
