@@ -198,7 +198,7 @@ def _needed(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def imports() -> str:
-    """Which package imports which; edges that follow from others are left out."""
+    """Draw which package imports which; edges that follow from others are left out."""
     graph = package_imports()
     levels, edges = _levels(graph), _needed(graph)
     rows = [[n for n in graph if levels[n] == row] for row in range(max(levels.values()) + 1)]

@@ -30,11 +30,11 @@ from megatron import __version__  # noqa: E402
 
 INCLUDED = {
     "tools/README.md": "guides/collecting.md",
-    "examples_deepspeed/README.md": "tasks/examples.md",
+    "examples_deepspeed/README.md": "how-to/examples.md",
     "examples_deepspeed/megatron/detxoify_lm/README.md": "guides/detoxifying.md",
     "tools/retro/README.md": "guides/retro-scripts.md",
     "deepspeed_configs/README.md": "guides/deepspeed-json.md",
-    "benchmarks/RESULTS.md": "reference/results.md",
+    "benchmarks/RESULTS.md": "evidence/results.md",
     "CONTRIBUTING.md": "design/contributing.md",
     "SECURITY.md": "reference/security.md",
     "CHANGELOG.md": "reference/changelog.md",
@@ -55,8 +55,8 @@ _API = re.compile(r"^<!-- api: ([\w.]+) -->$", re.MULTILINE)
 
 
 _FLAG_BOOST = 20
-"""How much more a flag's own entry counts in the search than the pages that mention it. Shorter
-names count more: --save-interval comes before --non-persistent-save-interval."""
+"""Factor by which a flag's own entry counts more in the search than the pages that mention it.
+Shorter names count more: --save-interval comes before --non-persistent-save-interval."""
 
 
 def on_config(config: Any) -> Any:
@@ -158,7 +158,7 @@ def relinked(markdown: str, source: str) -> str:
 
 
 def _page_of(path: str) -> str | None:
-    """Where a file of the repository is in the site."""
+    """Return the page of a repository's file in the site."""
     if path == "README.md":
         return "index.md"
     if path.startswith("docs/"):

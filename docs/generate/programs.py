@@ -57,7 +57,7 @@ PROGRAMS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a program's parser makes of a command line.
+    """Result of a program's parser for a command line.
 
     Attributes:
         parser: the parser.

@@ -67,7 +67,7 @@ class UpstreamFlag:
 
 
 def upstream_flags(name: str) -> tuple[str, list[UpstreamFlag]]:
-    """Where a list is from, and its flags."""
+    """Return the source of a list, and its flags."""
     source, *lines = (LISTS / f"{name}.txt").read_text().splitlines()
     return source.removeprefix("# "), [_flag(line.split()) for line in lines]
 
