@@ -4,7 +4,7 @@
 #     docker build -t megatron --build-arg TORCH='torch==2.13.0 --index-url URL' .       # CPU
 #     docker build -t megatron --build-arg BASE=nvcr.io/nvidia/pytorch:XX.XX-py3 .
 #
-# docs/tasks/containers.md has more. The base needs Python 3.10 or newer with pip.
+# docs/how-to/containers.md has more. The base needs Python 3.10 or newer with pip.
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 

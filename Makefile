@@ -77,7 +77,7 @@ test: lint  ## the test suite, with a fixed sample of the long tables
 proof: lint  ## the test suite with the long tables whole; PART=2/4 is the second of four parts
 	$(PYTEST) $(if $(PART),--part $(PART) --dist loadgroup --no-loadscope-reorder)
 
-bench: $(STAMP)  ## a training step on the CPU against its peers (docs/reference/benchmarks.md)
+bench: $(STAMP)  ## a training step on the CPU against its peers (docs/evidence/benchmarks.md)
 	mkdir -p benchmarks/results
 	for vocabulary in 50304 8192; do \
 	    $(BIN)/python benchmarks/train.py --vocab-size $$vocabulary --rounds 9 \

@@ -1,4 +1,4 @@
-"""What the comparison of a run's processes costs at their start: with it and without, in turn.
+"""Cost of comparing a run's processes at their start: with it and without, in turn.
 
     python benchmarks/agreement.py --processes 4 --rounds 10
 

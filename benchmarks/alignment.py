@@ -188,7 +188,8 @@ def report(folder: Path) -> None:
 
 
 def answers(folder: Path, rows: Sequence[dict[str, str]], most: int = 512) -> tuple[int, int, int]:
-    """How many greedy answers of transformers end, and how many are those of this project."""
+    """Compare greedy answers of transformers with this project's: how many end, and how many are
+    equal."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

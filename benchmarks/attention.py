@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Which attention kernel is fastest here, forward and backward, by shape.
+"""Time of attention kernels, forward and backward, by shape.
 
     python benchmarks/attention.py
     python benchmarks/attention.py --lengths 1024,8192 --head-dims 64,128 --heads 16 --json out.json
@@ -87,7 +87,7 @@ def heads_first(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def document_kernels(
     device: torch.device, batch: int, length: int, documents: int
 ) -> dict[str, Kernel]:
-    """Those that can be tried here for several documents, by name."""
+    """Kernels for several documents that can be tried here, by name."""
     places = torch.arange(length, device=device)
     ids_BS = (places * documents // length).expand(batch, length)
     dense = AttentionMasks(ids_BS)
@@ -103,7 +103,7 @@ def document_kernels(
 
 
 def kernels(device: torch.device, grouped: bool) -> dict[str, Kernel]:
-    """Those that can be tried here, by name."""
+    """Kernels that can be tried here, by name."""
 
     def torch_kernel(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)

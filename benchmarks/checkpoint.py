@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How fast checkpoints are saved and loaded, against the same bytes through plain files.
+"""Speed of saving and loading checkpoints, against the same bytes through plain files.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --layers 24 --hidden-size 1024 --folder /disk --json out.json

@@ -128,7 +128,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def growth(rows: list[dict[str, Any]]) -> str:
-    """How time grows with the length, of each layout; empty at one length."""
+    """Print the growth of time with the length, of each layout; empty at one length."""
     lines = []
     for name in dict.fromkeys(row["layout"] for row in rows):
         points = [(row["length"], row["cpu_seconds"]) for row in rows if row["layout"] == name]

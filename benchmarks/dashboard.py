@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How soon the page of tools/dashboard.py shows the first chart of a long run.
+"""Time until the page of tools/dashboard.py shows the first chart of a long run.
 
     python benchmarks/dashboard.py --steps 1000000
 

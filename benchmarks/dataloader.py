@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What reading real data costs a training step, and how fast the loader is by itself.
+"""Cost of reading real data in a training step, and the speed of the loader by itself.
 
     python benchmarks/dataloader.py
     python benchmarks/dataloader.py --layers 4 --hidden-size 256 --rounds 9 --json out.json

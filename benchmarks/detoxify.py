@@ -65,7 +65,7 @@ TRAINING = (
 ).split()
 SCORER = ("--scorer", "profanity-check")
 ARMS = {"before": "model", "least toxic half": "filtered", "random half": "random"}
-"""What is evaluated, and the folder of its checkpoint."""
+"""Evaluated models, and the folders of their checkpoints."""
 MEASURES = ("Expected Maximum Toxicity", "Toxicity Probability")
 HELD_OUT_FILES = {"perplexity, clean": "clean", "perplexity, as trained on": "held-out"}
 

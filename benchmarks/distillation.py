@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How much more a small model learns in the same steps with a teacher than without.
+"""Gain of a small model from a teacher, in the same number of steps.
 
     python benchmarks/distillation.py --text input.txt --work work
 

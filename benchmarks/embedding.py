@@ -36,7 +36,7 @@ from megatron.config import ConfigError, parse_configs  # noqa: E402
 from megatron.config.flags import POSITIVE, option  # noqa: E402
 
 WORDS = 45
-"""Of a chunk: about 64 tokens of GPT-2."""
+"""Words of a chunk: about 64 tokens of GPT-2."""
 PEER = "sentence-transformers"
 
 Embed = Callable[[Sequence[str]], npt.NDArray[np.float32]]

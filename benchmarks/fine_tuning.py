@@ -56,12 +56,12 @@ SIMILAR = (
     "--min-lr 1e-5 --lr-warmup-iters 40 --lr-decay-style linear --eval-interval 400 "
     "--eval-iters 10 --log-interval 25"
 ).split()
-"""Of the steps on similar sentences."""
+"""Share of the steps on similar sentences."""
 FINE_TUNING = (
     "--seq-length 48 --lr 1e-3 --lr-decay-style linear --lr-warmup-fraction 0.1 --log-interval 100"
 ).split()
 FILES = {"QQP": "dev.tsv", "MNLI": "dev_matched.tsv"}
-"""What each task is evaluated on."""
+"""Files on which each task is evaluated."""
 TEXTS = {"QQP": (3, 4), "MNLI": (8, 9)}
 """The columns of the two texts of a row."""
 STARTS = ("pretrained", "random")

@@ -57,7 +57,7 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path, mix: Mix) -> dict[tuple[str, int], list]:
-    """What every round took, by program and concurrency."""
+    """Measure every round, by program and concurrency."""
     most = max(options.concurrency)
     settings = {
         "folder": str(folder),

@@ -25,7 +25,7 @@ from gpu_suite.ladder import GROUPS, SCALES, cells  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 H100_FLOPS = 989e12
-"""What durations are estimated for in --dry-run."""
+"""Peak for which durations are estimated in --dry-run."""
 
 
 def main(argv: list[str] | None = None) -> int:

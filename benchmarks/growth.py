@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How the time and memory of a step grow with the work, measured against what formulas say.
+"""Growth of a step's time and memory with the work, measured and by formula.
 
     python benchmarks/growth.py
     python benchmarks/growth.py --vary depth,vocabulary --json out.json --plots docs
@@ -36,7 +36,8 @@ VARIED: dict[str, tuple[str, tuple[int, ...], dict[str, int]]] = {
     "vocabulary": ("vocabulary", (4096, 8192, 16384, 32768), {}),
     "micro-batch": ("micro_batch", (1, 2, 4, 8), {}),
 }
-"""Of each kind of growth: the field of :class:`Shape`, its values, and what else is fixed."""
+"""Values of each kind of growth: the field of :class:`Shape`, its values, and what else is
+fixed."""
 
 UNITS = {
     "depth": "blocks",
@@ -116,7 +117,7 @@ def measure(
 
 
 def process_bytes() -> int:
-    """What a process takes to train next to nothing: libraries that are loaded while a model is
+    """Memory of a process that trains next to nothing: libraries that are loaded while a model is
     built, their caches and generated kernels."""
     group = TrainerGroup(LAYOUTS["dp1"], NOTHING, ["--bf16"])
     try:
@@ -192,7 +193,7 @@ def report(kind: str, points: list[dict[str, Any]]) -> str:
 
 
 def exponents(points: list[dict[str, Any]]) -> str:
-    """How time and memory grow, measured and by the formula."""
+    """Return the exponents of time and memory, measured and by the formula."""
 
     def fitted(key: str) -> float:
         return exponent([(each["value"], each[key]) for each in points])

@@ -155,7 +155,7 @@ class Contestant:
         assert self.pipe.recv() == "ready"
 
     def answer(self, workload: Workload) -> tuple[dict[str, float], list[tuple[float, bool]]]:
-        """What it took, and the answers."""
+        """Return its costs, and the answers."""
         self.pipe.send(tuple(workload))
         return self.pipe.recv()
 

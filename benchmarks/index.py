@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How long the sample index of a huge corpus takes to build, and how much memory.
+"""Time and memory of building the sample index of a huge corpus.
 
     python benchmarks/index.py
     python benchmarks/index.py --tokens 100e9 --documents 100e6 --seq-length 2048 --json out.json
@@ -70,7 +70,7 @@ class Phases:
         return np.array([time.process_time(), time.perf_counter()])
 
     def end(self, name: str) -> None:
-        """What was done since the last end was this phase."""
+        """End a phase: everything since the end of the one before."""
         now = self._now()
         spent = now - self._last
         self.seconds[name] = (np.array(self.seconds.get(name, [0, 0])) + spent).tolist()

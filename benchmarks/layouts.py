@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a layout costs: CPU seconds a token over several processes, against one process.
+"""Cost of a layout: CPU seconds a token over several processes, against one process.
 
     python benchmarks/layouts.py
     python benchmarks/layouts.py --layouts dp1,tp2 --hidden-size 1024 --json out.json

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How fast the data of BERT and T5 is: the index of a corpus, and single samples.
+"""Speed of the data of BERT and T5: the index of a corpus, and single samples.
 
     python benchmarks/masked_data.py
     python benchmarks/masked_data.py --sentences 1e8 --json out.json

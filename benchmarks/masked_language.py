@@ -39,7 +39,7 @@ from megatron.training.trainer import Trainer
 ROOT = Path(__file__).resolve().parents[1]
 HELD_OUT = 20
 SAMPLES = 512
-"""Of the held-out part."""
+"""Samples of the held-out part."""
 MODEL = (
     "--hidden-size 128 --num-attention-heads 4 --seq-length 64 --attention-dropout 0 "
     "--hidden-dropout 0 --micro-batch-size 16 --tokenizer-type BertWordPieceLowerCase "
@@ -61,7 +61,7 @@ T5 = (
 
 
 def bert_text(sample: Any, tokenizer: Any) -> HiddenText:
-    """What was hidden of a BERT's sample."""
+    """Return the hidden text of a BERT's sample."""
     size = int(sample.padding_mask_S.sum())
     shown, hidden = sample.tokens_S[:size], np.flatnonzero(sample.loss_mask_S)
     text = shown.copy()
@@ -70,7 +70,7 @@ def bert_text(sample: Any, tokenizer: Any) -> HiddenText:
 
 
 def t5_text(sample: Any, tokenizer: Any) -> HiddenText:
-    """What was hidden of a T5's sample, within its text and an end token on either side."""
+    """Return the hidden text of a T5's sample, within its text and an end token on either side."""
     encoder = sample.encoder_tokens_E[: int(sample.encoder_padding_mask_E.sum())]
     labels = sample.labels_D[: int(sample.decoder_padding_mask_D.sum()) - 1]
     starts = np.flatnonzero(np.isin(labels, tokenizer.sentinels))
@@ -97,7 +97,7 @@ def spans_alone(sample: Any, tokenizer: Any) -> Any:
 
 @dataclass(frozen=True)
 class Task:
-    """What a family predicts.
+    """Task of a family.
 
     Attributes:
         flags: beside those of :data:`MODEL`.

@@ -1,4 +1,4 @@
-"""What n-grams predict for hidden tokens: the losses that a BERT or T5 has to get below.
+"""Predictions of n-grams for hidden tokens: the losses that a BERT or T5 has to get below.
 
 The bigram is interpolated by Kneser and Ney's rule, its discount tuned on the last tenth of the
 training text. Of a run of hidden tokens it sees the visible token on either side, and computes

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What checkpoints in the memory of the nodes cost, against asynchronous saves to the disk.
+"""Cost of checkpoints in the memory of the nodes, against asynchronous saves to the disk.
 
     python benchmarks/node_memory.py
     python benchmarks/node_memory.py --hidden-size 1024 --processes 4 --rounds 5
@@ -58,7 +58,8 @@ def shown(seconds: list[float]) -> str:
 
 
 def rows(options: argparse.Namespace, flags: list[str]) -> list[dict]:
-    """What a run records of its saves; the first of them pays for the memory of later ones."""
+    """Return the rows that a run records of its saves; the first of them pays for the memory of
+    later ones."""
     in_memory = "--replication-factor" in flags
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as save,

@@ -1,4 +1,4 @@
-"""What one GPU is expected to reach: an estimate of a training step by its parts, none measured.
+"""Estimate of the speed of one GPU: an estimate of a training step by its parts, none measured.
 
 A step is matrix products at a share of the peak that grows with their width, attention at another,
 and passes over memory at a share of its bandwidth, one after the other. The numbers of bytes are
@@ -25,7 +25,7 @@ from megatron.training.metrics import peak_flops_of
 
 @dataclass(frozen=True)
 class Gpu:
-    """Of the makers' data sheets, without sparsity; memory as nvidia-smi shows it.
+    """Numbers of the makers' data sheets, without sparsity; memory as nvidia-smi shows it.
 
     Attributes:
         fp8: peak TFLOP/s; None where there are no 8-bit matrix products.
@@ -61,7 +61,7 @@ GPUS = (
 
 @dataclass(frozen=True)
 class States:
-    """A format of the optimizer's states (docs/guides/optimizer-states.md).
+    """A format of the optimizer's states (docs/guides/gpu.md).
 
     Attributes:
         dtypes: None for float32 tensors of their own.
@@ -104,7 +104,7 @@ def product_share(hidden: int) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """How a model is trained where it fits.
+    """Layout and micro batch with which a model fits.
 
     Attributes:
         micro_tokens: tokens of a micro batch.
@@ -131,7 +131,7 @@ def fitting(shape: Shape, gpu: Gpu, fp8: bool = False) -> Fit | None:
 
 
 def seconds_per_token(training: Shape, gpu: Gpu, fit: Fit, fp8: bool = False) -> float:
-    """Of all parts of a step on one GPU."""
+    """Seconds of all parts of a step on one GPU."""
     model = training.model()
     shape = TransformerShape.of(model)
     table = shape.padded_vocab_size * shape.hidden_size

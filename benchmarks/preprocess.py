@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How fast tools/preprocess_data.py is, against Hugging Face tokenizers and tiktoken.
+"""Speed of tools/preprocess_data.py, against Hugging Face tokenizers and tiktoken.
 
     python benchmarks/preprocess.py --vocab-file vocab.json --merge-file merges.txt
     python benchmarks/preprocess.py --vocab-file ... --merge-file ... --input corpus.jsonl \
@@ -55,7 +55,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Taken:
-    """What one run took."""
+    """Costs of one run."""
 
     cpu: float
     """Seconds."""

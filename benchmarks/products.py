@@ -89,9 +89,9 @@ class StepShape:
     kv_heads: int
     head_width: int
     inner: int
-    """What goes into the MLP's second map."""
+    """Inputs of the MLP's second map."""
     gated: bool
-    """Whether the MLP's first map makes twice as much."""
+    """True if the MLP's first map makes twice as much."""
     vocabulary: int
     causal: bool = True
     predictions: int | None = None
@@ -109,7 +109,7 @@ class StepShape:
 
     @classmethod
     def of(cls, model: ModelConfig, samples: int) -> StepShape:
-        """Of a complete model."""
+        """Products of a complete model."""
         return cls(
             samples=samples,
             length=model.seq_length,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What the checks of unattended runs cost at their defaults: CPU time of the steps of one training.
+"""Cost of the checks of unattended runs at their defaults: CPU time of the steps of one training.
 
     python benchmarks/resilience.py
     python benchmarks/resilience.py --processes 2 --models tiny --rounds 40
@@ -56,11 +56,11 @@ class Costs(NamedTuple):
 
     whole: float
     watching: float
-    """Of the watchdog, its exchange, and the store."""
+    """Seconds of the watchdog, its exchange, and the store."""
     looking: float
-    """Of the thread that tells own time from waiting."""
+    """Seconds of the thread that tells own time from waiting."""
     calls: float
-    """Of the callbacks, in the main thread."""
+    """Seconds of the callbacks, in the main thread."""
 
     @property
     def checks(self) -> float:
@@ -217,7 +217,7 @@ def main() -> None:
 
 
 def launched(model: str, size: int, rounds: int) -> dict[str, Any]:
-    """What rank 0 of so many processes has found."""
+    """Return the results of rank 0 of so many processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

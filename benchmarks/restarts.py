@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""What a lost rank costs, by how the run starts again: seconds from SIGKILL to the end of the first
-new step, and steps that are computed again.
+"""Cost of a lost rank, by the way in which the run starts again: seconds from SIGKILL to the end of
+the first new step, and steps that are computed again.
 
     python benchmarks/restarts.py
     python benchmarks/restarts.py --rounds 7 --processes 4 --json out.json
@@ -80,7 +80,7 @@ class Started:
         return sorted(last.children(), key=lambda child: child.pid)[-1]
 
     def steps(self) -> list[int]:
-        """Of all lines, in their order."""
+        """Steps of all lines, in their order."""
         return [int(step) for step in re.findall(r"iteration +(\d+)/", self.output.read_text())]
 
     def wait_for(self, lines: int) -> float:

@@ -64,7 +64,7 @@ WAYS = {
     "Retro, no neighbours": ("retro", "neighbours none"),
     "Retro, those of other chunks": ("retro", "neighbours shuffled"),
 }
-"""What is compared: a model, and what the evaluation calls the way that it is evaluated."""
+"""Compared ways: a model, and what the evaluation calls the way that it is evaluated."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def commands(
 
 
 def result_of(folder: Path, model: str, seed: int) -> Path:
-    """What an evaluation writes."""
+    """Return the result that an evaluation writes."""
     return folder / f"{model}-{seed}.json"
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How much approximate indices of a Retro project find, how large they are and how long they take.
+"""Recall, size and time of approximate indices of a Retro project.
 
     python tools/retro/preprocess_data.py --retro-project-dir retro --retro-index-str Flat \\
         --retro-tasks db-build,index-build ...

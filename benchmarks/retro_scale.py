@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How memory and time of a Retro's preprocessing grow with the corpus.
+"""Growth of memory and time of a Retro's preprocessing with the corpus.
 
     python benchmarks/retro_scale.py --chunks 1e6 10e6 --json scale.json
 
@@ -36,9 +36,9 @@ import numpy.typing as npt
 
 CHUNK, SEQ_LENGTH, DOCUMENT = 64, 512, 640
 DOCUMENTS_OF_A_BLOCK = 10_000
-"""So that a million chunks are ten blocks."""
+"""Documents of a block; a million chunks are ten blocks."""
 EOD = 258
-"""Of ByteLevelTokenizer."""
+"""End token of ByteLevelTokenizer."""
 BILLION = 10**9
 MIB = 2**20
 _DOCUMENTS_AT_ONCE = 10_000
@@ -156,8 +156,8 @@ def query(argv: Sequence[str], blocks: int) -> int:
 
 
 def measured(work: Callable[[], int], folder: Path) -> dict[str, float]:
-    """What a process does that returns the number of its chunks: their number, its peak of own
-    memory over that of its imports in bytes, its CPU seconds, and the bytes of a folder's files."""
+    """Measure a process that returns the number of its chunks: their number, its peak of own memory
+    over that of its imports in bytes, its CPU seconds, and the bytes of a folder's files."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(work, sender))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a training step of a Retro takes, beside one of the GPT in it.
+"""Time of a Retro's training step, next to that of the GPT in it.
 
     python benchmarks/retro_step.py
     python benchmarks/retro_step.py --layers 12 --hidden-size 512 --rounds 9 --json out.json

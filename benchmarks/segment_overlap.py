@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How well shared words alone tell a next segment from a random one.
+"""Accuracy of shared words alone in telling a next segment from a random one.
 
     python benchmarks/segment_overlap.py --data runs/train_text_sentence --vocab-file vocab.txt
 

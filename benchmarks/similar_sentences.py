@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 SENTENCES = 60
-"""Of a document at most."""
+"""Sentences of a document at most."""
 NEIGHBOURS = 12
-"""Of a sentence, and sentences of a document of rows."""
+"""Neighbours of a sentence, and sentences of a document of rows."""
 
 
 def reordered(texts: Iterable[str]) -> Iterator[str]:

@@ -256,7 +256,7 @@ def _kill(tree: list[psutil.Process]) -> float:
 
 
 def times_of(stamps: list[dict[str, Any]], began: float, launcher: float) -> dict[str, Any]:
-    """What one start took.
+    """Times of one start.
 
     Args:
         stamps: lines of benchmarks/startup_stamps.py.

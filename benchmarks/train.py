@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How fast a step of this trainer is, against its peers and against the matrix products alone.
+"""Time of this trainer's step, against its peers and against the matrix products alone.
 
     python benchmarks/train.py
     python benchmarks/train.py --vocab-size 8192 --rounds 9 --json out.json
@@ -11,7 +11,7 @@ Every contestant is a process of its own that starts from the same weights and r
 samples: it builds its model, warms up, and waits. In each round each makes its steps, in another
 order every time, while the others wait. Times are those of the CPU (user and system time of the
 process), or CUDA events where there is a GPU.
-docs/reference/benchmarks.md says what each contestant is.
+docs/evidence/benchmarks.md says what each contestant is.
 """
 
 import argparse

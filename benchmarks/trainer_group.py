@@ -82,7 +82,7 @@ class TrainerGroup:
         )
 
     def ask(self, question: str, argument: Any = None) -> list[Any]:
-        """What each process says to one of :class:`Worker`'s questions; all are asked at once."""
+        """Ask each process one of :class:`Worker`'s questions; all are asked at once."""
         for pipe in self.pipes:
             pipe.send((question, argument))
         return self._replies()

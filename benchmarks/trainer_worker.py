@@ -22,12 +22,12 @@ import torch.distributed as dist
 from products import StepShape
 
 GLOO_THREADS = ("gloo", "pt_gloo")
-"""How the names of the threads begin that gloo's collectives run on."""
+"""Beginning of the names of the threads that gloo's collectives run on."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a group's turn took.
+    """Costs of a group's turn.
 
     Attributes:
         steps: optimizer steps.

@@ -1,4 +1,4 @@
-"""What the benchmarks of losses have in common: their flags, and a training."""
+"""Shared parts of the benchmarks of losses: their flags, and a training."""
 
 from __future__ import annotations
 

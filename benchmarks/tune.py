@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How fast a step of a fine-tuning is, against its peers and the matrix products alone.
+"""Time of a step of fine-tuning, against its peers and the matrix products alone.
 
     python benchmarks/tune.py
     python benchmarks/tune.py --tasks lora dpo --rounds 9 --json tune.json
@@ -10,7 +10,7 @@ weights; pairs of answers, the reference's log-probabilities known before the fi
 model is a Llama with random weights in a folder of Hugging Face, from which all start. Every
 contestant is a process of its own; in each round each makes its steps, in another order every
 time, while the others wait. Times are CPU time (user and system) of the process, or CUDA events;
-memory is the most at any time of a round. docs/reference/benchmarks.md says what each is.
+memory is the most at any time of a round. docs/evidence/benchmarks.md says what each is.
 """
 
 import argparse

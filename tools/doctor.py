@@ -146,7 +146,7 @@ def start(
 
 
 def subject_of(config: DoctorConfig) -> Subject:
-    """What the probes look at."""
+    """Name the subject of the probes."""
     data = []
     for word in config.data_path:
         try:

@@ -8,7 +8,7 @@
 
 The container sees the current folder, the source of --src and what --mount names, each at its own
 path, starts in the current folder, and writes files that belong to you. The command's exit status
-is returned. Without --cmd a shell is started. docs/tasks/containers.md has more.
+is returned. Without --cmd a shell is started. docs/how-to/containers.md has more.
 """
 
 import getpass
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def job_of(config: LaunchConfig, mounts: Sequence[str], variables: Sequence[str]) -> ContainerJob:
-    """What runs, and what it sees of this machine."""
+    """Return the command that runs, and what it sees of this machine."""
     if not config.image:
         raise ConfigError("give --image; docker build -t megatron . makes one from a checkout")
     if config.shm_size is not None and not re.fullmatch(r"[1-9]\d*[bkmg]?", config.shm_size):
@@ -161,7 +161,7 @@ def runtime_of(config: LaunchConfig) -> tuple[str, str]:
 
 
 def notes(config: LaunchConfig, job: ContainerJob, name: str) -> list[str]:
-    """What the user should know before the command starts."""
+    """Notes for the user before the command starts."""
     lines = []
     if config.py is not None:
         lines.append(f"--py {config.py} is not used: the image's own Python runs the command")

@@ -27,6 +27,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron.apps.planning.activations import WHOLE
@@ -70,7 +71,9 @@ from megatron.config import (
     Settings,
     resolve,
 )
+from megatron.config.blocks import KeysAndValues, kept_bytes, memory_of
 from megatron.config.engine import FastPathsConfig
+from megatron.config.features import features
 from megatron.config.flags import POSITIVE, ConfigResolver, build, option
 from megatron.families import family_of, refuse_unused
 from megatron.features.adapters.flags import AdapterConfig
@@ -78,6 +81,7 @@ from megatron.features.context.costs import counts_half
 from megatron.features.context.flags import LongContextConfig
 from megatron.features.experts.costs import active_parameters
 from megatron.formats.huggingface import architecture_named
+from megatron.run.run import run_of
 
 GIB, GB = 2**30, 10**9
 
@@ -218,6 +222,8 @@ def workload_of(config: PlanConfig, settings: Settings, gpus: int) -> Workload:
     known |= {name: Setting(value, "planner") for name, value in stand_ins.items()}
     if (config.model or config.load) and "fp16" not in known:
         known.setdefault("bf16", Setting(True, "planner"))
+    for feature in features().values():
+        known = dict(feature.complete(known, partial(run_of, processes=1)))
     family = known["family"].value if "family" in known else ModelConfig.family
     planned = family_of(family)
     refuse_unused(known, planned)
@@ -309,6 +315,19 @@ def assumptions(work: Workload, hardware: Hardware) -> list[str]:
         *["causal attention counts half of the pairs, as its kernels do"] * counts_half(work.model),
         *["8-bit products count in memory, not in time"] * bool(work.float8),
         *[f"assumed: --expert-imbalance {hardware.expert_imbalance:g}"] * bool(active(model)),
+        *generation(model, work.precision),
+    ]
+
+
+def generation(model: ModelConfig, precision: str) -> list[str]:
+    """The line about the memory of generation, of a model that keeps more than keys and values."""
+    memories = {memory_of(model, layer) for layer in range(model.num_layers)}
+    if all(isinstance(memory, KeysAndValues) for memory in memories):
+        return []
+    of_token, of_text = kept_bytes(model, 4 if precision == "fp32" else 2)
+    states = f" and {of_text:,} of each text" if of_text else ""
+    return [
+        f"generation on one rank keeps {of_token:,} bytes of each token{states} (--kv-cache-gib)"
     ]
 
 
@@ -371,7 +390,7 @@ def row(work: Workload, plan: Plan, hardware: Hardware) -> list[str]:
 
 
 def nothing_fits(work: Workload, hardware: Hardware, plans: Sequence[Plan]) -> str:
-    """How much memory the smallest layout lacks, and what would help."""
+    """Say how much memory the smallest layout lacks, and what would help."""
     if not plans:
         return (
             f"no layout exists: --global-batch-size {work.global_batch_size} is not a multiple of "

@@ -50,7 +50,7 @@ class PlotConfig:
     """The metrics.jsonl of a run, whose use of experts is drawn, by layer over consumed tokens, and
     nothing else."""
     csv_name: str = option("", aliases=("--csv_name",))
-    """What the names of the tables begin with, before uc_out_."""
+    """Beginning of the names of the tables, before uc_out_."""
     plot_name: str = option("uni_ckpt_char.png", aliases=("--plot_name",))
     """PNG file to draw."""
     plot_title: str = option("Universal checkpoints", aliases=("--plot_title",))
@@ -110,7 +110,7 @@ def draw_evaluations(options: PlotConfig) -> None:
 
 
 def compared(first: RunCurve, other: RunCurve) -> str:
-    """Where the other run begins and how far it gets from the first."""
+    """Return where the other run begins and how far it gets from the first."""
     ours, theirs = first.by_step(), other.by_step()
     common = sorted(ours.keys() & theirs.keys())
     text = f"{other.name}: steps {other.steps[0]} to {other.steps[-1]}"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FORWARD_COLOURS = ("#2f5f98", "#a9c8e8")
 BACKWARD_COLOURS = ("#c9622c", "#f6cda4")
-"""Of the first and the last chunk; the colours between them are mixed."""
+"""Colours of the first and the last chunk; the colours between them are mixed."""
 WAITING = "#ececec"
 WIDTH = 13
 """Width of the picture in inches."""

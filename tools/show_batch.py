@@ -79,9 +79,9 @@ class SeenSample:
     """Training samples consumed before it."""
     data_rank: int
     micro_batch: int
-    """Of the step, from 0."""
+    """Number of the micro batch in the step, from 0."""
     pieces: Sequence[Piece]
-    """Where its tokens come from."""
+    """Sources of its tokens."""
     views: Sequence[SampleView]
     """Its rows."""
 

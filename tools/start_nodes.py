@@ -110,7 +110,7 @@ def tell(text: str) -> None:
 
 
 def first_slots(nodes: Slots, count: int | None) -> Slots:
-    """So many slots of each node. Raises ConfigError if one has fewer."""
+    """Return the first so many slots of each node. Raises ConfigError if one has fewer."""
     for name, slots in nodes.items():
         if len(slots) < (count or 0):
             raise ConfigError(f"--num-gpus {count}: {name} has {len(slots)} slots; give fewer")
@@ -181,7 +181,7 @@ def port_of(command: Sequence[str]) -> str:
 
 
 def value_of(flag: str, command: Sequence[str], default: str) -> str:
-    """Of a flag of deepspeed."""
+    """Value of a flag of deepspeed."""
     for word, following in zip(command, [*command[1:], ""], strict=True):
         if word == flag:
             return following
@@ -193,7 +193,7 @@ def value_of(flag: str, command: Sequence[str], default: str) -> str:
 def launcher_options(
     nodes: Slots, hostfile: Slots, config: NodesConfig, launcher: str
 ) -> list[str]:
-    """What tells deepspeed the nodes."""
+    """Options that tell deepspeed the nodes."""
     options = [] if config.ssh_port is None else ["--ssh_port", str(config.ssh_port)]
     if len(nodes) == 1 and not is_here(*nodes):
         options.append("--force_multi")  # deepspeed starts a single node's processes here
@@ -216,7 +216,7 @@ def launcher_options(
 
 
 def is_here(name: str) -> bool:
-    """Whether a name or address is this machine's."""
+    """True if a name or address is this machine's."""
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except OSError:
@@ -229,7 +229,7 @@ def is_here(name: str) -> bool:
 
 
 def ranks(nodes: Slots) -> str:
-    """Which node has which ranks."""
+    """Ranks of each node."""
     ends = list(accumulate(map(len, nodes.values())))
     places = [
         f"{name} {end - len(slots)}" + (f"-{end - 1}" if len(slots) > 1 else "")

@@ -32,7 +32,7 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is. ``path`` comes before :data:`PATH`."""
+    """Address of a server. ``path`` comes before :data:`PATH`."""
 
     host: str
     port: int | None
@@ -92,7 +92,7 @@ def converse(address: Address, key: str | None) -> None:
 
 
 def shown(status: int, content: str) -> str:
-    """What to print of an answer: the text, or else the server's message."""
+    """Return what to print of an answer: the text, or else the server's message."""
     try:
         answer = json.loads(content)
     except ValueError:

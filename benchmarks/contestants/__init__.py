@@ -1,1 +1,2 @@
-"""What `benchmarks/train.py` measures: this trainer and its peers, each in a process of its own."""
+"""Contestants of `benchmarks/train.py`: this trainer and its peers, each in a process of its
+own."""

@@ -1,4 +1,4 @@
-"""What the contestants with a model of `transformers` have in common."""
+"""Base of the contestants with a model of `transformers`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIED = {
     "cls.predictions.decoder.weight",
     "cls.predictions.decoder.bias",
 }
-"""What models have a second name for."""
+"""Second names of tied parameters."""
 NO_LABEL = -100
 
 

@@ -1,4 +1,4 @@
-"""What the peers read: samples and initial weights, from the setting's folder, or drawn as the
+"""Input of the peers: samples and initial weights, from the setting's folder, or drawn as the
 trainer draws its own."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contestants import drawn
 from contestants.setting import Setting
 
 Parts = tuple[np.ndarray, ...]
-"""Of a sample, or of several: what the plain model of the family is called with."""
+"""Parts of a sample, or of several: what the plain model of the family is called with."""
 
 FIELDS = {
     "bert": ("tokens_S", "types_S", "padding_mask_S", "labels_S", "is_random"),
@@ -23,7 +23,8 @@ FIELDS = {
 
 
 def parts(family: str, sample: Any) -> Parts:
-    """What a peer needs of one of the trainer's samples; of a GPT's, [S + 1], tokens and labels."""
+    """Return the parts of one of the trainer's samples that a peer needs; of a GPT's, [S + 1],
+    tokens and labels."""
     if family == "gpt":
         return sample[:-1], sample[1:]
     return tuple(np.asarray(getattr(sample, name)) for name in FIELDS[family])

@@ -11,9 +11,9 @@ from contestants.registry import contestant, is_ours
 from contestants.setting import Setting
 
 Result = dict[str, Any]
-"""Of a contestant: ``numerics``, ``rounds`` (an answer of its process each), ``losses`` (from the
-first step on), ``start_seconds`` (imports, construction, warm-up, compilation); and ``missing`` or
-``failed``, a line, if it is out."""
+"""Result of a contestant: ``numerics``, ``rounds`` (an answer of its process each), ``losses``
+(from the first step on), ``start_seconds`` (imports, construction, warm-up, compilation); and
+``missing`` or ``failed``, a line, if it is out."""
 
 
 class Measurement:

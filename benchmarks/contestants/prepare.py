@@ -1,4 +1,4 @@
-"""What is made before the contestants start: their tokens and weights, and the machine's peak."""
+"""Preparation before the contestants start: their tokens and weights, and the machine's peak."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from contestants.setting import Setting
 PROGRAM = Path(__file__).resolve().parents[1] / "train.py"
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TUNED = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
-"""What the trainer sets for itself, as mallopt(3) reads it from the environment."""
+"""Settings of the trainer for itself, as mallopt(3) reads them from the environment."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Torch's allocator for GPUs; the trainer sets the first one unless the user sets one of them."""
 
@@ -117,7 +117,7 @@ class Process:
         return json.loads(line)
 
     def _last_line(self) -> str:
-        """What it said last, which for a Python error is the error."""
+        """Return its last line of output, which for a Python error is the error."""
         status = self.process.wait()
         self.errors.seek(0)
         lines = [line.strip() for line in self.errors if line.strip()]

@@ -51,7 +51,7 @@ class Contestant:
     experts: str = ""
 
     def missing(self) -> list[str]:
-        """What it needs and is not installed."""
+        """Name the packages that it needs and that are not installed."""
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
     def numerics_in(self, dtype: str) -> str:
@@ -126,10 +126,10 @@ def contestant(name: str) -> Contestant:
 
 
 def is_ours(name: str) -> bool:
-    """Whether it is a variant of this trainer."""
+    """True for a variant of this trainer."""
     return name.startswith(OURS)
 
 
 def is_peer(name: str) -> bool:
-    """Whether it is something that this trainer is compared with."""
+    """True for something that this trainer is compared with."""
     return not is_ours(name) and name != FLOOR

@@ -80,7 +80,7 @@ def step_seconds(result: Result, setting: Setting, clock: str | None = None) -> 
 
 
 def summary(result: Result, setting: Setting, peak_flops: float) -> dict[str, Any] | None:
-    """What a contestant achieved, None if it took no part.
+    """Summarise a contestant's results; None if it took no part.
 
     On a CPU the seconds are those of all threads, so tokens per second are tokens per CPU second,
     and the utilisation is of one thread's share of ``peak_flops``.

@@ -1,4 +1,4 @@
-"""What all contestants train, and on what: the same for each of them."""
+"""Model and data of all contestants: the same for each of them."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class Setting:
     steps: int
     """Steps of a round."""
     folder: str = ""
-    """Where `weights` (a model of Hugging Face) and `samples.npz` are; empty if every contestant
+    """Folder of `weights` (a model of Hugging Face) and `samples.npz`; empty if every contestant
     draws both itself, the weights on its device (:mod:`contestants.drawn`)."""
     shared_weights: bool = True
-    """Whether all start from the weights in the folder; else each draws its own."""
+    """True if all start from the weights in the folder; else each draws its own."""
     hf_activation: str = "gelu_new"
     """GELU by tanh as `transformers` has it: gelu_new, GPT2Config's own, in eager operators, or
     gelu_pytorch_tanh, one operator."""
     tied: bool = False
-    """Whether the head of qwen2 is the embedding."""
+    """True if the head of qwen2 is the embedding."""
     decoder_length: int = 0
     """Tokens of a sample in the decoder of a t5; ``seq_length`` is then the encoder's."""
     experts: int = 0
@@ -87,7 +87,7 @@ class Setting:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP is SwiGLU."""
+        """True if the MLP is SwiGLU."""
         return self.architecture in ("llama", "qwen2") or self.experts > 0
 
     @property

@@ -51,7 +51,7 @@ class Rounds:
         self.losses: list[Any] = []
 
     def after_step(self, loss: Any, grad_norm: Any = None, /) -> None:
-        """What a contestant calls after every step; between rounds it does not return until it is
+        """Callback after every step of a contestant; between rounds it does not return until it is
         time for the next one."""
         self.losses.append(loss)
         self.left -= 1

@@ -60,7 +60,7 @@ class Process:
             raise
 
     def run(self, requests: Sequence[Request], concurrency: int) -> dict[str, Any]:
-        """What `worker.measure` finds. Raises ProgramError if it fails."""
+        """Return the result of `worker.measure`. Raises ProgramError if it fails."""
         assert self.process.stdin is not None
         asked = json.dumps({"requests": requests, "concurrency": concurrency})
         print(asked, file=self.process.stdin, flush=True)

@@ -12,7 +12,7 @@ Found = Mapping[str, Any]
 TIE = 1e-4
 """Log-probabilities that are closer to each other than this may be ranked either way by float32."""
 TIES = {"llama.cpp": 1e-2}
-"""Where products and activations are not all float32."""
+"""Settings where products and activations are not all float32."""
 
 
 def table(found: Mapping[tuple[str, int], Sequence[Found]], prompt: int, new: int) -> str:

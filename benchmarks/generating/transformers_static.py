@@ -27,7 +27,7 @@ class Static:
         self.model = model.to(self.device).eval()
 
     def order(self, requests: Sequence[Request]) -> list[int]:
-        """Which requests are batched with which."""
+        """Choose which requests are batched together."""
         return list(range(len(requests)))
 
     def run(

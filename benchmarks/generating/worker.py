@@ -30,7 +30,7 @@ PROGRAMS = {
     "llama.cpp": "generating.llama_cpp_program:LlamaCpp",
     "vllm": "generating.vllm_program:Vllm",
 }
-"""Where each one's class is."""
+"""Module of each class."""
 
 
 class Program(Protocol):
@@ -64,7 +64,7 @@ class Watch:
 
 
 def measure(program: Program, requests: Sequence[Request], concurrency: int) -> dict[str, Any]:
-    """What a run takes, and the tokens."""
+    """Return time and memory of a run, and its tokens."""
     _reset_peak()
     watch = Watch(len(requests))
     tokens = program.run(requests, concurrency, watch.first)

@@ -1,1 +1,1 @@
-"""What `benchmarks/gpu.py` (`make bench-gpu`) measures on one GPU, and how it spends the time."""
+"""Suite of `benchmarks/gpu.py` (`make bench-gpu`): the measurements on one GPU, and their order."""

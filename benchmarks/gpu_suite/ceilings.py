@@ -1,4 +1,4 @@
-"""What the device can do: bytes copied, and products and attention of the shapes that are trained.
+"""Limits of the device: bytes copied, and products and attention of the shapes that are trained.
 
 Shapes: T tokens, I inputs, O outputs of a linear layer.
 """

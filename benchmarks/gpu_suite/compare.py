@@ -1,4 +1,4 @@
-"""Whether two variants train the same: their losses step by step, and their first gradients.
+"""Comparison of two variants' training: their losses step by step, and their first gradients.
 
 All variants of a shape start from the same weights and read the same samples, so that they differ
 by rounding alone, and a variant that does not has no speed worth a place in the table.
@@ -26,7 +26,7 @@ def band(contestant: str) -> str:
 
 
 def outside(found: Found, reference: Found) -> str | None:
-    """How a variant leaves the band around the reference; None if it does not."""
+    """Say how a variant leaves the band around the reference; None if it does not."""
     of_loss, of_norm = BANDS[band(found["cell"]["contestant"])]
     for step, (loss, expected) in enumerate(
         zip(found["losses"], reference["losses"], strict=False), 1
@@ -45,8 +45,8 @@ def _apart(value: float, expected: float, share: float) -> bool:
 
 
 def departures(results: Mapping[str, Found]) -> dict[str, str]:
-    """What each cell does otherwise than the reference of its shape, length and step: the first in
-    the order of ``results`` in the narrow band, or else the first."""
+    """List how each cell departs from the reference of its shape, length and step: the first in the
+    order of ``results`` in the narrow band, or else the first."""
     groups: dict[tuple[str, int, int], list[str]] = {}
     for name, found in results.items():
         if found["cell"]["shape"] and failure(found) is None and _has_losses(found):

@@ -31,8 +31,8 @@ ATTENTION_SHAPES = {
 
 
 def describe() -> dict[str, Any]:
-    """Of this machine: device, drivers, versions, the data sheet's rate and, on a CPU, a measured
-    one. Initialises CUDA."""
+    """Describe this machine: device, drivers, versions, the data sheet's rate and, on a CPU, a
+    measured one. Initialises CUDA."""
     found = machine()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name in PACKAGES:
@@ -67,14 +67,14 @@ def environment() -> dict[str, Any]:
 
 
 def attention_shapes() -> dict[str, tuple[int, int, int, int, int]]:
-    """Those of attention that are looked at; one small one on a CPU."""
+    """Shapes of attention that are measured; one small one on a CPU."""
     if torch.cuda.is_available():
         return ATTENTION_SHAPES
     return {"tiny": (1, 2, 1, 32, 16)}
 
 
 def smi(query: str = QUERY) -> dict[str, str]:
-    """What nvidia-smi says of the first GPU in sight; empty without it."""
+    """Return nvidia-smi's answer about the first visible GPU; empty without it."""
     try:
         done = subprocess.run(
             [

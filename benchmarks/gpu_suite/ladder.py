@@ -56,8 +56,8 @@ CHOSEN_TESTS = (
     "test_8_bit_products_against_float64[hybrid-tensorwise]",
     "test_losses_beside_bf16[tensorwise-True]",
 )
-"""What says first whether the cells that follow are right: ZeRO 1, the update, the loss, attention,
-compilation and fp8, each as the base has it."""
+"""Tests that say first whether the cells that follow are right: ZeRO 1, the update, the loss,
+attention, compilation and fp8, each as the base has it."""
 TESTS_SECONDS = {
     CHOSEN: 95.0, "attention": 150.0, "compile": 150.0, "float8": 120.0, "loss_head": 80.0,
     "model": 150.0, "states": 60.0, "update": 60.0, "zero_stages": 100.0,
@@ -97,14 +97,14 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its file, and for ``--cells``."""
+        """Name of its file, and for ``--cells``."""
         length = str(self.seq_length) if self.seq_length else ""
         words = (self.group, self.shape, length, self.variant)
         return re.sub(r"[^\w.]+", "-", "-".join(word for word in words if word)).strip("-")
 
     @property
     def setting(self) -> Setting:
-        """What it trains."""
+        """Setting of its training."""
         return SHAPES[self.shape].setting(self.seq_length, self.micro_tokens)
 
     def seconds(self, peak_flops: float) -> float:
@@ -127,7 +127,7 @@ def _tests(variant: str) -> Cell:
 
 
 def selection(cell: Cell) -> list[str]:
-    """What pytest is to run for a cell of :data:`TESTS`, from the root of the tree."""
+    """Arguments of pytest for a cell of :data:`TESTS`, from the root of the tree."""
     if cell.variant == CHOSEN:
         return ["tests/gpu", "-k", " or ".join(CHOSEN_TESTS)]
     return [f"tests/gpu/test_{cell.variant}.py"]
@@ -290,8 +290,8 @@ def _both(group: str, shape: str, trace: bool = False, seq_length: int = 0) -> I
 
 
 def needs_own_process(cell: Cell) -> bool:
-    """Whether it leaves a process in a state of its own, as :data:`OWN_PROCESS` do, and what is not
-    ours, or generates, which initialises torch.distributed in its own way."""
+    """True if the cell leaves its process in a state of its own, as :data:`OWN_PROCESS`, peers, and
+    generation, which initialises torch.distributed in another way."""
     if cell.group == GENERATION:
         return True
     ours = not cell.contestant or is_ours(cell.contestant)

@@ -1,4 +1,4 @@
-"""What was found: a folder, and the file in which it travels.
+"""Results of the suite: a folder, and the file in which it travels.
 
 The folder has a JSON file of every cell that was measured, traces, torch.compile's cache, and
 ``begun.json``: how often a cell was begun, so that one that was cut off is known. A bundle is a tar
@@ -39,7 +39,7 @@ class Results:
         self.begun = self._read_begun()
 
     def of(self, name: str) -> Found | None:
-        """What was found for a cell; None if it has not been measured."""
+        """Return the result of a cell; None if it has not been measured."""
         try:
             return json.loads((self.folder / "cells" / f"{name}.json").read_text())
         except FileNotFoundError:
@@ -171,12 +171,12 @@ def _size(path: Path) -> int:
 
 
 def finished(found: Found | None) -> bool:
-    """Whether a cell has a result, and not only what was found until it was cut off."""
+    """True if a cell has its whole result, not one that was cut off."""
     return found is not None and not found.get("unfinished", False)
 
 
 def failure(found: Found) -> str | None:
-    """Why a result has no numbers; None if it has."""
+    """Reason why a result has no numbers; None if it has."""
     return found.get("failed") or found.get("missing") or found.get("cannot_fit")
 
 

@@ -22,13 +22,13 @@ from gpu_suite.worker import request_of
 
 CUT_OFF_TWICE = 2
 ALIKE = ("group", "shape", "seq_length", "trace")
-"""What cells have in common that take about as long as one another."""
+"""Properties shared by cells that take about as long as one another."""
 MARGIN = 1.2
 LEAST = 60.0
 """Seconds that every cell may take at least."""
 START_TIMEOUT = 300.0
 LEFT_SHARE = 0.02
-"""Of the device's memory that a cell may leave behind before its worker is replaced."""
+"""Share of the device's memory that a cell may leave behind before its worker is replaced."""
 
 
 def next_cell(
@@ -188,7 +188,7 @@ class Suite:
         return found
 
     def _about(self) -> dict[str, Any]:
-        """What a trace's table is to say of the device."""
+        """Description of the device for the table of a trace."""
         ceilings = self.results.of(CEILINGS) or {}
         peak = ceilings.get("square", {}).get("bf16") or self.machine["peak_flops"]
         return {"matmul_peak_flops": peak}

@@ -19,7 +19,7 @@ from megatron.config import ModelConfig, ModelFlags
 
 @dataclass(frozen=True)
 class Steps:
-    """How many steps a measurement makes: ``warmup``, then ``rounds`` of ``each``; and ``traced``
+    """Number of steps of a measurement: ``warmup``, then ``rounds`` of ``each``; and ``traced``
     ones where there is a trace: one of those with many micro batches, whose traces are large."""
 
     warmup: int
@@ -89,7 +89,7 @@ class Shape:
         return flags.resolve().with_vocabulary(self.vocabulary, 1)
 
     def setting(self, seq_length: int | None = None, micro_tokens: int | None = None) -> Setting:
-        """What the contestants train, at another length or micro batch if one is given."""
+        """Setting of the contestants, at another length or micro batch if one is given."""
         length = seq_length or self.seq_length
         samples = max(1, (micro_tokens or self.micro_tokens) // length)
         return Setting(
@@ -122,8 +122,8 @@ def step_flops(setting: Setting, causal: bool = True) -> float:
 
 
 def recomputed_flops(setting: Setting, recompute: str | None) -> float:
-    """What a recomputation of activations adds to the model FLOPs of a step, attention counted
-    causally; ``recompute`` as in `TransformerShape.recomputed_flops_per_token`."""
+    """Return the FLOPs of a step that recomputing activations adds to the model's, attention
+    counted causally; ``recompute`` as in `TransformerShape.recomputed_flops_per_token`."""
     a_token = shape_of(setting).recomputed_flops_per_token(recompute, causal=True)
     return a_token * setting.tokens_per_step
 

@@ -16,11 +16,11 @@ from megatron.apps.profiling.tables import breakdown_text
 from megatron.apps.profiling.trace import TraceError, read_trace
 
 KERNELS = 40
-"""How many of a trace's kernels and products are kept, those that take longest."""
+"""Number of a trace's kernels and products that are kept, those that take longest."""
 
 
 class Stepping:
-    """What a contestant calls after every step.
+    """Callback after every step of a contestant.
 
     Args:
         steps: how many there are.
@@ -91,8 +91,8 @@ def _profiler(steps: int) -> torch.profiler.profile:
 
 
 def split(trace: Path) -> dict[str, Any]:
-    """Where the time of the traced steps goes: the table of ``tools/profile_step.py``, its numbers,
-    and the kernels and products that take longest, [name, phase, calls, milliseconds]."""
+    """Split the time of the traced steps: the table of ``tools/profile_step.py``, its numbers, and
+    the kernels and products that take longest, [name, phase, calls, milliseconds]."""
     try:
         found = break_down(read_trace(trace))
     except TraceError as error:

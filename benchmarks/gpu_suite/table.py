@@ -1,4 +1,4 @@
-"""What was found, as Markdown."""
+"""Tables of the results, as Markdown."""
 
 from __future__ import annotations
 
@@ -197,8 +197,8 @@ def _table(
 
 
 def numbers(found: Found, ceilings: Found | None) -> dict[str, Any]:
-    """What a row shows: `contestants.report.summary`, ``flops`` (per second, causal), and the
-    shares ``hfu``, None where nothing is recomputed, and ``of_measured``, None without the
+    """Return the numbers of a row: `contestants.report.summary`, ``flops`` (per second, causal),
+    and the shares ``hfu``, None where nothing is recomputed, and ``of_measured``, None without the
     ceilings."""
     setting = Setting(**found["setting"])
     peak = found["machine"]["peak_flops"]
@@ -217,7 +217,8 @@ def numbers(found: Found, ceilings: Found | None) -> dict[str, Any]:
 
 
 def _recompute(contestant: str) -> str | None:
-    """What its flags recompute. What compiled blocks compute again by themselves is not known."""
+    """Name what its flags recompute. What compiled blocks compute again by themselves is not
+    known."""
     if "recompute-granularity=full" in contestant:
         return "uniform"
     return "selective" if "recompute-granularity=selective" in contestant else None

@@ -41,7 +41,7 @@ class Room:
 
     @classmethod
     def of_device(cls) -> Room:
-        """That of the GPU of this process."""
+        """Return the numbers of the GPU of this process."""
         if not torch.cuda.is_available():
             return cls(None)
         return cls(torch.cuda.get_device_properties(0).total_memory)
@@ -144,7 +144,7 @@ def _no_memory(error: RuntimeError) -> bool:
 
 
 def command(cell: Cell, entrant: Contestant, setting: Setting) -> str:
-    """What a user would type for the same training, or, of a peer, for the same measurement."""
+    """Return the command line of the same training, or, of a peer, of the same measurement."""
     if is_ours(cell.contestant):
         flags = flags_of(setting, entrant.stage, entrant.flags)
         return f"pretrain_{setting.family}.py {shlex.join(flags)}"

@@ -39,8 +39,8 @@ def serve() -> None:
 
 
 def answer(request: Found) -> Found:
-    """What was found for a request: ``cell``, ``trace`` (its file) and ``about`` (for the trace).
-    Anything that goes wrong is ``failed``, a line; ``restart`` asks for a new process."""
+    """Answer a request with its result: ``cell``, ``trace`` (its file) and ``about`` (for the
+    trace). Anything that goes wrong is ``failed``, a line; ``restart`` asks for a new process."""
     from gpu_suite.training import Room, free, train
 
     cell = Cell(**request["cell"])

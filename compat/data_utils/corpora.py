@@ -3,7 +3,7 @@
 Add a `torch.utils.data.Dataset` whose PATH is the file or folder that its texts come from and whose
 items are strings, or dicts with a string under "text"; then its name to NAMED_CORPORA. A
 `data_utils/corpora.py` in the working directory is read instead of this file.
-docs/guides/raw-text.md has an example.
+docs/guides/data.md has an example.
 """
 
 from typing import Any

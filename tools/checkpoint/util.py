@@ -39,7 +39,7 @@ SAVERS = ("megatron", "safetensors")
 LLAMA_LOADERS = ("llama2", "llama2_hf", "llama_mistral")
 """Megatron's loaders that read Llama and its relatives."""
 CHECKPOINT_TYPES = {"meta": "meta", "hf": "huggingface"}
-"""What --checkpoint-type calls a format, and its name here."""
+"""Names of formats in --checkpoint-type, and here."""
 
 
 @dataclass(frozen=True)
