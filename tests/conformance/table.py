@@ -1,10 +1,10 @@
-"""The page docs/reference/conformance.md, made from the cases."""
+"""The page docs/evidence/conformance.md, made from the cases."""
 
 from __future__ import annotations
 
 from documented import DOCUMENTS, ROOT, SIZES, Case, all_cases, cases, variables
 
-PAGE = ROOT / "docs" / "reference" / "conformance.md"
+PAGE = ROOT / "docs" / "evidence" / "conformance.md"
 HEADER = ("| case | command | result | replaced besides |", "| --- | --- | --- | --- |")
 
 

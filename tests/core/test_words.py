@@ -88,7 +88,7 @@ SUBJECTS = ("What", "Whether", "How", "Of", "Those", "That", "Which", "Whose", "
 def test_docstrings_begin_with_a_noun_or_a_verb():
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     wrong = []
-    for path in (path for path in sources() if "megatron" in path.parts):
+    for path in (*sources(), *(ROOT / "benchmarks").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             text = ast.get_docstring(node) if isinstance(node, kinds) else None
             if text and text.split(maxsplit=1)[0] in SUBJECTS:

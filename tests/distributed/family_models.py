@@ -3,6 +3,8 @@ tests of every layout."""
 
 from __future__ import annotations
 
+from training_jobs import depth
+
 from megatron.config.layouts import Layout, parse_layout
 
 COMMON = (
@@ -126,4 +128,6 @@ def flags(family: str, model: str, layout: str, times: int = 1) -> tuple[int, li
     parsed = parse_layout(layout)
     batch = 2 * parsed.fewest_micro_batches * times * parsed.data
     argv = [*FAMILIES[family], *MODELS[family][model], "--global-batch-size", str(batch)]
+    if family not in ("t5", "retro"):  # whose flags say which blocks have what
+        argv += depth(layout)
     return parsed.processes, argv

@@ -65,7 +65,7 @@ MOST_THREADS = 12
 their groups, whose three threads each wake up all the time; a new worker costs less."""
 
 TESTS = Path(__file__).parents[1]
-PRELOADED = ("preloaded", "megatron.apps.parity.runs", "megatron.apps.parity.gradients")
+PRELOADED = ("preloaded", "megatron.apps.parity.runs", "megatron.apps.parity.gradients", "pytest")
 """What the process that workers are forked from imports: everything that takes long."""
 
 SETTINGS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}

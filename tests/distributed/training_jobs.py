@@ -12,10 +12,11 @@ from megatron.apps.parity import gradients as parity_gradients
 from megatron.apps.parity import runs
 from megatron.apps.parity.gradients import GradientRecord
 from megatron.apps.parity.runs import RunRecord
+from megatron.config.layouts import parse_layout
 
 __all__ = [
     *("CONTEXT_LAYOUTS", "LAYOUTS", "SAVED_LAYOUTS", "TINY"),
-    *("gradients", "run", "train", "train_plainly"),
+    *("depth", "gradients", "run", "train", "train_plainly"),
 ]
 
 TINY = (
@@ -40,6 +41,12 @@ CONTEXT_LAYOUTS = (
     "cp2-pp2 cp2-pp2-interleaved cp2-pp2-dualpipev"
 ).split()
 """The same where ranks divide sequences."""
+
+
+def depth(layout: str) -> list[str]:
+    """The flag of two blocks for each stage of a pipeline, and of four to eight."""
+    parsed = parse_layout(layout)
+    return ["--num-layers", str(min(8, max(4, 2 * parsed.pipeline * parsed.chunks)))]
 
 
 SAVED_LAYOUTS = {

@@ -5,7 +5,7 @@ from collections import Counter
 
 from doc_pages import ROOT, table_rows
 
-TEXT = (ROOT / "docs/reference/attacks.md").read_text()
+TEXT = (ROOT / "docs/evidence/attacks.md").read_text()
 
 
 ROWS = table_rows(TEXT, 4)

@@ -56,7 +56,7 @@ _COMMAND = re.compile(
 ELSEWHERE = {"docs/distrib_optimizer.md", "benchmarks/results"}
 """Paths that are not of this repository, or that programs write."""
 
-QUOTED = {"docs/reference/conformance.md"}
+QUOTED = {"docs/evidence/conformance.md"}
 """Pages that quote the commands of other projects; tests/conformance runs those."""
 OWN_WORDS = [path for path in paths() if path not in QUOTED]
 

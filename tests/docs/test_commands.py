@@ -29,7 +29,7 @@ RUN_ELSEWHERE = {"tools/README.md": "tests/apps/tools/collection/test_readme.py"
 _SERVE = ("serve", ("fastapi", "llguidance", "prometheus_client", "uvicorn"))
 EXTRAS = {
     "docs/guides/generation.md": _SERVE,
-    "docs/guides/adapters.md": _SERVE,
+    "docs/guides/lora.md": _SERVE,
     "docs/guides/retro.md": ("retro", ("h5py",)),
     "examples_deepspeed/megatron/detxoify_lm/README.md": ("detoxify", ("profanity_check",)),
 }
@@ -52,7 +52,7 @@ WITH_COMMANDS = [
 
 
 LONG = (
-    "docs/tasks/which-layout.md",
+    "docs/how-to/which-layout.md",
     "docs/guides/parity.md",
     "docs/guides/profiling.md",
     "docs/guides/tokenizers.md",
@@ -71,17 +71,16 @@ LONGEST = {
     "docs/guides/generation.md",
     "docs/guides/lora.md",
     "docs/reference/megatron-deepspeed.md",
-    "docs/guides/adapters.md",
     "docs/guides/distillation.md",
     "docs/guides/experts.md",
-    "docs/tasks/when-something-goes-wrong.md",
-    "docs/tasks/several-gpus.md",
+    "docs/how-to/when-something-goes-wrong.md",
+    "docs/how-to/several-gpus.md",
     "docs/guides/finetune.md",
     "examples_deepspeed/megatron/detxoify_lm/README.md",
     "docs/guides/preferences.md",
     "docs/guides/retro.md",
     "docs/guides/bert-and-t5.md",
-    "docs/guides/fine-tuning.md",
+    "docs/guides/glue-race-squad.md",
     "docs/guides/llama.md",
 }
 """Pages whose commands take the longest; `make proof` runs them."""

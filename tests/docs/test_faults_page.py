@@ -6,7 +6,7 @@ import pytest
 from doc_pages import ROOT, table_rows
 from faults.table import FAULTS
 
-TEXT = (ROOT / "docs/reference/faults.md").read_text()
+TEXT = (ROOT / "docs/evidence/faults.md").read_text()
 ROWS = table_rows(TEXT, 6)
 """Fault, layout, seconds, message, what was lost, and what shows it."""
 TRIED = [row for row in ROWS if row[-1].startswith("`python ")]

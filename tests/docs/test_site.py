@@ -52,16 +52,16 @@ pytestmark = [] if BUILT is not None else [pytest.mark.proof]
 WIDTHS = (390, 1280)
 LOOKED_AT = (
     "index.html",
-    "tasks/first-run.html",
-    "tasks/huggingface.html",
-    "tasks/when-something-goes-wrong.html",
+    "how-to/first-run.html",
+    "how-to/huggingface.html",
+    "how-to/when-something-goes-wrong.html",
     "guides/tokenizers.html",
     "guides/deepspeed-json.html",
     "reference/flags.html",
     "reference/tool-flags.html",
     "reference/layouts.html",
-    "reference/measurements.html",
-    "reference/api/training.html",
+    "evidence/measurements.html",
+    "reference/api.html",
     "design/overview.html",
 )
 

@@ -19,6 +19,7 @@ from megatron.config.unknown_flags import OWN_FLAGS, REFUSED, another_program
 
 SIZES = {"megatron-deepspeed": 322, "megatron-lm-2023": 253, "megatron-lm": 807}
 EXAMPLES = {
+    "--muon-coefficient-type": "quintic",
     "--split": "98,2,0", "--profile_steps": "2,3", "--zero-stage": "1",
     "--rampup-batch-size": "16 16 100", "--mlp-type": "standard",
     "--loss-scale-window": "1000", "--window-attn-skip-freq": "2",

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from warm_runs import WarmRuns, alive, kill, output_of, wait
+from warm_runs import WarmRuns, alive, kill, output_of, status_of, wait
 
 from megatron.features.resilience.watch.processes import state_letter
 
@@ -57,7 +57,10 @@ class HangingRun:
         return [line for line in self.printed(rank).splitlines() if "error: " in line[:20]]
 
     def status(self, rank=0):
-        return int(Path(f"{output_of(self.output, rank)}.status").read_text())
+        deadline = time.monotonic() + 10  # it is written after the process has been waited for
+        while (status := status_of(self.output, rank)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return status
 
     def signal(self, number, *ranks):
         for rank in ranks or range(self.size):

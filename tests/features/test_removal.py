@@ -1,6 +1,7 @@
 """Without the folder of a feature the rest trains a GPT, and lacks that feature's flags alone."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -54,18 +55,24 @@ def options(*classes: type) -> set[str]:
     return set(FlagParser(*classes)._option_string_actions) - {"-h", "--help", "--version"}
 
 
-TESTED = ("tests", "docs", "tools", "benchmarks", "deepspeed_configs")
+TESTED = (
+    *("tests", "docs", "tools", "benchmarks", "compat", "docker", "requirements", "scripts"),
+    *("deepspeed_configs", "examples_deepspeed", "tasks", ".ci", ".github"),
+)
+ROOT_FILES = ("*.md", "*.toml", "*.txt", "Dockerfile", "LICENSE", "Makefile")
 """What the tests of the core need next to the package."""
 
 
 def without(name: str, folder: Path, parts: tuple[str, ...] = ()) -> Path:
     """A copy of the project without a feature, those that need it, and the tests of these: their
-    folders, and those of the core that import them. Compiled modules come along."""
+    folders, their flags in the golden list, and tests of the core that import them. Compiled
+    modules come along."""
     for part in ("megatron", *parts):
         if (ROOT / part).exists():
             shutil.copytree(ROOT / part, folder / part, symlinks=True)
-    for file in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
-        shutil.copy(file, folder)
+    for pattern in ("*.py", *ROOT_FILES):
+        for file in ROOT.glob(pattern):
+            shutil.copy(file, folder)
     modules = [f"megatron.{FOLDERS[n].parent.name}.{n}" for n in removed_with(name)]
     for each in removed_with(name):
         shutil.rmtree(folder / FOLDERS[each].relative_to(ROOT))
@@ -74,7 +81,20 @@ def without(name: str, folder: Path, parts: tuple[str, ...] = ()) -> Path:
     for test in (folder / "tests" / "core").rglob("*.py"):
         if any(re.search(rf"\b{name}\b", test.read_text()) for name in modules):
             test.unlink()
+    golden, lost = folder / "tests" / "golden" / "flags.json", lost_options(name)
+    if golden.exists():
+        flags = json.loads(golden.read_text())
+        kept = {names: flag for names, flag in flags.items() if not lost & set(names.split())}
+        golden.write_text(json.dumps(kept))
     return folder
+
+
+def lost_options(name: str) -> set[str]:
+    """The flags of a feature and of those that need it."""
+    removed = [features()[each] for each in removed_with(name)]
+    return options(
+        *(cls for each in removed for cls in (*each.sections.values(), *each.model_parts))
+    )
 
 
 def run(folder: Path, *words: str) -> str:
@@ -98,11 +118,7 @@ def test_a_gpt_is_trained_without(name, tmp_path):
     told = run(folder, "-c", PROGRAM, *TRAIN)
     assert "iteration        4/       4" in told, told
     line = next(line for line in told.splitlines() if line.startswith("FLAGS "))
-    removed = [features()[each] for each in removed_with(name)]
-    lost = [
-        cls for feature in removed for cls in (*feature.sections.values(), *feature.model_parts)
-    ]
-    flags = options(*FLAG_CLASSES) - options(*lost)
+    flags = options(*FLAG_CLASSES) - lost_options(name)
     assert (
         set(ast.literal_eval(line.removeprefix("FLAGS "))) - {"-h", "--help", "--version"} == flags
     )

@@ -280,7 +280,7 @@ FORMS = {
 @pytest.mark.proof
 @pytest.mark.parametrize("form", FORMS)
 def test_other_forms(slurm, tmp_path, form):
-    """In a script of one's own, as docs/tasks/several-nodes.md shows them."""
+    """In a script of one's own, as docs/how-to/several-nodes.md shows them."""
     flags = "--tokenizer-type NullTokenizer --vocab-size 99 --mock-data --train-iters 3 --lr 1e-2"
     words = [*FLAGS, *flags.split(), "--save", tmp_path / "run"]
     line = FORMS[form].replace("FLAGS", " ".join(map(str, words)))

@@ -23,7 +23,7 @@ def test_the_page_has_the_table():
 
 def test_states_are_those_of_their_page():
     """Bytes of a parameter, and bytes that an update moves."""
-    lines = (ROOT / "docs/guides/optimizer-states.md").read_text().splitlines()
+    lines = (ROOT / "docs/guides/gpu.md").read_text().splitlines()
     tables = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in lines}
     for states in STATES:
         row = tables["float32" if states.dtypes is None else states.name]

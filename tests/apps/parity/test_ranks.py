@@ -17,11 +17,6 @@ from megatron.apps.parity.ranks import (
 JOBS = """
 import os, signal, sys, time
 
-def two(factor):
-    rank = int(os.environ["RANK"])
-    yield rank * factor
-    yield os.environ["WORLD_SIZE"], os.environ["CUDA_VISIBLE_DEVICES"]
-
 def raising():
     yield os.getpid()
     if os.environ["RANK"] == "1":
@@ -37,7 +32,9 @@ def killed():
     time.sleep(0.2)
     raise RuntimeError("Connection reset by peer")
 
-def hanging():
+def hanging(factor):
+    yield int(os.environ["RANK"]) * factor
+    yield os.environ["WORLD_SIZE"], os.environ["CUDA_VISIBLE_DEVICES"]
     yield os.getpid()
     time.sleep(600)
 """
@@ -63,12 +60,6 @@ def ended(process):
     return False
 
 
-def test_results_come_as_they_are_yielded(jobs):
-    with Ranks(2, jobs.two, 3) as ranks:
-        assert ranks.results() == [0, 3]
-        assert ranks.results() == [("2", "")] * 2
-
-
 def test_the_rank_that_raised_is_named(jobs):
     with Ranks(2, jobs.raising) as ranks:
         ranks.results()
@@ -87,8 +78,10 @@ def test_a_killed_rank_is_named(jobs):
             ranks.results()
 
 
-def test_leaving_ends_all(jobs):
-    with Ranks(2, jobs.hanging) as ranks:
+def test_results_come_as_they_are_yielded_and_leaving_ends_all(jobs):
+    with Ranks(2, jobs.hanging, 3) as ranks:
+        assert ranks.results() == [0, 3]
+        assert ranks.results() == [("2", "")] * 2
         processes = ranks.results()
         assert os.kill(processes[0], 0) is None
         os.kill(processes[1], signal.SIGINT)  # the terminal sends it to all; the parent decides

@@ -17,6 +17,7 @@ from megatron.apps.generation.request import (
     StopRules,
 )
 from megatron.apps.generation.scheduling.engine import GenerationEngine
+from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.apps.retro.generation import (
     ChunkNeighbors,
     RetrievingRunner,
@@ -116,8 +117,9 @@ def test_the_neighbours_of_a_chunk_are_read_from_its_last_token_on(gpt_config, r
     assert float((later - before)[first:].abs().min()) > 1e-4
 
 
-def engine_of(config, model, search=nearest):
-    return GenerationEngine(made(config, model, search), SimpleNamespace(special_ids=None))
+def engine_of(config, model, search=nearest, limits=None):
+    runner = made(config, model, search)
+    return GenerationEngine(runner, SimpleNamespace(special_ids=None), limits)
 
 
 def request(prompt, count, **fields):
@@ -166,6 +168,21 @@ def test_beams_have_the_probabilities_of_the_whole_model(gpt_config, random_gpt)
     assert forked  # in the chunk that the prompt has begun
 
 
+def test_drafts_change_no_bit(gpt_config, random_gpt):
+    """Also where a chunk ends with a draft that is wrong, whose neighbours are read in vain."""
+    config = gpt_config(**RETRO)
+    model, few = random_gpt(config), Sampling(seed=3, bias={5: 60.0, 7: 60.0})
+    asked = [
+        GenerationRequest(tuple(prompt), StopRules(15), few, logprobs=0)
+        for prompt in ([5, 7, 7], [5, 7] * 4, [*range(3, 11)])
+    ]
+    plain = engine_of(config, model).complete(asked)
+    engine = engine_of(config, model, limits=EngineLimits(3, 20, 9, 3))
+    for one, other in zip(engine.complete(asked), plain, strict=True):
+        assert (one.tokens, one.scores) == (other.tokens, other.scores)
+    assert 0 < engine.stats.accepted_tokens < engine.stats.draft_tokens
+
+
 def test_without_retrieval_nothing_is_attended_to(gpt_config, random_gpt):
     """As for a batch without neighbours."""
     config = gpt_config(**RETRO)
@@ -202,6 +219,6 @@ def test_the_memory_of_a_page(gpt_config, random_gpt):
     generation = family_of("retro").generation(config, None)
     stages = StagedLayers.alone(model, 32)
     runner = PagedRunner(stages, config.model, generation, 30)
-    pools = [runner.memory.pool, runner.neighbors.pool, runner.neighbors.states_XPH]
+    pools = [*runner.memory.pools, runner.neighbors.pool, runner.neighbors.states_XPH]
     shape = page_shape(stages, config.model, CHUNK, generation.neighbors)
     assert shape.bytes * 30 == sum(pool.nbytes for pool in pools)

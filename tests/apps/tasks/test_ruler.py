@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from types import ModuleType, SimpleNamespace
 
-import nltk
 import numpy as np
 import pytest
 
@@ -41,6 +40,8 @@ ESSAY = [word for sentence in essay_of_words().sentences(400) for word in senten
 @pytest.fixture(scope="module")
 def ruler():
     """lm-eval's generators. The word list that they draw from and NLTK's data are not installed."""
+    import nltk  # two seconds, which only the process that runs these tests spends
+
     words = ModuleType("wonderwords")
     lists = {"nouns": NOUNS, "adjectives": ADJECTIVES, "verbs": VERBS}
     lists |= {"noun": NOUNS, "adjective": ADJECTIVES, "verb": VERBS}

@@ -16,7 +16,7 @@ from megatron.checkpoint.source import open_checkpoint
 from megatron.config import PrecisionConfig
 from megatron.formats import huggingface
 from megatron.formats.conversion.output import parse_size
-from megatron.formats.huggingface.architecture import SAME
+from megatron.formats.huggingface.entries import SAME
 from megatron.tokenizer.plain import NullTokenizer
 
 

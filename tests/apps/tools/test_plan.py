@@ -95,6 +95,15 @@ def test_8_bit_products_are_counted(main, capsys):
     assert some.rstrip().endswith(f"{fp8} --first-last-layers-bf16")
 
 
+def test_layers_of_a_pattern(main, capsys):
+    """The pattern says how many layers there are, and which have experts, as in a run."""
+    flags = SMALL.replace("--num-layers 8 ", "--hybrid-layer-pattern M-M*ME ")
+    flags += "--position-embedding-type none --num-experts 4 --mamba-num-groups 8 "
+    assert main((flags + "--mamba-state-dim 64 --gpus 1 --top 1").split()) == 0
+    words = capsys.readouterr().out.splitlines()[-1]
+    assert "--num-layers 6 " in words and "--hybrid-layer-pattern 'M-M*ME'" in words
+
+
 def test_says_what_is_missing(main, capsys):
     flags = SMALL + "--gpus 1 --gpu-memory 0.5GiB --memory-reserve 0.1GiB"
     assert main(flags.split()) == 1

@@ -210,7 +210,7 @@ def test_configs_are_frozen():
         (["--zzzz-qq"], "unknown flag --zzzz-qq (--help lists all)"),
         (["stray"], "'stray' is not a value of any flag"),
         (["--num-layers", "two"], "argument --num-layers: invalid int value: 'two'"),
-        (["--optimizer", "lion"], "invalid choice: 'lion'"),
+        (["--optimizer", "lamb"], "invalid choice: 'lamb'"),
         (["--rampup-batch-size", "1", "2"], "--rampup-batch-size: expected 3 arguments"),
         (
             ["--norm-epsilon", "1e-5", "--layernorm-epsilon", "1e-6"],

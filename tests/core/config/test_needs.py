@@ -28,7 +28,7 @@ REFUSED = [
 NOTED = [
     ("--bf16 --initial-loss-scale 65536", "--initial-loss-scale 65536.0", "--fp16"),
     ("--hysteresis 4", "--hysteresis 4", "--fp16"),
-    ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 0.95", "--optimizer adam"),
+    ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 0.95", "--optimizer adam or muon"),
     ("--save-interval 1500", "--save-interval 1500", "--save"),
     ("--no-load-optim", "--no-load-optim", "--load"),
     ("--wandb-entity us", "--wandb-entity us", "--report-to wandb"),

@@ -86,7 +86,7 @@ def test_no_suggestion_is_far_away():
         ("--num-layer", "--num-layers"),
         ("--tpye", ""),
         ("--micro-bacth-size", "--micro-batch-size"),
-        ("--num-heads", "--num-attention-heads"),
+        ("--num-atention-heads", "--num-attention-heads"),
         ("--LR", "--lr"),
     ]:
         assert nearest_flag(typed, KNOWN) == meant
@@ -114,7 +114,7 @@ def test_edit_distance(one, other, distance):
         ("--normalization rmsnrm", "RMSNorm"),
         ("--attention-backend Flash", "flash"),
         ("--checkpoint-format safetensor", "safetensors"),
-        ("--optimizer lion", None),
+        ("--optimizer lamb", None),
     ],
 )
 def test_a_choice_is_suggested(refusal, words, meant):

@@ -10,6 +10,7 @@ from small_gpts import KINDS, LENGTH, small_config
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
+from megatron.config.blocks import Chunk
 from megatron.data.gpt_batch import GPTBatch
 from megatron.families.gpt import begin
 from megatron.model import attention_backends, attention_flex
@@ -42,7 +43,9 @@ def documents(length: int, kind: str) -> Tensor | None:
 
 
 @pytest.mark.parametrize("kind", ["none", "many", "blocks", "mixed"])
-@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 260])
+@pytest.mark.parametrize(
+    "window", [None, 1, 100, 128, 129, 260, Chunk(90), Chunk(128), Chunk(260)], ids=str
+)
 @pytest.mark.parametrize("length", [1, 100, 256, 400])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_block_masks_against_masks(causal, length, window, kind):
@@ -132,7 +135,8 @@ def operator_by_operator(monkeypatch):
 SOFTCAP, SLOPES = {"softcap": 0.7, "scale": 0.4}, {"slopes": alibi_slopes(HEADS)}
 SCORES = [
     ("none", {"window": 100}, 4), ("many", {}, 2), ("many", {"window": 100}, 1),
-    ("many", SOFTCAP, 4), ("many", {"window": 100} | SOFTCAP | SLOPES, 2), ("none", SLOPES, 2),
+    ("many", {"window": Chunk(90)}, 2), ("many", SOFTCAP, 4),
+    ("many", {"window": 100} | SOFTCAP | SLOPES, 2), ("none", SLOPES, 2),
     ("none", SOFTCAP, 1), ("mixed", {"window": 30} | SOFTCAP, 2),
     ("many", {"window": 30, "causal": False} | SLOPES, 2),
 ]  # fmt: skip

@@ -12,11 +12,14 @@ from configs import model_config
 from torch import Tensor, nn
 
 from megatron.config import ConfigError, ModelConfig
+from megatron.model import attention
 from megatron.model.attention import Attention
 from megatron.model.attention_backends import cudnn, eager, flash, sdpa
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring, alibi_slopes
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerState
+from megatron.parallel.context import Context
+from megatron.parallel.mesh import Group
 from megatron.parallel.tensor_parallel import TensorParallel
 
 BATCH, HEADS, WIDTH = 3, 4, 8
@@ -210,3 +213,10 @@ def test_windows_in_both_directions(backend, window, documents):
 def test_what_makes_no_sense_is_refused_by_its_flag():
     with pytest.raises(ConfigError, match="--parallel-residual"):
         Block(config(parallel_residual=True), 0, TensorParallel(), False, cross=True)
+
+
+def test_without_the_feature_of_long_contexts_its_flag_is_refused(monkeypatch):
+    monkeypatch.setattr(attention, "taking_part", lambda: ())
+    tp = TensorParallel(context=Context(Group((0, 1), 0)))
+    with pytest.raises(ConfigError, match="--context-parallel-size 2: .* missing here"):
+        Attention(model_config(), 0, tp, recompute=False)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from one_device import GPU, OneDevice
 
-from megatron.families import build_model, spec_of
+from megatron.families import build_model, family_names, spec_of
 from megatron.features.masked.layers import distance_buckets
 from megatron.run.run import parse_run, run_data
 
@@ -30,6 +30,7 @@ KINDS = {
         *("--normalization", "RMSNorm", "--disable-bias-linear", "--query-pre-attn-scalar", "1"),
     ],
 }
+KINDS = {kind: words for kind, words in KINDS.items() if kind.split()[0] in family_names()}
 PADDED = [kind for kind in KINDS if kind not in ("t5 relative", "retro")]
 RECOMPUTED = {
     "none": [],

@@ -81,6 +81,7 @@ FORMS = {
     "yarn-not-rounded": YARN | {"truncate": False},
     "yarn-step": YARN | {"beta_fast": 1.001, "beta_slow": 1.0, "truncate": False},
     "yarn-shorter": YARN | {"factor": 0.5},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.3},
     "longrope": LONG,
     "longrope-factor": LONG | {"factor": 3.0},
     "longrope-shorter": LONG | {"factor": 1.0},

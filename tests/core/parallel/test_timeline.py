@@ -70,7 +70,7 @@ def test_bubble_figures():
 
 
 def test_dualpipev_bubble_as_counted(schedules):
-    """No published formula fits (see theory); docs/guides/schedules.md gives this one."""
+    """No published formula fits (see theory); docs/guides/planning.md gives this one."""
     for schedule in schedules("dualpipev", 2):
         ranks = schedule.ranks
         expected = Fraction(4 * ranks - 5, 6 * schedule.micro_batches) if ranks > 1 else 0

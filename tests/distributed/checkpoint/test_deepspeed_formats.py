@@ -122,7 +122,17 @@ EXPERTS = (
     "--moe-router-enable-expert-bias --moe-ffn-hidden-size 12"
 ).split()
 """Layers of experts with a buffer each."""
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 6 "
+    "--qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm --position-embedding-type rope "
+    "--num-query-groups 4"
+).split()
 LAYOUTS = {
+    "latent-zero1-tp2-sp": (
+        2,
+        [*LATENT, "--zero-stage", "1", "--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    ),
+    "latent-zero3-dp2": (2, [*LATENT, "--zero-stage", "3"]),
     "zero0-dp2": (2, ["--zero-stage", "0"]),
     "zero0-dp2-fp16": (2, ["--zero-stage", "0", "--fp16", "--initial-loss-scale", "1024"]),
     "zero1-dp2": (2, ["--zero-stage", "1"]),
@@ -274,14 +284,15 @@ RESUMED = ("zero1-pp2-interleaved",)
 )
 def test_resume_from_engine_folders_is_bitwise(pool, tmp_path, layout):
     size, flags = LAYOUTS[layout]
-    whole = pool.run(size, train, [*LONG, *flags])
-    argv = [*LONG, *flags, *ENGINE, "--save", str(tmp_path)]
-    first = pool.run(size, train, [*argv, "--exit-interval", "3"])
-    assert (tmp_path / "latest").read_text().strip() == "global_step3"
-    second = pool.run(size, train, [*argv, "--load", str(tmp_path)])
-    assert not list(tmp_path.glob(".*incomplete"))
+    saved, again = tmp_path / "saved", tmp_path / "again"
+    argv = [*LONG, *flags, *ENGINE, "--save"]
+    whole = pool.run(size, train, [*argv, str(saved), "--save-interval", "3"])
+    load = [str(again), "--load", str(saved), "--load-tag", "global_step3"]
+    second = pool.run(size, train, [*argv, *load])
+    assert (again / "latest").read_text().strip() == "global_step8"
+    assert not [*saved.glob(".*incomplete"), *again.glob(".*incomplete")]
     for rank in range(size):
-        assert first[rank].losses + second[rank].losses == whole[rank].losses
+        assert second[rank].losses == whole[rank].losses[3:]
         for key, values in whole[rank].state.items():
             assert np.array_equal(second[rank].state[key], values), key
 
@@ -297,11 +308,11 @@ MOVES = [
 
 @pytest.mark.parametrize(("source", "target"), MOVES)
 def test_resume_from_engine_folders_at_another_layout(pool, tmp_path, source, target):
-    argv = [*LONG, *LAYOUTS[source][1], *ENGINE, "--save", str(tmp_path)]
-    pool.run(LAYOUTS[source][0], train, [*argv, "--exit-interval", "3"])
+    argv = [*LONG, *LAYOUTS[source][1], *ENGINE, "--save", str(tmp_path), "--save-interval", "3"]
+    whole = pool.run(LAYOUTS[source][0], train, argv)
     size, flags = LAYOUTS[target]
-    whole = pool.run(LAYOUTS[source][0], train, [*LONG, *LAYOUTS[source][1]])
-    moved = pool.run(size, train, [*LONG, *flags, "--load", str(tmp_path)])
+    load = ["--load", str(tmp_path), "--load-tag", "global_step3"]
+    moved = pool.run(size, train, [*LONG, *flags, *load])
     assert moved[0].losses == pytest.approx(whole[0].losses[3:], rel=2e-5)
 
 

@@ -3,7 +3,7 @@
 Of every pair: weights and moments are bitwise those of the run that saved them, and the next losses
 are those of the first layout to rounding. ``MEGATRON_MATRIX=FILE`` writes the table::
 
-    MEGATRON_MATRIX=docs/reference/checkpoint-matrix.md pytest -m "" tests/distributed/checkpoint/
+    MEGATRON_MATRIX=docs/evidence/checkpoint-matrix.md pytest -m "" tests/distributed/checkpoint/
 """
 
 import os
@@ -39,12 +39,31 @@ FLAGS = {
         *RUN,
     ],
     "retro": [*FAMILIES["retro"], *MODELS["retro"]["modern"], *blocks("retro", 4), *RUN],
+    "multi-token": [
+        *TINY,
+        *"--num-layers 4 --swiglu --normalization RMSNorm --mtp-num-layers 2".split(),
+        *"--untie-embeddings-and-output-weights --mtp-loss-scaling-factor 0.5".split(),
+        *RUN,
+    ],
     "experts": [
         *TINY,
         *"--num-layers 4 --swiglu --normalization RMSNorm --num-experts 4".split(),
         *"--moe-router-score-function sigmoid --moe-router-enable-expert-bias".split(),
         *"--moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 32".split(),
         *"--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01".split(),
+        *RUN,
+    ],
+    "latent": [
+        *TINY,
+        *"--num-layers 4 --swiglu --position-embedding-type rope --normalization RMSNorm".split(),
+        *"--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 6".split(),
+        *"--qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm".split(),
+        *RUN,
+    ],
+    "mamba": [
+        *TINY,
+        *"--num-layers 6 --hybrid-layer-pattern M-M*M- --mamba-num-groups 2".split(),
+        *"--mamba-state-dim 8 --mamba-head-dim 8 --normalization RMSNorm".split(),
         *RUN,
     ],
 }
@@ -120,11 +139,25 @@ NAMES = {
     "bert": SEVEN,
     "t5": [*SEVEN, SPLIT],
     "retro": SEVEN,
+    "multi-token": SEVEN,
     "experts": ["dp1-zero1", *EXPERT_LAYOUTS],
+    "mamba": [*SEVEN, "cp2-zero0"],
     "contexts": ["dp1-zero1", "dp2-zero3", "pp2-zero0", *CONTEXT_LAYOUTS],
+    "latent": (
+        "dp1-zero0 dp2-zero3 tp4-sp-zero1 tp2-dp2-zero2 tp2-sp-pp2-zero1 cp2-tp2-sp-zero1"
+    ).split(),
 }
 LAYOUTS |= EXPERT_LAYOUTS | CONTEXT_LAYOUTS
 FLAGS["contexts"] = FLAGS["gpt"]
+FLAGS["delta"] = [
+    *TINY,
+    *"--num-layers 4 --swiglu --position-embedding-type rope --normalization RMSNorm".split(),
+    *"--experimental-attention-variant gated_delta_net --linear-attention-freq 4".split(),
+    *"--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 8".split(),
+    *"--linear-value-head-dim 6 --attention-output-gate".split(),
+    *RUN,
+]
+NAMES["delta"] = [*SEVEN, "cp2-tp2-sp-zero1"]
 LAYOUTS[SPLIT] = 4, f"{LAYOUTS['pp4-zero1'][1]} --pipeline-model-parallel-split-rank 1"
 SAMPLE = {
     ("t5", "pp2-interleaved-zero1", "dp1-zero0"),
@@ -136,8 +169,12 @@ TITLES = {
     "bert": "BERT, post-norm, with both heads",
     "t5": "T5 with relative positions",
     "retro": "Retro",
+    "multi-token": "GPT with multi-token prediction",
     "experts": "GPT with experts",
     "contexts": "GPT, sequences divided",
+    "latent": "GPT with latent attention",
+    "delta": "GPT with Gated DeltaNet",
+    "mamba": "GPT with Mamba-2",
 }
 RTOL = {"float32": 1e-6, "bf16": 1e-3}
 """Of losses; bfloat16 keeps eight bits of float32's 24."""
@@ -256,7 +293,7 @@ def markdown(cells):
     lines = [
         "# Which layout continues which",
         "",
-        "Written by `MEGATRON_MATRIX=docs/reference/checkpoint-matrix.md pytest -m '' "
+        "Written by `MEGATRON_MATRIX=docs/evidence/checkpoint-matrix.md pytest -m '' "
         f"tests/distributed/checkpoint/test_matrix.py` on {time.strftime('%Y-%m-%d')}.",
         "",
         "A row saved a checkpoint after three steps and continued, a column loaded it. In every "

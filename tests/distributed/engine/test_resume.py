@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -30,6 +31,20 @@ EXPERTS = [
 ]
 CONTEXT = ["--context-parallel-size", "2"]
 GATE = "--num-experts 4 --topk 1 --expert-interval 1 --expert-model-parallel-size 2".split()
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 6 "
+    "--qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm --position-embedding-type rope"
+).split()
+MAMBA = [
+    *"--num-layers 6 --hybrid-layer-pattern M-*MM- --mamba-num-groups 1".split(),
+    *"--mamba-state-dim 8 --mamba-head-dim 8 --reset-attention-mask".split(),
+]
+DELTA = (
+    "--num-layers 4 --experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--attention-output-gate --linear-num-key-heads 2 --linear-num-value-heads 4 "
+    "--linear-key-head-dim 8 --linear-value-head-dim 6 --reset-attention-mask"
+).split()
+MUON = "--optimizer muon --muon-nesterov --lr 2e-3".split()
 CASES = {
     "zero0": (1, ["--zero-stage", "0"]),
     "zero0-dp2": (2, ["--zero-stage", "0"]),
@@ -135,6 +150,11 @@ CASES = {
         [*EXPERTS, "--tensor-model-parallel-size", "2", "--sequence-parallel"],
     ),
     "experts-recomputed-ep2": (2, [*EXPERTS, "--recompute-granularity", "full"]),
+    "mamba-zero1-tp2-sp": (
+        2,
+        [*MAMBA, *"--zero-stage 1 --tensor-model-parallel-size 2 --sequence-parallel".split()],
+    ),
+    "mamba-zero3-cp2-bf16": (2, [*MAMBA, *CONTEXT, "--zero-stage", "3", "--bf16"]),
     "cp2-zero3-bf16": (2, [*CONTEXT, "--zero-stage", "3", "--bf16"]),
     "cp2-a2a-dp2-zero2-fp16": (4, [*CONTEXT, "--cp-comm-type", "a2a", "--zero-stage", "2", *FP16]),
     "cp2-tp2-sp-zero1": (
@@ -147,6 +167,19 @@ CASES = {
     "cp2-pp2-zero0-fp16": (
         4,
         [*CONTEXT, *FP16, "--zero-stage", "0", "--pipeline-model-parallel-size", "2"],
+    ),
+    "latent-zero3-tp2-sp": (
+        2,
+        [*LATENT, "--zero-stage", "3", "--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    ),
+    "latent-zero1-pp2": (2, [*LATENT, "--zero-stage", "1", "--pipeline-model-parallel-size", "2"]),
+    "delta-zero1-tp2": (2, [*DELTA, "--zero-stage", "1", "--tensor-model-parallel-size", "2"]),
+    "delta-zero3-cp2": (2, [*DELTA, *CONTEXT, "--zero-stage", "3"]),
+    "muon-zero1-dp2": (2, [*MUON, "--zero-stage", "1"]),
+    "muon-zero3-dp2-bf16": (2, [*MUON, "--zero-stage", "3", "--bf16"]),
+    "muon-mamba-zero2-tp2": (
+        2,
+        [*MUON, *MAMBA, "--zero-stage", "2", "--tensor-model-parallel-size", "2"],
     ),
 }
 SAMPLE = {"zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2", "t5-zero0-pp2", "experts-zero1-ep2"}
@@ -231,23 +264,39 @@ def check_continues(pool, save, source, target):
     assert len(first.losses) == len(other.losses) == 4
 
 
-def test_finetune_and_no_load_optim(pool, tmp_path):
-    flags = [*FLAGS, "--zero-stage", "1", "--save", str(tmp_path / "a")]
-    pool.run(1, train, flags)
-    load = ["--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]
-    finetuned = pool.run(1, train, [*flags, *load, "--finetune"])[0]
+STAGE_1 = [*FLAGS, "--zero-stage", "1"]
+
+
+@pytest.fixture(scope="module")
+def trained(pool, tmp_path_factory):
+    """A folder of a finished run of two processes, with saves after steps 4 and 8, and its
+    record. Tests that write into the folder copy it."""
+    folder = tmp_path_factory.mktemp("trained")
+    records = pool.run(2, train, [*STAGE_1, "--save", str(folder), "--save-interval", "4"])
+    return folder, records[0]
+
+
+def copied(folder, target):
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    return target
+
+
+def test_finetune_and_no_load_optim(pool, trained, tmp_path):
+    folder, scratch = trained
+    load = [*STAGE_1, "--load", str(folder)]
+    argv = [*load, "--save", str(tmp_path), "--finetune"]
+    finetuned = pool.run(1, train, argv)[0]
     assert len(finetuned.losses) == STEPS
-    scratch = pool.run(1, train, [*flags, "--save", str(tmp_path / "c")])[0]
     assert finetuned.losses[0] < scratch.losses[0]
-    fresh = [*flags, "--load", str(tmp_path / "a"), "--no-load-optim", "--train-iters", "9"]
+    fresh = [*load, "--no-load-optim", "--train-iters", "9"]
     assert len(pool.run(1, train, fresh)[0].losses) == 1
 
 
-def test_another_run_is_not_overwritten(pool, tmp_path):
+def test_another_run_is_not_overwritten(pool, trained, tmp_path):
     """Forgetting --load, or fine-tuning into the same folder, must not start over in it."""
+    for name in ("a", "b"):
+        copied(trained[0], tmp_path / name)
     flags = [*FLAGS, "--save", str(tmp_path / "a")]
-    pool.run(1, train, flags)
-    pool.run(1, train, [*FLAGS, "--save", str(tmp_path / "b")])
     for more in (
         [],
         ["--load", str(tmp_path / "a"), "--finetune"],
@@ -259,10 +308,9 @@ def test_another_run_is_not_overwritten(pool, tmp_path):
     assert (tmp_path / "a" / "latest").read_text() == "global_step8"
 
 
-def test_changed_values_are_said(pool, tmp_path):
-    flags = [*FLAGS, "--save", str(tmp_path)]
-    pool.run(1, train, [*flags, "--exit-interval", "4"])
-    argv = [*flags, "--load", str(tmp_path), "--seed", "5", "--norm-epsilon", "1e-6"]
+def test_changed_values_are_said(pool, trained):
+    load = [*FLAGS, "--load", str(trained[0]), "--load-tag", "4"]
+    argv = [*load, "--seed", "5", "--norm-epsilon", "1e-6"]
     output = pool.run(1, printed, argv)[0]
     assert "differs from the checkpoint's run: seed: 1234 -> 5" in output
     assert "differs from the checkpoint's run: norm_epsilon: 1e-05 -> 1e-06" in output
@@ -277,13 +325,11 @@ def printed(argv):
     return output.getvalue()
 
 
-def test_another_optimizer_is_refused(pool, tmp_path):
-    flags = [*FLAGS, "--zero-stage", "1", "--save", str(tmp_path)]
-    pool.run(1, train, [*flags, "--exit-interval", "2"])
-    argv = [*flags, "--load", str(tmp_path), "--optimizer", "sgd"]
+def test_another_optimizer_is_refused(pool, trained):
+    argv = [*STAGE_1, "--load", str(trained[0]), "--load-tag", "4", "--optimizer", "sgd"]
     message = pool.run(1, refused, argv)[0]
     assert "has no momentum_buffer" in message and "--no-load-optim" in message
-    assert len(pool.run(1, train, [*argv, "--no-load-optim"])[0].losses) == STEPS - 2
+    assert len(pool.run(1, train, [*argv, "--no-load-optim"])[0].losses) == STEPS - 4
 
 
 def test_another_dtype_starts_its_own_loss_scale(pool, tmp_path):
@@ -307,33 +353,31 @@ ZERO = {
 def test_zero_options(pool, tmp_path, options):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": ZERO[options]}))
     flags = [*FLAGS, "--deepspeed_config", str(tmp_path / "ds.json")]
-    whole = pool.run(2, train, flags)[0]
-    pool.run(2, train, [*flags, "--save", str(tmp_path), "--exit-interval", "4"])
-    assert pool.run(2, train, [*flags, "--load", str(tmp_path)])[0].losses == whole.losses[4:]
-    plain = [*FLAGS, "--zero-stage", "0", "--load", str(tmp_path), "--load-tag", "4"]
+    whole = pool.run(2, train, [*flags, "--save", str(tmp_path), "--save-interval", "4"])[0]
+    load = ["--load", str(tmp_path), "--load-tag", "4"]
+    assert pool.run(2, train, [*flags, *load])[0].losses == whole.losses[4:]
+    plain = [*FLAGS, "--zero-stage", "0", *load]
     other = pool.run(2, train, plain)[0].losses
     np.testing.assert_allclose(other, whole.losses[4:], rtol=5e-6)
 
 
-def test_evaluation_alone(pool, tmp_path):
+def test_evaluation_alone(pool, trained, tmp_path):
     """A run that was finished and evaluated before is not evaluated again."""
-    files = ["--save", str(tmp_path), "--load", str(tmp_path)]
-    pool.run(1, train, [*FLAGS, *files])
+    folder = copied(trained[0], tmp_path)
+    files = ["--save", str(folder), "--load", str(folder)]
     pool.run(1, train, [*ENDLESS, *files, "--skip-train", "--global-batch-size", "2"])
     pool.run(1, train, [*FLAGS, *files, "--train-iters", "4"])
     assert [iteration for iteration, _ in evaluations(tmp_path)] == [3, 6, *[8] * 4]
 
 
-def test_batch_sizes_that_do_not_continue(pool, tmp_path):
-    flags = [*FLAGS, "--zero-stage", "1"]
-    pool.run(1, train, [*flags, "--save", str(tmp_path), "--exit-interval", "4"])
-    load = ["--load", str(tmp_path), "--global-batch-size"]
-    message = pool.run(1, refused, [*flags, *load, "2"])[0]
+def test_batch_sizes_that_do_not_continue(pool, trained):
+    load = ["--load", str(trained[0]), "--load-tag", "4", "--global-batch-size"]
+    message = pool.run(1, refused, [*STAGE_1, *load, "2"])[0]
     assert "step 4 after 16 samples" in message and "--global-batch-size 2" in message
     for length in ("--train-samples 32", "--train-iters 8 --train-tokens 999"):
         argv = [*ENDLESS, *length.split(), *load, "8"]
         assert "comes after 32" in pool.run(1, refused, argv)[0]
-    assert len(pool.run(1, train, [*flags, *load, "8"])[0].losses) == STEPS - 4
+    assert len(pool.run(1, train, [*STAGE_1, *load, "8"])[0].losses) == STEPS - 4
 
 
 def test_finetune_needs_a_checkpoint(pool, tmp_path):
@@ -348,21 +392,18 @@ def refused(argv):
     return str(caught.value)
 
 
-def test_another_architecture_is_refused(pool, tmp_path):
-    flags = [*FLAGS, "--zero-stage", "1", "--save", str(tmp_path)]
-    pool.run(1, train, flags)
-    argv = [*flags, "--load", str(tmp_path), "--hidden-size", "64", "--swiglu"]
-    message = pool.run(2, refused, argv)[0]
+def test_another_architecture_is_refused(pool, trained):
+    argv = [*STAGE_1, "--load", str(trained[0]), "--hidden-size", "64", "--swiglu"]
+    message = pool.run(1, refused, argv)[0]
     assert "hidden_size is 32 in the checkpoint and 64 in this run" in message
     assert 'activation is "gelu_tanh" in the checkpoint and "swiglu" in this run' in message
 
 
-def test_damage_is_refused_on_all_ranks(pool, tmp_path):
-    flags = [*FLAGS, "--zero-stage", "1", "--save", str(tmp_path)]
-    pool.run(2, train, flags)
+def test_damage_is_refused_on_all_ranks(pool, trained, tmp_path):
+    copied(trained[0], tmp_path)
     path = tmp_path / "global_step8" / "optimizer-00001.safetensors"
     content = bytearray(path.read_bytes())
     content[-5] ^= 4
     path.write_bytes(bytes(content))
-    messages = pool.run(2, refused, [*flags, "--load", str(tmp_path)])
+    messages = pool.run(2, refused, [*STAGE_1, "--load", str(tmp_path)])
     assert any("optimizer-00001.safetensors is damaged" in message for message in messages)

@@ -38,6 +38,11 @@ ADAPTERS = {
         "dora": {"target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True},
     },
     "gemma2": {"plain": {"target_modules": ["q_proj", "down_proj"]}},
+    "youtu": {
+        "plain": {"target_modules": ["q_a_proj", "kv_b_proj", "o_proj"]},
+        "wide": {"target_modules": ["q_b_proj", "kv_a_proj_with_mqa"], "use_rslora": True, "r": 5},
+        "dora": {"target_modules": ["kv_b_proj", "kv_a_proj_with_mqa"], "use_dora": True},
+    },
 }
 CASES = [(shape, layout) for shape in ADAPTERS for layout in LAYOUTS]
 SAMPLE = {("gpt2", "one")}

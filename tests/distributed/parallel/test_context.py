@@ -39,6 +39,11 @@ MODELS = {
     "one-key-head": f"--mock-data {LLAMA} --num-query-groups 1 --recompute-granularity selective",
     "documents": "--mock-data --reset-position-ids --reset-attention-mask --eod-mask-loss",
     "window": f"--mock-data {LLAMA} --sliding-window 5 --num-query-groups 2 --rope-scaling",
+    "llama4": f"--mock-data {LLAMA} --attention-chunk-size 5 --window-attn-skip-freq 2 "
+    "--qk-l2-norm --no-rope-freq 2 --attention-temperature 0.5 --attention-temperature-floor 3 "
+    "--reset-position-ids --reset-attention-mask --num-query-groups 2",
+    "gate": f"--mock-data {LLAMA} --attention-output-gate --rotary-interleaved "
+    "--num-query-groups 1",
     "softcap": "--mock-data --attn-logit-softcapping 2 --recompute-granularity full",
     "alibi": "--mock-data --position-embedding-type alibi --softmax-type learnable",
     "answers": f"{LLAMA} --sft --split 1,0,0 --sft-padding seq-length --neftune-noise-alpha 5 "

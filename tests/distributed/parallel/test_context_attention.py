@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ConfigError
+from megatron.config.blocks import Chunk
 from megatron.features.context import blocks, exchange, kernels
 from megatron.features.context.attention import ContextAttention
 from megatron.features.context.blocks import BlockRule
@@ -53,6 +54,9 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"window": 5},
     "window over borders": {"window": 17, "K": 2},
     "symmetric window": {"window": 6, "causal": False},
+    "chunks": {"window": Chunk(7), "K": 2, "sinks": True},
+    "chunks in documents": {"window": Chunk(20), "documents": "packed"},
+    "symmetric chunks": {"window": Chunk(10), "causal": False},
     "documents": {"documents": "packed"},
     "documents and window": {"documents": "packed", "window": 4},
     "scattered documents": {"documents": "scattered"},
@@ -82,7 +86,7 @@ SAMPLE = {
         "allgather": ("grouped", "documents and window", "causal bias"),
     },
     4: {
-        "p2p": ("grouped", "symmetric window", "sinks and window", "padding"),
+        "p2p": ("chunks", "grouped", "symmetric window", "sinks and window", "padding"),
         "a2a": ("key heads that do not divide",),
         "a2a+p2p": ("causal", "alibi", "everything", "cross"),
         "allgather": ("full documents",),
@@ -464,7 +468,7 @@ def shown_by_tiles(rule: BlockRule, queries: Any, keys: Any, q: Tensor) -> Tenso
     return whole
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 14, 47])
+@pytest.mark.parametrize("window", [None, 1, 5, 14, 47, Chunk(5), Chunk(16), Chunk(31)], ids=str)
 @pytest.mark.parametrize("documents", [None, "packed", "scattered"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_tiles_show_what_masks_show(monkeypatch, window, documents, causal):

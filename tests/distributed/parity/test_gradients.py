@@ -7,7 +7,7 @@ parameter on each rank must have the reference's gradient, to 1e-12 of its size.
 from functools import cache
 
 import pytest
-from training_jobs import LAYOUTS, TINY, gradients
+from training_jobs import LAYOUTS, TINY, depth, gradients
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.config.layouts import parse_layout
@@ -15,9 +15,7 @@ from megatron.families import spec_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
 
-LAYERS = 8
-"""As many as the stages of the largest layout."""
-FLAGS = [*TINY, "--num-layers", str(LAYERS), "--micro-batch-size", "2", "--train-iters", "1"]
+FLAGS = [*TINY, "--micro-batch-size", "2", "--train-iters", "1"]
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
 LLAMA = (
     "--swiglu --use-rotary-position-embeddings --normalization RMSNorm --disable-bias-linear "
@@ -41,6 +39,16 @@ GPT_OSS = (
     "--window-attn-skip-freq 2 --num-query-groups 2 --untie-embeddings-and-output-weights"
 ).split()
 QWEN3 = [*LLAMA, "--qk-layernorm", "--sliding-window", "4", "--num-query-groups", "2"]
+LLAMA4 = (
+    "--qk-l2-norm --attention-chunk-size 5 --num-query-groups 2 --window-attn-skip-freq "
+    "([1]*3+[0])*2 --no-rope-freq ([0]*3+[1])*2 --attention-temperature 0.5 "
+    "--attention-temperature-floor 3"
+).split()
+GATED = (
+    "--attention-output-gate --qk-layernorm --apply-layernorm-1p --rotary-interleaved "
+    "--rotary-percent 0.5 --num-query-groups 2 --sliding-window 5 --window-attn-skip-freq "
+    "[1,1,0,1,0,0,1,1]"
+).split()
 MODELS = {
     "gpt2": [],
     "gpt2-untied": ["--untie-embeddings-and-output-weights"],
@@ -59,6 +67,10 @@ MODELS = {
     "qwen3": [*QWEN3, "--recompute-granularity", "full"],
     "gpt-oss": GPT_OSS,
     "gpt-oss-selective": [*GPT_OSS, *DOCUMENTS, "--recompute-granularity", "selective"],
+    "llama4": [*LLAMA, *LLAMA4],
+    "llama4-documents": [*LLAMA, *LLAMA4, *DOCUMENTS, "--recompute-activations"],
+    "gated": [*LLAMA, *GATED],
+    "gated-selective": [*LLAMA, *GATED, *DOCUMENTS, "--recompute-granularity", "selective"],
     "opt": "--position-embedding-offset 2 --relu".split(),
     "dropout": [],
 }
@@ -68,7 +80,8 @@ def flags(layout: str, model: str, times: int) -> tuple[int, list[str]]:
     """Processes, and the flags of a cell: the smallest legal number of micro batches, or more."""
     parsed = parse_layout(layout)
     count = parsed.fewest_micro_batches * times
-    argv = [*FLAGS, *MODELS[model], "--global-batch-size", str(2 * count * parsed.data)]
+    argv = [*FLAGS, *MODELS[model], *depth(layout)]
+    argv += ["--global-batch-size", str(2 * count * parsed.data)]
     return parsed.processes, argv + ([] if model == "dropout" else NO_DROPOUT)
 
 

@@ -7,7 +7,7 @@ import drawn_preferences
 import pytest
 import training_jobs
 from family_models import FAMILIES, NO_DROPOUT, blocks
-from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, train_plainly
+from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, depth, train_plainly
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.runs import Drift, rounding_noise
@@ -43,9 +43,9 @@ LLAMA = (
 ).split()
 UNTIED = ["--untie-embeddings-and-output-weights"]
 MODELS = {
-    "tied": ["--model-family", "preferring_gpt", *TINY, "--num-layers", "8"],
+    "tied": ["--model-family", "preferring_gpt", *TINY],
     "untied": [
-        *("--model-family", "preferring_gpt", *TINY, "--num-layers", "8", *LLAMA, *UNTIED),
+        *("--model-family", "preferring_gpt", *TINY, *LLAMA, *UNTIED),
         *("--logits-chunk-mib", "1"),
     ],
     "t5": [*FAMILIES["t5"], "--model-family", "preferring_t5", "--decoder-seq-length", "12"],
@@ -71,6 +71,7 @@ def flags(layout, model, preference):
     parsed = parse_layout(layout)
     batch = 2 * parsed.fewest_micro_batches * parsed.data
     argv = [*MODELS[model], "--preference", preference, *OPTIONS.get(preference, [])]
+    argv += [] if model == "t5" else depth(layout)
     argv += ["--micro-batch-size", "2", "--global-batch-size", str(batch)]
     if model == "t5" and layout in CONTEXT_LAYOUTS:
         argv += ["--decoder-seq-length", "16"]  # which all of them divide

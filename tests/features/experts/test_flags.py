@@ -6,10 +6,11 @@ import pytest
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, RunConfig, resolve
 from megatron.config.layouts import parse_layout, refusal
+from megatron.config.patterns import every_first, layer_pattern
 from megatron.engine.deepspeed_json import complete, merge
 from megatron.families import family_of, refuse_unused
 from megatron.features.experts.flags import ExpertsConfig
-from megatron.features.experts.resolve import DEEPSPEED_FLAGS, layer_pattern
+from megatron.features.experts.resolve import DEEPSPEED_FLAGS
 
 BASE = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 "
@@ -51,7 +52,8 @@ def test_patterns_are_those_of_python(text, layers):
     """As Megatron-LM's ``eval`` of the same text, which nothing here does."""
     value = eval(text)
     expected = value if isinstance(value, list) else [int(i % value == 0) for i in range(6)]
-    assert layer_pattern(text, 6) == list(map(bool, layers)) == list(map(bool, expected))
+    blocks = layer_pattern("--moe-layer-freq", text, 6, every_first)
+    assert list(blocks) == list(map(bool, layers)) == list(map(bool, expected))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_patterns_are_those_of_python(text, layers):
 )  # fmt: skip
 def test_other_patterns_are_refused(text):
     with pytest.raises(ConfigError, match="^--moe-layer-freq ") as raised:
-        layer_pattern(text, 6)
+        layer_pattern("--moe-layer-freq", text, 6, every_first)
     assert "expected" in str(raised.value) and len(str(raised.value)) < 400
 
 

@@ -21,6 +21,11 @@ KINDS = {
         "moe_router_dtype": "fp64",
         "moe_layer_freq": "[0,1,1]",
     },
+    "float32": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_dtype": "fp32",
+        "moe_layer_freq": "[0,1,1]",
+    },
     "shared": {
         "moe_shared_expert_intermediate_size": 24,
         "moe_shared_expert_gate": True,

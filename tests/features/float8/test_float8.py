@@ -20,7 +20,10 @@ from megatron.features.float8.kernels import check_float8, use_float8
 from megatron.features.float8.linear import Float8
 from megatron.features.float8.state import Float8State
 from megatron.model.layer_list import LayerStack, initialise
+from megatron.parallel.layers import ColumnParallelLinear
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.shard import Init
+from megatron.parallel.tensor_parallel import TensorParallel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LENGTH, VOCAB = 32, 64
@@ -57,6 +60,17 @@ def test_the_four_linear_layers_of_every_block():
     rows = build(fp8_format="e4m3", fp8_recipe="rowwise").blocks()[0].mlp.up.kernel
     assert rows == Float8(hybrid=False, recipe="rowwise")
     assert not layers(build())
+
+
+@pytest.mark.parametrize("inputs, outputs", [(32, 16 + 8), (24, 32)])
+def test_layers_of_features_with_other_sizes_are_refused(inputs, outputs):
+    stack = build()
+    bias = {"bias": False, "init": Init(0.1), "tp": TensorParallel()}
+    stack.blocks()[1].attention.in_proj = ColumnParallelLinear(inputs, (outputs,), **bias)
+    config = run_config(model=MODEL, fast_paths=FastPathsConfig(fp8_format="hybrid"))
+    text = f"multiples of 16: the weight of attention.in_proj in block 1 is {outputs} x {inputs};"
+    with pytest.raises(ConfigError, match=text):
+        use_float8(stack.blocks(), config)
 
 
 def test_first_and_last_blocks_stay_in_bf16():

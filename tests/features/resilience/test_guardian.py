@@ -63,7 +63,7 @@ def test_a_signal_ends_a_guardian_that_looks_for_rank_0(number):
     with silent_place() as port, guardian(port) as process:
         time.sleep(0.3)
         process.send_signal(number)
-        assert process.wait(1) == -number
+        assert process.wait(10) == -number
 
 
 def test_an_interrupt_ends_a_guardian_that_waits_in_the_store_of_torchrun():
@@ -74,7 +74,7 @@ def test_an_interrupt_ends_a_guardian_that_waits_in_the_store_of_torchrun():
     with guardian(store.port, "torch.distributed", **agent) as process:
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        assert process.wait(1) == -signal.SIGINT
+        assert process.wait(10) == -signal.SIGINT
 
 
 def test_a_stop_that_comes_with_the_start_is_obeyed():

@@ -58,7 +58,11 @@ def test_the_patch_makes_the_same_code(tree, tmp_path, monkeypatch):
         (tree / name).write_text("no source\n")
     (tree / "large.py").write_text("x" * 1000)
     names = ("new folder/c d.py", "ignored.py", "customers.json", "large.py", "missing.py")
-    imported(monkeypatch, *(tree / name for name in names), tmp_path / "outside.py")
+    outside = tmp_path / "outside.py", tmp_path / "link.py"
+    outside[1].symlink_to(tree / "new folder" / "linked.py")
+    (tree / "new folder" / "linked.py").write_text("linked\n")
+    (tmp_path / "linked").symlink_to(tree)
+    imported(monkeypatch, *(tmp_path / "linked" / name for name in names), *outside)
     found = source_tree(tree)
     assert found.left_out == ("large.py",)
     again = tmp_path / "again"
@@ -71,7 +75,7 @@ def test_the_patch_makes_the_same_code(tree, tmp_path, monkeypatch):
         return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
     here = files(tree)
-    kept = ("inner/a.py", "new folder/c d.py", ".gitignore")
+    kept = ("inner/a.py", "new folder/c d.py", "new folder/linked.py", ".gitignore")
     assert files(again) == {name: here[name] for name in kept}
 
 
@@ -98,6 +102,18 @@ def test_data_and_what_flags_name_are_not_read(tree, monkeypatch):
     assert set(found.left_out) == {*texts, "saved/plugin.py"} - {each.decode() for each in given}
     monkeypatch.setattr(module, "_MOST_PATCH", 10)
     assert source_tree(tree, private).patch == b""
+
+
+def test_installed_packages_are_no_source(tree, monkeypatch):
+    """Also of an environment in the tree that git does not ignore."""
+    monkeypatch.setattr(module.sysconfig, "get_path", lambda name: str(tree / "env" / name))
+    files = [tree / "env" / "purelib" / "package.py", tree / "env" / "own.py"]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("new\n")
+    imported(monkeypatch, *files)
+    names = re.findall(rb"^\+\+\+ b/(.*)$", source_tree(tree).patch, re.M)
+    assert names == [b"env/own.py"]
 
 
 def test_settings_of_the_folder_start_no_program(tree, tmp_path):

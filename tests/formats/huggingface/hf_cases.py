@@ -176,6 +176,8 @@ CASES: dict[str, dict[str, Case]] = {
         }},
         pattern=_WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 3
                            + ["sliding_attention"]},
+        irregular=_WINDOW | {"layer_types": ["full_attention", "sliding_attention"] * 2
+                             + ["sliding_attention"] * 3},
         cap={"final_logit_softcapping": 1.5},
     ),
     "gpt_neox": {

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from hf_hybrid_cases import NEMOTRON_EXPERTS
+
 _SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 40,
@@ -41,6 +43,33 @@ LONGROPE = {
     "long_factor": [1.0, 2.0, 3.0, 4.5], "short_mscale": 1.1, "long_mscale": 1.3,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+
+_LLAMA4 = _SIZES | {
+    "num_experts_per_tok": 1, "num_local_experts": 4, "intermediate_size": 20, "head_dim": 12,
+    "intermediate_size_mlp": 48, "num_hidden_layers": 4, "attention_chunk_size": 7,
+    "moe_layers": [1, 3], "no_rope_layers": [1, 0, 1, 1],
+}  # fmt: skip
+_TUNED = {"floor_scale": 5, "attn_scale": 0.5}
+
+LLAMA4_CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "llama4_text": {
+        "plain": _LLAMA4 | _TUNED,
+        "scout": _LLAMA4 | _TUNED | {
+            "no_rope_layers": None, "moe_layers": None, "rope_parameters": {"rope_type": "llama3",
+            "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16}},
+        "maverick": _LLAMA4 | {
+            "use_qk_norm": False, "moe_layers": None, "interleave_moe_layer_step": 2,
+            "num_key_value_heads": 1},
+        "biases": _LLAMA4 | {"attention_bias": True, "attn_temperature_tuning": False},
+        "kinds": _LLAMA4 | _TUNED | {"layer_types": [
+            "full_attention", "chunked_attention", "chunked_attention", "full_attention"]},
+        "rotated": _LLAMA4 | {"no_rope_layers": [1] * 4, "num_key_value_heads": 4,
+                              "attn_temperature_tuning": False},
+        "tied": _LLAMA4 | _TIED,
+    },
+}  # fmt: skip
+"""The text model of Llama 4, whose experts are not told which tokens chose them."""
 
 MORE_CASES: dict[str, dict[str, dict[str, Any]]] = {
     "gpt_oss": {
@@ -89,6 +118,7 @@ MORE_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "biases": _HUNYUAN | {"attention_bias": True, "num_key_value_heads": 1},
         "tied": _HUNYUAN | _TIED,
     },
+    "nemotron_h": NEMOTRON_EXPERTS,
     "phimoe": {
         "plain": _PHI,
         "no_biases": _PHI | {"attention_bias": False, "lm_head_bias": False},

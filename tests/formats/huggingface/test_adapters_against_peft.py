@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 from hf_cases import CASES
+from hf_hybrid_cases import HYBRID_CASES
 from hf_inputs import pair
+from hf_latent_cases import LATENT_CASES
 from samples import sampled
 
 from megatron.config import ParallelConfig, RunConfig
@@ -20,6 +22,7 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 peft = pytest.importorskip("peft", reason="the numbers that ours are compared with")
 
+CASES = CASES | HYBRID_CASES | LATENT_CASES
 LENGTH = 40
 RANK, ALPHA = 3, 7.0
 KINDS = {
@@ -32,11 +35,12 @@ MODELS = [
     ("phi3", "kv_heads=2,untied"),
     ("gemma2", "caps"), ("gpt_neox", "untied"), ("falcon", "40b"), ("qwen2", "window"),
     ("qwen3", "kv_heads=2,untied"), ("mistral", "window"), ("opt", "tied"), ("bloom", "tied"),
-    ("gemma3_text", "scaled"), ("t5", "1.1"), ("bert", "masked_lm"),
+    ("gemma3_text", "scaled"), ("t5", "1.1"), ("bert", "masked_lm"), ("qwen3_5_text", "plain"),
+    ("youtu", "untied"), ("minicpm3", "longrope"),
 ]  # fmt: skip
 FEW = {("gpt2", "tied", "lora"), ("llama", "kv_heads=2,untied", "dora"),
        ("phi3", "kv_heads=2,untied", "rslora"), ("gemma2", "caps", "lora"),
-       ("gpt_neox", "untied", "dora")}  # fmt: skip
+       ("gpt_neox", "untied", "dora"), ("qwen3_5_text", "plain", "lora")}  # fmt: skip
 CASES_OF_KINDS = [(*model, kind) for model, kind in itertools.product(MODELS, KINDS)]
 
 

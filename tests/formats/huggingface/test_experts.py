@@ -19,7 +19,7 @@ from megatron.features.experts import layer
 from megatron.features.experts.flags import ExpertsConfig
 from megatron.formats.conversion.commands import from_hf, to_hf
 from megatron.formats.huggingface import architecture_named, architecture_of
-from megatron.formats.huggingface.architecture import Reordering
+from megatron.formats.huggingface.entries import Reordering
 from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.source import HuggingFaceFolder
 

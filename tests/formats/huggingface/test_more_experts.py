@@ -309,13 +309,9 @@ def test_what_cannot_be_represented_is_named(model_type, changes, message):
         architecture_named(content, PATH).model(content | changes, PATH)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [("llama4_text", "chunked attention"), ("deepseek_v3", "latents"), ("llama4", "images")],
-)
-def test_architectures_without_a_table_are_refused_with_the_reason(model_type, reason):
-    with pytest.raises(CheckpointError, match=f"model_type is '{model_type}' .*{reason}"):
-        architecture_named({"model_type": model_type}, PATH)
+def test_an_architecture_without_a_table_is_refused_with_the_reason():
+    with pytest.raises(CheckpointError, match="model_type is 'llama4' .*images"):
+        architecture_named({"model_type": "llama4"}, PATH)
 
 
 def test_adapters_of_interleaved_heads(hf_model, tmp_path):

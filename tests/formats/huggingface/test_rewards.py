@@ -5,12 +5,9 @@ import json
 import pytest
 import torch
 import transformers
-from hf_cases import CASES
-from hf_expert_cases import EXPERT_CASES
-from hf_more_cases import MORE_CASES
 from safetensors.torch import load_file
 from samples import sampled
-from test_against_hf import ours_of
+from test_against_hf import CASES, ours_of
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from megatron.checkpoint.files import CheckpointError
@@ -21,7 +18,6 @@ from megatron.formats.huggingface.compare import compare_logits
 from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.source import HuggingFaceFolder
 
-CASES = CASES | EXPERT_CASES | MORE_CASES
 CAUSAL = {e.model_type: e for e in architectures() if e.family == "gpt" and e.rewards}
 CHOSEN = [(kind, next(iter(CASES[kind]))) for kind in CAUSAL]
 

@@ -223,7 +223,7 @@ def test_a_vocabulary_of_unknown_size_stays_padded(
     ("changes", "message"),
     [
         ({"num_experts": 8}, "describe a network with layers.0.mlp.router.weight, which no file"),
-        ({"rotary_interleaved": True}, "rotary_interleaved True"),
+        ({"attention_output_gate": True}, "attention_output_gate True"),
         ({"kv_channels": 5}, r"query_key_value.weight has the shape .*kv_channels"),
         ({"num_layers": 9999}, "num_layers is 9999, but the files have 4 blocks"),
         ({"num_layers": 10**9}, "--num-layers 1000000000 must be from 1 to"),
