@@ -17,6 +17,11 @@ from megatron.config import FLAG_CLASSES, PART_FLAGS, FlagParser, RunConfig, Set
 from megatron.config.flags import flag_of, value_type
 from megatron.config.legacy_flags import LegacyFlags
 from megatron.features.experts.flags import ExpertsConfig
+from megatron.features.latent.flags import LatentConfig
+from megatron.features.multi_token.flags import MultiTokenConfig
+from megatron.features.optimizers.flags import OptimizersConfig
+from megatron.features.recurrent.delta_flags import DeltaConfig
+from megatron.features.recurrent.mamba_flags import MambaConfig
 from megatron.parallel import agreement
 from megatron.parallel.agreement import Agreement, DisagreementError
 from megatron.run.fingerprint import (
@@ -237,12 +242,24 @@ WITHOUT_EFFECT = {
     "rope_scaling_factor": "without RoPE",
     "eval_batch_size": "the value is the one of the micro batch",
     "epochs": "the length is given in steps",
+    **dict.fromkeys(
+        ("cp_comm_type", "hierarchical_context_parallel_sizes", "force_ds_sequence_parallel"),
+        "sequences are whole",
+    ),
+    "enable_expert_tensor_parallelism": "the model has no experts",
     "lr_warmup_fraction": "an eighth of three steps is none",
     **{
         field.name: "the model has no experts"
         for field in dataclasses.fields(ExpertsConfig)
         if field.name != "num_experts"
     },
+    **{
+        field.name: "the model has no such layers"
+        for part in (DeltaConfig, LatentConfig, MambaConfig, MultiTokenConfig)
+        for field in dataclasses.fields(part)
+        if field.name not in ("multi_latent_attention", "mtp_num_layers")
+    },
+    **{field.name: "the optimizer is AdamW" for field in dataclasses.fields(OptimizersConfig)},
 }
 """Flags that change nothing in this run, with the reason."""
 OF_THE_SAME_MEANING = {

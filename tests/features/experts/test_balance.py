@@ -55,7 +55,12 @@ def reporting(config, *layers):
     plan = SimpleNamespace(lengths=SimpleNamespace(tokens=lambda samples: 10 * samples))
     engine = SimpleNamespace(kernels=balances)
     context = SimpleNamespace(
-        mesh=Mesh(), device=torch.device("cpu"), engine=engine, plan=plan, report=lines
+        config=SimpleNamespace(model=SimpleNamespace(blocks_ahead=0)),
+        mesh=Mesh(),
+        device=torch.device("cpu"),
+        engine=engine,
+        plan=plan,
+        report=lines,
     )
     callback = ExpertsReport(config, context)
     callback.after_step(SimpleNamespace(consumed_samples=6), SimpleNamespace(iteration=3))

@@ -239,7 +239,8 @@ class Saves:
 
 def evaluated(follow, losses, every=10):
     """Why a run ends with these validation losses."""
-    spec = SimpleNamespace(losses={"lm loss": 1.0, "token accuracy": 0.0})
+    weights = {"lm loss": 1.0, "token accuracy": 0.0}
+    spec = SimpleNamespace(losses=weights, training_only=frozenset())
     for place, loss in losses:
         trainer = SimpleNamespace(
             iteration=place * every, consumed_samples=place, at_end=False,

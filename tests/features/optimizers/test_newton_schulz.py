@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megatron.features.optimizers.coefficients import COEFFICIENTS
-from megatron.features.optimizers.muon import Muon, MuonSettings
+from megatron.features.optimizers.muon import Muon, MuonSettings, in_order
 from megatron.features.optimizers.newton_schulz import (
     orthogonalise,
     scale,
@@ -51,7 +51,7 @@ def muon_of(param: nn.Parameter, rows, **changed) -> RuledOptimizer:
     settings = dict(
         momentum=0.95, nesterov=True, coefficients=steps_of("simple", 5),
         scale_mode="shape_scaling", factor=1.0, product_dtype=torch.bfloat16,
-        rows={param: rows}.__getitem__,
+        rows={param: in_order(rows)}.__getitem__,
     )  # fmt: skip
     rule = Muon(MuonSettings(**settings | changed), [param], Mesh())
     rule.place_of = lambda param: (0, param, 0, param.numel())
