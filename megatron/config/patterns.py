@@ -18,7 +18,7 @@ MOST_LAYERS = 1 << 14
 """Blocks of the largest network."""
 
 Every = Callable[[int, int], bool]
-"""Of a block, counted from 0, and a number N: whether N means it."""
+"""Rule that tells whether a number N means a block, counted from 0."""
 
 
 def every_last(layer: int, n: int) -> bool:

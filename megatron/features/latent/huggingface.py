@@ -69,7 +69,7 @@ from megatron.formats.huggingface.llama import (
 )
 
 _EPSILON = 1e-6
-"""Of the norms of latent vectors in `transformers`, whatever config.json says of the others."""
+"""Epsilon of the norms of latent vectors in `transformers`, whatever config.json says."""
 
 
 def _rotated(rows: Tensor, model: ModelConfig, head: int, pairs: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from torch.optim.adamw import adamw
 Group = dict[str, Any]
 
 
-class UpdateRule:
+class UpdateRule(ABC):
     """Update of the tensors of a group, whose learning rate and decay are in the group.
 
     Attributes:
@@ -21,9 +22,9 @@ class UpdateRule:
 
     states: ClassVar[tuple[str, ...]] = ()
 
+    @abstractmethod
     def update(self, tensors: Sequence[Tensor], states: Sequence[Group], group: Group) -> None:
         """Update tensors by their gradients; ``step`` of each state has counted this update."""
-        raise NotImplementedError
 
 
 class Adam(UpdateRule):
