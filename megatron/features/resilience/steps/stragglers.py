@@ -236,6 +236,7 @@ class OwnTimeMeter:
         """Since the beginning; only the thread writes them."""
         self._taken = OwnTime(0.0, 0.0, 0.0)
         self._run_delay = _run_delay()
+        self._looked = 0.0  # time of the last look
         self._thread: threading.Thread | None = None
 
     def resume(self) -> None:
@@ -243,6 +244,7 @@ class OwnTimeMeter:
         self._counting = True
         if self._thread is None:  # after the processes that read data were forked
             lost = "this rank can no longer be found to be slow"
+            self._looked = time.monotonic()  # the thread itself may have to wait for the lock
             self._thread = monitor_thread(self._look, "own time", lost)
             self._thread.start()
 
@@ -265,14 +267,13 @@ class OwnTimeMeter:
             self._thread.join(timeout=5)
 
     def _look(self) -> None:
-        before = time.monotonic()
         while True:
             pause = self._period * self._random.uniform(0.5, 1.5)
             time.sleep(pause)  # an event with a timeout costs a quarter more
             if self._closed:
                 return
             now = time.monotonic()
-            passed, before = now - before, now
+            passed, self._looked = now - self._looked, now
             if not self._counting:
                 continue
             late = max(0.0, passed - pause - _LATE)
