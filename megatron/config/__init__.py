@@ -1,5 +1,6 @@
 """Frozen dataclasses, one per concern, that generate the command-line flags."""
 
+from megatron.config.axes import ParallelFlags
 from megatron.config.blocks import NormConfig
 from megatron.config.command_line import FlagParser, parse_configs
 from megatron.config.data import DataConfig, TokenizerConfig
@@ -10,7 +11,6 @@ from megatron.config.model import ModelConfig, ModelFlags, Vocabulary
 from megatron.config.optimizer import OptimizerConfig, OptimizerFlags
 from megatron.config.output import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.parallel_flags import ParallelFlags
 from megatron.config.run import (
     FLAG_CLASSES,
     FLAG_FIELDS,

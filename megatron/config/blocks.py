@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.config.flags import (
     FRACTION,
@@ -18,10 +17,10 @@ from megatron.config.patterns import FREQUENCY, but_every_last, in_pattern, reso
 
 _ROPE = needs_value("position_embedding_type", "rope")
 
-GATES = ("swiglu", "geglu", "quick_geglu")
+GATES = ("swiglu", "geglu", "quick_geglu", "squared_reglu")
 """Activations of gated MLPs."""
 
-MLP_ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "squared_relu", *GATES)
+MLP_ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "squared_relu", "xielu", *GATES)
 """Activations of MLPs, as :class:`MLPConfig` names them."""
 
 
@@ -31,13 +30,21 @@ class NormTraits(NamedTuple):
     Attributes:
         biased: whether it has a bias next to its weight.
         statistics: float32 numbers per position that it keeps for its backward pass.
+        weighted: whether it has a weight.
     """
 
     biased: bool
     statistics: int
+    weighted: bool = True
 
 
-NORMS = {"LayerNorm": NormTraits(True, 2), "RMSNorm": NormTraits(False, 1)}
+NORMS = {
+    "LayerNorm": NormTraits(True, 2),
+    "RMSNorm": NormTraits(False, 1),
+    "UnbiasedLayerNorm": NormTraits(False, 2),
+    "PlainLayerNorm": NormTraits(False, 2, weighted=False),
+    "PlainRMSNorm": NormTraits(False, 1, weighted=False),
+}
 """The choices of ``--normalization``."""
 
 
@@ -128,6 +135,9 @@ class AttentionFlags(_Attention):
     """Keep the bias of the query, key and value projections with --disable-bias-linear."""
     add_attention_bias: bool = option(False, role="weights")
     """Keep the biases of all attention projections, output included, with --disable-bias-linear."""
+    add_proj_bias: bool = option(False, role="weights")
+    """Keep the bias of attention's output projection with --disable-bias-linear, and none of
+    queries, keys and values, as GPT-Neo."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +182,8 @@ class AttentionConfig(_Attention):
             "kv_channels": self.kv_channels,
             "query_pre_attn_scalar": None if scalar == self.kv_channels else scalar,
             "add_qkv_bias": self.qkv_bias and not self.proj_bias,
-            "add_attention_bias": self.proj_bias,
+            "add_attention_bias": self.proj_bias and self.qkv_bias,
+            "add_proj_bias": self.proj_bias and not self.qkv_bias,
         }
 
 
@@ -217,15 +228,21 @@ def resolve_attention(
         resolver.check_unused("window_attn_skip_freq", needed)
     elif every is not None:
         every = resolved_pattern("window_attn_skip_freq", every, layers, but_every_last, resolver)
-    resolver.check(
-        not (flags.add_attention_bias and bias),
-        "--add-attention-bias needs --disable-bias-linear: without it all linear layers have "
-        "biases",
-    )
+    for name in ("add_attention_bias", "add_proj_bias"):
+        resolver.check(
+            not (getattr(flags, name) and bias),
+            f"{resolver.flag(name)} needs --disable-bias-linear: without it all linear layers have "
+            "biases",
+        )
     resolver.check(
         not (flags.add_attention_bias and flags.add_qkv_bias),
         "--add-attention-bias and --add-qkv-bias contradict each other: with the second the output "
         "projection has no bias; give one of them",
+    )
+    resolver.check(
+        not (flags.add_proj_bias and (flags.add_attention_bias or flags.add_qkv_bias)),
+        "--add-proj-bias is for a bias of the output projection alone; give --add-attention-bias "
+        "for biases of all of attention's projections",
     )
     scalar = flags.query_pre_attn_scalar
     return AttentionConfig(
@@ -235,7 +252,7 @@ def resolve_attention(
         kv_channels=width,
         query_pre_attn_scalar=float(width) if scalar is None else scalar,
         qkv_bias=bias or flags.add_attention_bias or flags.add_qkv_bias,
-        proj_bias=bias or flags.add_attention_bias,
+        proj_bias=bias or flags.add_attention_bias or flags.add_proj_bias,
     )
 
 
@@ -255,7 +272,7 @@ class MLPFlags:
     """Inner size of the MLP."""
     glu_activation: str | None = option(None, choices=GATES, role="results")
     """Gated MLP: swiglu gates with SiLU, geglu with GELU in its tanh approximation, quick_geglu
-    with x * sigmoid(1.702 x)."""
+    with x * sigmoid(1.702 x), squared_reglu with squared ReLU."""
     swiglu: bool = option(False, megatron=True)
     """Same as --glu-activation swiglu."""
     quick_geglu: bool = option(False, megatron=True)
@@ -271,6 +288,11 @@ class MLPFlags:
     """ReLU in the MLP instead of GELU."""
     squared_relu: bool = option(False, role="results", megatron=True)
     """Squared ReLU in the MLP instead of GELU."""
+    xielu: bool = option(False, role="weights")
+    """xIELU in the MLP instead of GELU, as Apertus: x^2 and expm1(x) - x with a learned factor each
+    of every block (arXiv:2411.13010)."""
+    add_mlp_bias: bool = option(False, role="weights")
+    """Keep the biases of the MLP with --disable-bias-linear, as GPT-J."""
     openai_gelu: bool = option(False, megatron=True)
     """GELU in its tanh approximation, which is already the default in MLPs; in BERT's output head
     too, where the default is exact."""
@@ -306,6 +328,7 @@ class MLPConfig:
             "activation_func_clamp_value": self.activation_func_clamp_value,
             "relu": self.activation == "relu",
             "squared_relu": self.activation == "squared_relu",
+            "xielu": self.activation == "xielu",
             "openai_gelu": self.openai_gelu,
             "bias_gelu_fusion": self.activation != "gelu_erf",
         }
@@ -327,10 +350,14 @@ def resolve_mlp(
         resolver.check(
             not flags.glu_linear_offset, f"{resolver.show('glu_linear_offset')} needs {gate}"
         )
+    resolver.check(
+        not (flags.add_mlp_bias and bias),
+        "--add-mlp-bias needs --disable-bias-linear: without it all linear layers have biases",
+    )
     return MLPConfig(
         ffn_hidden_size=width,
         activation=activation,
-        bias=bias,
+        bias=bias or flags.add_mlp_bias,
         openai_gelu=flags.openai_gelu,
         glu_linear_offset=flags.glu_linear_offset,
         activation_func_clamp_value=flags.activation_func_clamp_value,
@@ -356,6 +383,7 @@ def _activation(flags: MLPFlags, resolver: ConfigResolver) -> str:
         _GATE_FLAGS.get(gate or "", f"--glu-activation {gate}"): gate,
         "--relu": "relu" if flags.relu else None,
         "--squared-relu": "squared_relu" if flags.squared_relu else None,
+        "--xielu": "xielu" if flags.xielu else None,
     }
     given = {flag: activation for flag, activation in requested.items() if activation is not None}
     resolver.check(
@@ -378,7 +406,8 @@ class NormConfig:
         role="weights",
         megatron=True,
     )
-    """Norm before attention, MLP and output head."""
+    """Norm before attention, MLP and output head. UnbiasedLayerNorm has a weight and no bias, as
+    Cohere; PlainLayerNorm and PlainRMSNorm have no parameters, as OLMo 1 and nanochat."""
     norm_epsilon: float = option(
         1e-5,
         aliases=("--layernorm-epsilon",),
@@ -397,6 +426,10 @@ class NormConfig:
     )
     """With --qk-layernorm: normalise the queries of all heads together, and the keys of all heads,
     as OLMo 2 and OLMoE; needs --normalization RMSNorm."""
+    qk_layernorm_per_head: bool = option(
+        False, role="weights", needs=needs_value("qk_layernorm", True)
+    )
+    """With --qk-layernorm: each head has a weight of its own and no bias, as Cohere."""
     qk_layernorm_after_rope: bool = option(
         False, role="results", needs=needs_value("qk_layernorm", True)
     )
@@ -408,6 +441,9 @@ class NormConfig:
     """Apply the norm to the embeddings before the first block."""
     post_norm: bool = option(False, role="weights")
     """Also apply a norm to the outputs of attention and MLP, before the residual addition."""
+    sub_norm: bool = option(False, role="weights")
+    """Also apply a norm to the inputs of the output projections of attention and MLP, over all
+    heads and over the MLP's inner width, as BitNet; needs --normalization RMSNorm."""
     pre_norm: bool = option(True, off="--no-pre-norm", role="weights")
     """Do not apply a norm to the inputs of attention and MLP, as OLMo 2; needs --post-norm."""
     apply_residual_connection_post_layernorm: bool = option(False, role="weights", megatron=True)
@@ -418,69 +454,3 @@ class NormConfig:
     def traits(self) -> NormTraits:
         """Return the properties of the norm in use."""
         return NORMS[self.normalization]
-
-
-@dataclass(frozen=True)
-class KeysAndValues:
-    """A key and a value of each token for each of ``heads`` heads of this tensor-parallel rank,
-    ``width`` numbers each, in the dtype of the weights."""
-
-    heads: int
-    width: int
-    tensors: ClassVar[int] = 2
-
-
-@dataclass(frozen=True)
-class Latents:
-    """One vector of ``width`` numbers of each token, which all heads of all tensor-parallel ranks
-    read, in the dtype of the weights: the key, whose first numbers are the value."""
-
-    width: int
-    heads: ClassVar[int] = 1
-    tensors: ClassVar[int] = 1
-
-
-@dataclass(frozen=True)
-class States:
-    """Tensors of these shapes for each sequence on this tensor-parallel rank, in float32, or in
-    float64 if the model is. They are what ``step`` of ``LayerCache.recur`` takes and returns, in
-    this order, without the axis of sequences."""
-
-    shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def numbers(self) -> int:
-        """Numbers of one sequence."""
-        return sum(math.prod(shape) for shape in self.shapes)
-
-
-TokenMemory = KeysAndValues | Latents
-LayerMemory = TokenMemory | States
-
-
-def memory_of(model: Any, layer: int, tensor_size: int = 1) -> LayerMemory | None:
-    """The memory of a block of a :class:`~megatron.config.ModelConfig` on one of so many
-    tensor-parallel ranks; None for a block without attention. Blocks after the last one, which
-    predict further tokens, are as the last one."""
-    layer = min(layer, model.blocks - 1)
-    if not model.has("attention", layer):
-        return None
-    for part in model.parts:
-        memory: LayerMemory | None = part.memory(layer, model, tensor_size)
-        if memory is not None:
-            return memory
-    heads = max(1, model.attention.num_query_groups // tensor_size)
-    return KeysAndValues(heads, model.attention.kv_channels)
-
-
-def kept_bytes(model: Any, itemsize: int, tensor_size: int = 1) -> tuple[int, int]:
-    """Return the bytes that generation keeps of each token, and of each text whatever its length,
-    on one of so many tensor-parallel ranks; ``itemsize``: bytes of a number of the weights."""
-    of_token, of_text = 0, 0
-    for layer in range(model.num_layers):
-        memory = memory_of(model, layer, tensor_size)
-        if isinstance(memory, States):
-            of_text += memory.numbers * max(itemsize, 4)
-        elif memory is not None:
-            of_token += memory.tensors * memory.heads * memory.width * itemsize
-    return of_token, of_text

@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
-from megatron.config.blocks import LayerMemory
 from megatron.config.flags import ConfigResolver, Settings
+from megatron.config.memory import LayerMemory
 
 FOLDERS = ("megatron.features", "megatron.apps")
 """Packages that contain features. This is the only place of the core that names them."""
@@ -353,6 +353,14 @@ class Feature:
         """The :class:`~megatron.engine.update.optimizer.OptimizerPlan` of a run for the parameters
         that are trained, with their names; None for an optimizer of others."""
         return None
+
+    def update_factors(
+        self, config: Any, names: Mapping[Any, str], rules: Mapping[Any, str]
+    ) -> Mapping[Any, Any]:
+        """The :class:`~megatron.engine.update.groups.Factors` of learning rate, decay and epsilon
+        of every parameter that is trained, by canonical ``names`` and the ``rules`` of an optimizer
+        of features; empty, on all ranks, for none."""
+        return {}
 
     def stored_states(self, config: Any) -> Any:
         """The :class:`~megatron.engine.update.adam.StateStore` of the optimizer; None for

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from megatron.config.blocks import (
     GATES,
     MLP_ACTIVATIONS,
+    NORMS,
     AttentionConfig,
     AttentionFlags,
     MLPConfig,
@@ -114,7 +115,7 @@ class _Network:
     0."""
     lm_head_activation: str | None = option(
         None,
-        choices=tuple(name for name in MLP_ACTIVATIONS if name not in GATES),
+        choices=tuple(name for name in MLP_ACTIVATIONS if name not in (*GATES, "xielu")),
         derived="gelu_erf; gelu_tanh with --openai-gelu",
         role="results",
     )
@@ -284,12 +285,14 @@ class ModelConfig(_Network):
     def flags(self) -> ModelFlags:
         """The flags that give it."""
         values = self.attention.flags() | self.mlp.flags() | self.positions.flags()
+        biased = self.mlp.bias and self.attention.qkv_bias and self.attention.proj_bias
         for cls, part in (
             (_Network, self), (NormConfig, self.norm), (EmbeddingConfig, self.embedding),
             *((type(part), part) for part in self.parts),
         ):  # fmt: skip
             values |= shared(part, cls)
-        if self.mlp.bias:
+        values["add_mlp_bias"] = self.mlp.bias and not biased
+        if biased:
             values |= {"add_qkv_bias": False, "add_attention_bias": False}
         return ModelFlags(
             **values,
@@ -298,7 +301,7 @@ class ModelConfig(_Network):
             seq_length=self.seq_length,
             decoder_num_layers=self.decoder_num_layers,
             decoder_seq_length=self.decoder_seq_length,
-            add_bias_linear=self.mlp.bias,
+            add_bias_linear=biased,
             unpadded_vocab_size=self.vocabulary.size or None,
             padded_vocab_size=self.vocabulary.padded or None,
         )
@@ -376,6 +379,11 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
     )
     _check_norms(flags, resolver)
     resolver.check(
+        not (flags.add_mlp_bias and flags.add_attention_bias),
+        "--add-mlp-bias with --add-attention-bias gives all linear layers biases: leave both and "
+        "--disable-bias-linear out",
+    )
+    resolver.check(
         (flags.num_labels is not None) == (flags.head == "classification"),
         f"num_labels {flags.num_labels}: a model has labels if its head is for classification; "
         f"this one is {flags.head}",
@@ -449,6 +457,21 @@ def _check_norms(flags: ModelFlags, resolver: ConfigResolver) -> None:
         not flags.qk_layernorm_whole or flags.normalization == "RMSNorm",
         f"--qk-layernorm-whole needs --normalization RMSNorm, not {flags.normalization}",
     )
+    resolver.check(
+        not (flags.qk_layernorm_whole and flags.qk_layernorm_per_head),
+        "--qk-layernorm-whole contradicts --qk-layernorm-per-head; give one of them",
+    )
+    resolver.check(
+        not flags.sub_norm or flags.normalization == "RMSNorm",
+        f"--sub-norm needs --normalization RMSNorm, not {flags.normalization}",
+    )
+    weighted = NORMS[flags.normalization].weighted
+    for name in ("apply_layernorm_1p", "fp32_residual_connection"):
+        resolver.check(
+            weighted or not getattr(flags, name),
+            f"{resolver.flag(name)} needs a norm with a weight; {resolver.show('normalization')} "
+            "has none",
+        )
     for one, other in (
         ("embedding_multiplier", "scale_embeddings"),
         ("logits_scaling", "scale_head_input"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.axes import (
+    ParallelFlags,
     check_partition,
     communication,
     context_size,
@@ -13,7 +14,6 @@ from megatron.config.axes import (
 )
 from megatron.config.flags import ConfigResolver, shared
 from megatron.config.model import ModelConfig
-from megatron.config.parallel_flags import ParallelFlags
 
 
 @dataclass(frozen=True, kw_only=True)

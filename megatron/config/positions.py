@@ -33,12 +33,12 @@ class _Positions:
 
     position_embedding_type: str = option(
         "learned_absolute",
-        choices=("learned_absolute", "rope", "alibi", "relative", "none"),
+        choices=("learned_absolute", "sinusoidal", "rope", "alibi", "relative", "none"),
         role="weights",
     )
-    """Position encoding: learned embeddings, rotary embeddings of queries and keys (RoPE), ALiBi
-    biases of the attention scores, learned biases of the scores by distance (relative, for T5), or
-    none."""
+    """Position encoding: learned embeddings, sines and cosines instead of them (sinusoidal, as
+    XGLM), rotary embeddings of queries and keys (RoPE), ALiBi biases of the attention scores,
+    learned biases of the scores by distance (relative, for T5), or none."""
     relative_attention_num_buckets: int = option(
         32,
         bounds=Bounds(lambda value: value >= 4, "must be at least 4"),
@@ -51,7 +51,8 @@ class _Positions:
     )
     """Relative positions: the distance from which on all have the same bias."""
     position_embedding_offset: int = option(0, bounds=NOT_NEGATIVE, role="weights")
-    """Row of the learned position embeddings that belongs to position 0 (2 in OPT)."""
+    """Row of the position embeddings, learned or sinusoidal, that belongs to position 0 (2 in OPT
+    and XGLM)."""
     rotary_base: float = option(
         10000.0,
         aliases=("--rotary-position-embeddings-theta",),
@@ -71,6 +72,11 @@ class _Positions:
     attention_temperature: float | None = option(None, bounds=POSITIVE, role="results")
     """Blocks without rotary positions: multiply the query at position p, from 0, by 1 + x log(1 +
     floor((p + 1) / --attention-temperature-floor)) for this x (attn_scale of Llama 4)."""
+    attention_temperature_rotary: bool = option(
+        False, role="results", needs=needs_value("attention_temperature")
+    )
+    """Use --attention-temperature in blocks with rotary positions, and p instead of p + 1, as
+    Ministral 3."""
     attention_temperature_floor: int = option(
         8192, bounds=POSITIVE, role="results", needs=needs_value("attention_temperature")
     )
@@ -121,7 +127,7 @@ class PositionsConfig(_Positions):
     @property
     def longest(self) -> int | None:
         """Most positions of a sequence; None where they are not counted from its start."""
-        absolute = self.position_embedding_type in ("learned_absolute", "rope")
+        absolute = self.position_embedding_type in ("learned_absolute", "sinusoidal", "rope")
         return self.max_position_embeddings if absolute else None
 
     def flags(self) -> dict[str, Any]:
@@ -184,16 +190,19 @@ def resolve_positions(
         f"{resolver.show('relative_attention_num_buckets')}, which are for single distances",
     )
     resolver.check(
-        not flags.position_embedding_offset or kind == "learned_absolute",
+        not flags.position_embedding_offset or kind in ("learned_absolute", "sinusoidal"),
         f"{resolver.show('position_embedding_offset')} needs --position-embedding-type "
-        f"learned_absolute, the only one with a position embedding; it is {kind}",
+        f"learned_absolute or sinusoidal, which have a position embedding; it is {kind}",
     )
     every = flags.no_rope_freq
     if every is not None and kind == "rope":
         every = resolved_pattern("no_rope_freq", every, layers, every_last, resolver)
     given = shared(flags, _Positions) | {"position_embedding_type": kind, "no_rope_freq": every}
     resolver.check(
-        flags.attention_temperature is None or kind != "rope" or every is not None,
+        flags.attention_temperature is None
+        or kind != "rope"
+        or every is not None
+        or flags.attention_temperature_rotary,
         f"{resolver.show('attention_temperature')} acts in blocks without rotary positions, and "
         "all have them; give --no-rope-freq",
     )

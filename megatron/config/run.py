@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from megatron.config.axes import ParallelFlags
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.engine import (
     EngineConfig,
@@ -29,7 +30,6 @@ from megatron.config.output import (
     resolve_logging,
 )
 from megatron.config.parallel import ParallelConfig, resolve_parallel
-from megatron.config.parallel_flags import ParallelFlags
 from megatron.config.training import (
     PrecisionConfig,
     TrainingConfig,

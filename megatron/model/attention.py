@@ -15,7 +15,7 @@ from megatron.model.attention_backends import attention_backend
 from megatron.model.attention_masks import AttentionKind, AttentionMasks, AttentionScoring
 from megatron.model.caches import LayerCache
 from megatron.model.layer_list import LayerState
-from megatron.model.norm import build_qk_norm, l2_norm
+from megatron.model.norm import AllHeadsNorm, build_qk_norm, l2_norm
 from megatron.model.rope import RotaryEmbedding, Temperature
 from megatron.parallel.layers import (
     ColumnParallelLinear,
@@ -74,7 +74,7 @@ class Attention(nn.Module):
             )
         self.scores = AttentionScoring.of(config, layer, tp.group, kind)
         self.rotation = None if kind == "cross" else RotaryEmbedding.of(config, layer)
-        self.temperature = None if kind == "cross" else Temperature.of(config.positions)
+        self.temperature = None if kind == "cross" else Temperature.of(config.positions, layer)
         self.l2_epsilon = config.norm.norm_epsilon if config.norm.qk_l2_norm else None
         width, bias, init = config.hidden_size, attention.qkv_bias, initial(config)
         heads, groups = attention.num_attention_heads, attention.num_query_groups
@@ -97,6 +97,7 @@ class Attention(nn.Module):
         self.norms_last = config.norm.qk_layernorm_after_rope and kind != "cross"
         self.q_norm = build_qk_norm(config, tp, heads) if qk_norm else None
         self.k_norm = build_qk_norm(config, tp, groups) if qk_norm else None
+        self.sub_norm = AllHeadsNorm.of(config, heads, tp) if config.norm.sub_norm else None
         self.proj = RowParallelLinear(
             heads * self.head_dim,
             width,
@@ -134,7 +135,7 @@ class Attention(nn.Module):
             q, k = self.rotation.rotate(q, angles), self.rotation.rotate(k, angles)
             if self.l2_epsilon is not None:
                 q, k = l2_norm(q, self.l2_epsilon), l2_norm(k, self.l2_epsilon)
-        elif self.temperature is not None:
+        if self.temperature is not None:
             q = self.temperature.applied(q, positions)
         if self.norms_last and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -166,6 +167,8 @@ class Attention(nn.Module):
     def _projected(self, y_BSND: Tensor, gate_BSND: Tensor | None) -> Tensor:
         if gate_BSND is not None:
             y_BSND = y_BSND * torch.sigmoid(gate_BSND)
+        if self.sub_norm is not None:
+            y_BSND = self.sub_norm(y_BSND)
         return self.proj(y_BSND.flatten(2))
 
     def _bounded(self, heads: Tensor, norm: nn.Module | None = None) -> Tensor:

@@ -94,7 +94,7 @@ class LayerCache(Protocol):
     ) -> Tensor:
         """[B, S, N, V] of a block whose heads share one key, the latent vector, of which the first
         V = ``width`` numbers are also the value. Its memory is
-        :class:`~megatron.config.blocks.Latents`, and ``scores`` have a scale."""
+        :class:`~megatron.config.memory.Latents`, and ``scores`` have a scale."""
         ...
 
     def recur(
@@ -108,7 +108,7 @@ class LayerCache(Protocol):
         (None at the start), to their outputs [b, s, Y] and the states after them. It is called for
         pieces of a prompt (b = 1) and for single tokens (s = 1) of several sequences, must not
         communicate, and a sequence's results must not depend on the others. The memory of the block
-        is :class:`~megatron.config.blocks.States`; the states are of its shapes and dtype,
+        is :class:`~megatron.config.memory.States`; the states are of its shapes and dtype,
         whatever that of the inputs."""
         ...
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.norm import build_norm
+from megatron.model.rope import sinusoids
 from megatron.parallel.layers import Dropout, VocabParallelEmbedding, WholeEmbedding
 from megatron.parallel.loss_head import HeadInput, LossHead, Objective, Targets, TokenScores
 from megatron.parallel.shard import initial
@@ -108,8 +109,8 @@ def _project(table: nn.Module, state: LayerState) -> LayerState:
 
 
 class InputEmbedding(nn.Module):
-    """From embeddings to the input of the first block: scale, learned positions, ``token_types``
-    and norm, as far as the model has them, then dropout."""
+    """From embeddings to the input of the first block: scale, positions, ``token_types`` and norm,
+    as far as the model has them, then dropout."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, token_types: int = 0) -> None:
         super().__init__()
@@ -118,6 +119,7 @@ class InputEmbedding(nn.Module):
         self.scale = config.embedding.embedding_multiplier
         if config.embedding.scale_embeddings:
             self.scale = config.hidden_size**0.5
+        self.sinusoidal = positions.position_embedding_type == "sinusoidal"
         self.position_embeddings = None
         if positions.position_embedding_type == "learned_absolute":
             self.position_embeddings = WholeEmbedding(
@@ -145,12 +147,17 @@ class InputEmbedding(nn.Module):
         if self.scale is not None:
             # Rounded to the dtype of the embeddings, as Gemma is trained.
             x_BSH = x_BSH * torch.full((), self.scale, dtype=x_BSH.dtype, device=x_BSH.device)
-        if self.position_embeddings is not None:
+        if self.position_embeddings is not None or self.sinusoidal:
             positions = state.position_ids
             if positions is None:
                 length = x_BSH.shape[1] * self.tp.slices
                 positions = torch.arange(length, device=x_BSH.device)
-            x_BSH = x_BSH + self.position_embeddings(positions + self.offset)
+            positions = positions + self.offset
+            if self.position_embeddings is not None:
+                x_BSH = x_BSH + self.position_embeddings(positions)
+            else:
+                own = self.tp.own(positions, dim=-1)
+                x_BSH = x_BSH + sinusoids(own, x_BSH.shape[-1], x_BSH.dtype)
         if self.tokentype_embeddings is not None:
             x_BSH = x_BSH + self.tokentype_embeddings(state.token_types)
         if self.norm is not None:

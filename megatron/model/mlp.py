@@ -3,76 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.config.blocks import MLPConfig
+from megatron.model.activations import activation_of
+from megatron.model.norm import AllHeadsNorm
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.shard import initial
+from megatron.parallel.shard import Init, Shard, initial, parameter
 from megatron.parallel.tensor_parallel import TensorParallel
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    if not torch.compiler.is_compiling():
-        return F.gelu(x, approximate="tanh")
-    # 1 + tanh(u) = 2 sigmoid(2u), which compiles to a third of the instructions.
-    z = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (z * torch.sigmoid(z * (_TWICE * (1.0 + 0.044715 * z * z)))).to(x.dtype)
+class XIELU(nn.Module):
+    """xIELU (Huang and Schlag 2024, arXiv:2411.13010): p x^2 + x/2 for x > 0, else
+    n (expm1(x) - x) + x/2, where p = softplus(alpha_p) and n = 1/2 + softplus(alpha_n) are learned
+    in each block, from 0.8 on."""
 
+    def __init__(self, tp: TensorParallel) -> None:
+        super().__init__()
+        self.share = tp.over_heads
+        for name, value in (("alpha_p", 0.8), ("alpha_n", 0.3)):
+            start = Init(constant=math.log(math.expm1(value)))
+            setattr(self, name, parameter(Shard((1,)), start, tp.coordinates))
 
-_TWICE = 2 * math.sqrt(2 / math.pi)
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    """Approximates GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2)."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _gated(
-    x_BSF: Tensor,
-    activation: Callable[[Tensor], Tensor],
-    clamp: float | None = None,
-    offset: float = 0.0,
-) -> Tensor:
-    gate, up = x_BSF.chunk(2, dim=-1)
-    if clamp is not None:
-        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-    return activation(gate) * (up + offset if offset else up)
-
-
-_GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": F.silu,
-    "geglu": _gelu_tanh,
-    "quick_geglu": _quick_gelu,
-}
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_tanh": _gelu_tanh,
-    "gelu_erf": F.gelu,
-    "relu": F.relu,
-    "squared_relu": lambda x: F.relu(x).square(),
-}
-"""Activations without a gate, by the names of :class:`MLPConfig`."""
-
-
-@cache
-def activation_of(mlp: MLPConfig) -> Callable[[Tensor], Tensor]:
-    """The function between the two projections of an MLP; with a gate, which is the first half of
-    the last dimension, it halves that dimension. One object for equal MLPs: code compiled for a
-    block then serves all blocks with it."""
-    if not mlp.gated:
-        return ACTIVATIONS[mlp.activation]
-    return partial(
-        _gated,
-        activation=_GATES[mlp.activation],
-        clamp=mlp.activation_func_clamp_value,
-        offset=mlp.glu_linear_offset,
-    )
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., F / tensor size] to the same shape."""
+        p, n = (F.softplus(alpha.to(x.dtype)) for alpha in self.share(*self.parameters()))
+        # The bound keeps the unused branch from overflowing, and is that of the first code.
+        below = (torch.expm1(x.clamp(max=-1e-6)) - x) * (0.5 + n)
+        return torch.where(x > 0, p * x * x, below) + 0.5 * x
 
 
 class MLP(nn.Module):
@@ -82,7 +43,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel, inner: int | None = None) -> None:
         super().__init__()
         mlp, inner = config.mlp, inner or config.mlp.ffn_hidden_size
-        self.activation = activation_of(mlp)
+        self.activation = XIELU(tp) if mlp.activation == "xielu" else activation_of(mlp)
         self.up = ColumnParallelLinear(
             config.hidden_size,
             (inner, inner) if mlp.gated else (inner,),
@@ -90,6 +51,8 @@ class MLP(nn.Module):
             init=initial(config),
             tp=tp,
         )
+        # Each of the inner channels is a head of its own.
+        self.sub_norm = AllHeadsNorm.of(config, inner, tp, 1) if config.norm.sub_norm else None
         self.down = RowParallelLinear(
             inner,
             config.hidden_size,
@@ -99,4 +62,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x_BSH)))
+        inner_BSF = self.activation(self.up(x_BSH))
+        if self.sub_norm is not None:
+            inner_BSF = self.sub_norm(inner_BSF.unsqueeze(-1)).squeeze(-1)
+        return self.down(inner_BSF)

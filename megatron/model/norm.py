@@ -16,7 +16,7 @@ from megatron.parallel.tensor_parallel import TensorParallel, sum_over_ranks
 
 
 class Norm(nn.Module, ABC):
-    """A norm with a weight, which starts at 1 - ``offset``, and a bias where the class has one.
+    """A norm with a weight, which starts at 1 - ``offset``, and a bias, where the class has them.
     With ``heads`` it normalises a rank's heads, inside the cut layers.
 
     Attributes:
@@ -24,6 +24,7 @@ class Norm(nn.Module, ABC):
     """
 
     biased = False
+    weighted = True
     narrows = False
 
     def __init__(
@@ -37,11 +38,14 @@ class Norm(nn.Module, ABC):
         super().__init__()
         self.width, self.epsilon, self.offset = width, epsilon, offset
         self.share = tp.over_heads if heads else tp.shared
-        self.weight = parameter(Shard((width,)), Init(constant=1.0 - offset), tp.coordinates)
+        start = Init(constant=1.0 - offset)
+        self.weight = parameter(Shard((width,)), start, tp.coordinates) if self.weighted else None
         self.bias = parameter(Shard((width,)), Init(), tp.coordinates) if self.biased else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] to the same shape; to the same dtype unless it ``narrows``."""
+        if self.weight is None:
+            return self.normalise(x, None, None).to(x.dtype)
         dtype = self.weight.dtype if self.narrows else x.dtype
         weight, *biases = self.share(*self.parameters())
         if self.offset:
@@ -52,7 +56,7 @@ class Norm(nn.Module, ABC):
         return self.normalise(x.to(kind), weight.to(kind), bias).to(dtype)
 
     @abstractmethod
-    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The formula, with all tensors of one dtype."""
 
 
@@ -61,17 +65,36 @@ class LayerNorm(Norm):
 
     biased = True
 
-    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.layer_norm(x, (self.width,), weight, bias, self.epsilon)
+
+
+class UnbiasedLayerNorm(LayerNorm):
+    """(x - mean) / sqrt(variance + epsilon) * weight."""
+
+    biased = False
+
+
+class PlainLayerNorm(UnbiasedLayerNorm):
+    """(x - mean) / sqrt(variance + epsilon)."""
+
+    weighted = False
 
 
 class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + epsilon) * weight."""
 
-    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        if on_cpu and weight is not None:
             return rms_norm(x, weight, self.epsilon)
         return F.rms_norm(x, (self.width,), weight, self.epsilon)
+
+
+class PlainRMSNorm(RMSNorm):
+    """x / sqrt(mean(x^2) + epsilon)."""
+
+    weighted = False
 
 
 class AllHeadsNorm(RMSNorm):
@@ -84,7 +107,16 @@ class AllHeadsNorm(RMSNorm):
         super().__init__(heads * head_dim, epsilon, tp, offset, heads=True)
         self.group, self.copies = tp.group, max(1, tp.group.size // heads)
 
-    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    @classmethod
+    def of(
+        cls, config: ModelConfig, heads: int, tp: TensorParallel, width: int | None = None
+    ) -> AllHeadsNorm:
+        """The norm of so many heads of a model, by default as wide as those of attention."""
+        norm, width = config.norm, width or config.attention.kv_channels
+        return cls(heads, width, norm.norm_epsilon, tp, float(norm.apply_layernorm_1p))
+
+    def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        assert weight is not None
         x_BSX = x.flatten(2)
         if self.group.size == 1:
             return super().normalise(x_BSX, weight, bias).view_as(x)
@@ -97,7 +129,30 @@ class AllHeadsNorm(RMSNorm):
         return (scaled.to(x.dtype) * weight).view_as(x)
 
 
-_NORMS: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+class EachHeadNorm(Norm):
+    """A norm of each head of [B, S, N, D] by itself, with a weight [heads, D] and no bias, of which
+    a rank uses those of its N heads. ``centred``: layer norm instead of RMS norm."""
+
+    def __init__(
+        self, heads: int, head_dim: int, epsilon: float, tp: TensorParallel, centred: bool
+    ) -> None:
+        super().__init__(head_dim, epsilon, tp, heads=True)
+        self.group, self.copies, self.centred = tp.group, max(1, tp.group.size // heads), centred
+        self.weight = parameter(Shard((heads, head_dim)), Init(constant=1.0), tp.coordinates)
+
+    def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        assert weight is not None
+        heads = x.shape[2]
+        weight = weight.narrow(0, self.group.rank // self.copies * heads, heads)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        formula = F.layer_norm if self.centred else F.rms_norm
+        return formula(x, (self.width,), eps=self.epsilon) * weight
+
+
+_NORMS: dict[str, type[Norm]] = {
+    cls.__name__: cls
+    for cls in (LayerNorm, RMSNorm, UnbiasedLayerNorm, PlainLayerNorm, PlainRMSNorm)
+}
 
 
 def build_norm(config: ModelConfig, tp: TensorParallel, heads: bool = False) -> Norm:
@@ -125,11 +180,13 @@ def norm_of(
 
 def build_qk_norm(config: ModelConfig, tp: TensorParallel, heads: int) -> Norm:
     """The norm of queries or keys, which have so many heads."""
-    if not config.norm.qk_layernorm_whole:
-        return build_norm(config, tp, heads=True)
-    norm, width = config.norm, config.attention.kv_channels
-    offset = float(norm.apply_layernorm_1p)
-    return AllHeadsNorm(heads, width, norm.norm_epsilon, tp, offset)
+    norm = config.norm
+    if norm.qk_layernorm_per_head:
+        width, centred = config.attention.kv_channels, norm.traits.statistics > 1
+        return EachHeadNorm(heads, width, norm.norm_epsilon, tp, centred)
+    if norm.qk_layernorm_whole:
+        return AllHeadsNorm.of(config, heads, tp)
+    return build_norm(config, tp, heads=True)
 
 
 def l2_norm(x_BSND: Tensor, epsilon: float) -> Tensor:

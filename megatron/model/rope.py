@@ -1,5 +1,5 @@
-"""Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864) and RoPE scaling for sequences
-longer than those of the first training.
+"""Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864), RoPE scaling for sequences
+longer than those of the first training, and sinusoidal positions.
 
 Channels are in the half-split order of GPT-NeoX and Llama: channel i is rotated together with
 channel i + R/2, of R rotated channels; with --rotary-interleaved channel 2i with channel 2i + 1.
@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import ModelConfig
@@ -91,17 +92,20 @@ class RotaryEmbedding:
 @dataclass(frozen=True)
 class Temperature:
     """Factors of queries by their position, for the weights of more keys (Nakanishi 2025,
-    arXiv:2501.19399; as Llama 4): 1 + ``scale`` log(1 + floor((p + 1) / ``floor``)) at position p,
-    from 0."""
+    arXiv:2501.19399; as Llama 4): 1 + ``scale`` log(1 + floor((p + ``first``) / ``floor``)) at
+    position p, from 0."""
 
     scale: float
     floor: int
+    first: int = 1
 
     @classmethod
-    def of(cls, positions: PositionsConfig) -> Temperature | None:
-        """Return the factors that the flags ask for; None without."""
-        scale = positions.attention_temperature
-        return None if scale is None else cls(scale, positions.attention_temperature_floor)
+    def of(cls, positions: PositionsConfig, layer: int) -> Temperature | None:
+        """Return the factors that the flags ask for in block ``layer``; None without."""
+        scale, rotary = positions.attention_temperature, positions.attention_temperature_rotary
+        if scale is None or positions.rotates(layer) != rotary:
+            return None
+        return cls(scale, positions.attention_temperature_floor, int(not rotary))
 
     def applied(self, q_BSND: Tensor, positions_BS: Tensor | None) -> Tensor:
         """Return the queries times their factors, which are float32 or better; without positions
@@ -109,7 +113,7 @@ class Temperature:
         if positions_BS is None:
             positions_BS = torch.arange(q_BSND.shape[1], device=q_BSND.device)[None]
         kind = torch.promote_types(q_BSND.dtype, torch.float32)
-        floors_BS = ((positions_BS + 1) // self.floor).to(kind)
+        floors_BS = ((positions_BS + self.first) // self.floor).to(kind)
         factors_BS = 1 + self.scale * torch.log1p(floors_BS)
         return (q_BSND * factors_BS[..., None, None]).to(q_BSND.dtype)
 
@@ -248,3 +252,14 @@ def _longrope(
     if factor <= 1:
         return frequencies_P, 1.0
     return frequencies_P, math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def sinusoids(positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Return the sinusoidal embeddings of positions, [..., H], computed in float32 or better: H/2
+    sines, then H/2 cosines of frequencies 10000^(-i / (H/2 - 1)), as in tensor2tensor and fairseq,
+    and a zero where H is odd."""
+    half, kind = width // 2, torch.promote_types(dtype, torch.float32)
+    step = -math.log(10000.0) / max(half - 1, 1)
+    frequencies = torch.exp(torch.arange(half, device=positions.device).to(kind) * step)
+    angles = positions.unsqueeze(-1).to(kind) * frequencies
+    return F.pad(torch.cat([angles.sin(), angles.cos()], -1), (0, width % 2)).to(dtype)

@@ -75,6 +75,20 @@ def linear_loss_and_correct(
     return loss, correct
 
 
+def linear_loss_and_z(
+    x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`linear_cross_entropy`, and the mean over the same tokens of the squared logarithm of
+    the softmax's denominator. The gradient of the first is that of the sum of the two, the second
+    times ``z_coeff`` of the head, which must not be 0: one pass over the logits has both."""
+    make = partial(LogitChunks, targets=targets, head=head)
+    numbers = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
+    if targets.whole is None:
+        return numbers
+    loss, z = map(head.tp.context.sum, numbers)
+    return loss, z
+
+
 @torch.no_grad()
 def linear_scores(
     x_BPH: Tensor, weight: Tensor, targets: Targets, head: LossHead, bias: Tensor | None = None
@@ -175,7 +189,8 @@ class LogitChunks:
         self.compiled = compiles_for(x_TH.device.type) if compiled is None else compiled
         rows = len(weight_PH)
         self.first = self.group.rank * rows
-        self.columns = Columns(max(0, min(rows, head.vocab_size - self.first)), head.softcap)
+        used = max(0, min(rows, head.vocab_size - self.first))
+        self.columns = Columns(used, head.softcap, head.z_coeff)
         self.targets = targets
         labels_T = targets.labels_BS.flatten() - self.first
         if self.compiled:
@@ -186,6 +201,7 @@ class LogitChunks:
         self.counted = counted.sum().clamp(min=1.0)
         self._allocate(head.chunk_bytes)
 
+    log_T: Tensor | None = None
     logits_CP: Tensor
     x_grad_TH: Tensor | None
     weight_grad_PH: Tensor | None
@@ -230,9 +246,12 @@ class LogitChunks:
         return torch.empty_like(self.weight_PH, dtype=dtype)
 
     def losses(self) -> tuple[Tensor, ...]:
-        """The mean loss and, with ``counting``, how many labels are the most probable token; fills
-        in the gradients."""
+        """The mean loss and, with ``counting``, how many labels are the most probable token, or of
+        a head with ``z_coeff`` the second number of :func:`linear_loss_and_z`; fills in the
+        gradients."""
         best = _BestTokens(self.labels_T, self.work) if self._counting else None
+        if self.columns.z_coeff:
+            self.log_T = torch.empty_like(self.mask_T)
         total = torch.zeros((), dtype=self.work, device=self.x_TH.device)
         gradients = self.x_needs or self.weight_needs or self.bias_needs
         for chunk in self.chunks:
@@ -243,6 +262,8 @@ class LogitChunks:
                 # The mask is in the gradient of the logits if it was compiled.
                 self.multiply(chunk, logits_CP, None if self.compiled else mask_C)
         loss = total / self.counted
+        if self.log_T is not None:
+            return loss, self.log_T.square() @ self.mask_T / self.counted
         if best is None:
             return (loss,)
         best_T = best.over_ranks(None, self.first, self.group)
@@ -254,15 +275,19 @@ class LogitChunks:
         """The loss of each token, [C], and the memory of the logits, [C, P], with the gradient of
         these losses if that is asked for; ``best`` is filled in before that."""
         labels_C, used = self.labels_T[chunk], self.columns.used
-        logits_CP = self._logits(chunk)
+        logits_CP, group = self._logits(chunk), self.group
+        log_C = None if self.log_T is None else self.log_T[chunk]
         if best is not None:
             best.add(chunk, logits_CP[:, :used])
         if self.compiled:
             mask_C = self.mask_T[chunk]
-            loss_C = compiled_loss(logits_CP, labels_C, mask_C, self.columns, self.group, gradients)
+            loss_C = compiled_loss(
+                logits_CP, labels_C, mask_C, self.columns, group, gradients, log_C
+            )
         else:
             logits_CP[:, used:] = 0.0
-            loss_C = eager_loss(logits_CP[:, :used], labels_C, self.columns, self.group, gradients)
+            used_CV = logits_CP[:, :used]
+            loss_C = eager_loss(used_CV, labels_C, self.columns, group, gradients, log_C)
         return loss_C, logits_CP
 
     def scores(self) -> tuple[Tensor, Tensor]:

@@ -135,12 +135,14 @@ class LossHead:
         softcap: logits are softcap x tanh(logit / softcap); None leaves them alone.
         chunk_bytes: size of the logits in memory at a time; 0 for all; None for a default that
             suits the device.
+        z_coeff: see :class:`~megatron.parallel.softmax_loss.Columns`.
     """
 
     vocab_size: int
     softcap: float | None
     chunk_bytes: int | None
     tp: TensorParallel
+    z_coeff: float = 0.0
 
     def capped(self, logits: Tensor) -> Tensor:
         return capped(logits, self.softcap)

@@ -43,10 +43,13 @@ class Columns(NamedTuple):
     Attributes:
         used: columns that are tokens (V); the rest is padding.
         softcap: that of :func:`capped`.
+        z_coeff: factor of the squared logarithm of the softmax's denominator, whose gradient is
+            added to that of the loss (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
     """
 
     used: int
     softcap: float | None
+    z_coeff: float = 0.0
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -70,6 +73,10 @@ class Softmax(NamedTuple):
     def loss(self) -> Tensor:
         """-log softmax at the label: [C]."""
         return (self.largest_C - self.target_C) + self.total_C.log()
+
+    def log_denominator(self) -> Tensor:
+        """Logarithm of the sum of exponentials: [C]."""
+        return self.largest_C + self.total_C.log()
 
     def joined(self, other: Softmax) -> Softmax:
         """Return the softmax of the columns of both."""
@@ -147,6 +154,8 @@ def write_gradient(
     slope_CP = _slope(capped_CP, columns.softcap)
     # From the largest logit and not from the logarithm of the sum, which rounds more.
     share_C = softmax.total_C.reciprocal()
+    if columns.z_coeff:
+        share_C = share_C * (1.0 + 2.0 * columns.z_coeff * softmax.log_denominator())
     grad_CP = (capped_CP - softmax.largest_C[:, None]).exp() * share_C[:, None]
     grad_CP = grad_CP - (number_P == labels_C[:, None]).to(grad_CP.dtype)
     if slope_CP is not None:
@@ -171,33 +180,43 @@ def compiled_loss(
     columns: Columns,
     group: Group,
     gradients: bool,
+    log_C: Tensor | None = None,
 ) -> Tensor:
     """Loss of each token; with ``gradients`` the logits become the gradient of the weighted loss.
-    A label that is no column of this rank must be negative."""
+    A label that is no column of this rank must be negative. ``log_C`` is filled with the logarithm
+    of the softmax's denominator."""
     # torch compiles a view again for every shape of what it is a view of.
     logits_CP, labels_C, weight_C = (x.detach() for x in (logits_CP, labels_C, weight_C))
-    if group.size == 1 and gradients:
+    if group.size == 1 and gradients and log_C is None:
         return compiled(loss_and_gradient)(logits_CP, labels_C, weight_C, columns)
     softmax = Softmax(*compiled(softmax_of)(logits_CP, labels_C, columns))
     if group.size > 1:
         softmax = softmax.over_ranks(group)
     if gradients:
         compiled(write_gradient)(logits_CP, labels_C, weight_C, softmax, columns)
+    if log_C is not None:
+        log_C.copy_(softmax.log_denominator())
     return softmax.loss()
 
 
 def eager_loss(
-    logits_CV: Tensor, labels_C: Tensor, columns: Columns, group: Group, gradients: bool
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    columns: Columns,
+    group: Group,
+    gradients: bool,
+    log_C: Tensor | None = None,
 ) -> Tensor:
-    """Loss of each token; with ``gradients`` the logits become softmax - label."""
+    """Loss of each token; with ``gradients`` the logits become softmax - label. ``log_C`` is filled
+    with the logarithm of the softmax's denominator."""
     work = torch.promote_types(logits_CV.dtype, torch.float32)
     absent_C = (labels_C < 0) | (labels_C >= logits_CV.shape[1])
     columns_C = labels_C.masked_fill(absent_C, 0)
+    norm_C = torch.empty_like(labels_C, dtype=work) if log_C is None else log_C
     if not logits_CV.shape[1]:
-        norm_C = torch.full_like(labels_C, -torch.inf, dtype=work)
-        return _loss_over_ranks(norm_C, torch.zeros_like(norm_C), group)
-    norm_C, target_C = (logits_CV.new_empty(len(labels_C), dtype=work) for _ in range(2))
-    alone, rows = group.size == 1, list(_rows(logits_CV))
+        return _loss_over_ranks(norm_C.fill_(-torch.inf), torch.zeros_like(norm_C), group)
+    target_C = logits_CV.new_empty(len(labels_C), dtype=work)
+    alone, rows, z = group.size == 1, list(_rows(logits_CV)), columns.z_coeff
     for at in rows:
         logits_RV = capped(logits_CV[at].to(work), columns.softcap)
         target_C[at] = logits_RV.gather(1, columns_C[at, None]).squeeze(1)
@@ -208,7 +227,7 @@ def eager_loss(
         slope_RV, largest_R = _slope(logits_RV, columns.softcap), logits_RV.amax(-1)
         softmax_RV = torch.softmax(logits_RV, -1, out=logits_RV)
         norm_C[at] = largest_R - softmax_RV.amax(-1).log()
-        _write(logits_CV[at], softmax_RV, slope_RV, columns_C[at], absent_C[at])
+        _write(logits_CV[at], softmax_RV, slope_RV, columns_C[at], absent_C[at], z, norm_C[at])
     target_C.masked_fill_(absent_C, 0.0)
     loss_C = norm_C - target_C if alone else _loss_over_ranks(norm_C, target_C, group)
     if gradients and not alone:
@@ -216,7 +235,7 @@ def eager_loss(
             logits_RV = capped(logits_CV[at].to(work), columns.softcap)
             slope_RV = _slope(logits_RV, columns.softcap)
             softmax_RV = logits_RV.sub_(norm_C[at, None]).exp_()
-            _write(logits_CV[at], softmax_RV, slope_RV, columns_C[at], absent_C[at])
+            _write(logits_CV[at], softmax_RV, slope_RV, columns_C[at], absent_C[at], z, norm_C[at])
     return loss_C
 
 
@@ -251,8 +270,12 @@ def _write(
     slope_RV: Tensor | None,
     columns_R: Tensor,
     absent_R: Tensor,
+    z_coeff: float,
+    norm_R: Tensor,
 ) -> None:
     """Replaces logits by the gradient of each token's loss."""
+    if z_coeff:
+        softmax_RV.mul_(1.0 + 2.0 * z_coeff * norm_R[:, None])
     at_label_R = absent_R.to(softmax_RV.dtype) - 1.0
     softmax_RV.scatter_add_(1, columns_R[:, None], at_label_R[:, None])
     if slope_RV is not None:
