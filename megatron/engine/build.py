@@ -36,12 +36,12 @@ from megatron.engine.deepspeed_patches import (
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.adam import StateStore
 from megatron.engine.update.async_step import can_defer
+from megatron.engine.update.groups import check_patterns, factors_of, group_lines
 from megatron.engine.update.optimizer import (
     build_optimizer,
     check_groups,
     fewer_replicas,
     partition_ranks,
-    rate_factors,
 )
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.layer_list import canonical_parameters
@@ -85,12 +85,15 @@ def build_engine(
         compile_blocks(backend.sequences, config.fast_paths, device)
     trained = {param: name for param, name in names.items() if param.requires_grad}
     _require_trained(list(trained), mesh)
-    factors = rate_factors(trained, config.optimizer, mesh)
+    check_patterns(trained, config.optimizer, mesh)
     apart = fewer_replicas(names, mesh)
     plans = (feature.optimizer(config, trained, mesh) for feature in taking_part())
     plan = next((each for each in plans if each is not None), None)
+    factors = factors_of(trained, config, {} if plan is None else plan.rules)
+    for line in group_lines(trained, factors, config.optimizer, mesh):
+        _say(line)
     optimizer = build_optimizer(trained, config.optimizer, factors, apart, plan)
-    asynchronous = _adapt_settings(settings, config, trained, mesh)
+    asynchronous = _adapt_settings(settings, config, trained, mesh, plan is None)
     if apart:
         in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
         accumulates = backend.stage == 1 and in_fp32 and config.precision.bf16
@@ -125,6 +128,7 @@ def build_engine(
         asynchronous,
         kernels,
         stored,
+        groups_differ=bool(factors) or mesh.group("expert").size > 1,
     )
     for feature in taking_part():
         feature.built(built)
@@ -208,10 +212,10 @@ def attention_line(config: RunConfig, device: torch.device, kind: AttentionKind 
 
 
 def _adapt_settings(
-    settings: Json, config: RunConfig, params: Iterable[nn.Parameter], mesh: Mesh
+    settings: Json, config: RunConfig, params: Iterable[nn.Parameter], mesh: Mesh, core: bool
 ) -> bool:
     """Turns off what this run does not need of DeepSpeed, or does itself; returns whether the
-    optimizer step is asynchronous."""
+    optimizer step is asynchronous. ``core``: the optimizer is none of a feature."""
     stage = stage_of(settings)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
     refuse_what_is_wrong(stage, in_fp32)
@@ -222,7 +226,7 @@ def _adapt_settings(
     zero.setdefault("reduce_bucket_size", min(count, 500_000_000))
     # It synchronizes before and after every micro batch; the trainer has its own clock.
     settings.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
-    asynchronous = can_defer(config, settings)
+    asynchronous = core and can_defer(config, settings)
     if asynchronous:
         leave_norm_to_us(settings, stage, in_fp32)
     if mesh.dense.size == 1:

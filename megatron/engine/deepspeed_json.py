@@ -39,7 +39,7 @@ def _optimizer(name: Any) -> str:
     lower = str(name).lower()
     known = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}.get(lower)
     if known is None:
-        remedy = _BY_FLAGS.get(lower, "--optimizer has those of this trainer")
+        remedy = _BY_FLAGS.get(lower, "--optimizer has those of this trainer (--help)")
         raise ConfigError(
             f'optimizer.type "{name}": AdamW, Adam (both with decoupled weight decay) and SGD are '
             f"the optimizers of the JSON; {remedy}"
@@ -53,8 +53,24 @@ _BY_FLAGS = {
     "shape_scaling",
     "lion": "leave optimizer out, and give --optimizer lion --lion-beta1 0.9 --lion-beta2 0.999 "
     "for DeepSpeed's defaults",
-}
-"""Flags for optimizers that DeepSpeed has under the same name with other rules or defaults."""
+    "lamb": "its rate of a layer follows from the norms of its parts on each rank; leave optimizer "
+    "out, and for large batches give --optimizer muon or soap, of which every layout has the same "
+    "result",
+    "adagrad": "its sum of squares never forgets; leave optimizer out, and give --optimizer adam "
+    "--adam-beta2 0.999",
+    **dict.fromkeys(
+        ("muadam", "muadamw", "musgd"),
+        "it is the rule of that name with rates of the package mup, by widths; leave optimizer "
+        "out, give --optimizer adam or sgd, and the rates with --lr-group PATTERN=FACTOR",
+    ),
+    **dict.fromkeys(
+        ("radam", "nadam", "adamax", "adadelta", "rmsprop", "rprop", "asgd", "lbfgs", "sparseadam",
+         "adafactor"),
+        "a class of torch.optim without a counterpart here; leave optimizer out, and give "
+        "--optimizer adam, or one of the others of --help",
+    ),
+}  # fmt: skip
+"""Flags for optimizers that DeepSpeed has by name, or takes from torch.optim."""
 
 
 def _whole(number: Any) -> Any:

@@ -6,12 +6,13 @@ Each rank reads its own elements, one parameter at a time, without a copy of the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -22,8 +23,10 @@ from megatron.checkpoint.source import FoundCheckpoint, Source
 from megatron.config.features import AHEAD, taking_part
 from megatron.config.optimizer import STATES
 from megatron.engine.state import (
+    MORE_STATES,
     create_moments,
     holders,
+    optimizer_step,
     owned_slices,
     set_loss_scaler_state,
     set_working_weights,
@@ -98,6 +101,7 @@ def load_checkpoint(
     if options.load_optim:
         together(engine, lambda: check_optimizer(engine, source))
         _undamaged(engine, lambda: load_optimizer(engine, source))
+        together(engine, lambda: _load_more_states(engine, found.folder))
         together(engine, lambda: _load_kernel_state(engine, found.folder))
     path = found.folder / f"random-{world.rank:05d}.safetensors"
     if options.load_rng and source.state.get("world_size") == world.size and path.is_file():
@@ -129,6 +133,32 @@ def _undamaged(engine: ModelEngine, step: Callable[[], T]) -> T:
         return together(engine, step)
     except Exception as error:  # of any kind: all ranks must go the same way
         raise DamagedError(str(error) or repr(error)) from error
+
+
+def _load_more_states(engine: TrainEngine, folder: Path) -> None:
+    """Fills the states that have other shapes than parameters, which ranks have written whole or,
+    of parts of a parameter, to be summed. Raises CheckpointError if some are missing."""
+    load = getattr(engine.optimizer, "load_more", None)
+    if load is None or not optimizer_step(engine):
+        return
+    with ExitStack() as files:
+        opened = [
+            files.enter_context(safe_open(path, "pt"))  # type: ignore[no-untyped-call]
+            for path in sorted(folder.glob(f"{MORE_STATES}-*.safetensors"))
+        ]
+        places = {key: file for file in opened for key in file.keys()}  # noqa: SIM118
+
+        def read(name: str) -> Tensor:
+            keys = [key for key in places if key.partition("/")[0] == name]
+            if not keys:
+                raise CheckpointError(
+                    f"{folder} has no {name} of --optimizer {engine.config.optimizer.optimizer}: "
+                    "--no-load-optim starts with a new state"
+                )
+            return sum((places[key].get_tensor(key) for key in keys[1:]),
+                       start=places[keys[0]].get_tensor(keys[0]))  # fmt: skip
+
+        load(read)
 
 
 def _load_kernel_state(engine: TrainEngine, folder: Path) -> None:
@@ -305,10 +335,15 @@ def stored_kinds(source: Source) -> set[str]:
 def check_optimizer(engine: TrainEngine, source: Source) -> None:
     """Raises CheckpointError if a checkpoint has no state of this run's optimizer."""
     name, run, stored = engine.config.optimizer.optimizer, source.run, stored_kinds(source)
-    if run is None:
-        fits = stored.issuperset(STATES[name])
-    else:
-        fits = run.checkpoint.save_optim and run.optimizer.optimizer == name
+    other = None if run is None else run.optimizer.optimizer
+    if other not in (None, name):
+        raise CheckpointError(
+            f"{source.folder} was saved by --optimizer {other}, and this run has --optimizer {name}"
+            f", which cannot use its {', '.join(sorted(stored - {'weight'})) or 'states'}: "
+            "--no-load-optim continues with the weights and new states of zeros, at its iteration; "
+            f"--optimizer {other} continues with them"
+        )
+    fits = stored.issuperset(STATES[name]) if run is None else run.checkpoint.save_optim
     if not fits:
         raise CheckpointError(
             f"{source.folder} has no {', '.join(STATES[name])}: it was saved with "

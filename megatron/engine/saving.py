@@ -30,7 +30,14 @@ from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
 from megatron.config import CheckpointConfig
 from megatron.engine.deepspeed_json import Json
-from megatron.engine.state import OwnedSlice, loss_scaler_state, optimizer_step, owned_slices
+from megatron.engine.state import (
+    MORE_STATES,
+    OwnedSlice,
+    loss_scaler_state,
+    more_states,
+    optimizer_step,
+    owned_slices,
+)
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.adam import StateStore
 from megatron.engine.update.optimizer import owned
@@ -299,6 +306,8 @@ def own_slices(engine: TrainEngine, folder: Path) -> SliceWriter:
             kinds = own.kinds if options.save_optim else ("weight",)
             tensors = [(kind, _canonical(own, kind, engine.stored_states)) for kind in kinds]
             writer.add(own.name, own.slice, tensors, shard_of(own.param).part)
+    for key, values in more_states(engine).items() if options.save_optim else ():
+        writer.put(MORE_STATES, key, values.detach().contiguous())
     for name, buffer in engine.buffers.items():
         # The buffers of a frozen base are in its own checkpoint.
         if engine.base is None and buffer.shard.counted(engine.mesh.coordinates):

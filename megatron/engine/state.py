@@ -22,6 +22,10 @@ from megatron.parallel.shard import shard_of
 _SCALER_NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
+TRAINED = "trained_weight"
+"""A state: the weights that are trained, where ``weight`` has others for all other uses."""
+
+
 @dataclass(frozen=True)
 class OwnedSlice:
     """A slice of a parameter that this rank's optimizer updates.
@@ -44,6 +48,11 @@ class OwnedSlice:
     def kinds(self) -> tuple[str, ...]:
         """``weight`` and the moments."""
         return "weight", *self.moments
+
+    @property
+    def trained(self) -> str:
+        """The kind of the weights that the model computes with in training."""
+        return TRAINED if TRAINED in self.moments else "weight"
 
     def get(self, kind: str) -> Tensor:
         """Float32 values, flat, followed by padding: a view of the engine's state where that is
@@ -92,7 +101,7 @@ def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
         if count > 0:
             if holder not in partitions:
                 state = engine.optimizer.state.get(holder, {})
-                make = Float32Partition if form is None else form.partition
+                make = form.partition if form is not None else engine.view or Float32Partition
                 partitions[holder] = make(holder, state)
             states = partitions[holder]
             moments = tuple(filter(states.has, STATES[engine.config.optimizer.optimizer]))
@@ -225,24 +234,37 @@ def optimizer_step(engine: TrainEngine) -> int:
 def create_moments(engine: TrainEngine, step: int) -> None:
     """Creates optimizer state, all zero, as after ``step`` updates."""
     name = engine.config.optimizer.optimizer
-    ruled = _states_of_holders(engine)
+    ruled = _creators(engine)
     for holder in holders(engine):
         state = engine.optimizer.state[holder]
         if engine.stored_states is not None:
             state.update(engine.stored_states.create(holder))
+        elif holder in ruled:
+            state.update(ruled[holder](holder.detach()))
         else:
-            for moment in ruled.get(holder, STATES[name]):
+            for moment in STATES[name]:
                 state[moment] = torch.zeros_like(holder, memory_format=torch.preserve_format)
         if name != "sgd":
             # The fused kernel needs the count on the weights' device.
             state["step"] = torch.tensor(float(step), dtype=torch.float32, device=holder.device)
 
 
-def _states_of_holders(engine: TrainEngine) -> dict[Tensor, tuple[str, ...]]:
-    """Names of the states of each tensor that the optimizer updates; none where all are alike."""
+def _creators(engine: TrainEngine) -> dict[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
+    """Functions that make the states of each tensor that the optimizer updates; none where all are
+    alike."""
     place_of = places(engine)
-    states_of = getattr(engine.optimizer, "states_of", {})
-    return {place_of(param)[1]: names for param, names in states_of.items()}
+    creators = getattr(engine.optimizer, "creators", {})
+    return {place_of(param)[1]: create for param, create in creators.items()}
+
+
+MORE_STATES = "states"
+"""Beginning of the names of the files with states that have other shapes than parameters."""
+
+
+def more_states(engine: TrainEngine) -> Mapping[str, Tensor]:
+    """States of the optimizer that this rank writes whole, by name; every rank must call it."""
+    states: Mapping[str, Tensor] = getattr(engine.optimizer, "more_states", dict)()
+    return states
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from megatron.engine.deepspeed_patches import (
     drop_gradients,
     keep_smallest_scale,
 )
-from megatron.engine.update.adam import StateStore
+from megatron.engine.update.adam import Partition, StateStore
 from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.optimizer import clipping_factor, gradient_norm, set_rates
 from megatron.model.layer_list import LayerSequence, canonical_buffers
@@ -190,6 +190,7 @@ class TrainEngine(ModelEngine):
 
     Args:
         asynchronous: whether steps are :class:`AsyncOptimizerStep`.
+        groups_differ: whether pipeline stages may have other groups of parameters.
 
     Attributes:
         look_ahead: makes a step's micro batches of the next ones, before their first pass; None for
@@ -199,12 +200,18 @@ class TrainEngine(ModelEngine):
         count_zeros: counts zeros in the gradients of the next step, on every rank; None for none.
         timed: whether steps leave ``marks``: times before their passes, after them and after the
             update, in seconds, or events on a CUDA device, which it reaches later.
+        view: makes the :class:`Partition` of a tensor that the optimizer updates and of its states,
+            in float32, where a checkpoint has other weights than those that are trained.
+        switch: called with True before passes of training, with False before evaluations: sets
+            the weights that the model computes with, where they differ.
     """
 
     look_ahead: Callable[[Iterator[Any], int], Iterator[Any]] | None = None
     judge: Callable[[list[Any], list[int | None], int], Tensor] | None = None
     count_zeros: Callable[[TrainEngine], Tensor] | None = None
     timed = False
+    view: Callable[[Tensor, Mapping[str, Tensor]], Partition] | None = None
+    switch: Callable[[bool], None] | None = None
 
     def __init__(
         self,
@@ -219,6 +226,7 @@ class TrainEngine(ModelEngine):
         asynchronous: bool,
         kernels: KernelStates,
         stored_states: StateStore | None = None,
+        groups_differ: bool = False,
     ) -> None:
         super().__init__(config, spec, mesh, device, backend, names, kernels)
         self.marks: list[Any] = []
@@ -236,7 +244,7 @@ class TrainEngine(ModelEngine):
                 device,
                 clip_grad=config.optimizer.clip_grad,
                 hold=config.training.check_for_nan_in_loss_and_grad,
-                groups_differ=bool(config.optimizer.lr_group) or mesh.group("expert").size > 1,
+                groups_differ=groups_differ,
                 form=stored_states,
                 keys={
                     param: stored_states.key(
@@ -255,12 +263,13 @@ class TrainEngine(ModelEngine):
         consumed_samples: int,
         lr: float,
         weight_decay: float,
+        decoupled_lr: float | None = None,
     ) -> StepResult:
         """Takes ``micro_batches`` batches through the model and updates the weights once, without
         synchronizing with the device, except for the numbers that fp16, SGD and offloaded state
         need, at stage 3, and with ``overlap_comm``. ``consumed_samples`` counts those of all
         earlier steps."""
-        set_rates(self.optimizer, lr, weight_decay)
+        set_rates(self.optimizer, lr, weight_decay, decoupled_lr)
         if self.look_ahead is not None:
             batches = self.look_ahead(batches, micro_batches)
         self.prepare(micro_batches)
@@ -309,6 +318,8 @@ class TrainEngine(ModelEngine):
     def prepare(self, micro_batches: int) -> None:
         if not self.model.training:  # train() visits every module
             self.engine.train()
+        if self.switch is not None:
+            self.switch(True)
         context = self.mesh.group("context").size  # DeepSpeed counts the samples of each rank
         self.engine.set_train_batch_size(self._samples_per_round * context * micro_batches)
         self.kernels.refresh()
@@ -341,6 +352,8 @@ class TrainEngine(ModelEngine):
             whole[0].all_gather(whole)
 
     def prepare_evaluation(self) -> None:
+        if self.switch is not None:
+            self.switch(False)
         self.engine.eval()
 
     def close(self) -> None:

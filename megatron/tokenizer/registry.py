@@ -58,8 +58,8 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
     config = with_files(config)
     if config.tokenizer_type is None:
         raise ConfigError(
-            f"--tokenizer-type is missing; expected one of {known}; or give --vocab-size for "
-            "indexed data without a tokenizer"
+            "--tokenizer-type is missing, and so are tokenizer files at --load; expected one of "
+            f"{known}; or give --vocab-size for indexed data without a tokenizer"
         )
     kind = type_of(config.tokenizer_type)
     if kind is None:

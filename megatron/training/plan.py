@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megatron.config import ConfigError, RunConfig
@@ -51,6 +51,13 @@ class TrainingPlan:
         self.lengths = sequence_lengths(config, self.batch_size.samples)
         length = self._set_length(training)
         self.learning_rate = self._learning_rate(optimizer, max(1, length))
+        self.decoupled_rate: LearningRateSchedule | None = None
+        if optimizer.decoupled_lr is not None:
+            self.decoupled_rate = replace(
+                self.learning_rate,
+                lr=optimizer.decoupled_lr,
+                min_lr=optimizer.decoupled_min_lr or 0.0,
+            )
         self.weight_decay = WeightDecaySchedule(
             optimizer.start_weight_decay,
             optimizer.end_weight_decay,
@@ -102,6 +109,8 @@ class TrainingPlan:
             unit=self._decay_unit,
             warmup_unit=self._warmup_unit if mixed else None,
             start=start if mixed else 0,
+            exponent=optimizer.lr_power_exponent,
+            timescale=optimizer.lr_power_timescale,
         )
 
     def _tokens_after(self, warmup: int) -> int:
@@ -109,14 +118,16 @@ class TrainingPlan:
         of_steps = self._warmup_unit == "iters"
         return self.lengths.tokens(self.batch_size.samples(warmup) if of_steps else warmup)
 
-    def rates(self, iteration: int, consumed_samples: int) -> tuple[float, float]:
-        """Learning rate and weight decay of the step after ``iteration`` steps."""
+    def rates(self, iteration: int, consumed_samples: int) -> tuple[float, ...]:
+        """Learning rate and weight decay of the step after ``iteration`` steps; with
+        ``--decoupled-lr`` that rate, too."""
         at = {
             unit: self.progress(iteration, consumed_samples, unit)
             for unit in {self.unit, self._warmup_unit, self._decay_unit}
         }
-        rate = self.learning_rate(at[self._decay_unit], at[self._warmup_unit])
-        return rate, self.weight_decay(at[self.unit])
+        done = at[self._decay_unit], at[self._warmup_unit]
+        rates = self.learning_rate(*done), self.weight_decay(at[self.unit])
+        return rates if self.decoupled_rate is None else (*rates, self.decoupled_rate(*done))
 
     def progress(self, iteration: int, consumed_samples: int, unit: str | None = None) -> int:
         """Progress of the run in ``unit``, by default the unit of its length."""

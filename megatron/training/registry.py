@@ -113,6 +113,9 @@ _TABLE = (
         tag="mem-max-allocated-bytes",
     ),
     RunMetric("memory_reserved_bytes", "bytes", tag="mem-max-reserved-bytes"),
+    RunMetric(
+        "gradient_noise_scale", "samples", label="gradient noise scale", show=".3g", curve=True
+    ),
     RunMetric("num_zeros", label="num zeros", show=".1f", curve=True),
     RunMetric("params_norm", label="params norm", show=".3f", curve=True),
     RunMetric(

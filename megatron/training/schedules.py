@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from megatron.config.flags import ConfigError
 
-LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "power", "WSD")
+_POWERS = ("inverse-square-root", "power")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
@@ -31,6 +32,11 @@ class LearningRateSchedule:
         decay: progress from the start of the run at which ``min_lr`` is reached.
         wsd_decay: for ``WSD`` the length of the last part, which ends at ``decay``. If it is longer
             than ``decay - warmup`` the rate drops at the end of the warm-up, as in Megatron.
+            Also of ``inverse-square-root`` and ``power``, which None leaves without such a part.
+        exponent: ``power``: of the progress, relative to ``timescale`` (OLMo's PowerLR).
+        timescale: progress, counted from the end of the warm-up and this long before it, relative
+            to which powers fall (Zhai et al. 2021, arXiv:2106.04560); None for the length of the
+            warm-up, as in Megatron.
         unit: suffix of the flags that error messages name: ``iters``, ``samples`` or ``tokens``.
         warmup_unit: the unit of ``warmup`` if it is another one. Then the decay begins at
             ``start``, in ``unit``.
@@ -47,6 +53,8 @@ class LearningRateSchedule:
     unit: str = "iters"
     warmup_unit: str | None = None
     start: int = 0
+    exponent: float = -0.5
+    timescale: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("--lr-decay-style", self.style, LR_STYLES)
@@ -71,7 +79,7 @@ class LearningRateSchedule:
                 f"{warmup} ends after {self.start} {self.unit}, which must be less than "
                 f"--lr-decay-{self.unit} {decay}"
             )
-        if self.style == "WSD":
+        if self.style == "WSD" or (self.style in _POWERS and self.wsd_decay is not None):
             self._check_wsd()
 
     def _check_wsd(self) -> None:
@@ -99,15 +107,29 @@ class LearningRateSchedule:
             return self.lr
         if progress > self.decay:
             return self.min_lr
+        peak = self.lr
+        if self.style in _POWERS:
+            falls_from = self.decay - (self.wsd_decay or 0)
+            peak = self._power(min(progress, falls_from))
+            if progress <= falls_from:
+                return peak
+        return self.min_lr + self._share_left(progress) * (peak - self.min_lr)
+
+    def _power(self, progress: float) -> float:
+        """The rate that falls with a power of the progress, at least ``min_lr``."""
+        if self.timescale is None:
+            scale, done = max(self._start, 1), max(progress, 1)
+        else:
+            scale, done = self.timescale, progress - self._start + self.timescale
         if self.style == "inverse-square-root":
-            rate: float = self.lr * max(self._start, 1) ** 0.5 / max(progress, 1) ** 0.5
-            return max(self.min_lr, rate)
-        return self.min_lr + self._share_left(progress) * (self.lr - self.min_lr)
+            rate: float = self.lr * scale**0.5 / done**0.5
+        else:
+            rate = self.lr * (done / scale) ** self.exponent
+        return max(self.min_lr, rate)
 
     def _share_left(self, progress: float) -> float:
         """The remaining share of ``lr - min_lr``, from 1 down to 0."""
-        if self.style == "WSD":
-            assert self.wsd_decay is not None
+        if self.wsd_decay is not None and self.style in ("WSD", *_POWERS):
             stable_until = self.decay - self.wsd_decay
             if progress <= stable_until:
                 return 1.0

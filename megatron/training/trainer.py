@@ -206,7 +206,8 @@ class Trainer:
         """Runs the micro batches of one step through the model and updates its weights."""
         self._tell("before_step")
         plan, first_sample = self.plan, self.consumed_samples
-        rate, decay = plan.rates(self.iteration, first_sample)
+        rates = plan.rates(self.iteration, first_sample)
+        rate, decay = rates[:2]
         length = plan.lengths.at(self.iteration)
         batches = plan.lengths.cut(batches, self.iteration)
         micro_batches = plan.batch_size.micro_batches(first_sample)
@@ -216,7 +217,7 @@ class Trainer:
             batches, counts = weighed_step(batches, micro_batches, mesh, device)
         shares: list[Tensor] = []
         batches = _watched(batches, length, shares)
-        result = self.engine.train_step(batches, micro_batches, first_sample, rate, decay)
+        result = self.engine.train_step(batches, micro_batches, first_sample, *rates)
         samples = plan.batch_size.batch_size(first_sample)
         self.iteration += 1
         self.consumed_samples += samples

@@ -143,6 +143,7 @@ class Rates(NamedTuple):
     keep: Tensor
     step_size: Tensor
     root: Tensor
+    eps: Tensor
 
 
 class ElementwiseAdam:
@@ -164,7 +165,7 @@ class ElementwiseAdam:
         self, group: Mapping[str, Any], step: Tensor, factor: Tensor | None, held: Tensor
     ) -> SliceUpdate:
         """The update of a group's slices; ``step`` counts this update already."""
-        rates = self._rates(group["lr"], group["weight_decay"], step, factor, held)
+        rates = self._rates(group, step, factor, held)
 
         def update(grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> None:
             if self._compiled:
@@ -192,14 +193,15 @@ class ElementwiseAdam:
         self._compiled = False
         self._update = torch.compile(self.update, dynamic=True, fullgraph=True)  # imports it
         first = self._arranged(own(grad), own(elements), tuple(map(own, stored)))
-        # The betas, epsilon and a format's numbers become constants. As inputs, torch 2.11 would
+        # The betas and a format's numbers become constants. As inputs, torch 2.11 would
         # begin once more, and a sum of int32 with such a number would be int64 on a GPU.
         with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):
             self._update(*first, *rates)
 
     def _rates(
-        self, lr: float, decay: float, step: Tensor, factor: Tensor | None, held: Tensor
+        self, group: Mapping[str, Any], step: Tensor, factor: Tensor | None, held: Tensor
     ) -> Rates:
+        lr, decay = group["lr"], group["weight_decay"]
         # Of float32 powers of 0.999 only four digits would remain after the subtraction.
         first, second = (1 - torch.pow(beta, step.double()) for beta in self._betas)
         return Rates(
@@ -209,6 +211,7 @@ class ElementwiseAdam:
             keep=torch.full_like(held, 1 - lr * decay),
             step_size=(lr / first).float(),
             root=second.sqrt().float(),
+            eps=torch.full_like(held, group.get("eps", self._eps)),
         )
 
     def update(
@@ -220,7 +223,7 @@ class ElementwiseAdam:
         grad = grad.float() * rates.factor
         exp_avg = old.exp_avg + (grad - old.exp_avg) * (1 - beta1)
         exp_avg_sq = old.exp_avg_sq * beta2 + grad * grad * (1 - beta2)
-        change = rates.step_size * exp_avg / (exp_avg_sq.sqrt() / rates.root + self._eps)
+        change = rates.step_size * exp_avg / (exp_avg_sq.sqrt() / rates.root + rates.eps)
         new = Decoded(old.weight * rates.keep - change, exp_avg, exp_avg_sq)
         held = rates.held > 0
         new = Decoded(*(torch.where(held, a, b) for a, b in zip(old, new, strict=True)))
@@ -257,7 +260,7 @@ class FusedAdam:
                 beta1=beta1,
                 beta2=beta2,
                 weight_decay=group["weight_decay"],
-                eps=self._eps,
+                eps=group.get("eps", self._eps),
                 amsgrad=False,
                 maximize=False,
                 found_inf=held,

@@ -5,7 +5,6 @@ imports the compiler nevertheless."""
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import product
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatron.config import ConfigError, OptimizerConfig
+from megatron.engine.update.groups import Factors
 from megatron.parallel.mesh import SHARDED, Group, Mesh
 from megatron.parallel.shard import shard_of
 
@@ -45,32 +45,36 @@ class OptimizerPlan(NamedTuple):
 def build_optimizer(
     params: Iterable[nn.Parameter],
     config: OptimizerConfig,
-    factors: Mapping[nn.Parameter, float] = MappingProxyType({}),
+    factors: Mapping[nn.Parameter, Factors] = MappingProxyType({}),
     apart: Collection[nn.Parameter] = (),
     plan: OptimizerPlan | None = None,
 ) -> Optimizer:
     """AdamW, SGD or that of a plan over two groups: matrices, which decay, and vectors, which do
-    not; two for each of the ``factors`` of learning rates, by default 1, and of the plan's rules,
-    and as many of the parameters ``apart``, see :func:`fewer_replicas`. The schedule sets learning
-    rate and decay before every step."""
+    not; two for each of the ``factors``, by default 1, and of the plan's rules, and as many of the
+    parameters ``apart``, see :func:`fewer_replicas`. The schedule sets learning rate and decay
+    before every step."""
     _keep_compiler_out()
     rules = {} if plan is None else plan.rules
     names = sorted({*rules.values()}) or [""]
-    rates = sorted({1.0, *factors.values()})
-    sorted_params: dict[tuple[bool, str, float, bool], list[nn.Parameter]] = {
-        key: [] for key in product((False, True), names, rates, (True, False))
+    values = sorted({_plain(Factors()), *map(_plain, factors.values())})
+    sorted_params: dict[tuple[bool, str, Factors, bool], list[nn.Parameter]] = {
+        key: [] for key in product((False, True), names, values, (True, False))
     }
     separate = set(apart)
     for param in params:
-        rule, factor = rules.get(param, ""), factors.get(param, 1.0)
-        sorted_params[param in separate, rule, factor, shard_of(param).decays].append(param)
+        rule, factor = rules.get(param, ""), factors.get(param, Factors())
+        decays = shard_of(param).decays if factor.decays is None else factor.decays
+        sorted_params[param in separate, rule, _plain(factor), decays].append(param)
     groups = [
         {
             "params": params,
-            "weight_decay": config.weight_decay if decays else 0.0,
+            "weight_decay": config.weight_decay * factor.decay if decays else 0.0,
             "decays": decays,
-            "lr_factor": factor * (1.0 if plan is None else plan.factors.get(rule, 1.0)),
+            "wd_factor": factor.decay,
+            "lr_factor": factor.rate * (1.0 if plan is None else plan.factors.get(rule, 1.0)),
+            "decoupled": factor.decoupled,
             **({"rule": rule} if rule else {}),
+            **({"eps": config.adam_eps * factor.epsilon} if factor.epsilon != 1.0 else {}),
             # DeepSpeed's words for groups that it partitions among other ranks.
             **({"moe": True, "name": EXPERTS} if others else {}),
         }
@@ -95,28 +99,8 @@ def build_optimizer(
     return optimizer
 
 
-def rate_factors(
-    names: Mapping[nn.Parameter, str], config: OptimizerConfig, mesh: Mesh
-) -> dict[nn.Parameter, float]:
-    """Return the factors of ``--lr-group``, by which the learning rates of parameters with these
-    canonical names are multiplied. Every rank must call it. Raises ConfigError if a pattern matches
-    no parameter of any pipeline stage."""
-    patterns = list(config.lr_groups)
-    if not patterns:
-        return {}
-    matched = [bool(fnmatch.filter(names.values(), pattern)) for pattern in patterns]
-    if mesh.pipeline.size > 1:
-        of_all: list[list[bool]] = [matched] * mesh.pipeline.size
-        dist.all_gather_object(of_all, matched, group=mesh.pipeline.handle)
-        matched = [any(each) for each in zip(*of_all, strict=True)]
-    for pattern, matches in zip(patterns, matched, strict=True):
-        if not matches:
-            some = ", ".join(list(names.values())[:4])
-            raise ConfigError(
-                f"--lr-group {pattern}: no parameter that is trained has such a name; some are "
-                f"{some}; tools/inspect_checkpoint.py lists all"
-            )
-    return {param: config.lr_factor(name) for param, name in names.items()}
+def _plain(factors: Factors) -> Factors:
+    return factors._replace(decays=None)
 
 
 def check_groups(optimizer: Optimizer, mesh: Mesh) -> None:
@@ -131,16 +115,22 @@ def check_groups(optimizer: Optimizer, mesh: Mesh) -> None:
             f"the pipeline's stages have {', '.join(map(str, counts))} groups of parameters, and "
             "--fp16, SGD and offloaded states at ZeRO 1 need the same number: use --bf16 or "
             "--zero-stage 0, or give each stage a block with experts, and parameters that the "
-            "patterns of --lr-group match"
+            "patterns of --lr-group, --wd-group and their like match"
         )
 
 
-def set_rates(optimizer: Optimizer, lr: float, weight_decay: float) -> None:
+def set_rates(
+    optimizer: Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None
+) -> None:
     """Sets the learning rate of all groups, times their factors, and the decay of those that
-    decay."""
+    decay. ``decoupled_lr`` is that of embedding and output layer, if they have their own."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_factor", 1.0)
-        group["weight_decay"] = weight_decay if group["decays"] else 0.0
+        decoupled = decoupled_lr is not None and group.get("decoupled")
+        rate = decoupled_lr if decoupled else lr
+        group["lr"] = rate * group.get("lr_factor", 1.0)
+        group["weight_decay"] = (
+            weight_decay * group.get("wd_factor", 1.0) if group["decays"] else 0.0
+        )
 
 
 def _keep_compiler_out() -> None:
