@@ -262,12 +262,13 @@ class _Form(NamedTuple):
 
 
 _TO_HF = "convert it to a folder of Hugging Face with the tools of the program that wrote it"
+_ITS_ORIGIN = "give the model that it was made from"
 _FORMS = (
     _Form("a checkpoint of NeMo", ("*.nemo", "model_weights/*", "*context/model.yaml"), _TO_HF),
     _Form(
         "a distributed checkpoint of Megatron-core (torch_dist)",
         ("common.pt", "*/common.pt"),
-        "Megatron-Bridge writes it as a folder of Hugging Face",
+        "metadata.json and .metadata belong next to common.pt",
     ),
     _Form(
         "a file of a checkpoint of DeepSpeed",
@@ -277,29 +278,83 @@ _FORMS = (
     _Form(
         "a checkpoint of torch.distributed.checkpoint (DCP)",
         ("*.distcp",),
-        "python -m torch.distributed.checkpoint.format_utils dcp_to_torch gives its tensors; "
-        + _TO_HF,
+        "next to these files it needs .metadata and, there or above it, the config.json of the "
+        "Hugging Face model; one of Megatron-core needs common.pt and metadata.json",
     ),
     _Form(
         "a checkpoint of nanotron",
         ("checkpoint_metadata.json", "*/checkpoint_metadata.json"),
-        _TO_HF,
+        "config.yaml and model/ belong next to checkpoint_metadata.json",
+    ),
+    _Form(
+        "a checkpoint of MaxText (Orbax, JAX)",
+        ("*items/manifest.ocdbt", "*items/_METADATA", "*items/_sharding"),
+        "MaxText's ckpt_conversion.to_huggingface writes it as a folder of Hugging Face",
     ),
     _Form(
         "a checkpoint of Orbax (JAX)",
         ("_CHECKPOINT_METADATA", "*/_CHECKPOINT_METADATA", "*manifest.ocdbt", "*_METADATA"),
         _TO_HF,
     ),
+    _Form(
+        "a checkpoint of T5X (JAX)",
+        ("*target.*/.zarray", "*state.param_states.*/.zarray"),
+        "transformers 4 converts it, by models/t5/convert_t5x_checkpoint_to_pytorch.py",
+    ),
     _Form("an array of Zarr", ("*.zarray", "*.zgroup", "*zarr.json"), _TO_HF),
     _Form(
-        "a GGUF file, of llama.cpp",
+        "a file of llama.cpp, from before GGUF files or without what reads these",
         ("*.gguf", "*.ggml"),
-        "give the model that it was made from: most GGUF files are quantised",
+        "give the model that it was made from",
     ),
     _Form(
-        "a model of TensorFlow or JAX", ("*.h5", "*.keras", "*.msgpack", "*.index", "*.pb"), _TO_HF
+        "a file of llama.cpp before GGUF",
+        ("*ggml-*.bin", "*.ggmlv?.*", "*ggjt*.bin"),
+        "give the model that it was made from, or make a GGUF file of it by llama.cpp's "
+        "convert_llama_ggml_to_gguf.py",
     ),
-    _Form("a model for ONNX", ("*.onnx",), "give the model that it was made from"),
+    _Form(
+        "weights of Flax for transformers",
+        ("flax_model*",),
+        "transformers 4 converts it: from_pretrained(folder, from_flax=True), save_pretrained",
+    ),
+    _Form(
+        "weights of TensorFlow for transformers",
+        ("tf_model*",),
+        "transformers 4 converts it: from_pretrained(folder, from_tf=True), save_pretrained",
+    ),
+    _Form(
+        "a model of Keras",
+        ("*.keras", "*.weights.h5"),
+        "KerasHub's export_to_transformers writes it as a folder of Hugging Face",
+    ),
+    _Form("a model of TensorFlow or JAX", ("*.h5", "*.msgpack", "*.index", "*.pb"), _TO_HF),
+    _Form("a model for ONNX", ("*.onnx", "*.ort"), _ITS_ORIGIN),
+    _Form("a model for OpenVINO", ("*openvino_*.xml", "*openvino_*.bin"), _ITS_ORIGIN),
+    _Form("a model for TensorRT-LLM", ("*rank[0-9]*.safetensors", "*.engine"), _ITS_ORIGIN),
+    _Form("a model for CTranslate2", ("*shared_vocabulary.*", "*source_vocabulary.*"), _ITS_ORIGIN),
+    _Form("a model for MLC", ("*mlc-chat-config.json", "*params_shard_*.bin"), _ITS_ORIGIN),
+    _Form("a model for ExLlama", ("output*.safetensors",), _ITS_ORIGIN),
+    _Form(
+        "a model for another runtime",
+        ("*.mlpackage/*", "*.mlmodel", "*.pte", "*.tflite", "*.mnn", "*.llamafile", "*.litertlm"),
+        _ITS_ORIGIN,
+    ),
+    _Form(
+        "a model of MLX",
+        ("weights.npz", "weights.[0-9]*.npz"),
+        "python -m mlx_lm convert --dequantize writes it as a folder of Hugging Face",
+    ),
+    _Form(
+        "a pipeline of diffusers",
+        ("*model_index.json", "*diffusion_pytorch_model*"),
+        "it makes images, and is not a language model",
+    ),
+    _Form(
+        "a model of sentence-transformers",
+        ("modules.json",),
+        "the model is in one of the folders that modules.json names",
+    ),
     _Form("an archive", ("*.tar", "*.tar.*", "*.tgz", "*.zip", "*.7z", "*.zst"), "unpack it first"),
     _Form(
         "an incomplete checkpoint of this project",
@@ -316,9 +371,24 @@ _FORMS = (
         "name one of them",
     ),
     _Form(
+        "adapters of peft without an adapter_config.json",
+        ("adapter_model.*",),
+        "that file belongs next to them",
+    ),
+    _Form(
+        "weights of Meta or Mistral AI without a params.json",
+        ("*consolidated*.pth", "*consolidated*.safetensors"),
+        "that file belongs next to them",
+    ),
+    _Form(
         "weights of Hugging Face without a config.json",
-        ("model*.safetensors", "pytorch_model*.bin", "adapter_model.*"),
+        ("model*.safetensors", "pytorch_model*.bin"),
         "the config.json of the model belongs next to them",
+    ),
+    _Form(
+        "a checkpoint of PyTorch Lightning",
+        ("*epoch=*.ckpt",),
+        "save its module by save_pretrained of transformers",
     ),
     _Form(
         "weights in a form that is not known",
@@ -332,8 +402,6 @@ _FORMS = (
             "*.pkl",
             "*.tensors",
             "*.pdparams",
-            "*.engine",
-            "*.tflite",
             "*.ot",
             "*.mar",
         ),  # fmt: skip

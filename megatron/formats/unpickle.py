@@ -28,12 +28,15 @@ import numpy
 import torch
 import torch._utils
 from torch import Tensor
+from torch.serialization import StorageType
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.util.files import open_regular
 
 _INERT_PACKAGES = ("deepspeed", "megatron", "apex", "pathlib", "omegaconf")
 """Packages whose classes are settings in a checkpoint; their code is neither imported nor run."""
+_INERT_MODULES = "torch.distributed.checkpoint."
+"""Start of the modules whose classes describe the files of a sharded checkpoint."""
 _MAGIC = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
 """The first bytes of torch.save's older form: the pickle of a number."""
 _NUMBERS = re.compile(r"b1|[iu][1248]|f[248]")
@@ -93,6 +96,13 @@ class DType(Inert):
         big_endian = ">" in str(self.__dict__.get("state", "<"))
         (number,) = numpy.frombuffer(data, numpy.dtype((">" if big_endian else "<") + code))
         return number.item()
+
+
+class Properties(Inert):
+    """The dtype of a tensor of a sharded checkpoint, which is the first of its ``state``."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"] = state
 
 
 class _Callable:
@@ -182,6 +192,8 @@ _KNOWN: dict[tuple[str, str], Any] = {
     # Arguments that say of which class a tensor was.
     ("torch.nn.parameter", "Parameter"): _inert("Parameter"),
     ("torch", "Tensor"): _inert("Tensor"),
+    ("torch.serialization", "_get_layout"): _Callable(Inert),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"): Properties,
     ("numpy", "dtype"): DType,
     ("numpy", "ndarray"): _inert("ndarray"),
 }
@@ -223,7 +235,8 @@ class _Unpickler(_PYTHON):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
-        if module.partition(".")[0] in _INERT_PACKAGES and "." not in name:
+        inert = module.partition(".")[0] in _INERT_PACKAGES or module.startswith(_INERT_MODULES)
+        if inert and "." not in name:
             return _inert(name, module)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
@@ -329,19 +342,29 @@ def load_pickle(path: Path, name: str = "") -> Any:
     is missing or damaged, or contains anything but tensors, containers and settings, or so many of
     them that memory or time would not suffice."""
     name = name or str(path)
-    try:
+
+    def load() -> Any:
         with open_regular(path) as file:
             mapped = _check_form(file, name)
             most = max(os.fstat(file.fileno()).st_size, _FEW_VALUES)
-        content = torch.load(
+        return torch.load(
             path,
             map_location="cpu",
             pickle_module=_restricted(most),
             weights_only=False,
             mmap=mapped,
         )
+
+    return _refusing(load, name, path.stat().st_size if path.is_file() else 0)
+
+
+def _refusing(load: Callable[[], Any], name: str, size: int) -> Any:
+    """The content that ``load`` returns of a file of ``size`` bytes, if it is not too much; every
+    error of it is a CheckpointError that calls the file ``name``."""
+    try:
+        content = load()
         if isinstance(content, (*_CONTAINERS, Inert, Namespace)):
-            _check_values(content, min(most, _MOST_VALUES))
+            _check_values(content, min(max(size, _FEW_VALUES), _MOST_VALUES))
         return content
     except CheckpointError:
         raise
@@ -353,6 +376,32 @@ def load_pickle(path: Path, name: str = "") -> Any:
     except Exception as error:  # a damaged pickle can raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"{name} cannot be opened: {reason[:500]}") from None
+
+
+class _BareUnpickler(_Unpickler):
+    """One that makes the storages of tensors by a function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name.endswith("Storage"):
+            return StorageType(name)
+        return super().find_class(module, name)
+
+
+def load_bare(
+    file: BinaryIO, name: str, size: int, storage: Callable[[Any], Any] | None = None
+) -> Any:
+    """The content of a pickle of ``size`` bytes that is not in an archive of torch.save;
+    ``storage`` makes the storage of a tensor from what names it there. Errors are those of
+    :func:`load_pickle`."""
+    unpickler = type("Unpickler", (_BareUnpickler,), {"most_copied": max(size, _FEW_VALUES)})
+
+    def load() -> Any:
+        reader = unpickler(file)
+        if storage is not None:
+            reader.persistent_load = storage
+        return reader.load()
+
+    return _refusing(load, name, size)
 
 
 def _check_form(file: BinaryIO, name: str) -> bool:
