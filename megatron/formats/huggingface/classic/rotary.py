@@ -1,0 +1,230 @@
+"""Decoders with LayerNorm and rotary positions: StableLM, StarCoder2, Phi-1 to Phi-2 and Persimmon.
+
+All but StarCoder2 rotate the first channels of each head; their channels are in the order of
+Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.config import ModelConfig
+from megatron.formats.features import Requirement
+from megatron.formats.huggingface.architecture import Architecture
+from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, write_rope
+from megatron.formats.huggingface.entries import (
+    GROUPED_QKV,
+    SEPARATE_QKV,
+    Entry,
+    block,
+    head_bias,
+    linear,
+    norm,
+    qkv_biased,
+    untied,
+    weight,
+)
+from megatron.formats.huggingface.llama import (
+    ACTIVATION,
+    HEAD_DIM,
+    KEYS,
+    NO_BIASES,
+    llama_entries,
+)
+
+_SHARE = "partial_rotary_factor"
+_FIXED = {"position_embedding_type": "rope", "normalization": "LayerNorm"}
+_BIASED = {"add_bias_linear": True}
+_KEYS = {key: field for key, field in KEYS.items() if key != "rms_norm_eps"} | ACTIVATION | {
+    "layer_norm_eps": "norm_epsilon",
+}  # fmt: skip
+
+
+def _normalised(model: ModelConfig) -> bool:
+    return model.norm.qk_layernorm
+
+
+def _two_norms(model: ModelConfig) -> bool:
+    return not model.shared_parallel_norm
+
+
+_QK_NORMS = (
+    *norm("attention.q_norm", "self_attn.q_layernorm", when=_normalised),
+    *norm("attention.k_norm", "self_attn.k_layernorm", when=_normalised),
+)
+
+
+def _decoder(*parts: Sequence[Entry], attention: str, up: str, down: str) -> tuple[Entry, ...]:
+    """The entries of Phi and Persimmon, with their names of three linear layers."""
+    return (
+        *weight("embedding.word_embeddings", "model.embed_tokens"),
+        *block(
+            "model.layers.{n}",
+            norm("attention_norm", "input_layernorm"),
+            *parts,
+            _QK_NORMS,
+            linear("attention.proj", attention),
+            linear("mlp.up", up),
+            linear("mlp.down", down),
+        ),
+        *norm("final_norm.norm", "model.final_layernorm"),
+        *weight("output_layer", "lm_head", when=untied),
+    )
+
+
+_NORM_OF_EACH_HEAD = (
+    Entry(
+        "attention.q_norm.weight", ("self_attn.q_layernorm.norms.{e}.weight",), when=_normalised,
+        slices=lambda model, n: model.attention.num_attention_heads,
+    ),
+    Entry(
+        "attention.k_norm.weight", ("self_attn.k_layernorm.norms.{e}.weight",), when=_normalised,
+        slices=lambda model, n: model.attention.num_query_groups,
+    ),
+)  # fmt: skip
+
+
+def _read_stablelm(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "qk_layernorm_per_head": fields["qk_layernorm"],
+        "shared_parallel_norm": fields["parallel_residual"],
+        **read_rope(given, fields, share_key=_SHARE, share=0.25),
+    }
+
+
+STABLELM = Architecture(
+    title="StableLM",
+    model_type="stablelm",
+    model_class="StableLmForCausalLM",
+    entries=llama_entries(
+        norm("attention_norm", "input_layernorm"),
+        norm("mlp_norm", "post_attention_layernorm", when=_two_norms),
+        _NORM_OF_EACH_HEAD,
+        mlp_norm=None,
+        qkv_bias=qkv_biased,
+    ),
+    keys=_KEYS | {
+        "use_qkv_bias": "add_qkv_bias",
+        "use_parallel_residual": "parallel_residual",
+        "hidden_dropout": "hidden_dropout",
+        "qk_layernorm": "qk_layernorm",
+    },
+    fixed=_FIXED | NO_BIASES,
+    features=frozenset({
+        "qk_layernorm_per_head", "rotary_percent", "rope_scaling", "shared_parallel_norm",
+    }),
+    gated=True,
+    requirements=(
+        Requirement(
+            lambda m: m.shared_parallel_norm or not m.parallel_residual,
+            "--shared-parallel-norm with --parallel-residual",
+        ),
+        Requirement(
+            lambda m: m.norm.qk_layernorm_per_head == m.norm.qk_layernorm,
+            "--qk-layernorm-per-head with --qk-layernorm",
+        ),
+    ),
+    write=lambda model: write_rope(model, share_key=_SHARE),
+    read=_read_stablelm,
+)  # fmt: skip
+"""StableLM 2 and 3B: a gated MLP, a quarter of each head rotated; biases on queries, keys and
+values, or none; attention and MLP in sequence, or in parallel from one norm. Where queries and keys
+are normalised each head has a weight of its own (StableLM 2 12B)."""
+
+
+def _read_starcoder2(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    given.unused("embedding_dropout")
+    # In the first files; transformers reads neither.
+    given.only("mlp_type", ("default",), "the MLP must have no gate")
+    given.only("norm_type", ("layer_norm",), "norms must be LayerNorm")
+    return read_rope(given, fields)
+
+
+STARCODER2 = Architecture(
+    title="StarCoder2",
+    model_type="starcoder2",
+    model_class="Starcoder2ForCausalLM",
+    entries=llama_entries(
+        mlp=(*linear("mlp.up", "mlp.c_fc"), *linear("mlp.down", "mlp.c_proj")),
+    ),
+    keys={key: field for key, field in _KEYS.items() if key != "layer_norm_eps"} | HEAD_DIM | {
+        "norm_epsilon": "norm_epsilon",
+        "use_bias": "add_bias_linear",
+        "residual_dropout": "hidden_dropout",
+        "sliding_window": "sliding_window",
+    },
+    fixed=_FIXED,
+    features=frozenset({"rope_scaling"}),
+    write=lambda model: {"embedding_dropout": model.hidden_dropout, **write_rope(model)},
+    read=_read_starcoder2,
+)  # fmt: skip
+"""Grouped queries, biases everywhere or nowhere, a sliding window in all blocks or in none."""
+
+
+def _read_phi(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    given.unused("embd_pdrop")
+    usual = fields["hidden_size"] // fields["num_attention_heads"]
+    if fields["qk_layernorm"] and fields["kv_channels"] != usual:
+        given.refuse("head_dim", fields["kv_channels"], f"with qk_layernorm it must be {usual}")
+    return read_rope(given, fields, share_key=_SHARE, share=0.5)
+
+
+def _usual_width(model: ModelConfig) -> bool:
+    attention = model.attention
+    return attention.kv_channels == model.hidden_size // attention.num_attention_heads
+
+
+def _write_phi(model: ModelConfig) -> dict[str, Any]:
+    width = {} if _usual_width(model) else {"head_dim": model.attention.kv_channels}
+    return {"embd_pdrop": model.hidden_dropout, **width, **write_rope(model, share_key=_SHARE)}
+
+
+PHI = Architecture(
+    title="Phi",
+    model_type="phi",
+    model_class="PhiForCausalLM",
+    entries=(
+        *_decoder(
+            linear("attention.qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+                   form=SEPARATE_QKV),
+            attention="self_attn.dense", up="mlp.fc1", down="mlp.fc2",
+        ),
+        *head_bias("lm_head.bias"),
+    ),
+    keys=_KEYS | {"resid_pdrop": "hidden_dropout", "qk_layernorm": "qk_layernorm"},
+    fixed=_FIXED | _BIASED | {
+        "parallel_residual": True, "shared_parallel_norm": True, "lm_head_bias": True,
+    },
+    features=frozenset({"kv_channels", "rotary_percent", "rope_scaling"}),
+    requirements=(
+        Requirement(
+            lambda m: _usual_width(m) or not _normalised(m),
+            "--num-attention-heads times --kv-channels equal to --hidden-size with --qk-layernorm",
+        ),
+    ),
+    only_read=HEAD_DIM,
+    write=_write_phi,
+    read=_read_phi,
+)  # fmt: skip
+"""Phi-1, Phi-1.5 and Phi-2: attention and MLP in parallel from one norm, half of each head rotated,
+a bias of the logits."""
+
+
+PERSIMMON = Architecture(
+    title="Persimmon",
+    model_type="persimmon",
+    model_class="PersimmonForCausalLM",
+    entries=_decoder(
+        norm("mlp_norm", "post_attention_layernorm"),
+        linear("attention.qkv", "self_attn.query_key_value", form=GROUPED_QKV),
+        attention="self_attn.dense", up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h",
+    ),
+    keys={key: field for key, field in _KEYS.items() if field != "num_query_groups"} | {
+        "hidden_dropout": "hidden_dropout", "qk_layernorm": "qk_layernorm",
+    },
+    fixed=_FIXED | _BIASED,
+    features=frozenset({"rotary_percent", "rope_scaling"}),
+    write=lambda model: write_rope(model, share_key=_SHARE),
+    read=lambda given, fields: read_rope(given, fields, share_key=_SHARE, share=0.5),
+)  # fmt: skip
+"""Persimmon 8B: squared ReLU, normalised queries and keys, half of each head rotated."""

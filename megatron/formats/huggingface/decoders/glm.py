@@ -1,0 +1,140 @@
+"""GLM and GLM-4, and Cohere 1 and 2: decoders that rotate neighbouring channels of a head together,
+GLM a part of them, Cohere in blocks that compute attention and MLP from one norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config import ModelConfig
+from megatron.formats.features import Requirement
+from megatron.formats.huggingface.config_reader import SLIDING, HFConfigReader, read_windows
+from megatron.formats.huggingface.decoders.granite import short
+from megatron.formats.huggingface.decoders.relatives import (
+    LAYER_NORM_SIZES,
+    ROTATES_IN_WINDOWS,
+    all_but_every,
+    relative,
+    relative_entries,
+    without_rope,
+)
+from megatron.formats.huggingface.entries import norm, weight
+from megatron.formats.huggingface.llama import gated_mlp
+
+_INTERLEAVED = {"rotary_interleaved": True}
+
+
+def _head_normed(model: ModelConfig) -> bool:
+    return model.norm.qk_layernorm
+
+
+_HEAD_NORMS = (
+    *weight("attention.q_norm", "self_attn.q_norm", when=_head_normed),
+    *weight("attention.k_norm", "self_attn.k_norm", when=_head_normed),
+)
+_FUSED = gated_mlp("mlp", "mlp", fused=True)
+
+GLM = relative(
+    "GLM",
+    "glm",
+    "GlmForCausalLM",
+    relative_entries(mlp=_FUSED),
+    fixed=_INTERLEAVED,
+    biases=("qkv",),
+    share=0.5,
+)
+"""Half of each head is rotated; gate and up are one tensor."""
+
+GLM4 = relative(
+    "GLM-4",
+    "glm4",
+    "Glm4ForCausalLM",
+    relative_entries(
+        norm("attention_post_norm", "post_self_attn_layernorm"),
+        norm("mlp_post_norm", "post_mlp_layernorm"),
+        mlp=_FUSED,
+    ),
+    fixed=_INTERLEAVED | {"post_norm": True},
+    biases=("qkv",),
+    share=0.5,
+)
+"""GLM with norms after attention and MLP as well."""
+
+
+def _read_scale(given: HFConfigReader) -> dict[str, Any]:
+    """``logits_scaling``, which divides what ``logit_scale`` multiplies."""
+    scale = given.number("logit_scale")
+    if scale <= 0:
+        given.refuse("logit_scale", scale, "expected a positive number")
+    return {"logits_scaling": None if scale == 1.0 else short(1 / scale)}
+
+
+def _write_scale(model: ModelConfig) -> dict[str, Any]:
+    return {"logit_scale": short(1 / (model.embedding.logits_scaling or 1.0))}
+
+
+_COHERE = {
+    "normalization": "UnbiasedLayerNorm", "parallel_residual": True, "shared_parallel_norm": True,
+} | _INTERLEAVED  # fmt: skip
+_ONE_NORM = tuple(entry for entry in relative_entries(_HEAD_NORMS) if "mlp_norm" not in entry.ours)
+
+
+def _read_cohere(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    normed = bool(given.content.get("use_qk_norm"))
+    given.unused("use_qk_norm")
+    return _read_scale(given) | {"qk_layernorm": normed, "qk_layernorm_per_head": normed}
+
+
+COHERE = relative(
+    "Cohere",
+    "cohere",
+    "CohereForCausalLM",
+    _ONE_NORM,
+    keys=LAYER_NORM_SIZES,
+    fixed=_COHERE,
+    features=("logits_scaling", "qk_layernorm", "qk_layernorm_per_head"),
+    biases=("attention",),
+    base=500_000.0,
+    read=_read_cohere,
+    write=lambda model: _write_scale(model) | {"use_qk_norm": model.norm.qk_layernorm},
+    requirements=(
+        Requirement(
+            lambda model: model.norm.qk_layernorm == model.norm.qk_layernorm_per_head,
+            "--qk-layernorm-per-head with --qk-layernorm",
+        ),
+    ),
+    rewards=False,
+)
+
+
+def _read_cohere2(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    layers, window = fields["num_layers"], given.optional_whole("sliding_window")
+    pattern = given.content.get("sliding_window_pattern", 4)
+    given.unused("sliding_window_pattern", "cache_implementation", "order_of_interleaved_layers")
+    if not isinstance(pattern, int) or pattern < 1:
+        given.refuse("sliding_window_pattern", pattern, "expected a positive integer")
+    given.only("use_qk_norm", (False, None), "transformers normalises no queries and keys")
+    given.only("rotary_pct", (1.0, 1, None), "such models rotate whole heads")
+    width = fields["hidden_size"] // fields["num_attention_heads"]
+    given.only("head_dim", (width, None), f"heads of such models have {width} channels")
+    kinds = given.names("layer_types") or all_but_every(pattern)(layers)
+    flags = _read_scale(given) | read_windows(given, window, kinds)
+    return flags | without_rope(kind != SLIDING for kind in kinds)
+
+
+COHERE2 = relative(
+    "Cohere 2",
+    "cohere2",
+    "Cohere2ForCausalLM",
+    _ONE_NORM,
+    keys={key: field for key, field in LAYER_NORM_SIZES.items() if key != "head_dim"},
+    fixed=_COHERE,
+    features=("logits_scaling", "no_rope_freq"),
+    biases=("attention",),
+    windows=all_but_every(4),
+    reads_windows=False,
+    read=_read_cohere2,
+    write=_write_scale,
+    requirements=(ROTATES_IN_WINDOWS,),
+    rewards=False,
+)
+"""Blocks with a window rotate heads, the others do not."""
