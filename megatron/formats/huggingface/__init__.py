@@ -18,6 +18,8 @@ from megatron.config.features import features
 from megatron.config.flags import flag_of
 from megatron.formats import LINEAR, LinearTarget, layer_names
 from megatron.formats.huggingface.architecture import Architecture
+from megatron.formats.huggingface.classic import CLASSIC
+from megatron.formats.huggingface.decoders import DECODERS
 from megatron.formats.huggingface.entries import (
     GATE_AND_UP,
     GROUPED_QKV,
@@ -49,20 +51,26 @@ _OF_CORE: tuple[Architecture, ...] = (
 def architectures() -> tuple[Architecture, ...]:
     """The known architectures, the plainer ones first: a model that fits several is the first.
     Those of features follow."""
-    return (*_OF_CORE, *(form for each in features().values() for form in each.architectures()))
+    of_features = (form for each in features().values() for form in each.architectures())
+    return (*_OF_CORE, *CLASSIC, *DECODERS, *of_features)
 
 
-_REASONS = {
-    "gemma": "Gemma 1 differs from Gemma 2, and has no table",
-    "gemma3": "it sees images too; the text model alone is gemma3_text (Gemma3ForCausalLM)",
+REASONS = {
+    "gemma3n": "hidden states are four streams (AltUp), which no flag describes",
+    "gemma3n_text": "hidden states are four streams (AltUp), which no flag describes",
+    "gemma4_text": "heads have another width in blocks without a window, and values are normalised",
+    "ctrl": "its sinusoidal positions have other frequencies than --position-embedding-type gives",
+    "openai-gpt": "nothing is normalised before the first attention",
+    "gpt_neox_japanese": "the last block alone has a bias in attention",
+    "xlnet": "attention has two streams of hidden states and biases of relative positions",
     "RefinedWeb": "the name of Falcon before transformers knew it; write falcon",
     "RefinedWebModel": "the name of Falcon before transformers knew it; write falcon",
-    "mt5": "write t5: it differs in name alone; its class is MT5ForConditionalGeneration",
     "deepseek_v2": "keys and values are computed from latents (MLA)",
     "deepseek_v3": "keys and values are computed from latents (MLA)",
     "kimi_k2": "keys and values are computed from latents (MLA)",
-    "llama4": "it sees images too; the text model alone, llama4_text, is read from its own folder",
-    "umt5": "each block has relative positions of its own; those of a T5 are shared",
+    "paligemma": "its text model sees both sides of a prompt, and one side of an answer",
+    "umt5": "each block has relative positions of its own, and transformers 5 scales the input of "
+    "a head that is not tied, which transformers 4 does not",
 }
 """Explanations for some that look as if they were known."""
 
@@ -115,11 +123,20 @@ def departure(model: ModelConfig) -> str | None:
 
 def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
     """The architecture that the parsed config.json at ``path`` names. Raises CheckpointError if it
-    names none that is known."""
+    names none that is known, or the weights are packed by MLX."""
+    if isinstance(packing := content.get("quantization"), dict):
+        raise CheckpointError(
+            f"{path}: quantization is {packing!r:.100}: the weights are packed by MLX, which is "
+            "not read here: give the model that they were made from, or write them again by "
+            "python -m mlx_lm convert --dequantize"
+        )
     name = content.get("model_type")
     if known := _find(name):
         return known
-    reason = f" ({_REASONS[name]})" if isinstance(name, str) and name in _REASONS else ""
+    reason = f" ({REASONS[name]})" if isinstance(name, str) and name in REASONS else ""
+    inner = content.get("text_config")
+    if not reason and isinstance(inner, dict) and (within := _find(inner.get("model_type"))):
+        reason = f" (with a text model of {within.title}, whose own folders alone are read)"
     raise CheckpointError(
         f"{path}: model_type is {name!r:.100}{reason}; expected one of "
         f"{', '.join(known.model_type for known in architectures())}"

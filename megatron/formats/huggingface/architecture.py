@@ -26,7 +26,7 @@ from megatron.formats.huggingface.config_reader import (
     Keys,
 )
 from megatron.formats.huggingface.entries import TABLE, Entry, Parameter, untied, weight
-from megatron.formats.huggingface.float8 import check_quantization
+from megatron.formats.huggingface.packed import check_quantization
 from megatron.formats.huggingface.tasks import (
     CAUSAL_LM,
     REWARD,

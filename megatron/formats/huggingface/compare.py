@@ -16,10 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.config import ModelConfig
+from megatron.config.blocks import Chunk
 from megatron.formats.huggingface import architecture_named
 from megatron.formats.huggingface.architecture import Architecture
-from megatron.formats.huggingface.config_reader import SLIDING
+from megatron.formats.huggingface.config_reader import CHUNKED, SLIDING
 from megatron.formats.huggingface.tasks import Inputs, Task
+from megatron.formats.huggingface.within import renaming, text_content
 from megatron.model.layer_list import LayerStack
 from megatron.tokenizer.transformers_folder import hide_bars_of_transformers
 
@@ -98,16 +100,21 @@ def reference_of(
     CheckpointError if it does not, or reads another vocabulary size, number of positions, sliding
     windows or factors of LongRoPE than ``model`` has."""
     path = folder / "config.json"
-    form = architecture_named(read_json(path, lenient=True), path)
+    whole = read_json(path, lenient=True)
+    content = text_content(whole, path)
+    form = architecture_named(content, path)
     task = form.task_of(model)
     inputs = task.inputs(model, seed)
     # The buckets of relative positions depend on rounding to float32.
     with _Float64(integers=model.positions.position_embedding_type != "relative"), _Constants():
         further = "" if form.ahead is None else form.ahead.pattern(model)
-        theirs = _load(folder, form.class_of(model), strict, further)
+        class_name = form.class_of(model)
+        if renaming(whole) is not None:  # without an image it is its text model
+            class_name = "AutoModelForImageTextToText"
+        theirs = _load(folder, class_name, strict, further)
         if adapters is not None:
             theirs = _adapted(theirs, adapters, model.vocabulary.size)
-        _check_settings(theirs.config, model, path)
+        _check_settings(theirs.config.get_text_config(), form, model, path)
         output = theirs(**inputs.theirs)
     logits = {
         name: _counted(values, inputs)
@@ -141,12 +148,14 @@ class _Float64(TorchDispatchMode):
 
 
 class _Constants(TorchFunctionMode):
-    """Makes float32 constants float64, as ALiBi's slopes."""
+    """Makes float32 constants float64, as ALiBi's slopes and the least score of XGLM."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         if func is torch.tensor and options.get("dtype") == torch.float32:
             options["dtype"] = torch.float64
+        if func is torch.full and isinstance(args[-1], float):
+            options.setdefault("dtype", torch.float64)
         return func(*args, **options)
 
 
@@ -212,13 +221,15 @@ def _adapted(base: Any, adapters: Path, vocabulary: int) -> Any:
     return adapted.double().eval().get_base_model()
 
 
-def _check_settings(config: Any, model: ModelConfig, path: Path) -> None:
+def _check_settings(config: Any, form: Architecture, model: ModelConfig, path: Path) -> None:
     """Compares what some hundred tokens do not show with what `transformers` reads."""
     positions, scaling = model.positions, model.positions.rope_scaling
     ours: dict[str, Any] = {"vocab_size": model.vocabulary.size}
     theirs: dict[str, Any] = {"vocab_size": config.vocab_size}
     if positions.longest is not None:
-        ours["max_position_embeddings"] = positions.longest
+        # Some count the rows before the first position too.
+        written = form.config(model).get("max_position_embeddings", positions.longest)
+        ours["max_position_embeddings"] = written
         theirs["max_position_embeddings"] = config.max_position_embeddings
     if scaling.long_factor is not None:
         table = getattr(config, "rope_parameters", None) or config.rope_scaling
@@ -228,9 +239,9 @@ def _check_settings(config: Any, model: ModelConfig, path: Path) -> None:
         kinds = [SLIDING] * model.num_layers  # of the others transformers 4 does not tell
     if kinds is not None and not (window and getattr(config, "use_sliding_window", None) is False):
         ours["sliding_window of each block"] = model.windows
-        theirs["sliding_window of each block"] = tuple(
-            window if kind == SLIDING else None for kind in kinds
-        )
+        chunk = getattr(config, "attention_chunk_size", None)
+        reaches = {SLIDING: window, CHUNKED: chunk and Chunk(chunk)}
+        theirs["sliding_window of each block"] = tuple(reaches.get(kind) for kind in kinds)
     for name, value in ours.items():
         if value != theirs[name]:
             raise CheckpointError(

@@ -46,6 +46,7 @@ GATES: dict[str, dict[str, Any]] = {
     "gelu_new": {"glu_activation": "geglu"},
     "gelu_fast": {"glu_activation": "geglu"},
     "quick_gelu": {"glu_activation": "quick_geglu"},
+    "relu2": {"glu_activation": "squared_reglu"},
 }
 """Our flags by the name of a gate's activation."""
 
@@ -54,6 +55,8 @@ ACTIVATION_NAMES = {
     "gelu_erf": "gelu",
     "relu": "relu",
     "squared_relu": "relu2",
+    "xielu": "xielu",
+    "squared_reglu": "relu2",
     "swiglu": "silu",
     "geglu": "gelu_pytorch_tanh",
     "quick_geglu": "quick_gelu",
@@ -321,12 +324,18 @@ def agreed(given: HFConfigReader, names: tuple[str, ...], newer: Any, default: f
     return float(newer)
 
 
-def write_rope(model: ModelConfig, theta_key: str = "rope_theta") -> dict[str, Any]:
-    """The keys for a model, as transformers 4 and 5 read them."""
-    newer = json.loads(model.positions.rope_scaling.to_json())
-    scaling = {} if model.positions.rope_scaling.is_default else {"rope_scaling": newer}
-    base = model.positions.rotary_base
-    return {theta_key: base} | scaling | {"rope_parameters": newer | {"rope_theta": base}}
+def write_rope(
+    model: ModelConfig, theta_key: str = "rope_theta", share_key: str | None = None
+) -> dict[str, Any]:
+    """The keys for a model, as transformers 4 and 5 read them; ``share_key`` as in
+    :func:`read_rope`."""
+    positions, newer = model.positions, json.loads(model.positions.rope_scaling.to_json())
+    scaling = {} if positions.rope_scaling.is_default else {"rope_scaling": dict(newer)}
+    newer["rope_theta"] = base = positions.rotary_base
+    if share_key is None:
+        return {theta_key: base} | scaling | {"rope_parameters": newer}
+    newer["partial_rotary_factor"] = share = positions.rotary_percent
+    return {theta_key: base, share_key: share} | scaling | {"rope_parameters": newer}
 
 
 def layer_types(model: ModelConfig) -> list[str]:
@@ -349,3 +358,39 @@ def read_windows(given: HFConfigReader, window: int | None, default: list[str]) 
     chosen = tuple(kind == SLIDING for kind in kinds)
     every = shortest(chosen, but_every_last) if FULL in kinds else None
     return {"sliding_window": window, "window_attn_skip_freq": every}
+
+
+BIASES = ("attention", "mlp")
+"""All linear layers, by a key for attention and one for the MLP."""
+
+
+def read_biases(given: HFConfigReader, parts: tuple[str, ...] = BIASES) -> dict[str, Any]:
+    """The flags that ``attention_bias`` and ``mlp_bias`` mean: ``parts`` are linear layers that may
+    have biases, of which the first key is for all of ``attention`` or its ``qkv`` alone, and the
+    second for the ``mlp``. Raises CheckpointError for biases of others."""
+    part = parts[0] if parts and parts[0] != "mlp" else None
+    flags = {}
+    if part is None:
+        given.only("attention_bias", (False, None), "attention of such models has no biases")
+    else:
+        flags[f"add_{part}_bias"] = given.flag("attention_bias")
+    if "mlp" not in parts:
+        given.only("mlp_bias", (False, None), "the MLP of such models has no biases")
+        return flags
+    flags["add_mlp_bias"] = given.flag("mlp_bias")
+    if parts == BIASES:
+        whole = flags["add_attention_bias"] and flags["add_mlp_bias"]
+        flags = {name: value and not whole for name, value in flags.items()}
+        flags["add_bias_linear"] = whole
+    return flags
+
+
+def write_biases(model: ModelConfig, parts: tuple[str, ...] = BIASES) -> dict[str, Any]:
+    """The inverse of :func:`read_biases`."""
+    keys = {}
+    if parts and parts[0] != "mlp":
+        attention = model.attention
+        keys["attention_bias"] = attention.proj_bias or (parts[0] == "qkv" and attention.qkv_bias)
+    if "mlp" in parts:
+        keys["mlp_bias"] = model.mlp.bias
+    return keys

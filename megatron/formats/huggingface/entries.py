@@ -213,13 +213,16 @@ def weight(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...
 
 
 def norm(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...]:
-    """A norm, with a bias where it has one."""
+    """A norm, with a weight and a bias where it has them."""
+
+    def has_weight(model: ModelConfig) -> bool:
+        return when(model) and model.norm.traits.weighted
 
     def has_bias(model: ModelConfig) -> bool:
         return when(model) and model.norm.traits.biased
 
     return (
-        *weight(ours, theirs, when),
+        *weight(ours, theirs, has_weight),
         Entry(f"{ours}.bias", (f"{theirs}.bias",), when=has_bias),
     )
 
@@ -232,6 +235,20 @@ def linear(
     return (
         Entry(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), form),
         Entry(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs), bias_form, bias),
+    )
+
+
+def head_bias(theirs: str) -> tuple[Entry, ...]:
+    """A bias of the logits, where the model has one and its head is that of a language model."""
+
+    def of_head(tied: bool) -> Condition:
+        return lambda model: (
+            model.embedding.lm_head_bias and untied(model) is not tied and model.head == "lm"
+        )
+
+    return (
+        Entry(f"{TABLE.removesuffix('weight')}bias", (theirs,), when=of_head(True)),
+        Entry("output_layer.bias", (theirs,), when=of_head(False)),
     )
 
 

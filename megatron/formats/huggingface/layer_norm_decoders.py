@@ -31,7 +31,8 @@ _LAST_KEYS = {
 _NO_POST_NORM = "the residual cannot be normalised"
 
 
-def _write_gpt2(model: ModelConfig) -> dict[str, Any]:
+def write_gpt2(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of GPT-2 and its relatives next to those that equal a flag."""
     inner = model.mlp.ffn_hidden_size
     return {
         "n_inner": None if inner == 4 * model.hidden_size else inner,
@@ -83,7 +84,7 @@ GPT2 = Architecture(
         "initializer_range": "init_method_std",
     },
     fixed={"position_embedding_type": "learned_absolute"} | _BIASED,
-    write=_write_gpt2,
+    write=write_gpt2,
     read=_read_gpt2,
     base_prefix="transformer.",
 )
@@ -153,12 +154,6 @@ OPT = Architecture(
 """Learned positions from row 2 on, ReLU."""
 
 
-def _write_neox(model: ModelConfig) -> dict[str, Any]:
-    rope, share = write_rope(model, "rotary_emb_base"), model.positions.rotary_percent
-    rope["rope_parameters"]["partial_rotary_factor"] = share
-    return {"attention_bias": True, "rotary_pct": share, **rope}
-
-
 def _read_neox(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("attention_bias", (True,), "all linear layers must have biases")
     given.only("is_decoder", (True, False), "it is always a decoder")
@@ -200,11 +195,13 @@ GPT_NEOX = Architecture(
     },
     fixed={"position_embedding_type": "rope"} | _BIASED,
     features=frozenset({"rotary_percent", "rope_scaling"}),
-    write=_write_neox,
+    write=lambda model: {
+        "attention_bias": True, **write_rope(model, "rotary_emb_base", "rotary_pct"),
+    },
     read=_read_neox,
     base_prefix="gpt_neox.",
     endings={"embed_out.weight": "lm_head.weight"},
-)
+)  # fmt: skip
 """Part of each head is rotated; attention and MLP are in parallel, with a norm each, or in
 sequence."""
 

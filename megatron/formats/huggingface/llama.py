@@ -17,9 +17,11 @@ from megatron.formats.huggingface.config_reader import (
     HFConfigReader,
     agreed,
     layer_types,
+    read_biases,
     read_rope,
     read_scaling,
     read_windows,
+    write_biases,
     write_rope,
 )
 from megatron.formats.huggingface.entries import (
@@ -116,17 +118,9 @@ def llama_entries(*further: Sequence[Entry], mlp_norm: str | None = "post_attent
 
 
 def _read_llama(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    in_attention, in_mlp = given.flag("attention_bias"), given.flag("mlp_bias")
-    if in_mlp and not in_attention:
-        given.refuse("mlp_bias", in_mlp, "attention_bias is False; the MLP can have biases only "
-                     "where attention has them")  # fmt: skip
     # The order in which partial sums are added; keys that transformers does not read.
     given.unused("pretraining_tp", "max_sequence_length", "is_llama_config")
-    return {
-        **read_rope(given, fields),
-        "add_bias_linear": in_mlp,
-        "add_attention_bias": in_attention and not in_mlp,
-    }
+    return read_rope(given, fields) | read_biases(given)
 
 
 LLAMA = Architecture(
@@ -136,14 +130,10 @@ LLAMA = Architecture(
     entries=llama_entries(qkv_bias=attention_biased, proj_bias=attention_biased),
     keys=KEYS | HEAD_DIM | ACTIVATION,
     fixed=FIXED,
-    features=frozenset({"add_attention_bias", "rope_scaling"}),
+    features=frozenset({"add_attention_bias", "add_mlp_bias", "rope_scaling"}),
     gated=True,
     requirements=(DIVISIBLE,),
-    write=lambda model: {
-        "attention_bias": model.attention.proj_bias,
-        "mlp_bias": model.mlp.bias,
-        **write_rope(model),
-    },
+    write=lambda model: write_biases(model) | write_rope(model),
     read=_read_llama,
 )
 
@@ -243,8 +233,7 @@ def _longrope_only(model: ModelConfig) -> bool:
 
 
 def _write_phi3(model: ModelConfig) -> dict[str, Any]:
-    rope, share = write_rope(model), model.positions.rotary_percent
-    rope["rope_parameters"]["partial_rotary_factor"] = share
+    rope = write_rope(model, share_key="partial_rotary_factor")
     scaling = rope.get("rope_scaling")
     if scaling is None:
         rope[_ORIGINAL_LENGTH] = model.positions.max_position_embeddings
@@ -255,7 +244,6 @@ def _write_phi3(model: ModelConfig) -> dict[str, Any]:
         rope["rope_scaling"] = {"type": "longrope", **factors}
     return {
         "embd_pdrop": 0.0,
-        "partial_rotary_factor": share,
         # The default is a token that a small vocabulary does not have.
         "pad_token_id": None,
         **rope,
@@ -315,7 +303,7 @@ _WHOLE_SCALAR = Requirement(
 """Required by the configuration classes."""
 
 
-def _write_gemma(model: ModelConfig) -> dict[str, Any]:
+def write_gemma(model: ModelConfig) -> dict[str, Any]:
     return {
         "query_pre_attn_scalar": int(model.attention.query_pre_attn_scalar),
         "attn_logit_softcapping": model.attention.attn_logit_softcapping,
@@ -328,7 +316,7 @@ def _write_gemma(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_gemma(given: HFConfigReader, fields: dict[str, Any], every: int) -> dict[str, Any]:
+def read_gemma(given: HFConfigReader, fields: dict[str, Any], every: int) -> dict[str, Any]:
     """The windows, which every N-th block lacks."""
     given.only("attention_bias", (False,), NO_ATTENTION_BIAS)
     given.only("use_bidirectional_attention", (False, None), "attention must be causal")
@@ -347,11 +335,35 @@ GEMMA2 = Architecture(
     features=_GEMMA_FEATURES,
     gated=True,
     requirements=(DIVISIBLE, _WHOLE_SCALAR),
-    write=_write_gemma,
-    read=lambda given, fields: {**_read_gemma(given, fields, 2), **read_rope(given, fields)},
+    write=write_gemma,
+    read=lambda given, fields: {**read_gemma(given, fields, 2), **read_rope(given, fields)},
 )
 """Norms before and after attention and MLP, which multiply by 1 + weight; GEGLU; scaled embeddings;
 a sliding window in most blocks; softcaps on attention scores and logits."""
+
+
+def read_kinds(given: HFConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``rope_parameters`` of blocks without a window and with one, of which the second cannot be
+    scaled."""
+    nested = given.table("rope_parameters")
+    if set(nested) - {FULL, SLIDING}:
+        given.refuse("rope_parameters", nested, f"expected {FULL} and {SLIDING} alone")
+    wide, narrow = (dict(nested.get(kind) or {}) for kind in (FULL, SLIDING))
+    if narrow.get("rope_type", narrow.get("type", "default")) != "default":
+        given.refuse("rope_parameters", nested, f"RoPE cannot be scaled in {SLIDING}")
+    if any(part.get("partial_rotary_factor", 1.0) != 1.0 for part in (wide, narrow)):
+        given.refuse("rope_parameters", nested, "such models rotate whole heads")
+    return wide, narrow
+
+
+def by_kind(wide: dict[str, Any], local: float) -> dict[str, Any]:
+    """``rope_parameters`` of both kinds of blocks."""
+    return {FULL: wide, SLIDING: {"rope_type": "default", "rope_theta": local}}
+
+
+def local_base(model: ModelConfig) -> float:
+    """The rotary base of blocks with a window."""
+    return model.positions.rotary_base_local or model.positions.rotary_base
 
 
 def _local_unscaled(model: ModelConfig) -> bool:
@@ -361,16 +373,16 @@ def _local_unscaled(model: ModelConfig) -> bool:
     )
 
 
+LOCAL_UNSCALED = Requirement(_local_unscaled, "--rotary-base-local next to --rope-scaling")
+
+
 def _write_gemma3(model: ModelConfig) -> dict[str, Any]:
-    keys = _write_gemma(model)
-    local = model.positions.rotary_base_local or model.positions.rotary_base
+    keys = write_gemma(model)
+    local = local_base(model)
     every = model.attention.window_attn_skip_freq or model.num_layers + 1
     return keys | {
         "rope_local_base_freq": local,
-        "rope_parameters": {
-            FULL: keys["rope_parameters"],
-            SLIDING: {"rope_type": "default", "rope_theta": local},
-        },
+        "rope_parameters": by_kind(keys["rope_parameters"], local),
         # What transformers 4 reads where it does not know layer_types; it has no other patterns.
         **({} if isinstance(every, str) else {"sliding_window_pattern": every}),
     }
@@ -381,17 +393,10 @@ def _read_gemma3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any
         "attn_logit_softcapping", (None,),
         "transformers does not softcap the attention scores of such models",
     )  # fmt: skip
-    windows = _read_gemma(
+    windows = read_gemma(
         given, fields, given.whole(("sliding_window_pattern", "_sliding_window_pattern"))
     )
-    nested = given.table("rope_parameters")
-    if set(nested) - {FULL, SLIDING}:
-        given.refuse("rope_parameters", nested, f"expected {FULL} and {SLIDING} alone")
-    wide, narrow = (dict(nested.get(kind) or {}) for kind in (FULL, SLIDING))
-    if narrow.get("rope_type", narrow.get("type", "default")) != "default":
-        given.refuse("rope_parameters", nested, f"RoPE cannot be scaled in {SLIDING}")
-    if any(part.get("partial_rotary_factor", 1.0) != 1.0 for part in (wide, narrow)):
-        given.refuse("rope_parameters", nested, "such models rotate whole heads")
+    wide, narrow = read_kinds(given)
     local = agreed(given, ("rope_local_base_freq",), narrow.get("rope_theta"), 10_000.0)
     return {
         **windows,
@@ -413,7 +418,7 @@ GEMMA3 = Architecture(
     requirements=(
         DIVISIBLE,
         _WHOLE_SCALAR,
-        Requirement(_local_unscaled, "--rotary-base-local beside --rope-scaling"),
+        LOCAL_UNSCALED,
     ),
     write=_write_gemma3,
     read=_read_gemma3,

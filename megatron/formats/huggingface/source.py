@@ -1,5 +1,4 @@
-"""A model of Hugging Face as a checkpoint: whole parameters with canonical names, from safetensors
-or torch.save, in one file or in several with an index."""
+"""A model of Hugging Face as a checkpoint: whole parameters with canonical names."""
 
 from __future__ import annotations
 
@@ -8,10 +7,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_json
@@ -19,18 +17,13 @@ from megatron.checkpoint.generation_settings import ends_of, read_generation, wr
 from megatron.checkpoint.source import Source, copy_tokenizer_files
 from megatron.config import ModelConfig, TokenizerConfig
 from megatron.formats.features import whole_shards
-from megatron.formats.huggingface import architecture_named, float8, mxfp4
+from megatron.formats.huggingface import architecture_named
 from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.entries import Parameter
-from megatron.formats.unpickle import load_pickle
+from megatron.formats.huggingface.packed import packing_of
+from megatron.formats.huggingface.weight_files import WeightFiles, indexed, some, weights_of
+from megatron.formats.huggingface.within import head_tied, renaming, text_content
 
-WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-"""Files of weights or their index, in the order in which transformers looks for them."""
 TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model",
@@ -41,155 +34,6 @@ _BUFFERS = re.compile(
     r"(.*\.)?(rotary_emb\.inv_freq|position_ids|(attn|attention|self_attn|self_attention)\.(bias|masked_bias))"
 )
 """Tensors of older files that follow from the configuration."""
-
-
-class WeightFiles:
-    """Reads single tensors; nothing stays in memory. The two tensors of a weight in MXFP4, or in 8
-    bits, are one. Raises CheckpointError if there are no such files, or one is damaged or not what
-    the index says."""
-
-    def __init__(self, folder: Path) -> None:
-        path = _weights_of(folder)
-        if path is None:
-            raise CheckpointError(f"{folder} has none of {', '.join(WEIGHTS)}")
-        self.path = path
-        self._open: dict[Path, Any] = {}
-        self._packed: dict[str, tuple[Path, Path]] = {}
-        if path.suffix != ".json":
-            self.files = dict.fromkeys(self._handle(path).keys(), path)
-        else:
-            self._read_index(path)
-        for blocks in [name for name in self.files if name.endswith(mxfp4.BLOCKS)]:
-            name = blocks.removesuffix(mxfp4.BLOCKS)
-            if name + mxfp4.SCALES in self.files:
-                packed = self.files.pop(blocks), self.files.pop(name + mxfp4.SCALES)
-                self._packed[name], self.files[name] = packed, packed[0]
-        self._scales: dict[str, Path] = {}
-        for scales in [name for name in self.files if name.endswith(float8.SCALES)]:
-            name = scales.removesuffix(float8.SCALES)
-            if name in self.files:
-                self._scales[name] = self.files.pop(scales)
-
-    def _read_index(self, path: Path) -> None:
-        self.files = _indexed(path)
-        for file in sorted(set(self.files.values())):
-            stored = list(self._handle(file).keys())
-            missing = {name for name, place in self.files.items() if place == file} - set(stored)
-            if missing:
-                raise CheckpointError(
-                    f"{file} lacks {_some(sorted(missing))}, which {path.name} says it has"
-                )
-            self.files = dict.fromkeys(stored, file) | self.files
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.files
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, which is not read."""
-        if name in self._packed:
-            shape = self._shape(name + mxfp4.BLOCKS, self.files[name])
-            return mxfp4.shape_of(shape) if len(shape) == 4 else tuple(self.tensor(name).shape)
-        shape = self._shape(name, self.files[name])
-        if name in self._scales:
-            scales = self._shape(name + float8.SCALES, self._scales[name])
-            try:
-                float8.check_scales(shape, scales)
-            except ValueError as error:
-                raise self._wrong(name + float8.SCALES, self._scales[name], error) from None
-        return shape
-
-    def _shape(self, name: str, path: Path) -> tuple[int, ...]:
-        handle = self._handle(path)
-        if isinstance(handle, dict):
-            return tuple(handle[name].shape)
-        return tuple(handle.get_slice(name).get_shape())
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor, in the dtype of the file; MXFP4 as bfloat16, and numbers of 8 bits times their
-        scales as float32."""
-        if name in self._scales:
-            stored, factors = self._tensor(name, self.files[name]), name + float8.SCALES
-            try:
-                return float8.scaled(stored, self._tensor(factors, self._scales[name]))
-            except ValueError as error:
-                raise self._wrong(name, self.files[name], error) from None
-        if name not in self._packed:
-            stored = self._tensor(name, self.files[name])
-            if stored.dtype == float8.DTYPE:
-                missing = ValueError(f"numbers of 8 bits require scales, {name}{float8.SCALES}")
-                raise self._wrong(name, self.files[name], missing)
-            return stored
-        blocks, scales = self._packed[name]
-        try:
-            return mxfp4.unpacked(
-                self._tensor(name + mxfp4.BLOCKS, blocks),
-                self._tensor(name + mxfp4.SCALES, scales),
-            )
-        except ValueError as error:
-            raise self._wrong(name, blocks, error) from None
-
-    def _wrong(self, name: str, path: Path, error: ValueError) -> CheckpointError:
-        return CheckpointError(f"{path}: {name}: {error}")
-
-    def _tensor(self, name: str, path: Path) -> Tensor:
-        handle = self._handle(path)
-        try:
-            return handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {name}: {error}") from None
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor, which is not read."""
-        if name in self._packed:
-            return torch.bfloat16
-        handle = self._handle(self.files[name])
-        return (handle[name] if isinstance(handle, dict) else handle.get_slice(name)[:0]).dtype
-
-    def _handle(self, path: Path) -> Any:
-        """An open safetensors file, or the tensors of a pickle, mapped into memory by name."""
-        if path not in self._open:
-            if path.suffix != ".safetensors":
-                self._open[path] = _unpickled(path)
-            else:
-                try:
-                    self._open[path] = safe_open(path, framework="pt")
-                except SafetensorError as error:
-                    raise CheckpointError(
-                        f"{path} is incomplete or no safetensors file: {error}; download or copy "
-                        "it again"
-                    ) from None
-                except OSError as error:
-                    raise CheckpointError(f"{path}: {error}") from None
-        return self._open[path]
-
-
-def _weights_of(folder: Path) -> Path | None:
-    return next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-
-
-def _indexed(path: Path) -> dict[str, Path]:
-    content = read_json(path, lenient=True)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(file, str) for file in weight_map.values()
-    ):
-        raise CheckpointError(f"{path} has no weight_map from names to files")
-    for file in sorted(set(weight_map.values())):
-        if Path(file).name != file:
-            raise CheckpointError(f"{path} names {file!r}, which is not a file of this folder")
-        if not (path.parent / file).is_file():
-            raise CheckpointError(f"{path.parent / file} is missing; {path.name} names it")
-    return {name: path.parent / file for name, file in weight_map.items()}
-
-
-def _unpickled(path: Path) -> dict[str, Tensor]:
-    content = load_pickle(path)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} contains {type(content).__name__}, not tensors by name")
-    for name, value in content.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise CheckpointError(f"{path}: {name!r} is {type(value).__name__}, not a tensor")
-    return {name: value.detach() for name, value in content.items()}
 
 
 class TableSource(Source):
@@ -226,29 +70,54 @@ class HuggingFaceFolder(TableSource):
     shape, or a value in config.json cannot be represented."""
 
     title = "model of Hugging Face"
+    read_by_transformers: ClassVar[bool] = True
+    """False for folders of other programs, which transformers cannot open."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        config = folder / "config.json"
-        content = _content(folder)
+        self._config = config = self._find_config()
+        whole = self._read_config(config)
+        content = text_content(whole, config)
         self.architecture: Architecture = architecture_named(content, config)
-        self._weights = WeightFiles(folder)
+        self.renamed = renaming(whole)
+        self._weights: Any = self._open_weights(whole)
+        if self.renamed is not None:
+            content = head_tied(content, whole, "lm_head.weight" in self._weights)
         content = self.architecture.seen(content, self._weights)
         self.model: ModelConfig = self.architecture.model(content, config)
         self._bare = not any(
             name.startswith(self.architecture.base_prefix) for name in self._weights.files
         )
+        self._whole = whole
         self._describe()
         self.tokenizer = tokenizer_in(folder)
 
+    def _find_config(self) -> Path:
+        """Return the file that describes the network."""
+        return self.folder / "config.json"
+
+    def _read_config(self, config: Path) -> dict[str, Any]:
+        """Return the keys of config.json."""
+        return _content(config)
+
+    def _open_weights(self, content: dict[str, Any]) -> Any:
+        """Return the tensors by their names in the files: an object like :class:`WeightFiles`."""
+        packing = packing_of(content, self._config)
+        return WeightFiles(self.folder, packing, renaming(content))
+
     def _describe(self) -> None:
         """Compare the tensors of the files with those of the model."""
+        self.notes = ()
         self._parameters = {
             each.ours: self._as_stored(each) for each in self.architecture.parameters(self.model)
         }
         self._stored = self._match()
-        self._shapes = shapes_of(self.model, self.folder / "config.json")
+        self._shapes = shapes_of(self.model, self._config)
         self._check_shapes()
+        if self.renamed is not None:
+            note = f"the text model of {self._whole['model_type']} is read, and nothing else"
+            remedy = f"to-hf --origin {self.folder} writes it back there"
+            self.notes = (*self.notes, f"{self.folder}: {note}; {remedy}")
 
     def read_ahead(self) -> None:
         ahead = self.architecture.ahead
@@ -260,7 +129,7 @@ class HuggingFaceFolder(TableSource):
                 replace(part, **{_FIELD: stored}) if hasattr(part, _FIELD) else part
                 for part in members
             ]
-            self.model, self.notes = replace(self.model, parts=tuple(parts)), ()
+            self.model = replace(self.model, parts=tuple(parts))
             self._describe()
 
     @classmethod
@@ -268,7 +137,7 @@ class HuggingFaceFolder(TableSource):
         config = path / "config.json"
         if not config.is_file():
             return None
-        if _weights_of(path) is None:
+        if weights_of(path) is None:
             content = read_json(config, lenient=True)
             if not isinstance(content, dict) or "model_type" not in content:
                 return None
@@ -278,7 +147,8 @@ class HuggingFaceFolder(TableSource):
 
     @classmethod
     def family(cls, folder: Path) -> str:
-        return architecture_named(_content(folder), folder / "config.json").family
+        config = folder / "config.json"
+        return architecture_named(text_content(_content(config), config), config).family
 
     def shape(self, name: str) -> tuple[int, ...]:
         self._parameter(name)
@@ -290,6 +160,26 @@ class HuggingFaceFolder(TableSource):
 
     def _part(self, theirs: str) -> Tensor:
         return self._weights.tensor(self._stored[theirs])
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The files of all tensors, those of other parts than the model's included."""
+        path = self._weights.path
+        return [path] if path.suffix != ".json" else sorted({*indexed(path).values()})
+
+    @property
+    def is_plain(self) -> bool:
+        """True if no weight is stored in several tensors, as quantised ones are."""
+        return not self._weights.packed
+
+    def places(self) -> dict[str, tuple[Parameter, str]]:
+        """By the names in the files of a text model alone: the parameter of which a tensor is a
+        part, and the table's name of that part."""
+        return {
+            self._stored[theirs]: (parameter, theirs)
+            for parameter in self._parameters.values()
+            for theirs in parameter.theirs
+        }
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -337,10 +227,10 @@ class HuggingFaceFolder(TableSource):
                 missing.append(theirs)
             else:
                 stored[theirs] = spelling
-        described = f"a model ({form.title}) as {self.folder / 'config.json'} describes it"
+        described = f"a model ({form.title}) as {self._config} describes it"
         if missing:
             raise CheckpointError(
-                f"{self._weights.path} lacks {_some(missing)}; {described} has such tensors"
+                f"{self._weights.path} lacks {some(missing)}; {described} has such tensors"
             )
         ahead, pattern, later, copies = form.ahead, form.predicting(self.model), "", {}
         if ahead is not None:
@@ -351,7 +241,7 @@ class HuggingFaceFolder(TableSource):
         if further:
             predicting = any(re.fullmatch(later, name) for name in further)
             self.notes = (
-                f"{self.folder}: {_some(further)} are not read: they predict further tokens "
+                f"{self.folder}: {some(further)} are not read: they predict further tokens "
                 "(multi-token prediction) or see images"
                 + ("; a run with --mtp-num-layers has the former" if predicting else ""),
             )
@@ -363,7 +253,7 @@ class HuggingFaceFolder(TableSource):
         ]
         if foreign:
             raise CheckpointError(
-                f"{self._weights.path} contains {_some(foreign)}; {described} has no such tensors"
+                f"{self._weights.path} contains {some(foreign)}; {described} has no such tensors"
             )
         return stored
 
@@ -377,7 +267,7 @@ class HuggingFaceFolder(TableSource):
             return True
         raise CheckpointError(
             f"{self._weights.files[name]}: {name} differs from {stored[first]}, but "
-            f"{self.folder}/config.json says that they are tied (tie_word_embeddings)"
+            f"{self._config} says that they are tied (tie_word_embeddings)"
         )
 
     def _check_shapes(self) -> None:
@@ -392,7 +282,7 @@ class HuggingFaceFolder(TableSource):
                 if shape != tuple(like.shape):
                     raise CheckpointError(
                         f"{self._weights.files[self._stored[theirs]]}: {theirs} has the shape "
-                        f"{shape}; config.json makes it {tuple(like.shape)}"
+                        f"{shape}; {self._config.name} makes it {tuple(like.shape)}"
                     )
 
 
@@ -412,8 +302,7 @@ def copy_tokenizer(folder: Path, target: Path) -> bool:
     return True
 
 
-def _content(folder: Path) -> dict[str, Any]:
-    config = folder / "config.json"
+def _content(config: Path) -> dict[str, Any]:
     content = read_json(config, lenient=True)
     if not isinstance(content, dict):
         raise CheckpointError(f"{config} is not a JSON object")
@@ -431,8 +320,3 @@ def shapes_of(model: ModelConfig, config: Path) -> dict[str, tuple[int, ...]]:
             f"{config}: no tensor can be as large as that of the network: {reason}"
         ) from None
     return {name: shard.canonical_shape for name, shard in shards.items()}
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.formats.huggingface.config_reader import HFConfigReader
+from megatron.formats.huggingface.packed.form import PackedForm, Shape, StoredParts
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Ends of the names of the two tensors."""
@@ -28,9 +29,12 @@ _PAIRS = torch.stack([_NUMBERS.repeat(16), _NUMBERS.repeat_interleave(16)], dim=
 _SCALES = torch.tensor([*(2.0 ** (e - 127) for e in range(255)), torch.nan])
 
 
-def shape_of(blocks: tuple[int, ...]) -> tuple[int, ...]:
+def _shape(parts: StoredParts) -> Shape:
     """[E, I, O], the shape of a tensor by that of its blocks."""
-    matrices, outputs, groups, _ = blocks
+    shape = parts.shape("blocks")
+    if len(shape) != 4:
+        return tuple(_unpack(parts).shape)
+    matrices, outputs, groups, _ = shape
     return matrices, groups * BLOCK, outputs
 
 
@@ -51,6 +55,16 @@ def unpacked(blocks_EOGB: Tensor, scales_EOG: Tensor) -> Tensor:
         numbers_OGB = _PAIRS[blocks_OGB.int()].flatten(2)
         values_OI.copy_((numbers_OGB * _SCALES[scales_OG.int()].unsqueeze(2)).flatten(1))
     return values_EOI.mT
+
+
+def _unpack(parts: StoredParts) -> Tensor:
+    return unpacked(parts["blocks"], parts["scales"])
+
+
+MXFP4 = PackedForm(
+    {"blocks": BLOCKS, "scales": SCALES}, _shape, _unpack, name="", needs=("scales",),
+    dtype=torch.bfloat16,
+)  # fmt: skip
 
 
 def check_quantization(given: HFConfigReader) -> None:
