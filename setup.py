@@ -59,6 +59,9 @@ DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.2
 # EleutherAI's lm-evaluation-harness; its next minor release may change what models must have.
 EVALUATE = ["lm_eval>=0.4.13,<0.5"]
 
+# Files of llama.cpp, read and written.
+GGUF = ["gguf>=0.19"]
+
 # The server. uvicorn's connections are extended, which its next major release may forbid.
 SERVE = [
     "fastapi>=0.115",
@@ -93,6 +96,7 @@ EXTRAS = {
     "docs": DOCS,
     "evaluate": EVALUATE,
     "fast": FAST,
+    "gguf": GGUF,
     "http": HTTP,
     "numba": ["numba"],
     "parquet": PARQUET,

@@ -1,0 +1,1 @@
+"""Models in files of llama.cpp (GGUF): read, and written."""

@@ -1,0 +1,435 @@
+"""Architectures of llama.cpp: how their metadata and tensors map to those of `transformers`, whose
+tables describe our models. The facts are those of llama.cpp's convert_hf_to_gguf.py and of gguf's
+constants; names of tensors come from the package gguf.
+
+Shapes: D head width, E experts, F inner width of the MLP, H hidden size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.config import ModelConfig
+from megatron.formats.gguf.metadata import Content, Keys
+from megatron.formats.gguf.rope import (
+    read_factors,
+    read_longrope,
+    read_scaling,
+    write_factors,
+    write_longrope,
+    write_scaling,
+)
+from megatron.formats.huggingface.entries import GROUPED_QKV, INTERLEAVED
+
+Values = Callable[[Tensor, ModelConfig], Tensor]
+
+
+class ValueChange(NamedTuple):
+    """Values of a tensor in a GGUF file, from those of `transformers`, and back."""
+
+    write: Values
+    read: Values
+
+
+def _identity(values: Tensor, model: ModelConfig) -> Tensor:
+    return values
+
+
+SAME = ValueChange(_identity, _identity)
+PAIRS = ValueChange(
+    lambda values, model: INTERLEAVED.to_hf(values, model)[0],
+    lambda values, model: INTERLEAVED.from_hf([values], model),
+)
+"""Rows of queries or keys of which RoPE rotates neighbours together, as Meta's."""
+SPLIT = ValueChange(
+    lambda values, model: GROUPED_QKV.from_hf([values], model),
+    lambda values, model: GROUPED_QKV.to_hf(values, model)[0],
+)
+"""All queries, all keys, all values, instead of by group."""
+PLUS_ONE = ValueChange(lambda values, _: values + 1, lambda values, _: values.float() - 1)
+"""Norms multiply by the weight, instead of by 1 + weight."""
+TURNED = ValueChange(lambda values, _: values.mT, lambda values, _: values.mT)
+"""[outputs, inputs] instead of Conv1D's [inputs, outputs]."""
+FLAT = ValueChange(lambda values, _: values.squeeze(0), lambda values, _: values.unsqueeze(0))
+"""[H] instead of [1, H]."""
+
+_PAIRS = {r"blk\.\d+\.attn_[qk]\.(weight|bias)": PAIRS}
+_SPLIT = {r"blk\.\d+\.attn_qkv\.(weight|bias)": SPLIT}
+_PLUS_ONE = {r".*norm\.weight": PLUS_ONE}
+
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+_LLAMA = _SIZES | {
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_EXPERTS = _LLAMA | {
+    "expert_feed_forward_length": "moe_intermediate_size", "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+}  # fmt: skip
+_SILU = {"hidden_act": "silu"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An architecture of llama.cpp.
+
+    Attributes:
+        name: its name in ``general.architecture``, which begins its keys.
+        model_types: those of `transformers` that are written as such; the first is read.
+        keys: its keys, without its name, and the keys of config.json that mean the same.
+        fixed: further keys of config.json, with the only value that its files can mean.
+        read: the rest of config.json, from the metadata and what was read so far.
+        write: the rest of the metadata, from config.json.
+        changes: by patterns of names of tensors, how their values differ.
+        names: parts of names of `transformers` by which gguf's table does not find a tensor, and
+            what finds it.
+        extra: tensors that a model of `transformers` has in its configuration.
+        repeats_head: whether llama.cpp requires a head where it repeats the token embedding.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    keys: Mapping[str, str]
+    fixed: Content = field(default_factory=dict)
+    read: Callable[[Keys, Content], Content] = lambda given, content: {}
+    write: Callable[[Content], Content] = lambda content: {}
+    changes: Mapping[str, ValueChange] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    extra: Callable[[Content], Mapping[str, Tensor]] = lambda content: {}
+    repeats_head: bool = False
+
+    def config(self, given: Keys) -> Content:
+        """The config.json of a model. Raises CheckpointError if a key is missing or malformed, or
+        has an effect that is not known."""
+        content: Content = {"model_type": self.model_types[0]}
+        for key, name in self.keys.items():
+            is_size = not key.endswith(("epsilon", "residual"))
+            if key == "attention.head_count_kv":  # as many as queries, where it is missing
+                given.get(key, 0)
+                content[name] = given.get(key, given.whole("attention.head_count"))
+            else:
+                content[name] = given.whole(key) if is_size else given.require(key)
+        if given.whole("block_count") > len(given.tensors):
+            given.refuse("block_count", f"the file has {len(given.tensors)} tensors")
+        content |= self.fixed
+        content |= self.read(given, content)
+        given.refuse_the_rest()
+        return content
+
+    def metadata(self, content: Content) -> Content:
+        """Its keys, with its name, for a config.json."""
+        values = {key: content[name] for key, name in self.keys.items()} | self.write(content)
+        return {f"{self.name}.{key}": value for key, value in values.items() if value is not None}
+
+    def place(self, theirs: str, blocks: int) -> TensorPlace:
+        """The place of a tensor of `transformers`. Raises CheckpointError if the package gguf has
+        no name for it."""
+        name, _, suffix = theirs.rpartition(".")
+        expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)
+        if expert is not None:
+            name = f"{expert[1]}.{expert[3]}"
+        for part, known in self.names.items():
+            name = name.replace(part, known)
+        stored = _names_of(self.name, blocks).get_name(name)
+        if stored is None:
+            raise CheckpointError(f"GGUF files of {self.name} have no tensor {theirs}")
+        return TensorPlace(f"{stored}.{suffix}", None if expert is None else int(expert[2]))
+
+    def change(self, name: str) -> ValueChange:
+        """The change of the values of a tensor, by its name in the file."""
+        known = (each for form, each in self.changes.items() if re.fullmatch(form, name))
+        return next(known, SAME)
+
+
+class TensorPlace(NamedTuple):
+    """The name of a tensor in a GGUF file, and the slice of it, where it is of all experts."""
+
+    name: str
+    expert: int | None
+
+
+@cache
+def _names_of(name: str, blocks: int) -> Any:
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    known = {each: kind for kind, each in MODEL_ARCH_NAMES.items()}
+    return get_tensor_name_map(known[name], blocks)
+
+
+def _usual_width(content: Content) -> int:
+    """The width of a head where no key says it."""
+    return max(1, content["hidden_size"] // content["num_attention_heads"])
+
+
+def _head(given: Keys, content: Content, default: int | None = None) -> Content:
+    """The width of a head, where the file says it. Values are as wide as keys, and whole heads are
+    rotated."""
+    width = given.get("attention.key_length", default or _usual_width(content))
+    given.only("attention.value_length", width)
+    given.only("rope.dimension_count", width)
+    return {"head_dim": width}
+
+
+def _rope(given: Keys, content: Content, base: float = 10_000.0) -> Content:
+    theta = given.get("rope.freq_base", base)
+    scaling = read_scaling(given) or read_factors(given, content | {"rope_theta": theta})
+    return {"rope_theta": theta, **({"rope_scaling": scaling} if scaling else {})}
+
+
+def _read_llama(given: Keys, content: Content) -> Content:
+    content |= _head(given, content)
+    content |= _rope(given, content)
+    experts = given.get("expert_count", 0)
+    if experts:
+        return content | {
+            "model_type": "mixtral", "num_local_experts": experts, "sliding_window": None,
+            "num_experts_per_tok": given.whole("expert_used_count"),
+        }  # fmt: skip
+    given.only("expert_used_count", 0)
+    return content | {
+        "attention_bias": "blk.0.attn_q.bias" in given.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in given.tensors,
+    }
+
+
+def _write_head(content: Content) -> Content:
+    width = content.get("head_dim") or _usual_width(content)
+    return {
+        "attention.key_length": width, "attention.value_length": width,
+        "rope.dimension_count": width, "rope.freq_base": float(content["rope_theta"]),
+        **write_scaling(content),
+    }  # fmt: skip
+
+
+def _write_llama(content: Content) -> Content:
+    experts = content.get("num_local_experts")
+    used = content.get("num_experts_per_tok") if experts else None
+    return {**_write_head(content), "expert_count": experts, "expert_used_count": used}
+
+
+LLAMA = Kind(
+    "llama", ("llama", "mistral", "mixtral"), _LLAMA, _SILU, _read_llama, _write_llama, _PAIRS,
+    {"model.layers": "layers", "block_sparse_moe": "feed_forward"}, write_factors,
+)  # fmt: skip
+
+
+def _read_head_and_rope(given: Keys, content: Content) -> Content:
+    return {**_head(given, content), **_rope(given, content)}
+
+
+_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
+QWEN2 = Kind("qwen2", ("qwen2",), _LLAMA, _SILU | _NO_WINDOW, _read_head_and_rope, _write_head)
+QWEN3 = Kind("qwen3", ("qwen3",), _LLAMA, QWEN2.fixed, _read_head_and_rope, _write_head)
+
+
+def _read_phi3(given: Keys, content: Content) -> Content:
+    width = _usual_width(content)
+    rotated = given.get("rope.dimension_count", width)
+    original = given.get("rope.scaling.original_context_length", content["max_position_embeddings"])
+    scaling = read_longrope(given)
+    return {
+        "rope_theta": given.get("rope.freq_base", 10_000.0),
+        "partial_rotary_factor": rotated / width,
+        "sliding_window": given.get("attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": original,
+        **({"rope_scaling": scaling} if scaling else {}),
+    }
+
+
+def _write_phi3(content: Content) -> Content:
+    return {
+        "rope.dimension_count": int(content["partial_rotary_factor"] * _usual_width(content)),
+        "rope.freq_base": float(content["rope_theta"]),
+        "rope.scaling.original_context_length": content["original_max_position_embeddings"],
+        "attention.sliding_window": content["sliding_window"] or 0,
+        **write_longrope(content),
+    }
+
+
+PHI3 = Kind(
+    "phi3", ("phi3",), _LLAMA, _SILU, _read_phi3, _write_phi3, extra=write_factors,
+)  # fmt: skip
+
+
+def _read_gemma(given: Keys, content: Content, widest: int, every: int) -> Content:
+    """Keys that llama.cpp knows without the file: the largest model alone scales scores by the
+    hidden size over the heads; every N-th block has no window."""
+    width = _head(given, content, 256)["head_dim"]
+    hidden, heads, layers = (
+        content[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    )
+    kinds = [
+        "sliding_attention" if (n + 1) % every else "full_attention" for n in range(int(layers))
+    ]
+    return {
+        "head_dim": width,
+        "query_pre_attn_scalar": hidden // heads if layers == widest else width,
+        "sliding_window": given.whole("attention.sliding_window"),
+        "layer_types": kinds,
+    }
+
+
+def _read_gemma2(given: Keys, content: Content) -> Content:
+    return {
+        **_read_gemma(given, content, 46, 2), **_rope(given, content),
+        "attn_logit_softcapping": given.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": given.get("final_logit_softcapping", 30.0),
+    }  # fmt: skip
+
+
+def _read_gemma3(given: Keys, content: Content) -> Content:
+    rope = _rope(given, content, 1_000_000.0)
+    return {
+        **_read_gemma(given, content, 62, 6), "sliding_window_pattern": 6, **rope,
+        "rope_local_base_freq": given.get("rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": given.get("final_logit_softcapping"),
+    }  # fmt: skip
+
+
+def _write_gemma(content: Content) -> Content:
+    names = ("attn_logit_softcapping", "final_logit_softcapping")
+    return {
+        **_write_head(content), "attention.sliding_window": content["sliding_window"],
+        **{name: content.get(name) for name in names},
+    }  # fmt: skip
+
+
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+GEMMA2 = Kind("gemma2", ("gemma2",), _LLAMA, _GEMMA, _read_gemma2, _write_gemma, _PLUS_ONE)
+GEMMA3 = Kind("gemma3", ("gemma3_text",), _LLAMA, _GEMMA, _read_gemma3, _write_gemma, _PLUS_ONE)
+
+
+GPT2 = Kind(
+    "gpt2", ("gpt2",),
+    {"context_length": "n_positions", "embedding_length": "n_embd", "block_count": "n_layer",
+     "feed_forward_length": "n_inner", "attention.head_count": "n_head",
+     "attention.layer_norm_epsilon": "layer_norm_epsilon"},
+    {"activation_function": "gelu_new"},
+    lambda given, content: {"n_inner": given.whole("feed_forward_length")},
+    lambda content: {"feed_forward_length": content["n_inner"] or 4 * content["n_embd"]},
+    changes={r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight": TURNED},
+)  # fmt: skip
+_LAYER_NORM = _SIZES | {"attention.layer_norm_epsilon": "layer_norm_eps"}
+GPT_NEOX = Kind(
+    "gptneox", ("gpt_neox",), _LAYER_NORM | {"use_parallel_residual": "use_parallel_residual"},
+    {"hidden_act": "gelu"},
+    lambda given, content: {
+        "rotary_emb_base": given.get("rope.freq_base", 10_000.0),
+        "rotary_pct": given.whole("rope.dimension_count") / _usual_width(content),
+    },
+    lambda content: {
+        "rope.dimension_count": int(
+            content["rotary_pct"] * _usual_width(content)
+        ),
+        "rope.freq_base": float(content["rotary_emb_base"]),
+    },
+    changes=_SPLIT,
+    repeats_head=True,
+)  # fmt: skip
+
+
+def _read_falcon(given: Keys, content: Content) -> Content:
+    """The second form has a norm each for attention and MLP, or groups of queries."""
+    groups = given.get("attention.head_count_kv", 1)
+    new = "blk.0.attn_norm_2.weight" in given.tensors
+    new |= groups not in (1, content["num_attention_heads"])
+    given.only("rope.dimension_count", _usual_width(content))
+    return {
+        "rope_theta": given.get("rope.freq_base", 10_000.0),
+        "num_kv_heads": groups, "new_decoder_architecture": new, "multi_query": new or groups == 1,
+        "num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in given.tensors else None,
+    }  # fmt: skip
+
+
+FALCON = Kind(
+    "falcon", ("falcon",),
+    {**{key: name for key, name in _SIZES.items() if key != "feed_forward_length"},
+     "feed_forward_length": "ffn_hidden_size",
+     "attention.layer_norm_epsilon": "layer_norm_epsilon"},
+    {"activation": "gelu", "bias": False, "parallel_attn": True, "alibi": False},
+    _read_falcon,
+    lambda content: {
+        "attention.head_count_kv": content["num_kv_heads"]
+        if content["new_decoder_architecture"] or not content["multi_query"] else 1,
+        "rope.freq_base": float(content["rope_theta"]),
+    },
+    changes=_SPLIT,
+)  # fmt: skip
+BLOOM = Kind(
+    "bloom", ("bloom",),
+    {"context_length": "seq_length", "embedding_length": "hidden_size", "block_count": "n_layer",
+     "attention.head_count": "n_head", "attention.layer_norm_epsilon": "layer_norm_epsilon"},
+    read=lambda given, content: {"n_inner": given.get("feed_forward_length"), **_alibi(given)},
+    write=lambda content: {
+        "feed_forward_length": 4 * content["hidden_size"],
+        "attention.head_count_kv": content["n_head"], "attention.max_alibi_bias": 8.0,
+    },
+    changes=_SPLIT,
+    names={"transformer.": ""},
+)  # fmt: skip
+
+
+def _alibi(given: Keys) -> Content:
+    given.only("attention.head_count_kv", given.get("attention.head_count"))
+    given.only("attention.max_alibi_bias", 8.0)
+    return {}
+
+
+def _read_qwen_experts(given: Keys, content: Content) -> Content:
+    shared = given.get("expert_shared_feed_forward_length")
+    return {
+        **_head(given, content), **_rope(given, content),
+        **({} if shared is None else {"shared_expert_intermediate_size": shared}),
+    }  # fmt: skip
+
+
+_QWEN_EXPERTS = _SILU | _NO_WINDOW | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+QWEN2_MOE = Kind(
+    "qwen2moe", ("qwen2_moe",), _EXPERTS, _QWEN_EXPERTS | {"norm_topk_prob": False},
+    _read_qwen_experts,
+    lambda content: _write_head(content) | {
+        "expert_shared_feed_forward_length": content["shared_expert_intermediate_size"],
+    },
+    {r".*\.ffn_gate_inp_shexp\.weight": FLAT},
+)  # fmt: skip
+QWEN3_MOE = Kind(
+    "qwen3moe", ("qwen3_moe",), _EXPERTS, _QWEN_EXPERTS | {"norm_topk_prob": True},
+    _read_qwen_experts, _write_head,
+)  # fmt: skip
+KINDS = (
+    LLAMA, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GPT2, GPT_NEOX, FALCON, BLOOM, QWEN2_MOE, QWEN3_MOE,
+)  # fmt: skip
+
+
+def kind_named(name: Any, where: str) -> Kind:
+    """The architecture that a file names. Raises CheckpointError for one that is not known."""
+    known = next((kind for kind in KINDS if kind.name == name), None)
+    if known is None:
+        raise CheckpointError(
+            f"{where}: general.architecture is {name!r:.100}; expected one of "
+            f"{', '.join(kind.name for kind in KINDS)}"
+        )
+    return known
+
+
+def kind_of(model_type: str) -> Kind:
+    """The architecture that a model of `transformers` is written as. Raises ValueError if none
+    is."""
+    for kind in KINDS:
+        if model_type in kind.model_types:
+            return kind
+    known = ", ".join(name for kind in KINDS for name in kind.model_types)
+    raise ValueError(f"{model_type} cannot be written as GGUF; expected one of {known}")

@@ -1,0 +1,201 @@
+"""Writes a checkpoint as a GGUF file for llama.cpp, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.files import CheckpointError, finite
+from megatron.checkpoint.source import Source
+from megatron.config import ModelConfig
+from megatron.formats.gguf.architectures import Kind, kind_of
+from megatron.formats.gguf.metadata import Content, Keys
+from megatron.formats.gguf.source import HEAD, TABLE, GGUFModel
+from megatron.formats.gguf.tokenizer import tokenizer_metadata
+from megatron.formats.huggingface import architecture_named, architecture_of
+from megatron.formats.huggingface.architecture import Architecture
+from megatron.formats.huggingface.entries import Parameter
+from megatron.util.progress import progress_bar
+
+TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+"""``general.file_type`` by --type."""
+_EXACT = (
+    "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight",
+)  # fmt: skip
+"""Ends of the names of matrices that llama.cpp requires in float32, as it does vectors."""
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_UNIMPORTANT = {
+    "attention_dropout", "hidden_dropout", "init_method_std", "hf_architecture", "seq_length",
+}  # fmt: skip
+"""Fields that concern training alone."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Metadata, and the tensors that follow from the configuration, of a model that is written."""
+
+    form: Architecture
+    kind: Kind
+    metadata: Content
+    extra: dict[str, Tensor]
+
+
+def write_gguf(
+    source: Source, path: Path, type_name: str, progress: Callable[[str], None] = lambda line: None
+) -> None:
+    """Writes a new GGUF file with weights of a type of :data:`TYPES`, and the tokenizer's metadata
+    where GGUF has a form for it; then reads it back. Raises ValueError if llama.cpp has no such
+    network; CheckpointError if the checkpoint is damaged, a weight is not finite in the type, or
+    what is read back differs; OSError if the file cannot be written."""
+    import gguf
+
+    plan = _plan(source.model)
+    writer = gguf.GGUFWriter(path, plan.kind.name)
+    writer.add_file_type(gguf.LlamaFileType[TYPES[type_name]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(source.folder.stem)
+    tokens = tokenizer_metadata(source, plan.kind.name, progress)
+    for key, value in {**plan.metadata, **tokens}.items():
+        _add(writer, key, value)
+    stored = list(_tensors(source, plan, type_name))
+    for name, shape, kind, _ in stored:
+        size = gguf.quants.quant_shape_to_byte_shape(shape, kind)
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), int(np.prod(size)), kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for _, _, kind, make in progress_bar(f"writing {path.name}", stored, unit=" tensors"):
+            writer.write_tensor_data(_bytes_of(make(), kind).reshape(-1))
+    finally:
+        writer.close()
+    _check(source, GGUFModel(path), type_name)
+    count = f"{len(stored)} tensors, {path.stat().st_size / 1e6:,.1f} MB"
+    progress(f"{plan.kind.name} ({plan.form.title}), {type_name}: {count}; read back and equal")
+
+
+def _plan(model: ModelConfig) -> _Plan:
+    """The metadata of a model, which say all of it. Raises ValueError if they do not."""
+    form = architecture_of(model)
+    kind = kind_of(form.model_type)
+    content = form.config(model)
+    metadata, extra = kind.metadata(content), dict(kind.extra(content))
+    names = [kind.place(theirs, model.num_layers).name for each in form.parameters(model)
+             for theirs in each.theirs]  # fmt: skip
+    given = Keys(metadata, kind.name, {*names, *extra}, extra.__getitem__, kind.name)
+    try:
+        read = kind.config(given)
+    except CheckpointError as error:
+        raise ValueError(f"GGUF files have no form for such a model: {error}") from None
+    read |= {
+        "vocab_size": content["vocab_size"], "tie_word_embeddings": content["tie_word_embeddings"],
+    }  # fmt: skip
+    near = architecture_named(read, Path(kind.name)).model(read, Path(kind.name)).flags()
+    flags = model.flags()
+    lost = [
+        f"{each.name} = {getattr(flags, each.name)!r} (llama.cpp has {getattr(near, each.name)!r})"
+        for each in fields(flags)
+        if each.name not in _UNIMPORTANT and each.metadata["role"]
+        and getattr(flags, each.name) != getattr(near, each.name)
+    ]  # fmt: skip
+    if lost:
+        raise ValueError(f"GGUF files of {kind.name} cannot say {', '.join(lost)}")
+    return _Plan(form, kind, {f"{kind.name}.vocab_size": content["vocab_size"], **metadata}, extra)
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    """Add a key in the type that llama.cpp reads: uint32 for sizes and ids."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+_Stored = tuple[str, tuple[int, ...], Any, Callable[[], Tensor]]
+
+
+def _tensors(source: Source, plan: _Plan, type_name: str) -> Iterator[_Stored]:
+    """Name, shape and type of each tensor, and a function that makes it."""
+    from gguf import GGMLQuantizationType as Kinds
+
+    for name, values in plan.extra.items():
+        yield name, tuple(values.shape), Kinds.F32, partial(torch.clone, values)
+    for parameter in plan.form.parameters(source.model):
+        like = parameter.to_hf(torch.empty(source.shape(parameter.ours), device="meta"))
+        for name, values in _joined(plan, parameter, like, source.model).items():
+            shape = tuple(values.shape)
+            kind = _type_of(name, shape, type_name)
+            make = partial(_made, source, plan, parameter, name, kind)
+            yield name, shape, kind, make
+            if name == TABLE and plan.kind.repeats_head and source.model.embedding.tied:
+                yield HEAD, shape, kind, make
+
+
+def _made(source: Source, plan: _Plan, parameter: Parameter, name: str, kind: Any) -> Tensor:
+    """A tensor of the file, in float32. Raises NotFiniteError if it is not finite in its type."""
+    theirs = parameter.to_hf(source.tensor(parameter.ours))
+    values = _joined(plan, parameter, theirs, source.model)[name].contiguous()
+    # The scales of Q8_0 are float16: a 127th of a block's largest number.
+    finite(parameter.ours, values / 127 if kind.name == "Q8_0" else values,
+           _DTYPES.get(kind.name, torch.float16), source.folder)  # fmt: skip
+    return values
+
+
+def _joined(
+    plan: _Plan, parameter: Parameter, theirs: dict[str, Tensor], model: ModelConfig
+) -> dict[str, Tensor]:
+    """The tensors of one parameter by their names in the file, those of all experts in one."""
+    joined: dict[str, list[Tensor]] = {}
+    for each, values in theirs.items():
+        name, expert = plan.kind.place(each, model.num_layers)
+        values = plan.kind.change(name).write(values, model)
+        joined.setdefault(name, []).append(values if expert is None else values.unsqueeze(0))
+    return {name: torch.cat(parts) for name, parts in joined.items()}
+
+
+def _type_of(name: str, shape: tuple[int, ...], type_name: str) -> Any:
+    """The type of a tensor: float32 for vectors and what llama.cpp adds in float32, and float16
+    where rows are no whole blocks of Q8_0, as llama.cpp's converter chooses."""
+    from gguf import GGML_QUANT_SIZES
+    from gguf import GGMLQuantizationType as Kinds
+
+    if len(shape) < 2 or name.endswith(_EXACT):
+        return Kinds.F32
+    kind = Kinds[type_name.upper()]
+    return Kinds.F16 if shape[-1] % GGML_QUANT_SIZES[kind][0] else kind
+
+
+def _bytes_of(values: Tensor, kind: Any) -> Any:
+    """The bytes of a tensor in a type."""
+    from gguf.quants import quantize
+
+    if kind.name in _DTYPES:
+        return values.to(_DTYPES[kind.name]).contiguous().view(torch.uint8).numpy()
+    return quantize(values.float().contiguous().numpy(), kind)
+
+
+_ROUNDING = {"f32": 1e-6, "f16": 2.0**-10, "bf16": 2.0**-7, "q8_0": 2.0**-7}
+"""Largest change of a weight by its type, as a share of the largest weight of a parameter."""
+
+
+def _check(source: Source, written: GGUFModel, type_name: str) -> None:
+    """Raises CheckpointError if a file does not contain a source, rounded to its types."""
+    for name in progress_bar("reading it back", source.names(), unit=" parameters"):
+        values, near = source.tensor(name), written.tensor(name)
+        allowed = _ROUNDING[type_name] * values.abs().max() + 1e-6
+        if values.shape != near.shape or not bool(((values - near).abs() <= allowed).all()):
+            raise CheckpointError(f"{written.folder}: {name} differs from {source.folder}")
