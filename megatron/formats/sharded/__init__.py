@@ -1,0 +1,1 @@
+"""Sharded checkpoints: torch.distributed.checkpoint (DCP), and Megatron-Core's torch_dist on it."""

@@ -1,0 +1,393 @@
+"""Megatron-Core's distributed checkpoints (``torch_dist``) of GPTs, and those of NeMo 2.
+
+::
+
+    iter_0000100/metadata.json        {"sharded_backend": "torch_dist", ...}
+    iter_0000100/common.pt            arguments of Megatron-LM, counters, the optimizer's settings
+    iter_0000100/.metadata, *.distcp  the tensors, whole: no rank's layout is in them
+    weights/..., context/             the same of NeMo 2; context/model.yaml describes the network
+
+A block's tensors are stacked over the blocks, ``decoder.layers.mlp.linear_fc2.weight [L, H, F]``,
+or numbered; the two halves of a gated one may be apart, as ``weight_w`` and ``weight_v``. Moments
+are ``optimizer.state.exp_avg.<name>``, float32 weights ``optimizer.state.fp32_param.<name>`` or,
+of its distributed optimizer, ``optimizer.state.param.<name>``. That is
+``megatron/core/dist_checkpointing`` and ``megatron/core/optimizer`` of Megatron-Core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.files import CheckpointError, read_json
+from megatron.checkpoint.folder import MEGATRON_TRACKER
+from megatron.checkpoint.slices import Slice
+from megatron.checkpoint.source import Source
+from megatron.config import ModelConfig, Vocabulary
+from megatron.formats.features import buffers_of, whole_shards
+from megatron.formats.legacy_megatron.arguments import (
+    end_of_text,
+    model_of_arguments,
+    tokenizer_of_arguments,
+    unpadded_vocabulary,
+    write_tokenizer,
+)
+from megatron.formats.legacy_megatron.expert_names import of_one_expert, require_experts
+from megatron.formats.legacy_megatron.names import is_buffer, qkv_from_megatron, rename
+from megatron.formats.sharded.files import METADATA, ShardedFiles, load_common
+from megatron.formats.sharded.nemo import CONTEXT, arguments_of_nemo
+from megatron.parallel.shard import Shard
+
+COMMON, BACKEND = "common.pt", "metadata.json"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+VERSION = 3.0
+"""The order of rows in a query-key-value matrix, as Megatron numbers it."""
+EMBEDDING = "embedding.word_embeddings.weight"
+_MASTERS = ("fp32_param", "param")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+_OTHER_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.(distributed|state)\b.*")
+_BLOCK = re.compile(r"(decoder\.layers)\.(?:(\d+)\.)?(.+)")
+_EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(linear_fc\d)\.(weight|bias)")
+_HALF = re.compile(r"(.+\.(?:weight|bias))_([wv])")
+_ITERATION = re.compile(r"(?:iter_0*)?(\d+|release)")
+
+
+class CorePart(NamedTuple):
+    """A tensor of the files, or that of a block in a stacked one, which is a parameter, or one
+    expert's, or half of it: 0 for the gate, 1 for the other, None for both."""
+
+    key: str
+    block: int | None
+    expert: int | None
+    half: int | None
+
+
+class CoreFolder(Source):
+    """A checkpoint of Megatron-Core or NeMo 2. Where the optimizer has float32 weights, these are
+    the weights. A tensor is read when it is needed, and of one that has our order of rows only the
+    slice that a rank has. Raises CheckpointError if a file is missing or damaged, tensors are
+    missing, superfluous or of another shape, or the network cannot be represented."""
+
+    title = "distributed checkpoint of Megatron-Core"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.notes: list[str] = []
+        weights = _weights_of(folder)
+        self._files, self._common = ShardedFiles(weights), load_common(weights / COMMON)
+        self._parts = _parts_of(self._files, self._files.tensors)
+        where = weights / COMMON
+        context = folder / CONTEXT
+        if context.is_file():
+            self._arguments, where = arguments_of_nemo(context), context
+        else:
+            args = self._common.get("args")
+            if not isinstance(args, Namespace):
+                raise CheckpointError(
+                    f"{where} has no args of Megatron-LM, and {context} does not exist: nothing "
+                    "describes the network"
+                )
+            self._arguments = vars(args)
+        self.model = self._model(where)
+        self._shards = whole_shards(self.model)
+        self._check(self._parts, where)
+        self._masters, self._moments = self._optimizer(where)
+        self.tokenizer = tokenizer_of_arguments(self._arguments)
+        self.end_of_text = end_of_text(self._arguments, self.model.vocabulary.size)
+
+    @classmethod
+    def locate(cls, path: Path, wanted: str | None) -> Path | None:
+        if path.is_file() and path.name in (COMMON, BACKEND, METADATA):
+            path = path.parent
+        if (path.parent / CONTEXT).is_file():
+            path = path.parent
+        if _fits(path):
+            known = {path.name, *_ITERATION.findall(path.name)}
+            if wanted is not None and wanted not in known:
+                raise CheckpointError(f"{path} is one checkpoint, and not {wanted}")
+            return path
+        folders = [each for each in path.iterdir() if _fits(each)] if path.is_dir() else []
+        if not folders:
+            return None
+        names = {each.name: each for each in folders}
+        names |= {m[1]: each for each in folders if (m := _ITERATION.fullmatch(each.name))}
+        tracker = path / MEGATRON_TRACKER
+        if wanted is None and tracker.is_file():
+            wanted = tracker.read_text(errors="replace").strip()
+        if wanted is None:
+            wanted = max(
+                names, key=lambda name: (name.isdigit(), int(name) if name.isdigit() else 0)
+            )
+        if wanted not in names:
+            raise CheckpointError(
+                f"{path} has no checkpoint {wanted}; it has {', '.join(sorted(names))}"
+            )
+        return names[wanted]
+
+    def names(self) -> Sequence[str]:
+        return list(self._shards)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shard(name).canonical_shape
+
+    def kinds(self, name: str) -> Sequence[str]:
+        self._shard(name)
+        trained = self._moments and name not in buffers_of(self.model)
+        return ("weight", *MOMENTS) if trained else ("weight",)
+
+    def dtype(self, name: str, kind: str = "weight") -> str:
+        part = self._place(name, kind)[0]
+        return str(self._files.dtype(part.key)).removeprefix("torch.")
+
+    def tensor(self, name: str, kind: str = "weight") -> Tensor:
+        shard = self._shard(name)
+        whole = _assembled(self._files, self._place(name, kind)).float()
+        if ".attention.qkv." in name:
+            attention = self.model.attention
+            whole = qkv_from_megatron(
+                whole, VERSION, attention.num_attention_heads, attention.num_query_groups,
+                attention.kv_channels,
+            )  # fmt: skip
+        return shard.join([whole])
+
+    def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
+        """Reads the slice alone where rows have our order, and the tensor is not padded."""
+        (first, *others), shape = self._place(name, kind), self.shape(name)
+        alone = not others and (first.block, first.expert, first.half) == (None, None, None)
+        if alone and ".qkv." not in name and self._files.shape(first.key) == shape == wanted.shape:
+            return self._files.read(first.key, wanted).float()
+        return super().read(name, kind, wanted)
+
+    def copy_tokenizer(self, target: Path) -> bool:
+        """See :meth:`Source.copy_tokenizer`; made of the files that the arguments name, where they
+        are on this machine."""
+        if super().copy_tokenizer(target):
+            return True
+        padded = self.model.vocabulary.padded
+        return write_tokenizer(self.tokenizer, target, padded, str(self.folder))
+
+    def _shard(self, name: str) -> Shard:
+        if name not in self._shards:
+            raise CheckpointError(f"{self.folder} has no parameter {name}")
+        return self._shards[name]
+
+    def _place(self, name: str, kind: str) -> Sequence[CorePart]:
+        self._shard(name)
+        if kind == "weight":
+            return self._masters.get(name, self._parts[name])
+        if name not in self._moments.get(kind, {}):
+            raise CheckpointError(f"{self.folder} has no {kind} of {name}")
+        return self._moments[kind][name]
+
+    def _model(self, where: Path) -> ModelConfig:
+        embedding = self._parts.get(EMBEDDING)
+        rows = self._files.shape(embedding[0].key)[:1] if embedding else ()
+        if not rows or not rows[0]:
+            raise CheckpointError(f"{self._files.path} has no {EMBEDDING}")
+        model = model_of_arguments(self._arguments, where)
+        size = unpadded_vocabulary(self._arguments, rows[0])
+        if size is None:
+            self.notes.append(
+                f"the token embedding has {rows[0]:,} rows, and the checkpoint does not say how "
+                "many are padding: all count as tokens"
+            )
+        vocabulary = Vocabulary(size or rows[0], rows[0])
+        return dataclasses.replace(model, vocabulary=vocabulary)
+
+    def _check(self, parts: Mapping[str, Sequence[CorePart]], where: Path) -> None:
+        """Compares tensors with the network: names, experts and shapes."""
+        for name, shard in self._shards.items():
+            if name not in parts:
+                raise CheckpointError(
+                    f"{self._files.path} has no tensor for {name}, which a network as {where} "
+                    "describes it has"
+                )
+            shape = _shape_of(self._files, parts[name], name)
+            if shape != shard.full_shape:
+                raise CheckpointError(
+                    f"{self._files.path}: {parts[name][0].key} makes {name} {shape}; {where} makes "
+                    f"it {shard.full_shape}"
+                )
+        for name in parts:
+            if name not in self._shards:
+                raise CheckpointError(
+                    f"{self._files.path}: {parts[name][0].key} is not part of the network that "
+                    f"{where} describes"
+                )
+
+    def _optimizer(
+        self, where: Path
+    ) -> tuple[dict[str, list[CorePart]], dict[str, dict[str, list[CorePart]]]]:
+        """The float32 weights and the moments by kind; fills the counters, where there are both."""
+        by_kind: dict[str, dict[str, str]] = {}
+        for key in self._files.tensors:
+            if match := _STATE.fullmatch(key):
+                by_kind.setdefault(match[1], {})[match[2]] = key
+        parts = {
+            kind: _parts_of(self._files, keys)
+            for kind, keys in by_kind.items()
+            if kind in (*MOMENTS, *_MASTERS)
+        }
+        masters = next((parts[kind] for kind in _MASTERS if kind in parts), {})
+        trained = self._shards.keys() - buffers_of(self.model)
+        counters = self._counters()
+        if any(map(_OTHER_STATE.fullmatch, self._files.tensors)) and not parts:
+            self.notes.append("weights only: its optimizer state is not stored by parameter")
+        elif parts and (counters is None or any(kind not in parts for kind in MOMENTS)):
+            self.notes.append("weights only: no counters or no Adam's moments are stored")
+        for kind, places in parts.items():
+            if missing := sorted(trained - places.keys()):
+                raise CheckpointError(f"{self._files.path} has no {kind} of {missing[0]}")
+            self._check({**self._parts, **places}, where)
+        if counters is None or any(kind not in parts for kind in MOMENTS):
+            return masters, {}
+        self.state = counters
+        return masters, {kind: parts[kind] for kind in MOMENTS}
+
+    def _counters(self) -> dict[str, Any] | None:
+        """Return how far the run was; None if the checkpoint does not say it."""
+        iteration = self._common.get("iteration")
+        consumed = self._arguments.get("consumed_train_samples")
+        step = _step_of(self._common.get("optimizer"))
+        if not all(type(each) is int for each in (iteration, consumed)) or step is None:
+            return None
+        return {
+            "iteration": iteration, "consumed_samples": consumed, "optimizer_step": step,
+            "loss_scaler": {},
+        }  # fmt: skip
+
+
+def _fits(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    weights = _weights_of(path)
+    if not (weights / METADATA).is_file() or not (weights / COMMON).is_file():
+        return False
+    content = read_json(weights / BACKEND) if (weights / BACKEND).is_file() else None
+    if isinstance(content, dict) and content.get("sharded_backend") == "zarr":
+        raise CheckpointError(f"{weights / BACKEND}: the old backend zarr, which is not read here")
+    return isinstance(content, dict) and content.get("sharded_backend") == "torch_dist"
+
+
+def _weights_of(folder: Path) -> Path:
+    """The folder with the tensors: that of NeMo is in another."""
+    return folder / "weights" if (folder / CONTEXT).is_file() else folder
+
+
+def _step_of(optimizer: Any) -> int | None:
+    """Adam's number of steps: its parameters' common one, or that of its groups."""
+    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
+    if not isinstance(inner, dict):
+        return None
+    state, groups = inner.get("state"), inner.get("param_groups")
+    step = state.get("common_step") if isinstance(state, dict) else None
+    if step is None and isinstance(groups, list) and groups and isinstance(groups[0], dict):
+        step = groups[0].get("step")
+    if isinstance(step, Tensor):
+        step = step.item() if step.numel() == 1 else None
+    return int(step) if isinstance(step, int | float) and step == step and step >= 0 else None
+
+
+def _parts_of(files: ShardedFiles, keys: Mapping[str, Any]) -> dict[str, list[CorePart]]:
+    """The parts of each parameter, in order; ``keys`` are Megatron's names, and names in the files
+    where these are others. Raises CheckpointError for a name that is not known."""
+    parts: dict[str, list[CorePart]] = {}
+    for name, stored in keys.items():
+        key = stored if isinstance(stored, str) else name
+        theirs = name.removeprefix("module.")
+        if _OTHER_STATE.fullmatch(theirs) or is_buffer(theirs):
+            continue
+        half = None
+        if match := _HALF.fullmatch(theirs):
+            theirs, half = match[1], "wv".index(match[2])
+        block = _BLOCK.fullmatch(theirs)
+        stacked = block is not None and block[2] is None
+        numbers: Sequence[int | None] = range(_layers(files, key)) if stacked else (None,)
+        for number in numbers:
+            at = theirs if number is None else f"decoder.layers.{number}.{block[3]}"  # type: ignore[index]
+            ours, expert = _canonical(at, name, files)
+            parts.setdefault(ours, []).append(CorePart(key, number, expert, half))
+    for places in parts.values():
+        places.sort(key=lambda part: (part.expert or 0, part.half or 0))
+    return parts
+
+
+def _layers(files: ShardedFiles, key: str) -> int:
+    shape = files.shape(key)
+    if not shape or shape[0] > 2**16:
+        raise CheckpointError(f"{files.path}: {key} of the shape {shape} has no blocks")
+    return shape[0]
+
+
+def _canonical(theirs: str, shown: str, files: ShardedFiles) -> tuple[str, int | None]:
+    """Our name of one of Megatron's, and the number of its expert."""
+    experts = _EXPERTS.search(theirs)
+    if experts is not None:
+        number = experts[1] or "0"
+        theirs = theirs.replace(
+            experts[0], f"mlp.experts.local_experts.{number}.{experts[2]}.{experts[3]}"
+        )
+    ours = rename(theirs)
+    if ours is None:
+        raise CheckpointError(f"{files.path}: {shown} is not a known parameter of a GPT")
+    if experts is None:
+        return ours, None
+    name, number_there = of_one_expert(ours)
+    return name, None if experts[1] is None else number_there
+
+
+def _shape_of(files: ShardedFiles, parts: Sequence[CorePart], name: str) -> tuple[int, ...]:
+    """Shape of a parameter that its parts make."""
+    numbers = sorted({part.expert for part in parts if part.expert is not None})
+    if numbers:
+        require_experts(numbers, len(numbers), name, files.path)
+    halves = 2 if parts[0].half is not None else 1
+    if len(parts) != halves * max(1, len(numbers)):
+        raise CheckpointError(f"{files.path}: {name} is made of {len(parts)} tensors")
+    shapes = {_original(files, part.key)[0 if part.block is None else 1 :] for part in parts}
+    if len(shapes) != 1:
+        raise CheckpointError(f"{files.path}: the parts of {name} have the shapes {shapes}")
+    (shape,) = shapes
+    if halves == 2 and shape:
+        shape = (2 * shape[0], *shape[1:])
+    return (len(numbers), *shape) if numbers else shape
+
+
+def _original(files: ShardedFiles, key: str) -> tuple[int, ...]:
+    """Shape of a tensor: that before releases up to 0.12 cut the optimizer's as flat runs."""
+    return files.original_shapes.get(key, files.shape(key))
+
+
+def _assembled(files: ShardedFiles, parts: Sequence[CorePart]) -> Tensor:
+    """A parameter, in Megatron's order of rows."""
+    tensors = [_part(files, part) for part in parts]
+    if parts[0].half is not None:
+        halves = zip(tensors[::2], tensors[1::2], strict=True)
+        tensors = [torch.cat(pair) for pair in halves]
+    return tensors[0] if parts[0].expert is None else torch.stack(tensors)
+
+
+def _part(files: ShardedFiles, part: CorePart) -> Tensor:
+    whole = _original(files, part.key)
+    if whole != files.shape(part.key):
+        # [X / x, Y / y, x y]: pieces of x by y, each of them flat.
+        grid = files.shape(part.key)[:-1]
+        pieces = [size // max(1, count) for size, count in zip(whole, grid, strict=False)]
+        order = [axis for dim in range(len(grid)) for axis in (dim, len(grid) + dim)]
+        try:
+            values = files.tensor(part.key).view(*grid, *pieces).permute(order).reshape(whole)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{files.path}: {part.key} {files.shape(part.key)} is not {whole}: {error}"
+            ) from None
+        return values if part.block is None else values[part.block]
+    if part.block is None:
+        return files.tensor(part.key)
+    return files.part(part.key, part.block)

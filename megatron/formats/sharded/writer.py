@@ -1,0 +1,254 @@
+"""Writes checkpoints of torch.distributed.checkpoint (DCP) and Megatron-Core's torch_dist: a chunk
+at a time, without the whole in memory."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron.checkpoint.files import CheckpointError, write_json
+from megatron.checkpoint.folder import MEGATRON_TRACKER, replace_folder, unfinished_folder
+from megatron.checkpoint.source import DTYPES, Source
+from megatron.config import ModelConfig, RunConfig
+from megatron.formats.features import whole_shards
+from megatron.formats.legacy_megatron.arguments import arguments_of_model
+from megatron.formats.legacy_megatron.expert_names import core_expert_name, is_of_experts
+from megatron.formats.legacy_megatron.names import to_core
+from megatron.formats.legacy_megatron.rank_files import iteration_folder
+from megatron.formats.legacy_megatron.writer import copied_tokenizer, share_of
+from megatron.formats.sharded.files import METADATA
+from megatron.formats.sharded.megatron_core import BACKEND, COMMON, MOMENTS, VERSION
+from megatron.util.files import sync, sync_path
+from megatron.util.progress import progress_bar
+
+_MOST_BYTES = 5 * 10**9
+_LINEAR = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1",
+           "mlp.linear_fc2", "self_attention.core_attention")  # fmt: skip
+"""Modules of a block with a state of their own, which is empty but for 8 bits."""
+
+
+class ShardedWriter:
+    """Writes tensors to ``__0_N.distcp`` in a new folder, as one process would, and ``.metadata``
+    at the end. A file has ``most_bytes`` or one chunk."""
+
+    def __init__(self, folder: Path, most_bytes: int = _MOST_BYTES) -> None:
+        self._folder, self._most = folder, most_bytes
+        self._numbers = itertools.count()
+        self._file: Any = None
+        self._facts: dict[str, Any] = {}
+        self._paths: dict[str, tuple[str, ...]] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+
+    def add(
+        self,
+        name: str,
+        values: Tensor,
+        shape: Sequence[int] | None = None,
+        block: int = 0,
+        path: tuple[str, ...] = (),
+    ) -> None:
+        """Adds a tensor, or member ``block`` along the first dimension of one of this shape;
+        ``path`` are its keys in the nested dictionaries of the state."""
+        self._paths[name] = path or (name,)
+        stacked = shape is not None
+        chunk = (values[None] if stacked else values).contiguous()
+        whole = torch.Size(shape if shape is not None else chunk.shape)
+        starts = torch.Size([block * stacked, *[0] * (len(whole) - 1)][: len(whole)])
+        facts = self._facts.setdefault(
+            name, TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), whole, [])
+        )
+        assert (facts.size, facts.properties.dtype) == (whole, chunk.dtype), name
+        index = MetadataIndex(name, starts, len(facts.chunks))
+        facts.chunks.append(ChunkStorageMetadata(starts, chunk.shape))
+        if chunk.untyped_storage().nbytes() != chunk.nbytes:
+            chunk = chunk.clone()
+        self._places[index] = self._write(chunk, chunk.nbytes)
+
+    def add_object(self, name: str, value: Any) -> None:
+        """Adds a value that is not a tensor."""
+        self._facts[name], self._paths[name] = BytesStorageMetadata(), (name,)
+        self._places[MetadataIndex(name)] = self._write(value, 0)
+
+    def _write(self, content: Any, size: int) -> _StorageInfo:
+        if self._file is not None and self._file.tell() + size > self._most:
+            self._close()
+        if self._file is None:
+            path = self._folder / f"__0_{next(self._numbers)}.distcp"
+            self._file = path.open("xb")
+        start = self._file.tell()
+        torch.save(content, self._file)
+        name = Path(self._file.name).name
+        return _StorageInfo(name, start, self._file.tell() - start)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            sync(self._file)
+            self._file.close()
+            self._file = None
+
+    def finish(self) -> None:
+        """Writes ``.metadata``."""
+        self._close()
+        metadata = Metadata(self._facts, self._paths, self._places, version="1.0.0")
+        stream = io.BytesIO()
+        pickle.dump(metadata, stream)
+        (self._folder / METADATA).write_bytes(stream.getvalue())
+        sync_path(self._folder / METADATA)
+
+
+def write_torch_dist(
+    source: Source,
+    save: Path,
+    dtype: str,
+    moments: bool = True,
+    distributed: bool = True,
+    check: Callable[[Path], None] = lambda folder: None,
+) -> Path:
+    """Writes weights and Adam's moments of a GPT for Megatron-Core, into Megatron's ``--load``;
+    returns the folder. ``distributed`` says that its run has the distributed optimizer; ``check``
+    gets the folder before it has its name, and undoes the export by an error. Raises ValueError if
+    Megatron has no such network; CheckpointError if the source is damaged, or the checkpoint exists
+    already; OSError if a file cannot be written. Nothing is left behind then."""
+    source.require_model()
+    model = source.model
+    arguments = arguments_of_model(model)
+    iteration = source.state.get("iteration") if source.state else None
+    moments = moments and bool(source.state) and has_moments(source)
+    folder = save / iteration_folder(iteration)
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already; remove it, or give another folder")
+    with unfinished_folder(folder) as partial:
+        arguments |= copied_tokenizer(source, folder, partial)
+        arguments |= {
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "padded_vocab_size": model.vocabulary.padded,
+            "params_dtype": DTYPES[dtype],
+            "fp16": dtype == "float16",
+            "bf16": dtype == "bfloat16",
+            "iteration": iteration or 0,
+            "consumed_train_samples": source.state.get("consumed_samples", 0),
+            "consumed_valid_samples": 0,
+        }
+        writer = ShardedWriter(partial)
+        # Float32 weights that are trained as they are need no copy.
+        master = None
+        if moments and (distributed or dtype != "float32"):
+            master = "param" if distributed else "fp32_param"
+        for name in progress_bar("writing", source.names(), unit=" parameters"):
+            _write_parameter(writer, source, name, DTYPES[dtype], moments, master)
+        for module in _LINEAR:
+            for n in range(model.num_layers):
+                key = f"decoder.layers.{module}._extra_state/shard_{n}_{model.num_layers}"
+                writer.add_object(key, [None])
+        writer.finish()
+        content = {"args": Namespace(**arguments), "checkpoint_version": VERSION}
+        content |= {"iteration": iteration or 0, "num_floating_point_operations_so_far": 0}
+        if moments:
+            content["optimizer"] = _optimizer(source, distributed, dtype)
+        with open(partial / COMMON, "xb") as file:
+            torch.save(content, file)
+            sync(file)
+        backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        write_json(
+            partial / BACKEND, backends | {"common_backend": "torch", "common_backend_version": 1}
+        )
+        check(partial)
+        named = "release" if iteration is None else str(iteration)
+        replace_folder(partial, folder, {MEGATRON_TRACKER: named})
+    return folder
+
+
+def has_moments(source: Source) -> bool:
+    """True if Adam trains every weight, and nothing of it is missing: Muon and SOAP leave only
+    some weights to it."""
+    return all({*MOMENTS} <= {*source.kinds(name)} for name in source.names())
+
+
+def _write_parameter(
+    writer: ShardedWriter,
+    source: Source,
+    name: str,
+    dtype: torch.dtype,
+    moments: bool,
+    master: str | None,
+) -> None:
+    model = source.model
+    key, block = _key(name, model)
+    for kind in source.kinds(name):
+        if kind != "weight" and not (moments and kind in MOMENTS):
+            continue
+        values = source.tensor(name, kind)
+        exact = share_of(values, name, model, 0, 1, torch.float32)
+        shape = None if block is None else (model.num_layers, *exact.shape)
+        if kind == "weight":
+            writer.add(key, exact.to(dtype, copy=True), shape, block or 0)
+            if master is not None and len(source.kinds(name)) > 1:
+                writer.add(f"optimizer.state.{master}.{key}", exact, shape, block or 0)
+        else:
+            writer.add(f"optimizer.state.{kind}.{key}", exact, shape, block or 0)
+
+
+def _key(name: str, model: ModelConfig) -> tuple[str, int | None]:
+    """Megatron-Core's name of a parameter, and the number of its block. Raises ValueError for one
+    that it lacks."""
+    blocks = {n for n in whole_shards(model) if is_of_experts(n)}
+    stack = name.split(".mlp")[0]
+    beside_experts = any(each.startswith(f"{stack}.mlp.") for each in blocks)
+    if blocks and len({n.split(".mlp")[0] for n in blocks}) != model.num_layers:
+        raise ValueError("torch_dist is written for networks with experts in every block, or none")
+    if is_of_experts(name):
+        _, number, inner = name.split(".", 2)
+        theirs = core_expert_name(inner.replace("experts.", "experts.0.", 1))
+        assert theirs is not None, name
+        return f"decoder.layers.{theirs.replace('local_experts.0', 'experts')}", int(number)
+    key = to_core(name, 0, bool(blocks) and (beside_experts or ".mlp_norm." in name))
+    if key is None:
+        raise ValueError(f"Megatron-Core has no {name}")
+    if not key.startswith("decoder.layers."):
+        return key, None
+    _, _, number, inner = key.split(".", 3)
+    return f"decoder.layers.{inner}", int(number)
+
+
+def _optimizer(source: Source, distributed: bool, dtype: str) -> dict[str, Any]:
+    """The state of Megatron's optimizers that is not in tensors: the groups of parameters with and
+    without weight decay, and the number of steps."""
+    run: RunConfig | None = source.run
+    step = float(source.state["optimizer_step"])
+    betas, eps, decay = (0.9, 0.999), 1e-8, 0.01
+    if run is not None:
+        betas = (run.optimizer.adam_beta1, run.optimizer.adam_beta2)
+        eps, decay = run.optimizer.adam_eps, run.optimizer.weight_decay
+    groups = [
+        {
+            "wd_mult": multiplier, "lr_mult": 1.0, "is_expert_parallel": False,
+            "is_decoupled_lr": False, "default_config": True, "betas": betas, "eps": eps,
+            "weight_decay": decay, "step": step,
+        }
+        for multiplier in (1.0, 0.0)
+    ]  # fmt: skip
+    if distributed:
+        return {
+            "optimizer": {"param_groups": groups},
+            "param_state_sharding_type": "fully_reshardable",
+        }
+    inner = {"state": {"common_step": torch.tensor(step)}, "param_groups": groups}
+    return inner if dtype == "float32" else {"optimizer": inner}

@@ -1,0 +1,226 @@
+"""Tensors of another trainer as those of a Hugging Face model: its table describes them then.
+
+A trainer is a :class:`TrainerFolder`, which says what config.json would have, and which tensor of
+its files is which of Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from megatron.checkpoint.files import CheckpointError, read_bytes, read_json
+from megatron.checkpoint.generation_settings import read_generation
+from megatron.config import ModelConfig
+from megatron.formats.huggingface.source import HuggingFaceFolder
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a file, which is read when it is needed."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> FileTensor:
+        """The same after ``change``, such as a part of it or another order of rows. Raises
+        CheckpointError if its shape does not allow that."""
+        try:
+            shape = tuple(change(torch.empty(self.shape, device="meta")).shape)
+        except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise CheckpointError(f"{self.path}: a tensor {self.shape}: {reason}") from None
+        return replace(self, shape=shape, read=lambda: change(self.read()).contiguous())
+
+    def rows(self, start: int, end: int) -> FileTensor:
+        """Its rows from ``start`` to before ``end``."""
+        if self.shape and self.shape[0] < end:
+            raise CheckpointError(f"{self.path}: a tensor {self.shape} has fewer than {end} rows")
+        return self.changed(lambda values: values[start:end])
+
+
+class FileTensors:
+    """Tensors by Hugging Face's names, in the way of its
+    :class:`~megatron.formats.huggingface.weight_files.WeightFiles`."""
+
+    def __init__(self, path: Path, stored: Mapping[str, FileTensor]) -> None:
+        self.path, self._stored = path, dict(stored)
+        self.files = {name: each.path for name, each in self._stored.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, which is not read."""
+        return self._stored[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor, which is not read."""
+        return self._stored[name].dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, in the dtype of the file."""
+        values = self._stored[name].read()
+        if tuple(values.shape) != self._stored[name].shape:
+            raise CheckpointError(
+                f"{self.files[name]}: {name} has the shape {tuple(values.shape)}, not "
+                f"{self._stored[name].shape}"
+            )
+        return values
+
+
+class TrainerFolder(HuggingFaceFolder):
+    """A folder of another trainer, read by the table of a Hugging Face architecture."""
+
+    read_by_transformers = False
+
+    @abstractmethod
+    def _list(self, content: Mapping[str, Any]) -> tuple[Path, Mapping[str, FileTensor]]:
+        """Return the file that lists the tensors, and these by Hugging Face's names; ``content`` is
+        what config.json has."""
+
+    def _open_weights(self, content: dict[str, Any]) -> FileTensors:
+        return FileTensors(*self._list(content))
+
+    @classmethod
+    def family(cls, folder: Path) -> str:
+        return ModelConfig.family
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """See :attr:`Source.generation`; config.json has more, where it is Hugging Face's."""
+        known = self._config.name == CONFIG and config_near(self._config.parent, 0)
+        model_type = self.architecture.model_type if known else None
+        return read_generation(self._config.parent, self.model.vocabulary.size, model_type)
+
+
+def config_near(folder: Path, steps: int = 2) -> Path | None:
+    """The config.json of a Hugging Face model in a folder or one of those that it is in."""
+    for place in (folder, *list(folder.parents)[:steps]):
+        path = place / CONFIG
+        if path.is_file():
+            content = read_json(path, lenient=True)
+            if isinstance(content, dict) and "model_type" in content:
+                return path
+    return None
+
+
+def yaml_of(path: Path) -> dict[str, Any]:
+    """The content of a YAML file with settings. Raises CheckpointError if it is missing or has
+    none; nothing but numbers, texts and containers is made."""
+    try:
+        content = yaml.safe_load(read_bytes(path))
+    except (yaml.YAMLError, RecursionError, ValueError, AttributeError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        reason = str(error).partition("\n")[0][:200]
+        raise CheckpointError(f"{path} is not YAML: {reason}") from None
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise CheckpointError(f"{path} has no settings by name")
+    return content
+
+
+class Settings:
+    """Settings of another trainer, of which each that is read must be of its type. Raises
+    CheckpointError, which names the file and the setting."""
+
+    def __init__(self, content: Mapping[str, Any], path: Path) -> None:
+        self.content, self.path, self._read = content, path, set[str]()
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self.value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**40:
+            raise self.wrong(name, "a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self.value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.wrong(name, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        """True or false."""
+        value = self.value(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """A value, or the default where it is missing or null."""
+        self._read.add(name)
+        value = self.content.get(name)
+        return default if value is None else value
+
+    def refuse(self, harmless: Mapping[str, Any]) -> None:
+        """Refuses settings that nothing has read, unless their value is that in ``harmless``, or
+        not set."""
+        for name, value in self.content.items():
+            if name in self._read or value in (None, False, 0, "") or value in ([], {}):
+                continue
+            if name not in harmless or harmless[name] not in (value, ...):
+                raise CheckpointError(
+                    f"{self.path}: {name} is {value!r:.80}, which cannot be represented"
+                )
+
+    def wrong(self, name: str, expected: str) -> CheckpointError:
+        """The error about a setting."""
+        value = self.content.get(name)
+        return CheckpointError(f"{self.path}: {name} is {value!r:.80}, expected {expected}")
+
+
+def tensors_of(path: Path, content: Any) -> dict[str, FileTensor]:
+    """The tensors by name in the content of a file."""
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    ):
+        raise CheckpointError(f"{path} does not contain tensors by name")
+    return {
+        name: FileTensor(path, tuple(value.shape), value.dtype, value.detach)
+        for name, value in content.items()
+    }
+
+
+def renamed(
+    stored: Mapping[str, FileTensor], names: Mapping[str, str], path: Path
+) -> dict[str, FileTensor]:
+    """Tensors by Hugging Face's names; ``names`` are these by the trainer's, with ``{}`` for the
+    number of a block. Raises CheckpointError for a tensor of another name."""
+    result = {}
+    for name, each in stored.items():
+        block = re.search(r"\.(\d+)\.", name)
+        template = name if block is None else name.replace(block[0], ".{}.", 1)
+        if template not in names:
+            raise CheckpointError(f"{path}: {name} is not a known tensor of such a model")
+        theirs = names[template]
+        result[theirs if block is None else theirs.format(block[1])] = each
+    return result
+
+
+def halves_from_pairs(values: Tensor, heads: int) -> Tensor:
+    """Rows [heads D, ...] in Hugging Face's order, which rotates channels i and i + D/2 of a head,
+    from that which rotates 2i and 2i + 1."""
+    rows = values.shape[0]
+    pairs = values.reshape(heads, rows // heads // 2, 2, *values.shape[1:])
+    return pairs.transpose(1, 2).reshape(values.shape)
+
+
+LLAMA_KEYS: Mapping[str, Any] = {
+    "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+    "attention_dropout": 0.0, "initializer_range": 0.02,
+}  # fmt: skip
+"""Keys of config.json that Llamas of other trainers have alike."""
