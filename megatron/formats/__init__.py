@@ -18,6 +18,8 @@ from megatron.config import ModelConfig
 
 _MEGATRON = "megatron.formats.legacy_megatron"
 _DEEPSPEED = "megatron.formats.deepspeed_folders"
+_TRAINERS = "megatron.formats.trainers"
+_SHARDED = "megatron.formats.sharded"
 _HUGGINGFACE = "megatron.formats.huggingface"
 
 
@@ -31,6 +33,11 @@ _TABLE = (
         reader=_imported("megatron.formats.deepspeed_folders.folder:DeepSpeedFolder"),
         needs=(_DEEPSPEED, _MEGATRON),
     ),
+    Format(
+        "trainer_zero",
+        reader=_imported("megatron.formats.trainers.zero:ZeroFolder"),
+        needs=(_TRAINERS, _DEEPSPEED, _HUGGINGFACE, _MEGATRON),
+    ),
     Format(  # a copy, which may be older than its original
         "universal",
         reader=_imported("megatron.formats.deepspeed_folders.universal:UniversalFolder"),
@@ -43,6 +50,31 @@ _TABLE = (
         needs=(_MEGATRON,),
     ),
     Format(
+        "torch_dist",
+        reader=_imported("megatron.formats.sharded.megatron_core:CoreFolder"),
+        needs=(_SHARDED, _MEGATRON),
+    ),
+    Format(
+        "olmo_core",
+        reader=_imported("megatron.formats.trainers.olmo_core:OlmoCoreFolder"),
+        needs=(_TRAINERS, _SHARDED, _HUGGINGFACE),
+    ),
+    Format(
+        "nanotron",
+        reader=_imported("megatron.formats.trainers.nanotron:NanotronFolder"),
+        needs=(_TRAINERS, _HUGGINGFACE),
+    ),
+    Format(
+        "dcp",
+        reader=_imported("megatron.formats.trainers.dcp:DcpFolder"),
+        needs=(_TRAINERS, _SHARDED, _HUGGINGFACE),
+    ),
+    Format(
+        "litgpt",
+        reader=_imported("megatron.formats.trainers.litgpt:LitFolder"),
+        needs=(_TRAINERS, _HUGGINGFACE),
+    ),
+    Format(
         "huggingface",
         reader=_imported("megatron.formats.huggingface.source:HuggingFaceFolder"),
         needs=(_HUGGINGFACE,),
@@ -51,6 +83,11 @@ _TABLE = (
         "meta",
         reader=_imported("megatron.formats.meta:MetaFolder"),
         needs=("megatron.formats.meta", _HUGGINGFACE, _MEGATRON),
+    ),
+    Format(
+        "gguf",
+        reader=_imported("megatron.formats.gguf.source:GGUFModel"),
+        needs=("megatron.formats.gguf", _HUGGINGFACE),
     ),
 )
 
@@ -69,6 +106,9 @@ COMMANDS: dict[str, Callable[[], Any]] = {
     "to-megatron": _imported("megatron.formats.conversion.commands:to_megatron"),
     "to-deepspeed": _imported("megatron.formats.conversion.commands:to_deepspeed"),
     "to-universal": _imported("megatron.formats.conversion.commands:to_universal"),
+    "to-torch-dist": _imported("megatron.formats.sharded.export:to_torch_dist"),
+    "to-dcp": _imported("megatron.formats.sharded.export:to_dcp"),
+    "to-gguf": _imported("megatron.formats.conversion.gguf_command:to_gguf"),
 }
 """Commands of ``tools/convert_checkpoint.py``: each imports a function of the command line. Those
 of features follow."""

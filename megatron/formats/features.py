@@ -34,14 +34,16 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 _FIELDS = {field.name: field for field in dataclasses.fields(ModelFlags)}
 _NAMES = (
-    "num_query_groups", "kv_channels", "add_qkv_bias", "add_attention_bias",
+    "num_query_groups", "kv_channels", "add_qkv_bias", "add_attention_bias", "add_proj_bias",
+    "add_mlp_bias",
     "position_embedding_offset", "rotary_percent", "rope_scaling", "rotary_base_local",
-    "rotary_interleaved", "no_rope_freq", "attention_temperature",
+    "rotary_interleaved", "no_rope_freq", "attention_temperature", "attention_temperature_rotary",
     "sliding_window", "attention_chunk_size", "window_attn_skip_freq", "query_pre_attn_scalar",
     "attn_logit_softcapping",
-    "softmax_type", "attention_output_gate", "glu_linear_offset", "activation_func_clamp_value",
+    "softmax_type", "attention_output_gate", "xielu", "glu_linear_offset",
+    "activation_func_clamp_value",
     "final_logit_softcapping", "clip_qkv", "qk_layernorm", "qk_layernorm_whole",
-    "qk_layernorm_after_rope", "qk_l2_norm",
+    "qk_layernorm_per_head", "qk_layernorm_after_rope", "qk_l2_norm", "sub_norm",
     "apply_layernorm_1p", "embed_layernorm", "scale_embeddings", "embedding_multiplier",
     "logits_scaling", "residual_multiplier", "scale_head_input", "post_norm", "pre_norm",
     "apply_residual_connection_post_layernorm", "parallel_residual", "shared_parallel_norm",

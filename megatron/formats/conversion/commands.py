@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from megatron.formats.huggingface.compare import (
     reference_of,
 )
 from megatron.formats.huggingface.export import write_model
+from megatron.formats.huggingface.into import write_into
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.formats.inspection import counted, model_of
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
@@ -73,6 +75,9 @@ class ToHFConfig:
     """dtype of the weights."""
     max_shard_size: str = option("5GB")
     """Largest safetensors file, for example 500MB, 5GB or 4GiB."""
+    origin: str | None = option(None)
+    """Folder of Hugging Face that the weights came from, of a model that sees images too: the
+    output is a copy of it in which the text model is replaced, in the dtypes there."""
     overwrite: bool = option(False)
     """Replace the model in --output."""
     push_to_hub: str | None = option(None)
@@ -102,11 +107,18 @@ def to_hf(argv: Sequence[str]) -> None:
     if config.push_to_hub is not None:
         check_hub(config.push_to_hub)
     found = located(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
+    if config.origin is not None:
+        _check_origin(config, Path(config.origin), Path(output))
     with published(Path(output), config.overwrite, found.folder) as folder:
-        result = export_hf(
-            found.open(), folder, shard_bytes, config.dtype, config.architecture,
-            name=f"--output {output}",
-        )  # fmt: skip
+        if config.origin is not None:
+            result = export_into(
+                found.open(), Path(config.origin), folder, name=f"--output {output}"
+            )
+        else:
+            result = export_hf(
+                found.open(), folder, shard_bytes, config.dtype, config.architecture,
+                name=f"--output {output}",
+            )  # fmt: skip
     print(f"{output}: {result}")
     if config.push_to_hub is not None:
         print(f"pushed to {push(Path(output), config.push_to_hub, not config.public)}")
@@ -127,7 +139,7 @@ def export_hf(
     source.require_model()
     source.read_ahead()
     _check_reading(source, name)
-    dtype = dtype or _dtype_of(source)
+    dtype = dtype or dtype_of(source)
     form, exact = architecture_of(source.model, architecture), None
     near, why = form.nearest(source.model)
     if why:
@@ -147,11 +159,38 @@ def export_hf(
     return f"{source.folder} in {dtype}; {result}"
 
 
+def _check_origin(config: ToHFConfig, origin: Path, output: Path) -> None:
+    for flag, given in (("--architecture", config.architecture), ("--dtype", config.dtype)):
+        if given is not None:
+            raise ConfigError(
+                f"{flag} {given}: with --origin it is that of the folder; leave it out"
+            )
+    if HuggingFaceFolder.locate(origin, None) is None:
+        raise CheckpointError(f"--origin {origin}: expected the folder of a Hugging Face model")
+    first, second = origin.resolve(), output.resolve()
+    if first.is_relative_to(second) or second.is_relative_to(first):
+        raise CheckpointError(f"--output {output} and --origin {origin} contain each other")
+
+
+def export_into(source: Source, origin: Path, folder: Path, name: str = "the model") -> str:
+    """Writes a checkpoint into a copy of the folder ``origin``, and compares logits of texts alone,
+    as :func:`export_hf`; returns a summary."""
+    source.require_model()
+    home = write_into(source, origin, folder, progress=say)
+    dtype = home.dtype(next(iter(home.names())))
+    reference = reference_of(folder, source.model, strict=False)
+    ours = model_of(source, DTYPES[dtype], torch.device("cpu")).float()
+    result = reference.compared_with(ours)
+    what = f"transformers computes other logits than the checkpoint {source.folder}"
+    _require_agreement(result, what, name)
+    return f"{source.folder} as the {home.architecture.title} of {origin}, in {dtype}; {result}"
+
+
 def _check_reading(source: Source, name: str) -> None:
     """Compares a source with the folder of transformers or peft that it, or its base, was read
     from: a mistake of reading that is repeated in writing shows nowhere else."""
     base = source.base or source
-    if not isinstance(base, HuggingFaceFolder):
+    if not isinstance(base, HuggingFaceFolder) or not base.read_by_transformers:
         return
     read: Source = base
     program = "transformers"
@@ -160,6 +199,8 @@ def _check_reading(source: Source, name: str) -> None:
     adapters = None if read is base else source.folder
     reference = reference_of(base.folder, read.model, strict=False, adapters=adapters)
     result = reference.compared_with(model_of(read, torch.float32, torch.device("cpu")))
+    if not math.isfinite(result.magnitude):
+        return  # the writer names the weights that are not finite
     what = f"{program} computes other logits with {read.folder} than the model that was read there"
     _require_agreement(result, what, name)
 
@@ -205,8 +246,13 @@ def import_hf(
     """Writes a model of Hugging Face as a checkpoint into the folder ``output`` of checkpoints, and
     compares logits before it has its name; messages call the folders by the flags. Raises
     CheckpointError if ``path`` has no model, ``output`` must not be replaced, or logits differ."""
-    if HuggingFaceFolder.locate(path, None) is None:
+    other = locate_checkpoint(path)
+    form = HuggingFaceFolder if other is None else other.form
+    theirs = getattr(form, "read_by_transformers", True)
+    if HuggingFaceFolder.locate(path, None) is None or not theirs:
         why = "config.json not found" if path.is_dir() else "no such folder"
+        if form is not HuggingFaceFolder:
+            why = f"a {form.title}, which --load of to-hf and of a training reads"
         raise CheckpointError(
             f"{input_flag} {path}: {why}; expected the folder of a Hugging Face model"
         )
@@ -288,7 +334,7 @@ def export_megatron(
     iteration out; ``checking`` reads the result back before it gets its name. Raises ValueError if
     Megatron has no such network, or the sizes do not divide it; CheckpointError if the checkpoint
     is damaged, or what is read back differs."""
-    dtype = dtype or _dtype_of(source)
+    dtype = dtype or dtype_of(source)
     iteration = source.state.get("iteration")
     if iteration is None and isinstance(source, MegatronCheckpoint):
         iteration = source.iteration  # weights only, of a run that had one
@@ -352,7 +398,7 @@ def to_deepspeed(argv: Sequence[str]) -> None:
     load, output = required(checkpoint, "load"), Path(required(config, "output"))
     source = opened(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
     source.require_model()
-    dtype, size = config.dtype or _dtype_of(source), config.target_tensor_parallel_size
+    dtype, size = config.dtype or dtype_of(source), config.target_tensor_parallel_size
     folder = write_megatron_deepspeed(source, output, size, dtype, progress=say)
     require_equal(DeepSpeedFolder(folder), source, DTYPES[dtype], folder)
     print(
@@ -419,12 +465,17 @@ def located(load: str, iteration: int | None, base: str | None = None) -> FoundC
     return checkpoint._replace(base=base)
 
 
-def _dtype_of(source: Source) -> str:
+def dtype_of(source: Source) -> str:
     """The dtype that a checkpoint's run computed in, or else that it is stored in."""
     return str(training_dtype(run_of(source))).removeprefix("torch.")
 
 
 def _require_agreement(result: Comparison, what: str, output: str) -> None:
+    if not math.isfinite(result.magnitude):
+        raise CheckpointError(
+            f"transformers computes logits that are not finite, so {output} is not written; "
+            "tools/inspect_checkpoint.py shows the norms of all weights"
+        )
     if not result.agree:
         raise CheckpointError(
             f"{what}: the largest difference is {result.largest:.3g} (allowed {result.allowed:.2g} "

@@ -33,7 +33,8 @@ from megatron.formats.conversion.commands import (
     sizes_of,
 )
 from megatron.formats.conversion.output import need, published
-from megatron.formats.huggingface.source import HuggingFaceFolder, WeightFiles
+from megatron.formats.huggingface.source import HuggingFaceFolder
+from megatron.formats.huggingface.weight_files import WeightFiles
 from megatron.run.folders import check_output
 from megatron.run.run import RunToolParser
 from megatron.util.processes import is_main_process

@@ -25,6 +25,7 @@ import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,9 +94,10 @@ class EngineFiles:
                 f"{folder} has model states of {len(self._models)} model-parallel ranks and "
                 f"optimizer states of {len(self._optimizers)}"
             )
-        self._check_data_ranks()
-        self.tensor_size, self.pipeline_size = self._sizes()
-        self._refuse_round_robin()
+        with _refusing(folder):
+            self._check_data_ranks()
+            self.tensor_size, self.pipeline_size = self._sizes()
+            self._refuse_round_robin()
 
     def _check_data_ranks(self) -> None:
         size = self._data_size()
@@ -195,8 +197,9 @@ class EngineFiles:
                     f"{files[data_rank]} has no param_slice_mappings: it was saved by DeepSpeed "
                     "before 0.7.1, or by an optimizer that is not ZeRO's"
                 )
-            for name, each in slices:
-                found.setdefault(self._of_all(name, rank, each, state), []).append(each)
+            with _refusing(files[data_rank]):
+                for name, each in slices:
+                    found.setdefault(self._of_all(name, rank, each, state), []).append(each)
         return found
 
     def _of_all(self, name: str, rank: int, place: FlatSlice, state: Mapping[str, Any]) -> str:
@@ -239,13 +242,22 @@ class EngineFiles:
         groups = [groups] if isinstance(groups, Mapping) else groups
         return {name: tuple(shape) for shapes in groups for name, shape in shapes.items()}
 
+    def shapes_of(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters of a model-parallel rank that its optimizer updates. Raises
+        CheckpointError if they are malformed."""
+        try:
+            return self._shapes(rank)
+        except (TypeError, ValueError, AttributeError):
+            raise CheckpointError(f"{self._models[rank]}: param_shapes is malformed") from None
+
     def names(self) -> list[str]:
         """All parameters by the folder's names; those of a layer file begin with its place in the
         pipeline's list."""
         by_name: dict[str, None] = {}
         for rank in range(len(self._models)):
-            by_name |= dict.fromkeys([*self._slices(rank), *self._weights(rank)])
-            by_name |= dict.fromkeys(self._expert_weights(rank))
+            with _refusing(self._models[rank]):
+                by_name |= dict.fromkeys([*self._slices(rank), *self._weights(rank)])
+                by_name |= dict.fromkeys(self._expert_weights(rank))
         for place in sorted(self.layers):
             by_name |= {f"{place}.{key}": None for key in self._dict(self.layers[place][0])}
         return list(by_name)
@@ -266,7 +278,8 @@ class EngineFiles:
         """A parameter's or a moment's share on each tensor rank; None if it does not exist.
         ``registered`` gives the name of a parameter in a layer file, from its place and key. Raises
         CheckpointError if the ZeRO files lack it, or a part of it."""
-        found = [self._share(tensor_rank, name, kind) for tensor_rank in range(self.tensor_size)]
+        with _refusing(self.folder, f"{kind} of {name}"):
+            found = [self._share(each, name, kind) for each in range(self.tensor_size)]
         shares = [share for share in found if share is not None]
         # An expert that is not cut is on one of the tensor ranks, or on each.
         if len(shares) == len(found) or (shares and _NUMBERED.search(name)):
@@ -335,7 +348,7 @@ class EngineFiles:
         state = self._zero(rank, wanted.data_rank)
         if kind == "weight":
             groups = state.get("fp32_flat_groups", state.get("single_partition_of_fp32_groups"))
-            values = groups[wanted.group] if groups is not None else None
+            values = groups[wanted.group] if groups and wanted.group < len(groups) else None
         else:
             values = _group_state(state, wanted.group).get(kind)
         if not isinstance(values, Tensor):
@@ -373,6 +386,18 @@ class EngineFiles:
             groups = inner.get("param_groups", [{}]) if isinstance(inner, Mapping) else [{}]
             step = state.get("base_optimizer_state_step", groups[0].get("step", 0))
         return int(step or 0)
+
+
+@contextmanager
+def _refusing(path: Path, part: str = "its content") -> Iterator[None]:
+    """Makes an error about values of other kinds than they should be one that names the file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise CheckpointError(f"{path}: {part} is malformed ({reason})") from None
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from megatron.formats.legacy_megatron.arguments import (
     tokenizer_of_arguments,
     unpadded_vocabulary,
 )
-from megatron.formats.unpickle import Inert
+from megatron.formats.unpickle import Inert, load_pickle
 from megatron.util.errors import one_line
 
 UNIVERSAL_TRACKER = "latest_universal"
@@ -54,6 +54,20 @@ def is_engine_folder(folder: Path) -> bool:
     if not folder.is_dir() or is_universal(folder):
         return False
     return any(_MODEL_STATES.fullmatch(name) for name in os.listdir(folder))
+
+
+def is_of_transformers(folder: Path) -> bool:
+    """True for an engine's folder in one with the config.json of a Hugging Face model, as
+    transformers' Trainer and accelerate write them: neither arguments nor a configuration are in
+    it, as in those of other trainers."""
+    config = folder.parent / CONFIG
+    if (folder / CONFIG).is_file() or (folder / "configs").is_dir() or not config.is_file():
+        return False
+    content = read_json(config, lenient=True)
+    if not isinstance(content, dict) or "model_type" not in content:
+        return False
+    states = load_pickle(min(p for p in folder.iterdir() if _MODEL_STATES.fullmatch(p.name)))
+    return isinstance(states, dict) and "args" not in states
 
 
 def locate(
@@ -172,7 +186,8 @@ class DeepSpeedFolder(NamedFolder):
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        return locate(path, wanted, TRACKER, is_engine_folder)
+        folder = locate(path, wanted, TRACKER, is_engine_folder)
+        return None if folder is not None and is_of_transformers(folder) else folder
 
     def _elements(self, name: str) -> int:
         shares = self._files.shares(name, "weight", "{}.{}".format)

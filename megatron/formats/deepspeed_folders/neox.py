@@ -330,14 +330,13 @@ def _biases(settings: Mapping[str, Any], names: Sequence[str], folder: Path) -> 
         )
     attention = any(name.endswith(".attention.dense.bias") for name in names)
     mlp = any(re.search(r"\.mlp\.\w+\.bias$", name) for name in names)
-    if mlp and not attention:
-        raise CheckpointError(
-            f"{folder}: the network has biases in its MLPs and none in its attention, which cannot "
-            "be represented"
-        )
     if not mlp and settings.get("gpt_j_residual"):
         raise CheckpointError(
             f"{folder}: the network has gpt_j_residual and MLPs without biases; GPT-NeoX leaves "
             "the attention out of it, which cannot be represented"
         )
-    return {"add_bias_linear": mlp, "add_attention_bias": attention and not mlp}
+    return {
+        "add_bias_linear": mlp and attention,
+        "add_attention_bias": attention and not mlp,
+        "add_mlp_bias": mlp and not attention,
+    }

@@ -156,7 +156,7 @@ def arguments_of_model(
     surplus = features_of(model) - _FEATURES - written_too
     wanted += [without(feature) for feature in FEATURES if feature in surplus]
     if wanted:
-        raise ValueError(f"Megatron's old layout requires {', '.join(wanted)}")
+        raise ValueError(f"a checkpoint of Megatron requires {', '.join(wanted)}")
     flags = model.flags()
     written = {names[0]: getattr(flags, field) for field, _, names in _same()}
     written |= experts(model)

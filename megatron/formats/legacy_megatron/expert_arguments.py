@@ -113,7 +113,7 @@ def arguments_of_experts(model: ModelConfig) -> dict[str, Any]:
     numbers = {number for number in layers if number}
     if len(numbers) > 1 or flags.mlp_type != "standard":
         raise ValueError(
-            "Megatron's old layout requires one number of experts for all layers that have any, "
+            "a checkpoint of Megatron requires one number of experts for all layers that have any, "
             "and no --mlp-type residual; to-deepspeed writes Megatron-DeepSpeed's"
         )
     written = {name: getattr(flags, name) for name in _CORE} | {
@@ -121,7 +121,7 @@ def arguments_of_experts(model: ModelConfig) -> dict[str, Any]:
         "moe_layer_freq": 1 if all(layers) else [int(number > 0) for number in layers],
         "moe_grouped_gemm": False,
     }
-    _require_same(model, written, "Megatron's old layout")
+    _require_same(model, written, "a checkpoint of Megatron")
     return written
 
 
