@@ -20,9 +20,17 @@ class MaskedFeature(Feature):
 
     def architectures(self) -> Sequence[Any]:
         from megatron.features.masked.hf_bert import BERT, MEGATRON_BERT
-        from megatron.features.masked.hf_t5 import T5
+        from megatron.features.masked.hf_encoders import (
+            CAMEMBERT,
+            DISTILBERT,
+            ELECTRA,
+            ROBERTA,
+            XLM_ROBERTA,
+        )
+        from megatron.features.masked.hf_t5 import MT5, T5
 
-        return MEGATRON_BERT, BERT, T5
+        encoders = (ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, DISTILBERT)
+        return (MEGATRON_BERT, BERT, T5, *encoders, MT5)
 
     def family(self, name: str) -> Any:
         from megatron.features.masked import bert, t5

@@ -69,13 +69,20 @@ class MaskedLM(Task):
         return {"prediction_logits": logits_BSV, "seq_relationship_logits": state.pooled}
 
     def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
+        if _offset(source):
+            return {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id}
         return {"pad_token_id": tokenizer.pad_token_id}
 
     def end_only(self, source: Source) -> dict[str, Any]:
-        return {"pad_token_id": None}
+        return {} if _offset(source) else {"pad_token_id": None}
 
 
 MASKED_LM = MaskedLM()
+
+
+def _offset(source: Source) -> int:
+    """Rows before the first position, of which the last is that of RoBERTa's padding token."""
+    return source.model.positions.position_embedding_offset
 
 
 def _texts(model: ModelConfig, seed: int, rows: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -136,30 +143,30 @@ _TYPES = "bert.embeddings.token_type_embeddings.weight"
 _SECOND_HEAD = "cls.seq_relationship.weight"
 
 
-def _has(head: str) -> Condition:
+def has_head(head: str) -> Condition:
     return lambda model: model.head == head
 
 
-_predicts = _has("lm")
+predicts = has_head("lm")
 
 
 def _paired(model: ModelConfig) -> bool:
-    return _predicts(model) and model.bert_binary_head
+    return predicts(model) and model.bert_binary_head
 
 
-def _tied(model: ModelConfig) -> bool:
-    return _predicts(model) and model.embedding.tied
+def tied_head(model: ModelConfig) -> bool:
+    return predicts(model) and model.embedding.tied
 
 
-def _untied(model: ModelConfig) -> bool:
-    return _predicts(model) and untied(model)
+def untied_head(model: ModelConfig) -> bool:
+    return predicts(model) and untied(model)
 
 
-def _dense(ours: str, theirs: str, when: Condition) -> tuple[Entry, ...]:
+def dense(ours: str, theirs: str, when: Condition) -> tuple[Entry, ...]:
     return tuple(dataclasses.replace(entry, when=when) for entry in linear(ours, theirs))
 
 
-def _sum_norm(ours: str, first: str, theirs: str) -> tuple[Entry, ...]:
+def sum_norm(ours: str, first: str, theirs: str) -> tuple[Entry, ...]:
     """A norm in a block that is another one's in theirs, and in the first block ``first``."""
     return tuple(
         dataclasses.replace(entry, first=(f"{first}.{entry.ours.rpartition('.')[2]}",))
@@ -182,28 +189,28 @@ _QKV = linear(
 _PROJ = linear("attention.proj", "attention.output.dense")
 _MLP = (*linear("mlp.up", "intermediate.dense"), *linear("mlp.down", "output.dense"))
 _HEADS = (
-    *_dense(
+    *dense(
         "pooler.dense", "bert.pooler.dense",
         lambda model: _paired(model) or model.head in ("classification", "multiple_choice"),
     ),
-    *_dense("binary_head", "cls.seq_relationship", _paired),
-    *_dense("classification_head", "classifier", _has("classification")),
-    *_dense("multichoice_head", "classifier", _has("multiple_choice")),
-    *_dense("span_head", "qa_outputs", _has("span")),
-    *_dense("lm_head.dense", "cls.predictions.transform.dense", _predicts),
-    *norm("lm_head.norm", "cls.predictions.transform.LayerNorm", _predicts),
-    Entry("embedding.word_embeddings.bias", ("cls.predictions.bias",), SAME, _tied),
-    *weight("output_layer", "cls.predictions.decoder", when=_untied),
+    *dense("binary_head", "cls.seq_relationship", _paired),
+    *dense("classification_head", "classifier", has_head("classification")),
+    *dense("multichoice_head", "classifier", has_head("multiple_choice")),
+    *dense("span_head", "qa_outputs", has_head("span")),
+    *dense("lm_head.dense", "cls.predictions.transform.dense", predicts),
+    *norm("lm_head.norm", "cls.predictions.transform.LayerNorm", predicts),
+    Entry("embedding.word_embeddings.bias", ("cls.predictions.bias",), SAME, tied_head),
+    *weight("output_layer", "cls.predictions.decoder", when=untied_head),
     # transformers 5 uses the first then, transformers 4 makes the first of the second.
     Entry(
         "output_layer.bias", ("cls.predictions.decoder.bias", "cls.predictions.bias"), TWICE,
-        _untied,
+        untied_head,
     ),
 )  # fmt: skip
 
 
 def _copies(model: ModelConfig) -> dict[str, str]:
-    if not _tied(model):
+    if not tied_head(model):
         return {}
     return {
         "cls.predictions.decoder.weight": "embedding.word_embeddings.weight",
@@ -221,7 +228,7 @@ def _seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
     return content | {"_second_head": _SECOND_HEAD in tensors, "_token_types": typed}
 
 
-def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+def read_bert(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("position_embedding_type", ("absolute", None), "positions must be learned")
     given.only("is_decoder", (False,), "a decoder that BERT has become cannot be represented")
     given.only("add_cross_attention", (False,), "cross-attention cannot be represented")
@@ -233,7 +240,7 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     classes = given.names("architectures") or []
     types = given.whole("type_vocab_size") if given.content.get("_token_types", True) else 0
-    head = _head(given, fields, classes)
+    head = read_labels(given, fields, classes)
     if head:
         second = types > 1  # without an effect
     else:
@@ -242,7 +249,9 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     return {"bert_binary_head": second, "num_tokentypes": None if types == usual else types} | head
 
 
-def _head(given: HFConfigReader, fields: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+def read_labels(
+    given: HFConfigReader, fields: dict[str, Any], classes: Sequence[str]
+) -> dict[str, Any]:
     """The flags of a head for labelled text; none of a model without one."""
     tasks = {name.rpartition("For")[2] for name in classes}
     if tasks & {"TokenClassification", "NextSentencePrediction"}:
@@ -275,7 +284,7 @@ def _unnamed(labels: int) -> tuple[str, ...]:
     return tuple(f"LABEL_{label}" for label in range(labels))
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
+def write_labels(model: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {"type_vocab_size": max(model.token_types, 1)}
     if model.num_labels is None:
         return fields
@@ -290,7 +299,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 def _nearest(model: ModelConfig) -> tuple[ModelConfig, str]:
     """Megatron's head computes GELU exactly, whatever the MLP does."""
     head, inner = model.head_activation, model.mlp.activation
-    if not _predicts(model) or head == inner or not {head, inner} <= {"gelu_erf", "gelu_tanh"}:
+    if not predicts(model) or head == inner or not {head, inner} <= {"gelu_erf", "gelu_tanh"}:
         return model, ""
     why = (
         f"hidden_act is the activation of MLP and output head, and here they differ: {inner} is "
@@ -301,7 +310,7 @@ def _nearest(model: ModelConfig) -> tuple[ModelConfig, str]:
 
 def _one_activation(model: ModelConfig) -> bool:
     near, _ = _nearest(model)
-    return not _predicts(model) or near.head_activation == near.mlp.activation
+    return not predicts(model) or near.head_activation == near.mlp.activation
 
 
 _TASKS = {
@@ -312,7 +321,7 @@ _TASKS = {
 """Our heads by the part of the name of a class in `transformers` that says what it is for."""
 
 
-def _named(prefix: str, model: ModelConfig) -> str:
+def class_named(prefix: str, model: ModelConfig) -> str:
     pretrained = "PreTraining" if model.bert_binary_head else "MaskedLM"
     heads = {head: task for task, head in _TASKS.items()}
     return f"{prefix}For{heads.get(model.head, pretrained)}"
@@ -330,7 +339,7 @@ def _bert(
     return Architecture(
         title=title,
         model_type=model_type,
-        model_class=lambda model: _named(prefix, model),
+        model_class=lambda model: class_named(prefix, model),
         entries=(*_BEFORE, *entries, *_HEADS),
         keys={
             "max_position_embeddings": "max_position_embeddings",
@@ -350,8 +359,8 @@ def _bert(
             "add_bias_linear": True,
             "apply_residual_connection_post_layernorm": post_norm,
         },
-        write=_write,
-        read=_read,
+        write=write_labels,
+        read=read_bert,
         activations={
             name: flags | _HEAD_ACTIVATIONS.get(name, {"openai_gelu": True})
             for name, flags in ACTIVATIONS.items()
@@ -398,7 +407,7 @@ BERT = _bert(
     ),
     *block(
         "bert",
-        _sum_norm(
+        sum_norm(
             "attention_norm", "bert.embeddings.LayerNorm", "encoder.layer.{before}.output.LayerNorm"
         ),
     ),

@@ -7,6 +7,7 @@ attention scores that are not scaled. With a tied head its input is scaled inste
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -291,4 +292,24 @@ T5 = Architecture(
         {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}
     ),
     base_prefix="",
+)
+
+
+def _seen_mt5(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    """A head is tied where it is not in the files, or repeats the token embedding: config.json says
+    so of all, or, by transformers 4, of none. Its input is never scaled."""
+    tied = _HEAD not in tensors
+    tied = tied or torch.equal(tensors.tensor(_HEAD), tensors.tensor("shared.weight"))
+    return content | {"tie_word_embeddings": tied, "scale_decoder_outputs": False}
+
+
+MT5 = dataclasses.replace(
+    T5,
+    title="mT5",
+    model_type="mt5",
+    model_class="MT5ForConditionalGeneration",
+    features=T5.features - {"scale_head_input"},
+    requirements=(),
+    seen=_seen_mt5,
+    write=lambda model: {"is_encoder_decoder": True, "tie_word_embeddings": False},
 )

@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig, ParallelConfig
+from megatron.model.activations import ACTIVATIONS
 from megatron.model.attention_masks import AttentionKind, AttentionMasks
 from megatron.model.block import Block
 from megatron.model.embedding import InputEmbedding, vocabulary_layers, word_embeddings
 from megatron.model.heads import head_layers, pooler
 from megatron.model.layer_list import LayerSpec, LayerState
-from megatron.model.mlp import ACTIVATIONS
 from megatron.model.norm import FinalNorm, build_norm
 from megatron.parallel.context import Context
 from megatron.parallel.layers import WholeLinear

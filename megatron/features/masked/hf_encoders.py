@@ -1,0 +1,286 @@
+"""Relatives of BERT in Hugging Face's form: RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA and
+DistilBERT. Their blocks are those of BERT; names and heads are others.
+
+A text's first position is the row after that of padding in RoBERTa's embeddings of positions:
+``pad_token_id`` + 1. Its output head and ELECTRA's compute GELU exactly, whatever the MLP does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron.config import ModelConfig
+from megatron.features.masked.hf_bert import (
+    BERT,
+    class_named,
+    dense,
+    has_head,
+    predicts,
+    read_bert,
+    sum_norm,
+    tied_head,
+    untied_head,
+    write_labels,
+)
+from megatron.formats.features import Requirement
+from megatron.formats.huggingface.architecture import Architecture, Tensors
+from megatron.formats.huggingface.config_reader import ACTIVATIONS, HFConfigReader
+from megatron.formats.huggingface.entries import (
+    SAME,
+    SEPARATE_QKV,
+    TABLE,
+    TWICE,
+    Entry,
+    block,
+    linear,
+    norm,
+    weight,
+)
+
+_BIAS = "embedding.word_embeddings.bias"
+_ONE_HEAD = Requirement(
+    lambda m: not predicts(m) or not m.bert_binary_head, "--bert-no-binary-head"
+)
+_EXACT_HEAD = Requirement(
+    lambda m: not predicts(m) or m.head_activation == "gelu_erf", "--lm-head-activation gelu_erf"
+)
+
+
+def _body(prefix: str, typed: bool = True) -> tuple[Entry, ...]:
+    """BERT's embeddings and blocks under another prefix."""
+
+    def named(names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(f"{prefix}.{name.removeprefix('bert.')}" for name in names)
+
+    return tuple(
+        replace(entry, theirs=named(entry.theirs), first=named(entry.first))
+        for entry in BERT.entries
+        if all(name.startswith(("bert.embeddings.", "bert.encoder.")) for name in entry.theirs)
+        or entry.first
+        if typed or "tokentype" not in entry.ours
+    )
+
+
+def _lm_head(
+    transform: str, normed: str, decoder: str, bias: str | None = None
+) -> tuple[Entry, ...]:
+    """The head of a masked language model: its dense layer and norm, the weight and bias of the
+    logits, of which ``bias`` is a copy by another name."""
+    names = (f"{decoder}.bias",) if bias is None else (f"{decoder}.bias", bias)
+    return (
+        *dense("lm_head.dense", transform, predicts),
+        *norm("lm_head.norm", normed, predicts),
+        Entry(_BIAS, (bias or f"{decoder}.bias",), SAME, tied_head),
+        *weight("output_layer", decoder, when=untied_head),
+        Entry("output_layer.bias", names, SAME if bias is None else TWICE, untied_head),
+    )
+
+
+def _copies(decoder: str, bias: str | None = None) -> Callable[[ModelConfig], Mapping[str, str]]:
+    copies = {f"{decoder}.weight": TABLE} | ({f"{decoder}.bias": _BIAS} if bias else {})
+    return lambda model: copies if tied_head(model) else {}
+
+
+def _types(prefix: str) -> dict[str, Any]:
+    """A single token type of zeros is that of a model without, as for BERT."""
+    name = f"{prefix}.embeddings.token_type_embeddings.weight"
+
+    def seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+        typed = name not in tensors
+        if not typed:
+            types_TH = tensors.tensor(name)
+            typed = types_TH.ndim != 2 or types_TH.shape[0] != 1 or bool(types_TH.any())
+        return content | {"_second_head": False, "_token_types": typed}
+
+    return {
+        "seen": seen,
+        "constants": lambda m: {} if m.token_types else {name: torch.zeros(1, m.hidden_size)},
+    }
+
+
+def _only(given: HFConfigReader, *tasks: str) -> None:
+    """Refuses classes for other tasks: the names of a class in `transformers` say its task."""
+    for name in given.names("architectures") or []:
+        if name.rpartition("For")[2] not in tasks:
+            given.refuse("architectures", name, f"such a class is read for {', '.join(tasks)}")
+
+
+def _read_roberta(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    _only(given, "MaskedLM", "SequenceClassification", "MultipleChoice", "QuestionAnswering")
+    padding = given.content.get("pad_token_id", given.default("pad_token_id"))
+    if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
+        given.refuse("pad_token_id", padding, "the first position is the row after it")
+    offset, rows = padding + 1, fields["max_position_embeddings"]
+    if rows <= offset:
+        given.refuse(
+            "max_position_embeddings", rows, f"{offset} rows are before the first position"
+        )
+    # Of files of transformers 2 and 3.
+    given.unused("output_past", "gradient_checkpointing")
+    read = read_bert(given, fields)
+    return read | {"position_embedding_offset": offset, "max_position_embeddings": rows - offset}
+
+
+def _write_roberta(model: ModelConfig) -> dict[str, Any]:
+    positions = model.positions
+    rows = positions.max_position_embeddings + positions.position_embedding_offset
+    # Of a tokenizer, if there is one; transformers assumes two of its own.
+    tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    tokens["pad_token_id"] = positions.position_embedding_offset - 1
+    return write_labels(model) | tokens | {"max_position_embeddings": rows}
+
+
+def _roberta(title: str, model_type: str, prefix: str) -> Architecture:
+    # All three have the first one's names of tensors.
+    choice, label = has_head("multiple_choice"), has_head("classification")
+    return replace(
+        BERT,
+        title=title,
+        model_type=model_type,
+        model_class=lambda model: class_named(prefix, model),
+        entries=(
+            *_body("roberta"),
+            *_lm_head("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias"),
+            *dense("pooler.dense", "classifier.dense", label),
+            *dense("pooler.dense", "roberta.pooler.dense", choice),
+            *dense("classification_head", "classifier.out_proj", label),
+            *dense("multichoice_head", "classifier", choice),
+            *dense("span_head", "qa_outputs", has_head("span")),
+        ),
+        read=_read_roberta,
+        write=_write_roberta,
+        activations=ACTIVATIONS,
+        features=BERT.features | {"position_embedding_offset"},
+        requirements=(
+            _ONE_HEAD,
+            _EXACT_HEAD,
+            Requirement(
+                lambda m: m.positions.position_embedding_offset > 0,
+                "--position-embedding-offset that is the padding token's number + 1",
+            ),
+        ),
+        base_prefix="roberta.",
+        endings={
+            "lm_head.bias": "lm_head.decoder.bias",
+            "lm_head.decoder.bias": "lm_head.bias",
+        },
+        nearest=lambda model: (model, ""),
+        copies=_copies("lm_head.decoder", "lm_head.bias"),
+        # The pooler of a model that was saved without its head.
+        ignored=lambda model: frozenset(
+            () if choice(model) else (f"roberta.pooler.dense.{kind}" for kind in ("weight", "bias"))
+        ),
+        **_types("roberta"),
+    )
+
+
+ROBERTA = _roberta("RoBERTa", "roberta", "Roberta")
+XLM_ROBERTA = _roberta("XLM-RoBERTa", "xlm-roberta", "XLMRoberta")
+CAMEMBERT = _roberta("CamemBERT", "camembert", "Camembert")
+
+
+def _read_electra(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    _only(given, "MaskedLM", "QuestionAnswering")
+    width, hidden = given.whole("embedding_size"), fields["hidden_size"]
+    if width != hidden:
+        given.refuse(
+            "embedding_size", width, f"embeddings must have the width of hidden states, {hidden}"
+        )
+    given.unused("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout")
+    return read_bert(given, fields)
+
+
+_GENERATOR = "generator_predictions"
+ELECTRA = replace(
+    BERT,
+    title="ELECTRA",
+    model_type="electra",
+    model_class=lambda model: class_named("Electra", model),
+    entries=(
+        *_body("electra"),
+        *_lm_head(f"{_GENERATOR}.dense", f"{_GENERATOR}.LayerNorm", "generator_lm_head"),
+        *dense("span_head", "qa_outputs", has_head("span")),
+    ),
+    read=_read_electra,
+    write=lambda model: write_labels(model) | {"embedding_size": model.hidden_size},
+    activations=ACTIVATIONS,
+    requirements=(
+        _ONE_HEAD,
+        _EXACT_HEAD,
+        Requirement(lambda m: m.head in ("lm", "span"), "the head of a language model or of spans"),
+    ),
+    base_prefix="electra.",
+    endings={"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"},
+    nearest=lambda model: (model, ""),
+    copies=_copies("generator_lm_head"),
+    ignored=lambda model: frozenset(),
+    **_types("electra"),
+)  # fmt: skip
+
+
+def _read_distilbert(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    _only(given, "MaskedLM")
+    # Positions are of a table, whatever it was initialised with; heads for labels are not read.
+    given.unused("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout", "tie_weights_")
+    return {"bert_binary_head": False, "num_tokentypes": 0}
+
+
+_EMBEDDINGS = "distilbert.embeddings"
+DISTILBERT = replace(
+    BERT,
+    title="DistilBERT",
+    model_type="distilbert",
+    model_class="DistilBertForMaskedLM",
+    entries=(
+        *weight("embedding.word_embeddings", f"{_EMBEDDINGS}.word_embeddings"),
+        *weight("embedding.position_embeddings", f"{_EMBEDDINGS}.position_embeddings"),
+        *block(
+            "distilbert.transformer.layer.{n}",
+            linear("attention.qkv", "attention.q_lin", "attention.k_lin", "attention.v_lin",
+                   form=SEPARATE_QKV),
+            linear("attention.proj", "attention.out_lin"),
+            norm("mlp_norm", "sa_layer_norm"),
+            linear("mlp.up", "ffn.lin1"),
+            linear("mlp.down", "ffn.lin2"),
+        ),
+        *block(
+            "distilbert",
+            sum_norm(
+                "attention_norm", f"{_EMBEDDINGS}.LayerNorm",
+                "transformer.layer.{before}.output_layer_norm",
+            ),
+        ),
+        *norm("final_norm.norm", "distilbert.transformer.layer.{last}.output_layer_norm"),
+        *_lm_head("vocab_transform", "vocab_layer_norm", "vocab_projector"),
+    ),
+    keys={
+        "max_position_embeddings": "max_position_embeddings",
+        ("dim", "hidden_size"): "hidden_size",
+        "hidden_dim": "ffn_hidden_size",
+        ("n_layers", "num_hidden_layers"): "num_layers",
+        ("n_heads", "num_attention_heads"): "num_attention_heads",
+        "activation": "activation",
+        "attention_dropout": "attention_dropout",
+        "dropout": "hidden_dropout",
+        "initializer_range": "init_method_std",
+    },
+    fixed={**BERT.fixed, "norm_epsilon": 1e-12},
+    read=_read_distilbert,
+    write=lambda model: {},
+    features=BERT.features - {"head"},
+    requirements=(
+        *BERT.requirements,
+        _ONE_HEAD,
+        Requirement(lambda m: not m.token_types, "--num-tokentypes 0"),
+    ),
+    base_prefix="distilbert.",
+    endings={},
+    copies=_copies("vocab_projector"),
+    constants=lambda model: {},
+    seen=lambda content, tensors: content,
+    ignored=lambda model: frozenset(),
+)  # fmt: skip
