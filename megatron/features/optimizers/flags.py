@@ -1,4 +1,4 @@
-"""Flags of Muon and Lion."""
+"""Flags of the optimizers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from megatron.config.flags import (
 )
 from megatron.features.optimizers.coefficients import COEFFICIENTS, SCALES
 
-_MUON = needs_value("optimizer", "muon", refused=False)
-_LION = needs_value("optimizer", "lion", "muon", refused=False)
+_MUON = needs_value("optimizer", "muon", "adaptive_muon", refused=False)
+_MATRICES = needs_value("optimizer", "muon", "adaptive_muon", "soap", refused=False)
+_LION = needs_value("optimizer", "lion", "muon", "adaptive_muon", refused=False)
+_ADAPTIVE = needs_value("optimizer", "adaptive_muon", refused=False)
+_SOAP = needs_value("optimizer", "soap", refused=False)
+_ADEMAMIX = needs_value("optimizer", "ademamix", refused=False)
+_OF_CORE = ("adam", "sgd")
 OF_ADAM = 0.2
 """Root mean square of AdamW's updates, about, relative to the learning rate."""
 
 
 @dataclass(frozen=True)
 class OptimizersConfig(FlagSection):
-    """Muon and Lion."""
+    """Muon, SOAP, Lion and others."""
 
     after: ClassVar[str] = "optimizer"
 
@@ -48,14 +53,14 @@ class OptimizersConfig(FlagSection):
     )
     """Muon: precision of the Newton-Schulz products of float32 matrices: bfloat16 with low and
     medium, float32 with high and highest."""
-    muon_split_qkv: bool = option(True, off="--muon-no-split-qkv", needs=_MUON)
-    """Muon: treat the fused projection of queries, keys and values as one matrix, not three."""
-    muon_split_mlp: bool = option(True, off="--muon-no-split-mlp", needs=_MUON)
-    """Muon: treat gate and up projection as one matrix, as Megatron-LM, not two."""
+    muon_split_qkv: bool = option(True, off="--muon-no-split-qkv", needs=_MATRICES)
+    """Muon, SOAP: treat the fused projection of queries, keys and values as one matrix."""
+    muon_split_mlp: bool = option(True, off="--muon-no-split-mlp", needs=_MATRICES)
+    """Muon, SOAP: treat gate and up projection as one matrix, as Megatron-LM, not two."""
     muon_scalar_optimizer: str = option("adam", choices=("adam", "lion"), needs=_MUON)
     """Muon: optimizer of embeddings, output layer, norms and biases."""
-    muon_scalar_lr_factor: float = option(1.0, bounds=NOT_NEGATIVE, needs=_MUON)
-    """Muon: factor of the learning rate of embeddings, output layer, norms and biases."""
+    muon_scalar_lr_factor: float = option(1.0, bounds=NOT_NEGATIVE, needs=_MATRICES)
+    """Muon, SOAP: factor of the learning rate of embeddings, output layer, norms and biases."""
     muon_tp_mode: str = option(
         "duplicated", choices=("duplicated", "distributed", "blockwise"), needs=_MUON
     )
@@ -65,22 +70,58 @@ class OptimizersConfig(FlagSection):
     """Lion: share of the momentum in an update."""
     lion_beta2: float = option(0.98, bounds=FRACTION, needs=_LION)
     """Lion: decay rate of the momentum."""
+    adaptive_muon_moment2_method: str = option(
+        "adamuon", choices=("adamuon", "normuon"), needs=_ADAPTIVE
+    )
+    """adaptive_muon: second moment of every element of the orthogonal matrices (adamuon), or
+    its mean over each row of tall and each column of wide ones (normuon)."""
+    adaptive_muon_beta2: float = option(0.95, bounds=FRACTION, needs=_ADAPTIVE)
+    """adaptive_muon: decay rate of the second moment."""
+    adaptive_muon_eps: float = option(1e-8, bounds=POSITIVE, needs=_ADAPTIVE)
+    """adaptive_muon: epsilon of the second moment."""
+    soap_shampoo_beta: float = option(0.95, bounds=FRACTION, needs=_SOAP)
+    """SOAP: decay rate of the factors whose eigenvectors are the basis of Adam."""
+    soap_precondition_frequency: int = option(10, bounds=POSITIVE, needs=_SOAP)
+    """SOAP: updates from one change of the basis to the next."""
+    soap_use_kl_shampoo: bool = option(True, off="--no-soap-use-kl-shampoo", needs=_SOAP)
+    """SOAP: use the factors of Shampoo, as its publication, not those that leave out what the
+    other factor explains, as Megatron-LM."""
+    ademamix_beta3: float = option(0.9999, bounds=FRACTION, needs=_ADEMAMIX)
+    """AdEMAMix: decay rate of the slow mean."""
+    ademamix_alpha: float = option(5.0, bounds=NOT_NEGATIVE, needs=_ADEMAMIX)
+    """AdEMAMix: factor of the slow mean."""
+    ademamix_warmup_iters: int = option(0, bounds=NOT_NEGATIVE, needs=_ADEMAMIX)
+    """AdEMAMix: updates over which the slow mean's factor and half-life grow to their values."""
+    cautious_weight_decay: bool = option(False)
+    """Decay only those weights that the update makes smaller."""
+    weight_decay_follows_lr: bool = option(False)
+    """Multiply the weight decay by the learning rate over --lr (AdamC)."""
+
+    @property
+    def _own_decay(self) -> bool:
+        return self.cautious_weight_decay or self.weight_decay_follows_lr
+
+    def updates(self, optimizer: str) -> bool:
+        """True if a run with this ``--optimizer`` is updated by rules of the feature."""
+        return optimizer not in _OF_CORE or (optimizer == "adam" and self._own_decay)
 
     def check(self, config: Any, resolver: ConfigResolver) -> None:
         """Refuse combinations that have no meaning, and note values that differ from the
         publications. Raises ConfigError."""
         optimizer, precision = config.optimizer.optimizer, config.precision
+        signs = ("muon", "lion", "adaptive_muon")
         resolver.check(
-            optimizer not in ("muon", "lion") or not precision.fp16,
+            optimizer not in signs or not precision.fp16,
             f"--optimizer {optimizer} contradicts --fp16: its updates have the same size whatever "
             "the gradients, so that those that underflow become noise; use --bf16",
         )
         resolver.check(
-            self.muon_tp_mode != "blockwise" or optimizer != "muon",
+            self.muon_tp_mode != "blockwise" or optimizer not in ("muon", "adaptive_muon"),
             "--muon-tp-mode blockwise orthogonalises the shard of each tensor-parallel rank, so "
             "that the result depends on the layout; leave the flag out",
         )
-        if optimizer != "muon" or config.training.skip_train:
+        self._check_states(config, resolver)
+        if optimizer not in ("muon", "adaptive_muon") or config.training.skip_train:
             return
         if self.muon_scale_mode == "spectral" and self.muon_extra_scale_factor == 1.0:
             resolver.notes.append(
@@ -92,4 +133,38 @@ class OptimizersConfig(FlagSection):
             resolver.notes.append(
                 "--optimizer muon without --muon-nesterov, as in Megatron-LM; its authors and "
                 "Moonlight use it, with --muon-momentum 0.95"
+            )
+
+    def _check_states(self, config: Any, resolver: ConfigResolver) -> None:
+        """Refuse what cannot have the states of an optimizer."""
+        optimizer, checkpoint = config.optimizer, config.checkpoint
+        name = optimizer.optimizer
+        resolver.check(
+            not self._own_decay or name != "sgd",
+            "--cautious-weight-decay and --weight-decay-follows-lr are options of the other values "
+            "of --optimizer, not of sgd: leave them out, or give --optimizer adam",
+        )
+        resolver.check(
+            not self._own_decay or config.precision.states is None,
+            "--use-precision-aware-optimizer updates by a kernel of its own, without "
+            "--cautious-weight-decay and --weight-decay-follows-lr: leave one of them out",
+        )
+        known = name in ("adam", "sgd", "lion", "muon")
+        resolver.check(
+            known or (checkpoint.checkpoint_format == "safetensors"
+                      and not checkpoint.save_universal),
+            f"--optimizer {name} has states that folders of DeepSpeed have no place for: leave out "
+            "--checkpoint-format deepspeed and --save-universal",
+        )  # fmt: skip
+        if name != "schedule_free" or config.training.skip_train:
+            return
+        resolver.check(
+            optimizer.adam_beta1 > 0 and not config.precision.fp16,
+            "--optimizer schedule_free needs --adam-beta1 above 0, the share of the mean at which "
+            "gradients are taken, and --bf16 or float32, not --fp16",
+        )
+        if optimizer.lr_decay_style != "constant":
+            resolver.notes.append(
+                f"--optimizer schedule_free with --lr-decay-style {optimizer.lr_decay_style}: it "
+                "replaces the decay by a mean; its authors use constant after a warm-up"
             )

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from megatron.parallel.mesh import SINGLE, Coordinates, Group, Mesh
 from megatron.parallel.shard import Shard, shard_of
 
-Update = Callable[[nn.Parameter, Tensor], Tensor]
-"""From a parameter and a whole tensor of its shape (of its experts on this rank) to another."""
+Update = Callable[[Sequence[tuple[nn.Parameter, Tensor]]], list[Tensor]]
+"""From parameters, each with a whole tensor of its shape (of its experts on this rank), to others
+of these shapes."""
 
 
 class OwnedPart(NamedTuple):
@@ -45,9 +46,11 @@ class Deal:
         self._shapes = [shard.local_shape(places) for shard in self._shards]
         costs = [_cost(shard.full_shape) for shard in self._shards]
         whole = [math.prod(shape) for shape in self._shapes]
+        self._is_first = replicas.rank == 0
         lengths = _of_all([part.length for part in parts], replicas, self._device)
         if lengths == [whole] * replicas.size:  # ZeRO divides nothing
             replicas, lengths = SINGLE, [whole]
+        self._divides = replicas.size > 1
         self._over_replicas = PartExchange(replicas, lengths, costs, self._device)
         self._cut = [n for n in self._over_replicas.mine if self._shards[n].cuts]
         sizes = [
@@ -57,34 +60,53 @@ class Deal:
         costs = [costs[n] for n in self._cut]
         self._over_tensor = PartExchange(self._tensor, sizes, costs, self._device)
 
+    @property
+    def owned(self) -> list[tuple[nn.Parameter, bool]]:
+        """Parameters that this rank updates whole, each with True if no other rank updates the
+        same."""
+        mine, first = self._over_replicas.mine, self._tensor.rank == 0
+        spread = [shard_of(part.param).over("tensor") is not None for part in self.parts]
+        cut = [self._cut[k] for k in self._over_tensor.mine]
+        alone = self._divides or self._is_first
+        items = [(n, True) for n in cut] + [
+            (n, first or spread[n]) for n in mine if n not in self._cut
+        ]
+        return [(self.parts[n].param, only and alone) for n, only in items]
+
     def updates(self, pieces: Sequence[Tensor], update: Update) -> list[Tensor]:
         """The parts, flat, of what ``update`` makes of the whole parameters with these parts."""
         gathered = self._over_replicas.gather(pieces)
-        shares = {n: torch.cat(list(each)) for n, each in gathered.items()}
+        shares = {n: torch.cat(list(each)) if len(each) > 1 else each[0].reshape(-1)
+                  for n, each in gathered.items()}  # fmt: skip
+        wholes = {n: shares[n].view(self._shapes[n]) for n in shares if n not in self._cut}
         if self._cut:
-            again = {
-                k: self._updated_shares(self._cut[k], of_ranks, update)
-                for k, of_ranks in self._over_tensor.gather([shares[n] for n in self._cut]).items()
-            }
-            shares |= zip(self._cut, self._over_tensor.scatter(again, pieces[0]), strict=True)
-        for n in self._over_replicas.mine:
-            if n not in self._cut:
-                whole = shares[n].view(self._shapes[n])
-                shares[n] = update(self.parts[n].param, whole).reshape(-1)
-        back = {n: shares[n].split(self._over_replicas.lengths_of(n)) for n in shares}
+            joined = self._over_tensor.gather([shares[n] for n in self._cut])
+            wholes |= {self._cut[k]: self._joined(self._cut[k], each) for k, each in joined.items()}
+        new = update([(self.parts[n].param, whole) for n, whole in wholes.items()])
+        updated = dict(zip(wholes, new, strict=True))
+        if self._cut:
+            again = {k: self._divided(n, updated.pop(n)) for k, n in enumerate(self._cut)
+                     if n in updated}  # fmt: skip
+            updated |= zip(self._cut, self._over_tensor.scatter(again, pieces[0]), strict=True)
+        back = {
+            n: each.reshape(-1).split(self._over_replicas.lengths_of(n))
+            for n, each in updated.items()
+        }
         return self._over_replicas.scatter(back, pieces[0])
 
     @property
     def _tensor_places(self) -> list[Coordinates]:
         return [{"tensor": (rank, self._tensor.size)} for rank in range(self._tensor.size)]
 
-    def _updated_shares(self, n: int, shares: Sequence[Tensor], update: Update) -> list[Tensor]:
+    def _joined(self, n: int, shares: Sequence[Tensor]) -> Tensor:
         shard = self._shards[n]
         whole = shares[0].new_zeros(shard.full_shape)
         for share, at in zip(shares, self._tensor_places, strict=True):
             shard.place(whole, share.view(shard.local_shape(at)), at)
-        whole = update(self.parts[n].param, whole)
-        return [shard.cut(whole, at).reshape(-1) for at in self._tensor_places]
+        return whole
+
+    def _divided(self, n: int, whole: Tensor) -> list[Tensor]:
+        return [self._shards[n].cut(whole, at).reshape(-1) for at in self._tensor_places]
 
 
 class PartExchange:
@@ -147,16 +169,29 @@ class PartExchange:
         return [[next(remaining) for _ in of_rank] for of_rank in sizes]
 
 
-def over_tensor(shard: Shard, places: Coordinates) -> Shard:
-    """The shard of a parameter in a model that has this rank's experts only, and is cut over
+def of_own_experts(shard: Shard, places: Coordinates) -> Shard:
+    """The shard of a parameter in a model that has this rank's experts only: cut over
     tensor-parallel ranks alone."""
     shape = list(shard.full_shape)
     others = [cut for cut in shard.cuts if cut.axes != ("tensor",)]
     for cut in others:
         shape[cut.dim] = sum(length for _, length in cut.ranges(shape[cut.dim], places))
-    cuts = tuple(cut for cut in shard.cuts if cut not in others)
-    sizes = places.get("tensor", (0, 1))
-    return Shard(tuple(shape), cuts if sizes[1] > 1 else ())
+    return Shard(tuple(shape), tuple(cut for cut in shard.cuts if cut not in others))
+
+
+def over_tensor(shard: Shard, places: Coordinates) -> Shard:
+    """The same, whole on a single tensor-parallel rank."""
+    own = of_own_experts(shard, places)
+    return own if places.get("tensor", (0, 1))[1] > 1 else Shard(own.full_shape)
+
+
+def expert_numbers(shard: Shard, places: Coordinates) -> list[int] | None:
+    """Numbers of the experts that a rank has of a parameter; None for one without experts."""
+    cut = shard.over("expert")
+    if cut is None:
+        return [*range(shard.full_shape[0])] if len(shard.full_shape) == 3 else None
+    return [n for start, count in cut.ranges(shard.full_shape[0], places)
+            for n in range(start, start + count)]  # fmt: skip
 
 
 def _cost(shape: Sequence[int]) -> int:

@@ -1,39 +1,26 @@
-"""Muon (Jordan et al. 2024): momentum, of which each matrix is orthogonalised as a whole.
-
-A rank has a part of a matrix: its share of a tensor-parallel layer, and of that what ZeRO leaves to
-it. The parts come together on one of the ranks that have them (:mod:`matrices`), which computes the
-update of the whole matrix. So the result does not depend on the layout.
+"""Muon (Jordan et al. 2024): momentum, of which each matrix is orthogonalised as a whole; and its
+adaptive form, which divides the orthogonal matrix by the root of a second moment.
 
 Shapes: M rows, N columns of a matrix; E experts of a rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from megatron.features.optimizers.matrices import Deal, OwnedPart
-from megatron.features.optimizers.newton_schulz import orthogonalise, scale
-from megatron.features.optimizers.rules import Group, UpdateRule
-from megatron.parallel.mesh import Group as Ranks
+from megatron.features.optimizers.fused import rows_in
+from megatron.features.optimizers.newton_schulz import orthogonalise, scale, steps_of
+from megatron.features.optimizers.rules import Group, RuleContext
+from megatron.features.optimizers.whole import Matrix, Rows, WholeRule
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.shard import shard_of
 
-Place = tuple[int, Tensor, int, int]
-"""Start of a rank's part in its share of a parameter, the tensor that the optimizer updates, the
-part's start in that, and its length (nothing below 1)."""
-
-Rows = slice | Tensor
-"""Rows of one of the matrices that are fused in a parameter: a range, or their numbers."""
-
-
-def in_order(lengths: Sequence[int]) -> list[slice]:
-    """Ranges of so many rows each, one after another."""
-    return [slice(end - each, end) for each, end in zip(lengths, accumulate(lengths), strict=True)]
+_MOST = 2**24
+"""Largest number of elements in a batch of products: more gain nothing, and are copies."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +30,7 @@ class MuonSettings:
     Attributes:
         coefficients: of each Newton-Schulz step.
         product_dtype: of the products of float32 matrices.
-        rows: of the matrices that are fused in a parameter, each row in one of them.
+        second_moment: ``adamuon``, ``normuon``, or None for Muon.
     """
 
     momentum: float
@@ -52,71 +39,107 @@ class MuonSettings:
     scale_mode: str
     factor: float
     product_dtype: torch.dtype
-    rows: Callable[[nn.Parameter], Sequence[Rows]]
-
-    def update(self, param: nn.Parameter, direction: Tensor) -> Tensor:
-        """The update of a whole parameter, [M, N] or [E, M, N], from its direction: matrices that
-        are fused along M are orthogonalised one by one."""
-        dtype = self.product_dtype if direction.dtype == torch.float32 else direction.dtype
-        updates = torch.empty_like(direction)
-        for rows in self.rows(param):
-            matrix = direction[..., rows, :]
-            factor = scale(self.scale_mode, *matrix.shape[-2:]) * self.factor
-            updates[..., rows, :] = orthogonalise(matrix, self.coefficients, dtype) * factor
-        return updates
+    second_moment: str | None = None
+    beta2: float = 0.95
+    eps: float = 1e-8
 
 
-class Muon(UpdateRule):
-    """Muon over parts of matrices.
-
-    Attributes:
-        place_of: finds this rank's part of a parameter, once the engine exists.
-    """
+class Muon(WholeRule):
+    """Muon over parts of matrices."""
 
     states = ("momentum_buffer",)
-    place_of: Callable[[nn.Parameter], Place]
+    _adaptive = False
 
     def __init__(
-        self, settings: MuonSettings, matrices: Sequence[nn.Parameter], mesh: Mesh
+        self,
+        settings: MuonSettings,
+        matrices: Mapping[nn.Parameter, str],
+        rows: Callable[[nn.Parameter], Sequence[Rows]],
+        mesh: Mesh,
     ) -> None:
-        self._settings, self._matrices, self._mesh = settings, matrices, mesh
-        self._parts: dict[Tensor, list[OwnedPart]] = {}
-        self._deals: dict[tuple[Tensor, ...], list[Deal]] = {}
+        super().__init__(matrices, rows, mesh)
+        self._settings = settings
 
-    def update(self, tensors: Sequence[Tensor], states: Sequence[Group], group: Group) -> None:
-        rate, decay = group["lr"], group["weight_decay"]
-        momentum, nesterov = self._settings.momentum, self._settings.nesterov
-        directions = []
-        for tensor, state in zip(tensors, states, strict=True):
-            grad, mean = tensor.grad, state["momentum_buffer"]
-            assert grad is not None
-            mean.lerp_(grad, 1 - momentum)
-            directions.append(torch.lerp(grad, mean, momentum) if nesterov else mean.clone())
-        self._orthogonalise(tuple(tensors), directions)
-        for tensor, direction in zip(tensors, directions, strict=True):
-            tensor.mul_(1 - rate * decay).sub_(direction, alpha=rate)
+    @classmethod
+    def of(cls, context: RuleContext) -> Self:
+        flags = context.flags
+        half = flags.muon_fp32_matmul_prec in ("low", "medium")
+        settings = MuonSettings(
+            momentum=flags.muon_momentum,
+            nesterov=flags.muon_nesterov,
+            coefficients=steps_of(flags.muon_coefficient_type, flags.muon_num_ns_steps),
+            scale_mode=flags.muon_scale_mode,
+            factor=flags.muon_extra_scale_factor,
+            product_dtype=torch.bfloat16 if half else torch.float32,
+            second_moment=flags.adaptive_muon_moment2_method if cls._adaptive else None,
+            beta2=flags.adaptive_muon_beta2,
+            eps=flags.adaptive_muon_eps,
+        )
+        return cls(settings, context.names, rows_in(context), context.mesh)
 
-    def _orthogonalise(self, tensors: tuple[Tensor, ...], directions: Sequence[Tensor]) -> None:
-        """Replace the directions, each of a tensor, by updates of whole matrices."""
-        if tensors not in self._deals:
-            self._deals[tensors] = list(self._dealt(tensors))
-        flat = {tensor: each.view(-1) for tensor, each in zip(tensors, directions, strict=True)}
-        for deal in self._deals[tensors]:
-            pieces = [flat[p.holder].narrow(0, p.offset, p.length) for p in deal.parts]
-            updates = deal.updates(pieces, self._settings.update)
-            for piece, update in zip(pieces, updates, strict=True):
-                piece.copy_(update)
+    def direction(self, grad: Tensor, state: Group) -> Tensor:
+        momentum, mean = self._settings.momentum, state["momentum_buffer"]
+        mean.lerp_(grad, 1 - momentum)
+        return torch.lerp(grad, mean, momentum) if self._settings.nesterov else mean.clone()
 
-    def _dealt(self, tensors: Sequence[Tensor]) -> Iterator[Deal]:
-        """The matrices of these tensors, by the ranks that share them; all ranks must call it."""
-        if not self._parts:
-            for param in self._matrices:
-                _, holder, offset, length = self.place_of(param)
-                start, count = (offset, length) if length > 0 else (0, 0)
-                part = OwnedPart(param, holder, start, count)
-                self._parts.setdefault(holder, []).append(part)
-        by_ranks: dict[Ranks, list[OwnedPart]] = {}
-        for part in (part for tensor in tensors for part in self._parts.get(tensor, ())):
-            by_ranks.setdefault(self._mesh.replicas(shard_of(part.param)), []).append(part)
-        for replicas, parts in by_ranks.items():
-            yield Deal(parts, replicas, self._mesh)
+    def create_whole(self, values: Tensor) -> dict[str, Tensor]:
+        kind = self._settings.second_moment
+        if kind is None:
+            return {}
+        if kind == "normuon":
+            values = values.mean(_shorter(values), keepdim=True)
+        return {"moment2_buffer": torch.zeros_like(values)}
+
+    def updates(self, matrices: Sequence[Matrix]) -> list[Tensor]:
+        """Orthogonal matrices times the factors of the settings."""
+        settings, results = self._settings, self._orthogonal([each.values for each in matrices])
+        for each, result in zip(matrices, results, strict=True):
+            if settings.second_moment is not None:
+                result.copy_(self._divided(result, each.states["moment2_buffer"]))
+            result *= scale(settings.scale_mode, *result.shape[-2:]) * settings.factor
+        return results
+
+    def _divided(self, x_MN: Tensor, moment: Tensor) -> Tensor:
+        """An orthogonal matrix by the root of its second moment: of every element (AdaMuon, Si et
+        al. 2025, arXiv:2507.11005), or the mean over the shorter side (NorMuon, Li et al. 2025,
+        arXiv:2510.05491), as Megatron-LM's emerging_optimizers compute them."""
+        weight, eps = 1 - self._settings.beta2, self._settings.eps
+        if self._settings.second_moment == "adamuon":
+            moment.lerp_(x_MN.square(), weight)
+            return x_MN / moment.sqrt().add_(eps)
+        moment.lerp_(x_MN.square().mean(_shorter(x_MN), keepdim=True), weight)
+        return x_MN * moment.clamp(min=eps).rsqrt_()
+
+    def _orthogonal(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Orthogonalised matrices; of 16-bit products on CPUs, and all on GPUs, those of a shape
+        are computed in one batch. Batches of float32 are slower on CPUs (by 10 to 17 %)."""
+        settings, results = self._settings, list(matrices)
+        by_shape: dict[tuple[int, ...], list[int]] = {}
+        for n, each in enumerate(matrices):
+            dtype = settings.product_dtype if each.dtype == torch.float32 else each.dtype
+            batched = each.ndim == 2 and (each.is_cuda or dtype == torch.bfloat16)
+            key = (*each.shape, 0) if batched else (*each.shape, n + 1)
+            by_shape.setdefault(key, []).append(n)
+        for (*shape, _), numbers in by_shape.items():
+            many = max(1, _MOST // (shape[-1] * shape[-2]))
+            for batch in (numbers[k : k + many] for k in range(0, len(numbers), many)):
+                alike = [matrices[n] for n in batch]
+                x = torch.stack(alike) if len(alike) > 1 else alike[0]
+                dtype = settings.product_dtype if x.dtype == torch.float32 else x.dtype
+                x = orthogonalise(x, settings.coefficients, dtype)
+                results_of = x.unbind() if len(alike) > 1 else [x]
+                for n, result in zip(batch, results_of, strict=True):
+                    results[n] = result
+        return results
+
+
+class AdaptiveMuon(Muon):
+    """Muon with a second moment of the orthogonal matrices."""
+
+    _adaptive = True
+
+
+def _shorter(x_MN: Tensor) -> int:
+    """The dimension over which a second moment is averaged, so that it has a number for each row of
+    a tall matrix, and for each column of a wide one."""
+    return -1 if x_MN.shape[-2] >= x_MN.shape[-1] else -2

@@ -4,13 +4,49 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from megatron.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from megatron.config import RunConfig
+    from megatron.features.optimizers.flags import OptimizersConfig
+
 Group = dict[str, Any]
+
+Place = tuple[int, Tensor, int, int]
+"""Start of a rank's part in its share of a parameter, the tensor that the optimizer updates, the
+part's start in that, and its length (nothing below 1)."""
+
+PlaceOf = Callable[[nn.Parameter], Place]
+
+
+class RuleContext(NamedTuple):
+    """The run that a rule is made for.
+
+    Attributes:
+        flags: of the feature.
+        names: canonical name of each parameter that the rule updates.
+    """
+
+    config: RunConfig
+    flags: OptimizersConfig
+    names: Mapping[nn.Parameter, str]
+    mesh: Mesh
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """``--adam-beta1`` and ``--adam-beta2``."""
+        return self.config.optimizer.adam_beta1, self.config.optimizer.adam_beta2
+
+    @property
+    def eps(self) -> float:
+        """``--adam-eps``."""
+        return self.config.optimizer.adam_eps
 
 
 class UpdateRule(ABC):
@@ -18,13 +54,53 @@ class UpdateRule(ABC):
 
     Attributes:
         states: names of the states of a tensor, each of its shape and dtype.
+        place_of: finds this rank's part of a parameter, once the engine exists.
+        divided: whether processes have parts of the tensors (ZeRO 1 to 3), then.
     """
 
     states: ClassVar[tuple[str, ...]] = ()
+    place_of: PlaceOf
+    divided: bool = False
+
+    @classmethod
+    @abstractmethod
+    def of(cls, context: RuleContext) -> Self:
+        """The rule of a run."""
 
     @abstractmethod
     def update(self, tensors: Sequence[Tensor], states: Sequence[Group], group: Group) -> None:
         """Update tensors by their gradients; ``step`` of each state has counted this update."""
+
+    def create(self, tensor: Tensor) -> Group:
+        """The states of a tensor before its first update."""
+        return {name: torch.zeros_like(tensor) for name in self.states}
+
+    def more_states(self, groups: Sequence[Group]) -> dict[str, Tensor]:
+        """States of this rank that have other shapes than tensors, by a name that does not depend
+        on the layout; every rank must call it. ``groups`` are those of this rule."""
+        return {}
+
+    def load_more(  # noqa: B027
+        self, read: Callable[[str], Tensor], groups: Sequence[Group]
+    ) -> None:
+        """Load them; ``read`` raises KeyError for what a checkpoint lacks."""
+
+
+def descend(tensor: Tensor, update: Tensor, group: Group) -> None:
+    """Subtract an update times the learning rate, and the decay of the weights: with
+    ``--cautious-weight-decay`` only of those that the update makes smaller."""
+    rate, decay = group["lr"], group["weight_decay"]
+    if decay and group.get("cautious"):
+        shrinks = update * tensor >= 0
+        tensor.sub_(torch.where(shrinks, tensor, 0), alpha=rate * decay)
+    else:
+        tensor.mul_(1 - rate * decay)
+    tensor.sub_(update, alpha=rate)
+
+
+def rooted(mean_of_squares: Tensor, beta: float, step: float, eps: float) -> Tensor:
+    """The root of a second moment, corrected for the zeros that it started from, plus epsilon."""
+    return mean_of_squares.sqrt().div_((1 - beta**step) ** 0.5).add_(eps)
 
 
 class Adam(UpdateRule):
@@ -35,7 +111,15 @@ class Adam(UpdateRule):
     def __init__(self, betas: tuple[float, float], eps: float) -> None:
         self._betas, self._eps = betas, eps
 
+    @classmethod
+    def of(cls, context: RuleContext) -> Self:
+        return cls(context.betas, context.eps)
+
     def update(self, tensors: Sequence[Tensor], states: Sequence[Group], group: Group) -> None:
+        if group.get("cautious") and group["weight_decay"]:
+            for tensor, state in zip(tensors, states, strict=True):
+                descend(tensor, self._direction(tensor, state), group)
+            return
         counted = [state["step"] - 1 for state in states]  # the kernel counts, too
         adamw(
             list(tensors),
@@ -50,9 +134,16 @@ class Adam(UpdateRule):
             beta2=self._betas[1],
             lr=group["lr"],
             weight_decay=group["weight_decay"],
-            eps=self._eps,
+            eps=group.get("eps", self._eps),
             maximize=False,
         )
+
+    def _direction(self, tensor: Tensor, state: Group) -> Tensor:
+        (beta1, beta2), step, grad = self._betas, float(state["step"]), tensor.grad
+        assert grad is not None
+        mean = state["exp_avg"].lerp_(grad, 1 - beta1)
+        squares = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        return (mean / (1 - beta1**step)).div_(rooted(squares, beta2, step, self._eps))
 
 
 class Lion(UpdateRule):
@@ -64,14 +155,18 @@ class Lion(UpdateRule):
     def __init__(self, betas: tuple[float, float]) -> None:
         self._betas = betas
 
+    @classmethod
+    def of(cls, context: RuleContext) -> Self:
+        return cls((context.flags.lion_beta1, context.flags.lion_beta2))
+
     def update(self, tensors: Sequence[Tensor], states: Sequence[Group], group: Group) -> None:
-        rate, decay, (beta1, beta2) = group["lr"], group["weight_decay"], self._betas
+        beta1, beta2 = self._betas
         for tensor, state in zip(tensors, states, strict=True):
             grad, mean = tensor.grad, state["exp_avg"]
             assert grad is not None
             direction = torch.lerp(grad, mean, beta1).sign_()
             mean.lerp_(grad, 1 - beta2)
-            tensor.mul_(1 - rate * decay).sub_(direction, alpha=rate)
+            descend(tensor, direction, group)
 
 
 class RuledOptimizer(torch.optim.Optimizer):
@@ -80,32 +175,58 @@ class RuledOptimizer(torch.optim.Optimizer):
     Args:
         groups: of ``torch.optim``, with ``rule``.
         rules: by name.
+        defaults: of groups; ``peak_lr``, where it is not None, is the learning rate in relation to
+            which that of a step multiplies the decay.
 
     Attributes:
-        states_of: names of the states of each parameter.
+        creators: functions that make the states of each parameter's tensor.
     """
 
     def __init__(
         self, groups: list[Group], rules: Mapping[str, UpdateRule], defaults: dict[str, Any]
     ) -> None:
         self.rules = rules
-        self.states_of = {
-            param: rules[group["rule"]].states for group in groups for param in group["params"]
+        self.creators = {
+            param: rules[group["rule"]].create for group in groups for param in group["params"]
         }
         super().__init__(groups, defaults)
+
+    def more_states(self) -> dict[str, Tensor]:
+        """States of this rank that have other shapes than the tensors; every rank calls it."""
+        return {
+            key: values
+            for name, rule in self.rules.items()
+            for key, values in rule.more_states(self._groups_of(name)).items()
+        }
+
+    def load_more(self, read: Callable[[str], Tensor]) -> None:
+        """Load them; ``read`` raises KeyError for what a checkpoint lacks."""
+        for name, rule in self.rules.items():
+            rule.load_more(read, self._groups_of(name))
+
+    def _groups_of(self, rule: str) -> list[Group]:
+        return [group for group in self.param_groups if group["rule"] == rule]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update the tensors that have a gradient."""
         assert closure is None
         for group in self.param_groups:
+            rule = self.rules[group["rule"]]
             tensors = [tensor for tensor in group["params"] if tensor.grad is not None]
             states = [self.state[tensor] for tensor in tensors]
             for tensor, state in zip(tensors, states, strict=True):
                 if not state:
                     state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
-                    names = self.rules[group["rule"]].states
-                    state.update({name: torch.zeros_like(tensor) for name in names})
+                    state.update(rule.create(tensor))
                 state["step"] += 1
             if tensors:
-                self.rules[group["rule"]].update(tensors, states, group)
+                rule.update(tensors, states, _with_decay_of_rate(group))
+
+
+def _with_decay_of_rate(group: Group) -> Group:
+    """AdamC (Defazio 2025, arXiv:2506.02285): decay times the learning rate over its peak."""
+    if group.get("peak_lr") is None:
+        return group
+    share = group["lr"] / (group["peak_lr"] * group.get("lr_factor", 1.0) or 1.0)
+    return {**group, "weight_decay": group["weight_decay"] * share}

@@ -5,13 +5,14 @@ import torch
 from torch import nn
 
 from megatron.features.optimizers.coefficients import COEFFICIENTS
-from megatron.features.optimizers.muon import Muon, MuonSettings, in_order
+from megatron.features.optimizers.muon import Muon, MuonSettings
 from megatron.features.optimizers.newton_schulz import (
     orthogonalise,
     scale,
     steps_of,
 )
 from megatron.features.optimizers.rules import Adam, Lion, RuledOptimizer
+from megatron.features.optimizers.whole import in_order
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Shard
 
@@ -51,9 +52,8 @@ def muon_of(param: nn.Parameter, rows, **changed) -> RuledOptimizer:
     settings = dict(
         momentum=0.95, nesterov=True, coefficients=steps_of("simple", 5),
         scale_mode="shape_scaling", factor=1.0, product_dtype=torch.bfloat16,
-        rows={param: in_order(rows)}.__getitem__,
     )  # fmt: skip
-    rule = Muon(MuonSettings(**settings | changed), [param], Mesh())
+    rule = Muon(MuonSettings(**settings | changed), {param: "w"}, lambda _: in_order(rows), Mesh())
     rule.place_of = lambda param: (0, param, 0, param.numel())
     groups = [{"params": [param], "rule": "muon"}]
     return RuledOptimizer(groups, {"muon": rule}, {"lr": 0.02, "weight_decay": 0.1})
@@ -109,7 +109,7 @@ def test_adam_is_torchs():
 
 def test_lion_is_the_algorithm():
     """Reference: algorithm 2 of Chen et al. 2023, with its own variables."""
-    start, *grads = gradients(7, dtype=torch.float64)
+    start, *grads = gradients(200, dtype=torch.float64)
     param = nn.Parameter(start.clone())
     groups = [{"params": [param], "rule": "lion"}]
     rules = {"lion": Lion((0.95, 0.98))}

@@ -1,0 +1,125 @@
+"""SOAP (Vyas et al. 2024, arXiv:2409.11321): Adam in the eigenbases of Shampoo's factors, which the
+owner of a whole matrix has with Adam's moments; as in Megatron-LM the bases are those of this step.
+
+Shapes: M rows, N columns of a matrix; E experts of a rank. Factors are [M, M] and [N, N].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from megatron.features.optimizers.fused import rows_in
+from megatron.features.optimizers.rules import Group, RuleContext, rooted
+from megatron.features.optimizers.whole import Matrix, Rows, WholeRule
+from megatron.parallel.mesh import Mesh
+
+_SIDES = ("left", "right")
+
+
+@dataclass(frozen=True)
+class SoapSettings:
+    """Values of the flags.
+
+    Attributes:
+        factor_beta: decay rate of the factors.
+        every: updates from one change of the bases to the next.
+        kl: whether a factor leaves out what the other one explains (Lin et al. 2025,
+            arXiv:2509.03378).
+    """
+
+    betas: tuple[float, float]
+    eps: float
+    factor_beta: float
+    every: int
+    kl: bool
+
+
+class Soap(WholeRule):
+    """SOAP over parts of matrices."""
+
+    def __init__(
+        self,
+        settings: SoapSettings,
+        matrices: Mapping[nn.Parameter, str],
+        rows: Callable[[nn.Parameter], Sequence[Rows]],
+        mesh: Mesh,
+    ) -> None:
+        super().__init__(matrices, rows, mesh)
+        self._settings = settings
+
+    @classmethod
+    def of(cls, context: RuleContext) -> Self:
+        flags = context.flags
+        settings = SoapSettings(
+            betas=context.betas,
+            eps=context.eps,
+            factor_beta=flags.soap_shampoo_beta,
+            every=flags.soap_precondition_frequency,
+            kl=flags.soap_use_kl_shampoo,
+        )
+        return cls(settings, context.names, rows_in(context), context.mesh)
+
+    def direction(self, grad: Tensor, state: Group) -> Tensor:
+        return grad.clone()
+
+    def create_whole(self, values: Tensor) -> dict[str, Tensor]:
+        states = {name: torch.zeros_like(values) for name in ("exp_avg", "exp_avg_sq")}
+        *experts, rows, columns = values.shape
+        for side, size in zip(_SIDES, (rows, columns), strict=True):
+            square = values.new_zeros((*experts, size, size))
+            states |= {side: square, f"{side}_basis": square.clone()}
+            states[f"{side}_basis"].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+            states[f"{side}_values"] = values.new_ones((*experts, size))
+        return states
+
+    def updates(self, matrices: Sequence[Matrix]) -> list[Tensor]:
+        """Adam's updates in the eigenbases, in the basis of the weights."""
+        return [self._update(each.values, each.states, each.number) for each in matrices]
+
+    def _update(self, grad: Tensor, states: dict[str, Tensor], count: float) -> Tensor:
+        settings, (beta1, beta2) = self._settings, self._settings.betas
+        beta = settings.factor_beta
+        weight = (1 - beta) / (1 - beta**count)  # corrected for the zeros of the start
+        factors = self._factor(grad, states, "right"), self._factor(grad.mT, states, "left")
+        for side, factor in zip(_SIDES, factors, strict=True):
+            states[side].lerp_(factor, weight)
+        if count == 1 or count % settings.every == 0:
+            self._turn(states, count == 1)
+        left, right = states["left_basis"], states["right_basis"]
+        turned = left.mT @ grad @ right
+        mean = states["exp_avg"].lerp_(turned, 1 - beta1)
+        squares = states["exp_avg_sq"].mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
+        update = (mean / (1 - beta1**count)).div_(rooted(squares, beta2, count, settings.eps))
+        return left @ update @ right.mT
+
+    def _factor(self, x_MN: Tensor, states: dict[str, Tensor], other: str) -> Tensor:
+        """X X^T, or X F^-1 X^T / N with the factor F of the ``other`` side."""
+        if self._settings.kl:
+            values = states[f"{other}_values"].clamp(min=self._settings.eps) * x_MN.shape[-1]
+            x_MN = x_MN @ states[f"{other}_basis"] * values.rsqrt()[..., None, :]
+        return x_MN @ x_MN.mT
+
+    def _turn(self, states: dict[str, Tensor], first: bool) -> None:
+        """Change the bases: to eigenvectors at first, then by a step of orthogonal iteration. The
+        first moment is turned with them, and the second one follows the order of the values."""
+        left, right = states["left_basis"], states["right_basis"]
+        mean = left @ states["exp_avg"] @ right.mT
+        for side, dim in zip(_SIDES, (-2, -1), strict=True):
+            factor, basis = states[side], states[f"{side}_basis"]
+            if first:
+                basis = torch.linalg.eigh(factor)[1].flip(-1)
+            else:
+                turned = factor @ basis
+                order = (basis * turned).sum(-2).argsort(dim=-1, descending=True, stable=True)
+                basis = torch.linalg.qr(turned.take_along_dim(order[..., None, :], -1))[0]
+                places = order[..., :, None] if dim == -2 else order[..., None, :]
+                squares = states["exp_avg_sq"]
+                states["exp_avg_sq"] = squares.take_along_dim(places, dim)
+            states[f"{side}_basis"] = basis
+            states[f"{side}_values"] = (basis * (factor @ basis)).sum(-2)
+        states["exp_avg"] = states["left_basis"].mT @ mean @ states["right_basis"]

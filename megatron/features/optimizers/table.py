@@ -1,0 +1,101 @@
+"""All optimizers of the feature: a row each, which a new one adds to.
+
+What the rows say is known without torch; a rule is imported by the run that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from megatron.features.optimizers.rules import UpdateRule
+
+
+class OptimizerEntry(NamedTuple):
+    """An optimizer.
+
+    Attributes:
+        rule: imports the class of its rule.
+        states: names of the states of single elements, of its rule and of that of other parameters.
+        matrices: whether its rule updates the matrices of blocks only; ``--muon-scalar-optimizer``
+            or Adam updates the rest.
+        more: whether it has further states, in files of their own.
+    """
+
+    rule: Callable[[], type[UpdateRule]]
+    states: tuple[str, ...]
+    matrices: bool = False
+    more: bool = False
+
+
+def _adam() -> type[UpdateRule]:
+    from megatron.features.optimizers.rules import Adam
+
+    return Adam
+
+
+def _lion() -> type[UpdateRule]:
+    from megatron.features.optimizers.rules import Lion
+
+    return Lion
+
+
+def _muon() -> type[UpdateRule]:
+    from megatron.features.optimizers.muon import Muon
+
+    return Muon
+
+
+def _adaptive_muon() -> type[UpdateRule]:
+    from megatron.features.optimizers.muon import AdaptiveMuon
+
+    return AdaptiveMuon
+
+
+def _soap() -> type[UpdateRule]:
+    from megatron.features.optimizers.soap import Soap
+
+    return Soap
+
+
+def _ademamix() -> type[UpdateRule]:
+    from megatron.features.optimizers.ademamix import AdEMAMix
+
+    return AdEMAMix
+
+
+def _adam_mini() -> type[UpdateRule]:
+    from megatron.features.optimizers.adam_mini import AdamMini
+
+    return AdamMini
+
+
+def _schedule_free() -> type[UpdateRule]:
+    from megatron.features.optimizers.schedule_free import ScheduleFree
+
+    return ScheduleFree
+
+
+_ADAM = ("exp_avg", "exp_avg_sq")
+
+OPTIMIZERS: dict[str, OptimizerEntry] = {
+    "muon": OptimizerEntry(_muon, ("momentum_buffer", *_ADAM), matrices=True),
+    "lion": OptimizerEntry(_lion, ("exp_avg",)),
+    "soap": OptimizerEntry(_soap, _ADAM, matrices=True, more=True),
+    "adaptive_muon": OptimizerEntry(
+        _adaptive_muon, ("momentum_buffer", *_ADAM), matrices=True, more=True
+    ),
+    "ademamix": OptimizerEntry(_ademamix, ("exp_avg", "exp_avg_slow", "exp_avg_sq")),
+    "adam_mini": OptimizerEntry(_adam_mini, ("exp_avg",), more=True),
+    "schedule_free": OptimizerEntry(
+        _schedule_free, ("z", "exp_avg_sq", "trained_weight"), more=True
+    ),
+}
+"""By the name that ``--optimizer`` has."""
+
+RULES: dict[str, Callable[[], type[UpdateRule]]] = {
+    "adam": _adam,
+    **{name: entry.rule for name, entry in OPTIMIZERS.items()},
+}
+"""Rules by name, with the core's AdamW, which options of decay need here."""
