@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron.config import ConfigError, OptimizerConfig, RunConfig
+from megatron.config import ConfigError, RunConfig
 from megatron.data.loader import MicroBatches
 from megatron.engine.environment import deterministic_kernels, distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import StepResult
+from megatron.engine.update.groups import Factors, factors_of
+from megatron.engine.update.optimizer import set_rates
 from megatron.families import trained_spec
 from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.distillation.teacher import find_teacher
@@ -125,7 +127,7 @@ class PlainTraining:
             initialise(name, param, self._seed)
         self.model.to(dtype)
         self.params = {name: p for name, p in self.params.items() if p.requires_grad}
-        self._optimizer = _plain_optimizer(self.params, self.options)
+        self._optimizer = _plain_optimizer(self.params, run.config)
         data = run_data(run)
         if run.config.section(PreferenceConfig).needs_reference:
             reference.add_reference(run, Mesh(), data)
@@ -161,10 +163,7 @@ class PlainTraining:
     def step(self) -> tuple[float, float]:
         """Update the weights once; return the loss, and the gradient norm before clipping."""
         plan = self._plan
-        rate, decay = plan.rates(self._iteration, self._consumed)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate * group["lr_factor"]
-            group["weight_decay"] = decay if group["decays"] else 0.0
+        set_rates(self._optimizer, *plan.rates(self._iteration, self._consumed))
         self._optimizer.zero_grad()
         loss = self.accumulate()
         params = list(self.params.values())
@@ -180,16 +179,22 @@ class PlainTraining:
 
 
 def _plain_optimizer(
-    params: Mapping[str, nn.Parameter], options: OptimizerConfig
+    params: Mapping[str, nn.Parameter], config: RunConfig
 ) -> torch.optim.Optimizer:
     """One group for each parameter."""
+    options = config.optimizer
+    factors = factors_of({param: name for name, param in params.items()}, config)
     groups = [
         {
             "params": [param],
-            "decays": shard_of(param).decays,
-            "lr_factor": options.lr_factor(name),
+            "decays": shard_of(param).decays if each.decays is None else each.decays,
+            "wd_factor": each.decay,
+            "lr_factor": each.rate,
+            "decoupled": each.decoupled,
+            "eps": options.adam_eps * each.epsilon,
         }
-        for name, param in params.items()
+        for param in params.values()
+        for each in (factors.get(param, Factors()),)
     ]
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=options.sgd_momentum)
@@ -199,7 +204,7 @@ def _plain_optimizer(
             "compare with one of these"
         )
     betas = (options.adam_beta1, options.adam_beta2)
-    return torch.optim.AdamW(groups, betas=betas, eps=options.adam_eps)
+    return torch.optim.AdamW(groups, betas=betas)
 
 
 def train_plainly(
