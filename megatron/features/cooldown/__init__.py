@@ -1,0 +1,1 @@
+"""The end of a training as a branch of it."""

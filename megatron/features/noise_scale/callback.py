@@ -1,0 +1,89 @@
+"""Norms of the gradients of micro batches, and the noise scale that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from megatron.engine.train_engine import TrainEngine
+from megatron.engine.update.optimizer import owned
+from megatron.parallel.mesh import SHARDED
+from megatron.training.trainer import Callback, Step, Trainer
+
+MEMORY = 0.9
+"""Share of an estimate's weight at the next measurement: of about ten, since one is noise."""
+
+
+class Estimate:
+    """The simple noise scale tr(covariance) / |gradient|^2 (McCandlish et al. 2018, appendix A.1):
+    of both an unbiased estimate follows from the squared norms at two batch sizes, and their
+    moving means are divided."""
+
+    def __init__(self) -> None:
+        self._noise = self._signal = 0.0
+
+    def add(self, small: int, small_square: float, large: int, large_square: float) -> None:
+        """Count a step: mean squared norm of gradients of ``small`` samples, and that of
+        ``large``."""
+        signal = (large * large_square - small * small_square) / (large - small)
+        noise = (small_square - large_square) / (1 / small - 1 / large)
+        self._signal = MEMORY * self._signal + (1 - MEMORY) * signal
+        self._noise = MEMORY * self._noise + (1 - MEMORY) * noise
+
+    @property
+    def samples(self) -> float | None:
+        """The noise scale in samples; None where the estimates are not positive yet."""
+        positive = self._signal > 0 and self._noise > 0
+        return self._noise / self._signal if positive else None
+
+
+class NoiseScale(Callback):
+    """Measures every ``interval``-th step."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval, self._estimate = interval, Estimate()
+        self._handles: list[RemovableHandle] = []
+        self._squares: list[Tensor] = []
+
+    def numbers(self, _: float) -> Mapping[str, float | None]:
+        """Return the noise scale for a log line."""
+        return {"gradient_noise_scale": self._estimate.samples}
+
+    def before_step(self, trainer: Trainer) -> None:
+        if (trainer.iteration + 1) % self._interval:
+            return
+        engine, self._squares = trainer.engine, []
+        for param in engine.trained:
+            if owned(param, engine.mesh, SHARDED):
+                self._handles.append(param.register_hook(self._measure))
+
+    def _measure(self, grad: Tensor) -> None:
+        self._squares.append(torch.linalg.vector_norm(grad, dtype=torch.float32).double().square())
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        if not self._handles:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        plan, engine = trainer.plan, trainer.engine
+        count = plan.batch_size.micro_batches(step.first_sample)
+        square = self._mean_square(engine, count)
+        norm = float(step.result.grad_norm)
+        if count * engine.mesh.samples.size > 1 and torch.isfinite(square) and norm < float("inf"):
+            self._estimate.add(plan.micro_batch_size, float(square), step.samples, norm**2)
+
+    def _mean_square(self, engine: TrainEngine, count: int) -> Tensor:
+        """The mean squared norm over ``count`` micro batches of each data-parallel rank."""
+        total = torch.zeros((), dtype=torch.float64, device=engine.device)
+        if self._squares:
+            total += torch.stack(self._squares).sum()
+        world = engine.mesh.world
+        if world.size > 1:
+            dist.all_reduce(total, group=world.handle)
+        # The backward pass of a micro batch divides its loss by their number in a step.
+        return total * count / engine.mesh.samples.size

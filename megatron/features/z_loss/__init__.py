@@ -1,0 +1,1 @@
+"""z-loss: a penalty of the logits' scale."""
