@@ -51,7 +51,7 @@ class CausalConvolution(nn.Module):
         connected = [pieces.connected(distance) for distance in range(self.width - 1, 0, -1)]
         seen = [mask[..., None] for mask in connected if mask is not None]
         if torch.compiler.is_compiling() or x_PTC.shape[1] == 1:
-            return _convolved(x_PEC, *self.taps(), seen)[1].to(x_PTC.dtype)
+            return F.silu(_convolved(x_PEC, *self.taps(), seen)).to(x_PTC.dtype)
         return _Convolution.apply(x_PEC, *self.taps(), *seen)
 
     def taps(self) -> tuple[Tensor, Tensor | None]:
@@ -69,9 +69,9 @@ class CausalConvolution(nn.Module):
 
 def _convolved(
     x: Tensor, weight_CK: Tensor, bias_C: Tensor | None, seen: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The sums [..., R, C] and SiLU of them, from K - 1 + R rows of inputs, at least in float32;
-    ``seen``: bool [..., R, 1] for each of the K - 1 earlier inputs, or empty."""
+) -> Tensor:
+    """The sums [..., R, C], from K - 1 + R rows of inputs, at least in float32; ``seen``: bool
+    [..., R, 1] for each of the K - 1 earlier inputs, or empty."""
     kind = torch.promote_types(x.dtype, torch.float32)
     x, weight_CK = x.to(kind), weight_CK.to(kind)
     last, rows = weight_CK.shape[1] - 1, x.shape[-2] - weight_CK.shape[1] + 1
@@ -81,7 +81,7 @@ def _convolved(
     for j in range(last):
         tap = x.narrow(-2, j, rows)
         y = torch.addcmul(y, tap * seen[j] if seen else tap, weight_CK[:, j])
-    return y, F.silu(y)
+    return y
 
 
 class _Convolution(torch.autograd.Function):
@@ -96,7 +96,7 @@ class _Convolution(torch.autograd.Function):
         y_PTC = x_PEC.new_empty(pieces, length - weight_CK.shape[1] + 1, channels)
         for piece, first, end, inputs in _chunks(x_PEC, weight_CK):
             masks = [mask[piece, first:end] for mask in seen]
-            y_PTC[piece, first:end] = _convolved(inputs, weight_CK, bias_C, masks)[1]
+            y_PTC[piece, first:end] = F.silu(_convolved(inputs, weight_CK, bias_C, masks))
         return y_PTC
 
     @staticmethod
@@ -110,9 +110,8 @@ class _Convolution(torch.autograd.Function):
         last = len(taps_KC) - 1
         for piece, first, end, inputs in _chunks(x_PEC, weight_CK):
             masks = [mask[piece, first:end] for mask in seen]
-            y_RC = _convolved(inputs, weight_CK, bias_C, masks)[0]
-            s_RC = torch.sigmoid(y_RC)
-            grad_RC = torch.addcmul(s_RC, y_RC * s_RC, 1 - s_RC).mul_(grad_PTC[piece, first:end])
+            y_RC = _convolved(inputs, weight_CK, bias_C, masks)
+            grad_RC = torch.ops.aten.silu_backward(grad_PTC[piece, first:end].to(kind), y_RC)
             if bias_grad is not None:
                 bias_grad += grad_RC.sum(0)
             inputs = inputs.to(kind)

@@ -9,8 +9,9 @@ from functools import lru_cache
 import torch
 
 from megatron.config import ModelConfig
-from megatron.config.blocks import States, memory_of
 from megatron.config.features import features
+from megatron.config.memory import States, memory_of
+from megatron.features.recurrent.delta_flags import CHUNK, DeltaConfig
 from megatron.features.recurrent.pattern import ATTENTION, DELTA, MAMBA, NONE, PatternConfig
 from megatron.model.flops import TransformerShape
 from megatron.parallel.mesh import Group
@@ -32,6 +33,7 @@ class MeanBlock:
         kept: numbers of a token that they keep for the backward pass: inputs and outputs of the
             convolution, the gate, and the outputs of states and norm; ``again``: those of them that
             selective recomputation computes again.
+        wide: float32 numbers of a token that the delta rule keeps without that recomputation.
     """
 
     attention: float = 1.0
@@ -41,6 +43,7 @@ class MeanBlock:
     products: float = 0.0
     kept: float = 0.0
     again: float = 0.0
+    wide: float = 0.0
 
 
 def _mixers(model: ModelConfig) -> tuple[str, ...]:
@@ -55,7 +58,7 @@ def mean_block(model: ModelConfig, tensor: int = 1) -> MeanBlock:
     mixers, last = _mixers(model), model.num_layers - 1
     if not mixers:
         return MeanBlock()
-    weights = products = kept = again = 0.0
+    weights = products = kept = again = wide = 0.0
     for layer, mixer in enumerate(mixers):
         if mixer in _PASSES:
             memory = memory_of(model, min(layer, last), tensor)
@@ -65,10 +68,20 @@ def mean_block(model: ModelConfig, tensor: int = 1) -> MeanBlock:
             products += 2.0 * _PASSES[mixer] * math.prod(state)
             kept += 2 * channels + 3 * math.prod(state) / state[1]
             again += channels
+            if mixer == DELTA:
+                wide += _of_delta_rule(model.part(DeltaConfig), *state)
     count = len(mixers)
     mlps = sum(model.has("mlp", min(layer, last)) for layer in range(count))
     sums = mixers.count(ATTENTION), mlps, mlps + count - mixers.count(NONE)
-    return MeanBlock(*(total / count for total in (*sums, weights, products, kept, again)))
+    return MeanBlock(*(total / count for total in (*sums, weights, products, kept, again, wide)))
+
+
+def _of_delta_rule(part: DeltaConfig, heads: int, width: int, value_width: int) -> float:
+    """Numbers of a token that the chunks of the delta rule keep: matrices of a chunk's tokens,
+    queries, keys, values and solutions, and a state for each chunk."""
+    groups = heads * part.linear_num_key_heads / part.linear_num_value_heads
+    of_values = 4 * CHUNK + 3 * (width + value_width) + width * value_width / CHUNK
+    return heads * of_values + groups * (2 * CHUNK + 5 * width)
 
 
 @lru_cache(maxsize=64)

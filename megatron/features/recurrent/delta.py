@@ -20,10 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.features.recurrent.delta_flags import CHUNK
 from megatron.features.recurrent.passing import Pieces
-
-CHUNK = 64
-"""Tokens of a chunk: the work between chunks is divided by it, that in them multiplied."""
 
 _EPSILON = 1e-6
 """Added to the squared norms of queries and keys, as in flash-linear-attention."""
@@ -40,7 +38,7 @@ def gated_delta_rule(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Outputs [P, T, N, V] in the dtype of ``v``, and the states after the last token [P, N, D, V],
-    at least in float32. The backward pass computes the chunks again: only inputs are kept.
+    at least in float32.
 
     Args:
         logs_PTN: logarithm g of the decay at each token, not positive.
@@ -48,10 +46,20 @@ def gated_delta_rule(
         starts: bool [P, T], tokens before which the state becomes zero; None for none.
         state: [P, N, D, V] before the first token; None for zeros.
     """
-    inputs = q_PTKD, k_PTKD, v_PTNV, logs_PTN, beta_PTN, starts, state
-    if torch.compiler.is_compiling():
-        return _in_chunks(*inputs, chunk)
-    return _Recomputed.apply(*inputs, chunk)
+    pieces, length, heads, width = v_PTNV.shape
+    chunk = min(chunk, length)
+    chunks = _chunks(q_PTKD, k_PTKD, v_PTNV, logs_PTN, beta_PTN, starts, chunk)
+    x = [each.flatten(1, 3) for each in chunks]
+    w_CXLD, u_CXLV, k_CXLD, q_CXLD, scores_CXLL, through_CX = x
+    if state is None:
+        state = w_CXLD.new_zeros(pieces, heads, q_PTKD.shape[-1], width)
+    state_XDV = state.to(w_CXLD.dtype).flatten(0, 1)
+    taken_CXLV, states_CXDV, last_XDV = _Scan.apply(w_CXLD, u_CXLV, k_CXLD, through_CX, state_XDV)
+    flat = [each.flatten(0, 1) for each in (q_CXLD, states_CXDV, scores_CXLL, taken_CXLV)]
+    y_CXLV = torch.baddbmm(torch.bmm(flat[0], flat[1]), flat[2], flat[3])
+    y_CPNLV = y_CXLV.unflatten(0, (-1, pieces, heads))
+    y_PTNV = y_CPNLV.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+    return y_PTNV.to(v_PTNV.dtype), last_XDV.unflatten(0, (pieces, heads))
 
 
 def passed_delta_rule(
@@ -104,30 +112,6 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)
 
 
-class _Recomputed(torch.autograd.Function):
-    """:func:`_in_chunks`, of which only the inputs are kept."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *tensors, ctx.chunk = inputs
-        ctx.save_for_backward(*tensors)
-        return _in_chunks(*inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad
-        with torch.enable_grad():
-            inputs: list[Any] = [
-                None if x is None else x.detach().requires_grad_(needs)
-                for x, needs in zip(ctx.saved_tensors, needed, strict=False)
-            ]
-            outputs = _in_chunks(*(*inputs, ctx.chunk))
-        variables = [x for x in inputs if x is not None and x.requires_grad]
-        results = iter(torch.autograd.grad(outputs, variables, grads))
-        return tuple(next(results) if needs else None for needs in needed)
-
-
 class _Chunks(NamedTuple):
     """Steps between the chunks of all pieces, [C, P, K, R, ...]: a chunk leads from a state S to
     through S + k^T (u - w S), and its outputs are q S + scores (u - w S)."""
@@ -138,32 +122,6 @@ class _Chunks(NamedTuple):
     q_CLD: Tensor
     scores_CLL: Tensor
     through_C: Tensor
-
-
-def _in_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    logs: Tensor,
-    beta: Tensor,
-    starts: Tensor | None,
-    state: Tensor | None,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    pieces, length, heads, width = v.shape
-    chunk = min(chunk, length)
-    chunks = _chunks(q, k, v, logs, beta, starts, chunk)
-    x = [each.flatten(1, 3) for each in chunks]
-    w_CXLD, u_CXLV, k_CXLD, q_CXLD, scores_CXLL, through_CX = x
-    if state is None:
-        state = w_CXLD.new_zeros(pieces, heads, q.shape[-1], width)
-    state_XDV = state.to(w_CXLD.dtype).flatten(0, 1)
-    taken_CXLV, states_CXDV, last_XDV = _Scan.apply(w_CXLD, u_CXLV, k_CXLD, through_CX, state_XDV)
-    flat = [each.flatten(0, 1) for each in (q_CXLD, states_CXDV, scores_CXLL, taken_CXLV)]
-    y_CXLV = torch.baddbmm(torch.bmm(flat[0], flat[1]), flat[2], flat[3])
-    y_CPNLV = y_CXLV.unflatten(0, (-1, pieces, heads))
-    y_PTNV = y_CPNLV.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
-    return y_PTNV.to(v.dtype), last_XDV.unflatten(0, (pieces, heads))
 
 
 def _cut(x: Tensor, chunk: int, kind: torch.dtype) -> Tensor:

@@ -6,13 +6,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.blocks import LayerMemory, States
 from megatron.config.features import ModelPart
 from megatron.config.flags import POSITIVE, Bounds, ConfigResolver, Need, option
+from megatron.config.memory import LayerMemory, States
 from megatron.features.recurrent.pattern import DELTA
 
 if TYPE_CHECKING:
     from megatron.config.parallel import ParallelConfig
+
+CHUNK = 64
+"""Tokens of a chunk of the delta rule: the work between chunks is divided by it, that in them
+multiplied."""
 
 _LAYERS = Need(
     "G in --hybrid-layer-pattern, or --experimental-attention-variant gated_delta_net",

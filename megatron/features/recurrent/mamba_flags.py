@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from megatron.config.blocks import LayerMemory, States
 from megatron.config.features import ModelPart
 from megatron.config.flags import POSITIVE, Bounds, ConfigResolver, Need, option
+from megatron.config.memory import LayerMemory, States
 from megatron.features.recurrent.pattern import MAMBA, PatternConfig
 
 _LAYERS = Need(

@@ -8,7 +8,9 @@ import pytest
 import torch
 from routers import in_float64
 
+from megatron.features.recurrent.costs import _of_delta_rule
 from megatron.features.recurrent.delta import gated_delta_rule, one_step
+from megatron.features.recurrent.delta_flags import DeltaConfig
 
 K, N, D, V = 2, 4, 8, 6
 BORDERS = {"none": (), "some": ((0, 0), (0, 3), (0, 64), (0, 65), (1, 100), (1, 127), (1, 128))}
@@ -112,3 +114,27 @@ def test_half_precision_computes_in_float32():
     wide, wide_state = gated_delta_rule(*(x.float() for x in inputs))
     torch.testing.assert_close(y, wide.bfloat16(), rtol=0, atol=0)
     torch.testing.assert_close(state, wide_state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("keys, values, width, value_width", [(2, 4, 128, 128), (4, 4, 64, 64)])
+def test_the_numbers_that_the_backward_pass_needs(keys, values, width, value_width):
+    part = DeltaConfig(linear_num_key_heads=keys, linear_num_value_heads=values)
+    inputs = (
+        torch.randn(1, 256, keys, width),
+        torch.randn(1, 256, keys, width),
+        torch.randn(1, 256, values, value_width),
+        -torch.rand(1, 256, values),
+        torch.rand(1, 256, values),
+    )
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x):
+        storage = x.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        gated_delta_rule(*(x.requires_grad_() for x in inputs))
+    ours = {x.untyped_storage().data_ptr() for x in inputs}
+    numbers = sum(each.nbytes() for place, each in kept.items() if place not in ours) / 4 / 256
+    assert _of_delta_rule(part, values, width, value_width) == pytest.approx(numbers, rel=0.06)

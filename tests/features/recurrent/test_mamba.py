@@ -7,8 +7,8 @@ import torch
 from gpt_forward import forward
 
 from megatron.config import ConfigError
-from megatron.config.blocks import States, memory_of
 from megatron.config.features import features
+from megatron.config.memory import States, memory_of
 from megatron.features.recurrent.mamba_flags import MambaConfig
 from megatron.features.recurrent.pattern import PatternConfig
 from megatron.model.flops import TransformerShape

@@ -16,7 +16,13 @@ from megatron.features.recurrent.mamba_flags import MambaConfig, shortest_limits
 from megatron.features.recurrent.pattern import ATTENTION, DELTA, MAMBA, PatternConfig
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import Architecture
-from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, write_rope
+from megatron.formats.huggingface.config_reader import (
+    HFConfigReader,
+    read_biases,
+    read_rope,
+    write_biases,
+    write_rope,
+)
 from megatron.formats.huggingface.entries import SEPARATE_QKV as QKV
 from megatron.formats.huggingface.entries import (
     Condition,
@@ -161,8 +167,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "mamba_d_head": part.mamba_head_dim,
         "mamba_expand": part.width // model.hidden_size,
         "time_step_limit": list(part.step_limits),
-        "attention_bias": model.attention.proj_bias,
-        "mlp_bias": model.mlp.bias,
+        **write_biases(model),
         "pad_token_id": None,
     }
 
@@ -184,18 +189,13 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         given.refuse("attn_layer_indices", chosen, f"expected numbers below {layers}")
     if len(set(chosen)) == layers:
         given.refuse("attn_layer_indices", chosen, "no block has Mamba-2")
-    in_attention, in_mlp = given.flag("attention_bias"), given.flag("mlp_bias")
-    if in_mlp and not in_attention:
-        given.refuse("mlp_bias", in_mlp, "attention_bias is False; the MLP can have biases only "
-                     "where attention has them")  # fmt: skip
     return {
         **read_rope(given, fields, share_key="partial_rotary_factor", share=0.5),
         "experimental_attention_variant": "mamba2",
         "linear_attention_freq": pattern_text(n not in chosen for n in range(layers)),
         "mamba_head_dim": width // heads,
         "mamba_step_limits": shortest_limits(*read_limit(given, "time_step_limit")),
-        "add_bias_linear": in_mlp,
-        "add_attention_bias": in_attention and not in_mlp,
+        **read_biases(given),
     }
 
 
@@ -219,7 +219,8 @@ BAMBA = Architecture(
     ),
     keys=KEYS | ACTIVATION | _SIZES,
     fixed=FIXED,
-    features=frozenset({"mixers", "add_attention_bias", "rotary_percent", "rope_scaling"}),
+    features=frozenset({"mixers", "add_attention_bias", "add_mlp_bias", "rotary_percent",
+                        "rope_scaling"}),
     gated=True,
     requirements=(
         *MAMBA_LAYERS,
