@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import ConfigError, ModelConfig
-from megatron.config.blocks import States, TokenMemory, memory_of
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, option
+from megatron.config.memory import States, TokenMemory, memory_of
 from megatron.parallel.mesh import Group
 
 MOST_SEQUENCES = 256  # of the longest length; more memory is of no use

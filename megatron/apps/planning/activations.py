@@ -41,10 +41,11 @@ WHOLE = LongContextConfig()
 
 MLP_WIDTHS = {
     "gelu_tanh": 2, "gelu_erf": 2, "relu": 1, "squared_relu": 2, "swiglu": 4, "geglu": 4,
-    "quick_geglu": 5,
+    "quick_geglu": 5, "squared_reglu": 5, "xielu": 6,
 }  # fmt: skip
 """Inner widths that an MLP keeps, by activation: its input and output; of a ReLU the output only;
-of a gated MLP gate, up, activated gate and their product, and the sigmoid of quick_geglu."""
+of a gated MLP gate, up, activated gate and their product, and the sigmoid of quick_geglu; of xIELU
+both branches and what they are products of."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,7 @@ def _block_bytes(
     attention += share.gate * (3 - needless)
     mean = mean_block(model, layout.tensor)
     kept = mean.kept - mean.again * (layout.recompute == "selective")
+    wide = 0.0 if layout.recompute == "selective" else 4.0 * mean.wide
     attention, mlp = mean.attention * attention + kept, mean.mlp * mlp
     inputs = norms_of_block(model, cross) * sizes.norm(hidden) * mean.sublayers / 2
     alike = model.parallel_residual and not model.shared_parallel_norm
@@ -231,7 +233,7 @@ def _block_bytes(
     outputs = ((1 if model.shared_parallel_norm else mean.sublayers) + cross) * size * hidden
     masks = (mean.sublayers + cross) * sizes.mask
     whole = sizes.outside * (inputs + outputs + masks) + _angles(model, layout)
-    whole += tokens * size * (attention + mlp) + sizes.outside * size * latents
+    whole += tokens * (size * (attention + mlp) + wide) + sizes.outside * size * latents
     if cross:
         # Queries and the attention's output, and keys and values of the other sequence.
         whole += size * 2 * (tokens * share.query + sizes.others * share.kv)

@@ -17,6 +17,7 @@ from megatron.config.layouts import Layout
 from megatron.engine.deepspeed_json import Json
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.context.flags import LongContextConfig
+from megatron.features.optimizers.memory import states_per_parameter
 from megatron.parallel.mesh import Mesh, coordinates_of
 
 logger = logging.getLogger(__name__)
@@ -89,16 +90,15 @@ def _memories(config: RunConfig, layout: Layout) -> list[Memory]:
             share,
             adapters if adapters.lora else None,
             config.section(LongContextConfig),
+            2.0 if training.skip_train else states_per_parameter(config),
         )
         for share in shares
     ]
 
 
 def _optimizer(config: RunConfig, layout: Layout, memory: Memory) -> float:
-    """Return the bytes of the optimizer's state; 0 where they are not those of Adam."""
-    if config.training.skip_train or config.optimizer.optimizer != "adam":
-        return 0.0
-    return memory.optimizer
+    """Return the bytes of the optimizer's state; 0 where nothing is trained."""
+    return 0.0 if config.training.skip_train else memory.optimizer
 
 
 def _on_device(config: RunConfig, layout: Layout, memory: Memory) -> MemoryNeed:

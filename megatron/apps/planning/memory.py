@@ -46,9 +46,10 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer
 
 
-def state_bytes(layout: Layout, replicas: int | None = None) -> StateBytes:
-    """Return the bytes per parameter with Adam, as DeepSpeed 0.19's engine has them at its
-    optimizer step, of parameters with so many replicas (default: one on each data-parallel rank).
+def state_bytes(layout: Layout, replicas: int | None = None, states: float = 2.0) -> StateBytes:
+    """Return the bytes per parameter with so many states of 4 bytes (2 of Adam), as DeepSpeed
+    0.19's engine has them at its optimizer step, of parameters with so many replicas (default: one
+    on each data-parallel rank).
 
     ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) partitions optimizer state at stage
     1, gradients at 2 and parameters at 3. DeepSpeed also copies the gradients that a rank updates
@@ -59,7 +60,8 @@ def state_bytes(layout: Layout, replicas: int | None = None) -> StateBytes:
     data, zero = replicas or layout.replicas, layout.running_zero
     if zero == 0:
         half = layout.precision == "fp16"
-        return StateBytes(2.0, 4.0, 12.0) if half else StateBytes(4.0, 4.0, 8.0)
+        more = 4 * states
+        return StateBytes(2.0, 4.0, 4.0 + more) if half else StateBytes(4.0, 4.0, more)
     size = 4 if layout.precision == "fp32" else 2
     accumulated = 4 if layout.grads_in_fp32 else size
     if layout.states is not None:
@@ -74,7 +76,7 @@ def state_bytes(layout: Layout, replicas: int | None = None) -> StateBytes:
         gradients = accumulated / data
     else:
         gradients = (accumulated + copied) / data
-    return StateBytes(size / (data if zero == 3 else 1), gradients, 12 / data)
+    return StateBytes(size / (data if zero == 3 else 1), gradients, (4 + 4 * states) / data)
 
 
 def bucket_bytes(layout: Layout) -> int:
@@ -171,11 +173,12 @@ def rank_memory(
     share: RankShare,
     adapters: AdapterConfig | None = None,
     saving: LongContextConfig = WHOLE,
+    states: float = 2.0,
 ) -> Memory:
     """Return the memory of a rank with this share of the complete model, whose vocabulary is padded
     for the layout; ``saving``: what saves memory of long sequences. With ``adapters`` those alone
-    have gradients and optimizer state, and with ``--qlora`` the linear layers of blocks are in 4
-    bits; the small products of adapters are not counted."""
+    have gradients and optimizer state (``states`` numbers for each of them), and with ``--qlora``
+    the linear layers of blocks are in 4 bits; the small products of adapters are not counted."""
     kept = {
         lengths: activation_bytes(model, layout, micro_batch, lengths, saving)
         for lengths in dict.fromkeys(chain(*share.stages))
@@ -201,8 +204,8 @@ def rank_memory(
     if share.last:
         head = kept[share.stages[-1][-1]]
         top = max(top, head.head + head.loss)
-    state, added = state_bytes(layout), 0.0
-    of_experts = state_bytes(layout, layout.replicas // layout.expert_axis)
+    state, added = state_bytes(layout, None, states), 0.0
+    of_experts = state_bytes(layout, layout.replicas // layout.expert_axis, states)
     if adapters is not None:
         added = sum(share.blocks) * adapter_parameters(model, adapters, layout.tensor)
     parameters, trained = share.parameters + added, added or share.parameters

@@ -12,6 +12,7 @@ import torch
 
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.layouts import Layout
+from megatron.config.memory import States, memory_of
 from megatron.families import BlockLengths, build_model, family_of, spec_of, trained_spec
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.context.costs import lengths_of_rank
@@ -235,3 +236,16 @@ def model_parameters(model: ModelConfig, padded: bool = False) -> int:
         params = build_model(model).parameters()
     shards = map(shard_of, params)
     return sum(math.prod(s.full_shape if padded else s.canonical_shape) for s in shards)
+
+
+def kept_bytes(model: ModelConfig, itemsize: int, tensor_size: int = 1) -> tuple[int, int]:
+    """Return the bytes that generation keeps of each token, and of each text whatever its length,
+    on one of so many tensor-parallel ranks; ``itemsize``: bytes of a number of the weights."""
+    of_token, of_text = 0, 0
+    for layer in range(model.num_layers):
+        memory = memory_of(model, layer, tensor_size)
+        if isinstance(memory, States):
+            of_text += memory.numbers * max(itemsize, 4)
+        elif memory is not None:
+            of_token += memory.tensors * memory.heads * memory.width * itemsize
+    return of_token, of_text

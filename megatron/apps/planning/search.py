@@ -61,6 +61,7 @@ class Workload:
     adapters: AdapterConfig | None = None
     teacher: ModelConfig | None = None  # of a run with --kd
     saving: LongContextConfig | None = None  # None: what saves memory is chosen
+    optimizer_states: float = 2.0  # numbers next to a weight
 
     @property
     def float8(self) -> range:
@@ -163,7 +164,16 @@ def estimate(
     shares = _heaviest(model, cuts, work.float8)
     memory = max(
         (
-            rank_memory(model, layout, micro_batch, count, share, work.adapters, saving)
+            rank_memory(
+                model,
+                layout,
+                micro_batch,
+                count,
+                share,
+                work.adapters,
+                saving,
+                work.optimizer_states,
+            )  # fmt: skip
             for share in shares
         ),
         key=lambda memory: memory.total,

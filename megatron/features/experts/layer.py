@@ -30,9 +30,10 @@ from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.experts.linear import ExpertLinear, Sizes
 from megatron.features.experts.losses import losses
 from megatron.features.experts.router import Routing, logits, route
+from megatron.model.activations import activation_of
 from megatron.model.caches import LayerCache
 from megatron.model.layer_list import LayerState
-from megatron.model.mlp import MLP, activation_of
+from megatron.model.mlp import MLP
 from megatron.model.spec import ModelSpec
 from megatron.parallel.layers import WholeLinear
 from megatron.parallel.shard import Buffer, Init, Shard, initial, parameter

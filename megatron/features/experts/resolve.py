@@ -52,6 +52,11 @@ def resolve_experts(part: Part, layers: int, resolver: ConfigResolver) -> Part:
     inner = resolver.values["ffn_hidden_size"]
     inner = resolver.fill("moe_ffn_hidden_size", part.moe_ffn_hidden_size, inner, "ffn-hidden-size")
     part = replace(part, moe_ffn_hidden_size=inner)
+    resolver.check(
+        not resolver.values["xielu"],
+        f"--xielu contradicts {resolver.show('num_experts')}: experts have no factors of their own "
+        "for it; choose another activation, or leave --num-experts out",
+    )
     _check_choice(part, part.counts[0], resolver)
     _check_groups(part, resolver)
     _check_balancing(part, resolver)

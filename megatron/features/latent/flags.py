@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron.config.blocks import Latents
 from megatron.config.features import FlagSection, ModelPart
 from megatron.config.flags import (
     NOT_NEGATIVE,
@@ -20,6 +19,7 @@ from megatron.config.flags import (
     needs_value,
     option,
 )
+from megatron.config.memory import Latents
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
@@ -92,6 +92,7 @@ class LatentConfig(ModelPart):
         )
         for name, why in (
             ("add_qkv_bias", "the maps from latent vectors to heads have no biases"),
+            ("add_proj_bias", "latent vectors have biases where the output projection has one"),
             ("clip_qkv", "queries, keys and values are not made one by one"),
             ("attention_output_gate", "there is no projection of a gate next to its queries"),
             ("attention_temperature", "its queries are not scaled by their position"),

@@ -58,7 +58,7 @@ from megatron.apps.generation.request import (
     StepOutput,
 )
 from megatron.config import ModelConfig
-from megatron.config.blocks import LayerMemory, States, memory_of
+from megatron.config.memory import LayerMemory, States, memory_of
 from megatron.families import GenerationSpec, NeighborSpec
 from megatron.model.attention import Attention
 from megatron.model.block import Block

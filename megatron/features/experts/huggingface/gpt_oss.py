@@ -1,7 +1,7 @@
 """gpt-oss: experts with biases and a clamped gate, attention sinks, a window in every other block.
 
 Its experts are [inputs, outputs], gate and up channels alternate; MXFP4 is read
-(:mod:`megatron.formats.huggingface.mxfp4`), and written as numbers of the dtype.
+(:mod:`megatron.formats.huggingface.packed.mxfp4`), and written as numbers of the dtype.
 
 Shapes: E experts, F inner width of an expert, H hidden size.
 """
@@ -34,7 +34,7 @@ from megatron.formats.huggingface.config_reader import (
 )
 from megatron.formats.huggingface.entries import SAME, TRANSPOSED, Entry, Reordering
 from megatron.formats.huggingface.llama import FIXED, HEAD_DIM, KEYS, llama_entries
-from megatron.formats.huggingface.mxfp4 import check_quantization
+from megatron.formats.huggingface.packed.mxfp4 import check_quantization
 
 
 def _alternating(values_EX: Tensor) -> Tensor:

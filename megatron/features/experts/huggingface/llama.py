@@ -34,6 +34,11 @@ from megatron.formats.huggingface.config_reader import (
     read_rope,
     write_rope,
 )
+from megatron.formats.huggingface.decoders.granite import (
+    FACTORS,
+    read_multipliers,
+    write_multipliers,
+)
 from megatron.formats.huggingface.entries import Entry, attention_biased, norm, qkv_biased
 from megatron.formats.huggingface.llama import (
     ACTIVATION,
@@ -297,31 +302,17 @@ FLEX_OLMO = Architecture(
 """OLMoE with norms after attention and experts instead of before them."""
 
 
-_MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
-
-
 def _write_granite(model: ModelConfig) -> dict[str, Any]:
-    flags = model.flags()
-    return {
-        **_write_alike(model, "num_local_experts"),
-        **{name: getattr(flags, name) or 1.0 for name in _MULTIPLIERS},
-        "attention_multiplier": float(f"{model.attention.query_pre_attn_scalar**-0.5:.15g}"),
-    }
+    return {**_write_alike(model, "num_local_experts"), **write_multipliers(model)}
 
 
 def _read_granite(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    multipliers = {name: given.number(name) for name in (*_MULTIPLIERS, "attention_multiplier")}
-    for name, value in multipliers.items():
-        if value <= 0:
-            given.refuse(name, value, "expected a positive number")
     given.only("position_embedding_type", ("rope", None), "positions must be rotary")
-    scale = multipliers.pop("attention_multiplier")
     return {
         **read_experts(given, fields, ("num_local_experts", "num_experts")),
         **read_normalisation(given, fields, summing=True),
         **read_rope(given, fields),
-        **{name: None if value == 1.0 else value for name, value in multipliers.items()},
-        "query_pre_attn_scalar": float(f"{scale**-2:.15g}"),
+        **read_multipliers(given),
     }
 
 
@@ -344,7 +335,7 @@ GRANITE_MOE = Architecture(
     ),
     keys=KEYS | ACTIVATION | CHOICES | _BIASED,
     fixed=FIXED | NO_BIASES,
-    features=_FEATURES | {"query_pre_attn_scalar", *_MULTIPLIERS},
+    features=_FEATURES | FACTORS,
     gated=True,
     requirements=requirements(summing=True),
     write=_write_granite,

@@ -33,13 +33,16 @@ from megatron.features.experts.huggingface.parts import (
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, write_rope
+from megatron.formats.huggingface.decoders.llamas import (
+    HUNYUAN_FIXED,
+    HUNYUAN_NORMS,
+    read_alpha,
+)
 from megatron.formats.huggingface.entries import (
     INTERLEAVED_QKV,
-    Entry,
     Reordering,
     attention_biased,
-    norm,
-    untied,
+    head_bias,
 )
 from megatron.formats.huggingface.llama import (
     ACTIVATION,
@@ -262,7 +265,7 @@ def _read_hunyuan(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
     given.only("moe_layer_num_skipped", (0, None), "all blocks must have experts")
     given.only("norm_type", ("rms", None), "norms must be RMSNorm")
     given.unused("eod_token_id", "moe_drop_tokens", "attention_head_dim")
-    rope = _scaled_base(given, fields)
+    rope = read_alpha(given, fields)
     return {
         **read_experts(given, fields | {"moe_router_topk": top}, "num_experts", coefficient=None),
         **rope,
@@ -270,21 +273,6 @@ def _read_hunyuan(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
         "moe_router_topk": top,
         "moe_shared_expert_intermediate_size": inner,
     }
-
-
-def _scaled_base(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    """RoPE, of which dynamic scaling with ``alpha`` is another base: theta * alpha^(D / (D - 2))
-    for heads with D channels."""
-    content, width = given.content, fields["kv_channels"]
-    form = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    alpha = form.get("alpha") if isinstance(form, dict) else None
-    if alpha is None:
-        return read_rope(given, fields)
-    if form.get("rope_type", form.get("type")) != "dynamic" or not isinstance(alpha, int | float):
-        given.refuse("rope_scaling", form, "alpha must be a number, of dynamic scaling")
-    given.unused("rope_parameters", "rope_scaling", "rope_theta")
-    base = form.get("rope_theta") or content.get("rope_theta") or 10_000.0
-    return {"rotary_base": base * alpha ** (width / (width - 2)), "rope_scaling": None}
 
 
 def _write_hunyuan(model: ModelConfig) -> dict[str, Any]:
@@ -302,8 +290,7 @@ HUNYUAN_V1_MOE = Architecture(
     model_type="hunyuan_v1_moe",
     model_class="HunYuanMoEV1ForCausalLM",
     entries=llama_entries(
-        norm("attention.q_norm", "self_attn.query_layernorm"),
-        norm("attention.k_norm", "self_attn.key_layernorm"),
+        HUNYUAN_NORMS,
         qkv_bias=attention_biased,
         proj_bias=attention_biased,
         mlp=(
@@ -313,7 +300,7 @@ HUNYUAN_V1_MOE = Architecture(
         ),
     ),
     keys=KEYS | HEAD_DIM | ACTIVATION | {"attention_bias": "add_attention_bias"},
-    fixed=FIXED | NO_BIASES | {"qk_layernorm": True, "qk_layernorm_after_rope": True},
+    fixed=FIXED | NO_BIASES | HUNYUAN_FIXED,
     features=frozenset({"layer_experts", "rope_scaling"}),
     gated=True,
     requirements=(
@@ -340,14 +327,6 @@ _LONGROPE = {
 def _longrope_by_length(model: ModelConfig) -> bool:
     scaling = model.positions.rope_scaling
     return scaling.is_default or json.loads(scaling.to_json()).keys() == _LONGROPE
-
-
-def _has_bias(model: ModelConfig) -> bool:
-    return model.embedding.lm_head_bias and untied(model) and model.head == "lm"
-
-
-def _has_tied_bias(model: ModelConfig) -> bool:
-    return model.embedding.lm_head_bias and not untied(model) and model.head == "lm"
 
 
 def _read_phi(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -388,8 +367,7 @@ PHIMOE = Architecture(
             proj_bias=attention_biased,
             mlp=(*_MIXTRAL_ROUTER, *_MIXTRAL_EXPERTS),
         ),
-        Entry("embedding.word_embeddings.bias", ("lm_head.bias",), when=_has_tied_bias),
-        Entry("output_layer.bias", ("lm_head.bias",), when=_has_bias),
+        *head_bias("lm_head.bias"),
     ),
     keys=KEYS | HEAD_DIM | ACTIVATION | CHOICES | {
         "attention_bias": "add_attention_bias", "lm_head_bias": "lm_head_bias",

@@ -137,7 +137,7 @@ def read_experts(
     count, top = given.whole(number), fields["moe_router_topk"]
     if count == 1:
         given.refuse(number, count, "one expert is a dense MLP")
-    if top > count:
+    if top is None or top > count:
         given.refuse("num_experts_per_tok", top, f"there are {count} experts")
     given.unused("output_router_logits")
     layers = sum(sparse) if sparse else fields["num_layers"]

@@ -35,7 +35,7 @@ from megatron.checkpoint.manifest import (
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
 from megatron.engine.deepspeed_patches import partition_range
-from megatron.engine.state import owned_slices
+from megatron.engine.state import MORE_STATES, owned_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.features.resilience.node_memory.folders import (
     FileTransfer,
@@ -153,7 +153,7 @@ def needed_files(engine: TrainEngine, folder: Path, files: Mapping[str, Facts]) 
         return set(files)  # additions are small, and read whole
     index = read_index(folder, manifest(folder))
     rank = f"-{engine.mesh.world.rank:05d}"
-    needed = {name for name in files if name.startswith("float8-")}
+    needed = {name for name in files if name.startswith(("float8-", f"{MORE_STATES}-"))}
     needed |= {name for name in files if name.startswith("random") and rank in name}
     for param, name in engine.names.items():
         start, end = _working_range(engine, param)

@@ -178,6 +178,8 @@ class Replicas:
         on which ranks. Waits for the device."""
         if not self.compares:
             return None
+        if self._engine.switch is not None:
+            self._engine.switch(True)
         self._own = {own.param: own for own in owned_slices(self._engine)}
         self._of_no_parameter = {
             f"{key} {kind}": checksum for key, _, kind, checksum in self._others()
@@ -255,7 +257,8 @@ class Replicas:
             start, end = partition_range(param, self._mesh.replicas(shard_of(param)))
             yield param.ds_tensor[: end - start], start  # type: ignore[attr-defined]
         else:
-            kind, own = WEIGHT if copied.kind == MAIN else copied.kind, self._own.get(param)
+            own = self._own.get(param)
+            kind = copied.kind if own is None or copied.kind != MAIN else own.trained
             if own is not None and kind in own.kinds:
                 yield own.get(kind), own.slice.start
 
@@ -286,7 +289,7 @@ class Replicas:
         for n in self._with_main:
             own = self._own.get(self._copies[n].param)  # type: ignore[arg-type]
             if own is not None:
-                start, rounded = own.slice.start, own.get(WEIGHT).to(own.param.dtype)
+                start, rounded = own.slice.start, own.get(own.trained).to(own.param.dtype)
                 alone = self._mesh.replicas(shard_of(own.param)).size == 1  # its part is all
                 mine[n] = values[n] if alone else checksum(self._of_model(own), start)
                 wanted[n] = checksum(rounded, start)
@@ -347,7 +350,7 @@ class Replicas:
         if verdict.of_main:
             if rank == wrong and copied is not None and copied.param is not None:
                 own = self._own[copied.param]
-                main = own.get(WEIGHT).to(own.param.dtype)
+                main = own.get(own.trained).to(own.param.dtype)
                 place = _compared(self._of_model(own), main, own.param, own.slice.start)
         else:
             whole = None if copied is None or copied.param is None else self._whole(copied)
