@@ -27,7 +27,10 @@ PROGRAMS: tuple[tuple[str, ...], ...] = (
     ("tools/convert_megatron_gpt2_checkpoint.py",),
     *(
         ("tools/convert_checkpoint.py", command)
-        for command in ("to-hf", "from-hf", "to-peft", "to-megatron", "to-universal")
+        for command in (
+            *("to-hf", "from-hf", "to-peft", "to-megatron", "to-deepspeed", "to-universal"),
+            *("to-torch-dist", "to-dcp", "to-gguf", "upcycle"),
+        )
     ),
     ("tools/checkpoint/util.py",),
     *(
