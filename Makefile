@@ -64,12 +64,14 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Tests of one file share a worker process, and with it the ranks that it has started. Those of two
-# files work beside each other, so that none may hold a core for itself.
+# Tests of one file share a worker process, and with it the ranks that it has started. Those of
+# several files work next to each other, so that none may hold a core for itself.
+# They wait for the processes that they start, so that two cores have room for a third.
+WORKERS ?= 3
 # Compiled modules are kept between the processes of a run, whatever the environment says.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_PROC_BIND=false $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_PROC_BIND=false $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-# Files with the longest tests come first, so that both workers end at the same time.
+# Files keep their order: the longest are in the middle, so that the workers end at the same time.
 test: lint  ## the test suite, with a fixed sample of the long tables
 	$(PYTEST) -m 'not proof' --no-loadscope-reorder
 

@@ -35,7 +35,7 @@ from megatron.config.blocks import MLPConfig
 from megatron.engine import environment
 from megatron.features.experts.compute import combine, dispatch, expert_mlp, order
 from megatron.features.experts.linear import ExpertLinear
-from megatron.model.mlp import activation_of
+from megatron.model.activations import activation_of
 from megatron.parallel.shard import Init
 from megatron.parallel.tensor_parallel import TensorParallel
 

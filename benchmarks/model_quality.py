@@ -7,7 +7,8 @@
 ``experts`` compares a dense model with eight experts, of which a token goes through two: with a
 balancing loss, with a bias that balances them without a loss, and without either. ``layers``
 compares attention with latent attention, and with Gated DeltaNet in three of four blocks, each also
-with multi-token prediction, whose block is only there in training.
+with multi-token prediction, whose block is only there in training. ``optimizers`` compares AdamW
+at five learning rates with others at three, all of them with equal tokens.
 
 Each of several seeds draws other weights and another order of the texts, the same order for all
 models, and every model is evaluated on the same texts: the difference to the first model of the
@@ -21,6 +22,7 @@ import json
 import statistics
 import subprocess
 import sys
+from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +35,7 @@ MODEL = (
     "--hidden-size 64 --num-attention-heads 2 --seq-length 128 --swiglu "
     "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--init-method-std 0.08 --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 16 "
-    "--global-batch-size 16 --lr 4e-3 --lr-decay-style cosine --lr-warmup-iters 20 --min-lr 4e-4 "
+    "--global-batch-size 16 --lr 4e-3 --lr-decay-style cosine --lr-warmup-iters 100 --min-lr 4e-4 "
     "--weight-decay 0.1 --adam-beta2 0.95 --split 95,5,0 --eval-iters 150 --eval-interval 250 "
     "--log-interval 50 --peak-tflops 1 --tokenizer-type GPT2BPETokenizer --num-workers 0"
 ).split()
@@ -49,7 +51,31 @@ DELTA = (
 ).split()
 ATTENTION = ["--num-layers", "4", "--ffn-hidden-size", "176"]
 AHEAD = ["--mtp-num-layers", "1"]
+MUON = (
+    "--optimizer muon --muon-nesterov --muon-momentum 0.95 --muon-extra-scale-factor 0.2 "
+    "--muon-coefficient-type polar_express"
+)
+RATES = {
+    "AdamW": ("", (4e-3, 1e-3, 2e-3, 8e-3, 1.6e-2)),
+    "Muon": (MUON, (2e-3, 4e-3, 8e-3)),
+    "Lion": ("--optimizer lion --lion-beta1 0.9 --lion-beta2 0.99 --weight-decay 0.5",
+             (4e-4, 8e-4, 1.6e-3)),
+    "SOAP": ("--optimizer soap", (2e-3, 4e-3, 8e-3)),
+    "schedule-free": ("--optimizer schedule_free --lr-decay-style constant", (4e-3, 8e-3, 1.6e-2)),
+}  # fmt: skip
 MODELS = {
+    "optimizers": {
+        f"{name} {rate:g}": [
+            *ATTENTION,
+            *flags.split(),
+            "--lr",
+            f"{rate}",
+            "--min-lr",
+            f"{rate / 10:.2g}",
+        ]
+        for name, (flags, rates) in RATES.items()
+        for rate in rates
+    },
     "experts": {
         "dense": ["--num-layers", "2", "--ffn-hidden-size", "256"],
         "8 experts, balancing loss": [*EXPERTS, "--moe-aux-loss-coeff", "0.01"],
@@ -74,7 +100,8 @@ MODELS = {
 def main() -> int:
     options = parser().parse_args()
     rows = []
-    for seed, name in product(options.seeds, MODELS[options.models]):
+    names = [name for name in MODELS[options.models] if fnmatch(name, options.only)]
+    for seed, name in product(options.seeds, names):
         rows.append({"model": name, "seed": seed, **trained(name, seed, options)})
         print(f"{name}, seed {seed}: {rows[-1]['loss']:.4f}", flush=True)
     print(table(rows))
@@ -178,6 +205,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--vocab-file", required=True)
     result.add_argument("--merge-file", required=True)
     result.add_argument("--steps", type=int, default=1000)
+    result.add_argument("--only", default="*", help="models whose names match this pattern")
     result.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     result.add_argument("--metrics", help="keep the metrics of all trainings in this folder")
     result.add_argument("--picture", help="draw the losses of the seeds to this file")

@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     add("--micro-batch", type=int, default=4, help="samples of a micro batch (4)")
     add("--micro-batches", type=int, default=1, help="micro batches of a step (1)")
     kinds = ("gpt2", "llama", "bert", "t5", "mixtral", "qwen3_moe")
+    kinds += ("youtu", "qwen3_5_text", "bamba")
     add("--architecture", choices=kinds, default="gpt2", help="kind of model (gpt2)")
     add("--decoder-length", type=int, help="tokens of a t5's decoder (a quarter of the encoder's)")
     add("--experts", type=int, default=8, help="of a block of a mixtral or qwen3_moe (8)")

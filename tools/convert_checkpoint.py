@@ -7,6 +7,9 @@
     python tools/convert_checkpoint.py to-megatron --load checkpoints --output megatron
     python tools/convert_checkpoint.py to-deepspeed --load checkpoints --output deepspeed
     python tools/convert_checkpoint.py to-universal --load checkpoints --output universal
+    python tools/convert_checkpoint.py to-torch-dist --load checkpoints --output core
+    python tools/convert_checkpoint.py to-dcp --load checkpoints --output dcp
+    python tools/convert_checkpoint.py to-gguf --load checkpoints --output model.gguf
     python tools/convert_checkpoint.py to-peft --load checkpoints --output adapters
     python tools/convert_checkpoint.py upcycle --load dense --output experts --num-experts 8
 

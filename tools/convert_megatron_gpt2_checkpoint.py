@@ -23,7 +23,8 @@ from megatron.config.command_line import CommandParser
 from megatron.formats.conversion.commands import export_hf
 from megatron.formats.conversion.output import need, parse_size, published_into
 from megatron.formats.huggingface.layer_norm_decoders import GPT2
-from megatron.formats.huggingface.source import TOKENIZER, WeightFiles
+from megatron.formats.huggingface.source import TOKENIZER
+from megatron.formats.huggingface.weight_files import WeightFiles
 from megatron.formats.legacy_megatron.rank_files import MODEL_FILES
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.util.errors import one_line

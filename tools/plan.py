@@ -26,7 +26,7 @@ import dataclasses
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -39,12 +39,13 @@ from megatron.apps.planning.budget import (
     simplest_first,
     usual_batch,
 )
-from megatron.apps.planning.parameters import adapter_parameters, model_parameters
+from megatron.apps.planning.parameters import adapter_parameters, kept_bytes, model_parameters
 from megatron.apps.planning.presets import (
     GPUS,
     MODELS,
     with_presets,
 )
+from megatron.apps.planning.proposals import proposal_rows
 from megatron.apps.planning.published import published_tables
 from megatron.apps.planning.search import (
     Plan,
@@ -67,20 +68,24 @@ from megatron.config import (
     ModelConfig,
     ModelFlags,
     PrecisionConfig,
+    RunConfig,
     Setting,
     Settings,
     resolve,
 )
-from megatron.config.blocks import KeysAndValues, kept_bytes, memory_of
 from megatron.config.engine import FastPathsConfig
 from megatron.config.features import features
 from megatron.config.flags import POSITIVE, ConfigResolver, build, option
+from megatron.config.memory import KeysAndValues, memory_of
+from megatron.config.optimizer import STATES
 from megatron.families import family_of, refuse_unused
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.context.costs import counts_half
 from megatron.features.context.flags import LongContextConfig
 from megatron.features.experts.costs import active_parameters
+from megatron.features.optimizers.flags import OptimizersConfig
 from megatron.formats.huggingface import architecture_named
+from megatron.formats.huggingface.within import text_content
 from megatron.run.run import run_of
 
 GIB, GB = 2**30, 10**9
@@ -107,11 +112,16 @@ class PlanConfig:
     """Samples of a micro batch."""
     load_teacher: str | None = option(None)
     """Checkpoint of the teacher of a run with --kd."""
+    optimizer: str = option("adam", choices=tuple(STATES), spellings={"adamw": "adam"})
+    """Optimizer whose states are counted."""
     top: int = option(10)
     """Number of layouts to list."""
     like_table: bool = option(False)
     """Print published numbers of models from 1.7B to 1T parameters beside the estimates, and the
     bytes per parameter, and exit. The layouts are the published ones; only machine flags apply."""
+    propose: bool = option(False)
+    """Print what published rules propose for tokens, learning rate and batch of the model, with
+    their sources, and exit. --train-tokens replaces the first."""
     retro_chunks: int | None = option(None, bounds=POSITIVE)
     """Print the sizes of indices of a Retro database of so many chunks, and exit."""
     retro_vector_width: int = option(1024, bounds=POSITIVE)
@@ -124,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     classes = (
         PlanConfig, Hardware, ModelFlags, PrecisionConfig, FastPathsConfig, AdapterConfig,
-        LongContextConfig,
+        LongContextConfig, OptimizersConfig,
     )  # fmt: skip
     parser = FlagParser(*classes, description=__doc__)
     settings = parser.settings(argv)
@@ -146,6 +156,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         network = _model_at(Path(config.load)) if config.load is not None else None
         settings = with_presets(settings, config.gpu, config.model, network)
         config, hardware = build(PlanConfig, settings), build(Hardware, settings)
+        if config.propose:
+            if hardware.gpus is not None:
+                hardware.check()
+            model = workload_of(config, settings, hardware.gpus or 1).model
+            model = model.with_vocabulary(config.vocab_size or 0)
+            lines, table = proposal_rows(model, config.train_tokens)
+            print("\n".join([*lines, "", aligned(table)]))
+            return 0
         hardware.check()
         work = workload_of(config, settings, hardware.gpus or 1)
         step = work.global_batch_size * work.model.seq_length
@@ -200,8 +218,18 @@ def _model_at(folder: Path) -> ModelConfig:
     config = folder / "config.json"
     content = read_json(config, lenient=True) if config.is_file() else None
     if isinstance(content, dict) and "model_type" in content:
+        content = text_content(content, config)
         return architecture_named(content, config).model(content, config)
     return open_checkpoint(folder).model
+
+
+def _states(run: RunConfig, vocab_size: int) -> float:
+    """Numbers that the optimizer has next to a weight."""
+    if run.optimizer.optimizer == "adam":
+        return 2.0
+    from megatron.features.optimizers.memory import states_per_parameter
+
+    return states_per_parameter(replace(run, model=run.model.with_vocabulary(vocab_size, 1)))
 
 
 def workload_of(config: PlanConfig, settings: Settings, gpus: int) -> Workload:
@@ -220,6 +248,7 @@ def workload_of(config: PlanConfig, settings: Settings, gpus: int) -> Workload:
     stand_ins = {"micro_batch_size": 1, "zero_stage": 1, "train_iters": 1, "lr": 1.0}
     known = {name: s for name, s in settings.items() if name not in PlanConfig.__annotations__}
     known |= {name: Setting(value, "planner") for name, value in stand_ins.items()}
+    known["optimizer"] = Setting(config.optimizer, "--optimizer")
     if (config.model or config.load) and "fp16" not in known:
         known.setdefault("bf16", Setting(True, "planner"))
     for feature in features().values():
@@ -243,6 +272,7 @@ def workload_of(config: PlanConfig, settings: Settings, gpus: int) -> Workload:
         adapters=adapters if adapters.lora else None,
         teacher=open_checkpoint(config.load_teacher).model if config.load_teacher else None,
         saving=saving if given else None,
+        optimizer_states=_states(run, config.vocab_size),
     )
 
 

@@ -16,7 +16,7 @@ from contestants.measure import Measurement
 from contestants.process import ContestantError, environment, prepare
 from contestants.registry import DEFAULT, contestant
 from contestants.report import compared, markdown
-from contestants.setting import Setting
+from contestants.setting import OF_TODAY, Setting
 from megatron.util.errors import one_line
 from megatron.util.files import write_whole
 
@@ -81,7 +81,7 @@ def setting_of(options: argparse.Namespace, folder: str | Path) -> Setting:
         ValueError: a shape that no contestant can have.
     """
     sparse, t5 = options.architecture in EXPERTS, options.architecture == "t5"
-    llama = sparse or options.architecture == "llama"
+    llama = sparse or options.architecture in ("llama", *OF_TODAY)
     if options.hidden_size % options.heads:
         raise ValueError(
             f"--hidden-size {options.hidden_size} / --heads {options.heads}: not whole"

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from contestants.setting import BETAS, CLIP, EPS, LEARNING_RATE, SEED, WEIGHT_DECAY, Setting
+from contestants.setting import (
+    BETAS,
+    CLIP,
+    EPS,
+    LEARNING_RATE,
+    OF_TODAY,
+    SEED,
+    WEIGHT_DECAY,
+    Setting,
+)
 
 NEVER = 10**9
 FEW = 10**4
@@ -17,6 +26,21 @@ EXPERTS = {
     "qwen3_moe": f"{LLAMA} {UNTIED} --qk-layernorm --rotary-base 1000000 --norm-epsilon 1e-6",
 }
 """Without balancing losses, as transformers trains them unless it is told otherwise."""
+
+LAYERS = {
+    "youtu": f"{LLAMA} {UNTIED} --norm-epsilon 1e-6 --multi-latent-attention "
+    "--q-lora-rank {half} --kv-lora-rank {quarter} --qk-head-dim {width} "
+    "--qk-pos-emb-head-dim {half_width} --v-head-dim {width} --qk-layernorm "
+    "--latent-norm-epsilon 1e-6",
+    "qwen3_5_text": f"{LLAMA} {UNTIED} --norm-epsilon 1e-6 --kv-channels {{width}} "
+    "--rotary-percent 0.25 --attention-output-gate --qk-layernorm --apply-layernorm-1p "
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
+    "--linear-num-key-heads {heads} --linear-num-value-heads {heads} --linear-key-head-dim {width} "
+    "--linear-value-head-dim {width}",
+    "bamba": f"{LLAMA} {UNTIED} --rotary-percent 0.5 --experimental-attention-variant mamba2 "
+    "--linear-attention-freq 4 --mamba-state-dim 64 --mamba-head-dim 64 --mamba-num-groups 1",
+}
+"""Models of one layer of today each, without experts, by sizes of the setting."""
 
 BERT = "--apply-residual-connection-post-layernorm --no-bias-gelu-fusion"
 T5 = (
@@ -81,5 +105,11 @@ def _architecture(setting: Setting) -> str:
             f"{setting.experts} --moe-router-topk {setting.choices} --moe-ffn-hidden-size "
             f"{setting.ffn_hidden_size}"
         )
+    if setting.architecture in OF_TODAY:
+        width, hidden = setting.kv_channels, setting.hidden_size
+        return LAYERS[setting.architecture].format(
+            heads=setting.heads, width=width, half_width=width // 2, half=hidden // 2,
+            quarter=hidden // 4,
+        )  # fmt: skip
     untied = "" if setting.tied else UNTIED
     return f"{QWEN2 if setting.architecture == 'qwen2' else LLAMA} {untied}"

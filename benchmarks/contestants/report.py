@@ -8,16 +8,25 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from contestants.flags import flags_of
 from contestants.measure import Result
 from contestants.registry import FLOOR, is_ours, is_peer
-from contestants.setting import Setting
+from contestants.setting import OF_TODAY, Setting
 from megatron.config import ModelFlags
+from megatron.config.features import taking_part
 from megatron.families import family_of
 from megatron.model.flops import TransformerShape
+from megatron.run.run import parse_run
 
 
 def shape_of(setting: Setting) -> TransformerShape:
     """The model as its FLOPs are counted."""
+    if setting.architecture in OF_TODAY:
+        config = parse_run(None, flags_of(setting, 0), setting.family).config
+        shape = family_of(setting.family).shape(config.model, config)
+        for feature in taking_part():
+            shape = feature.shape(shape, config)
+        return shape
     decoder, causal = setting.decoder_length, setting.family in ("gpt", "retro")
     predictions, hidden = setting.predictions, setting.hidden_size
     shape = TransformerShape(

@@ -13,6 +13,8 @@ EPS = 1e-8
 CLIP = 1.0
 MASKED = 0.15  # of the tokens of a bert's sample
 SEED = 1234
+OF_TODAY = ("youtu", "qwen3_5_text", "bamba")
+"""Architectures whose blocks have another layer than attention."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Setting:
     t5 (1.0: relative positions, RMSNorm, ReLU, no biases, tied head; as many blocks in the
     decoder as in the encoder), retro (gpt2 with neighbours of every chunk of 64 tokens, random
     ones; for this trainer only), or mixtral (as llama, with experts in every block) or qwen3_moe
-    (the same, with norms of queries and keys)."""
+    (the same, with norms of queries and keys); or, as llama, youtu (latent attention), qwen3_5_text
+    (Gated DeltaNet in three of four blocks) and bamba (Mamba-2 in three of four): these for this
+    trainer and transformers only."""
     dtype: str
     """bf16 or fp32."""
     threads: int
@@ -88,7 +92,7 @@ class Setting:
     @property
     def gated(self) -> bool:
         """True if the MLP is SwiGLU."""
-        return self.architecture in ("llama", "qwen2") or self.experts > 0
+        return self.architecture in ("llama", "qwen2", *OF_TODAY) or self.experts > 0
 
     @property
     def kv_channels(self) -> int:
