@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
 
 # importlib mode puts no folder on the path; what unit and distributed tests share is here.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -61,6 +62,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             kept.append(by_name.pop(test))
     config.hook.pytest_deselected(items=list(by_name.values()))
     items[:] = kept
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Runs a test on a worker of xdist, which tells the process that reports of its call alone,
+    with the time of all its phases, where the others pass: half of the messages."""
+    if not hasattr(item.config, "workerinput"):
+        return None
+    reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    for report in reports:
+        if report.when == "call":
+            report.duration = sum(each.duration for each in reports)
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4,
              "n_positions": POSITIONS},
     "llama": _SIZES,
+    "gptj": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4,
+             "n_positions": POSITIONS, "rotary_dim": 4},
+    "gpt_neo": {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 4, "num_heads": 4,
+                "max_position_embeddings": POSITIONS, "window_size": 7,
+                "attention_types": [[["global", "local"], 2]]},
+    "xglm": {"vocab_size": VOCAB, "d_model": 32, "ffn_dim": 48, "num_layers": 4,
+             "attention_heads": 4, "max_position_embeddings": POSITIONS},
     "mistral": _SIZES | {"sliding_window": 7},
     "gemma2": _SIZES
     | {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 7, "tie_word_embeddings": True}

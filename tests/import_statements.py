@@ -16,9 +16,22 @@ def sources() -> list[Path]:
     return sorted([*files, *(ROOT / "megatron").rglob("*.py")])
 
 
-def imports(source: str) -> Iterator[str]:
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """A source's module, statements, calls and constants; names and contexts, which are most of
+    its nodes, are left out."""
+    few = ast.mod | ast.stmt | ast.Call | ast.Constant
+    return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, few))
+
+
+@cache
+def imports(source: str) -> tuple[str, ...]:
     """Modules that a source imports, those inside functions included."""
-    for node in ast.walk(ast.parse(source)):
+    return tuple(_imports(source))
+
+
+def _imports(source: str) -> Iterator[str]:
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -162,16 +162,19 @@ def _serve(program: str, *modules: str) -> None:
 
 
 def _note_ends(outputs: dict[int, str]) -> None:
-    """Writes the exit status of every process that has ended beside its output."""
+    """Write the exit status of every process that has ended next to its output; until that is
+    written the process is there for :func:`alive`."""
     while True:
         try:
-            child, status = os.waitpid(-1, os.WNOHANG)
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        if child == 0:
+        if ended is None:
             return
+        status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         with contextlib.suppress(OSError):  # the folder of a test that is over
-            Path(f"{outputs.pop(child)}.status").write_text(str(os.waitstatus_to_exitcode(status)))
+            Path(f"{outputs.pop(ended.si_pid)}.status").write_text(str(status))
+        os.waitpid(ended.si_pid, 0)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ import ast
 import graphlib
 import re
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
-from import_statements import ROOT, file_of, imports, sources
+from import_statements import ROOT, file_of, imports, nodes, sources
 
 ORDER = (
     {"util", "config"},
@@ -33,11 +33,13 @@ TABLES = {
 the features, and the table of the formats."""
 
 
-def names(source: str) -> Iterator[str]:
+@cache
+def names(source: str) -> tuple[str, ...]:
     """Modules that a source names as text, to be imported when they are needed."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and NAME.fullmatch(str(node.value)):
-            yield str(node.value).split(":")[0]
+    texts = (n.value for n in nodes(source) if isinstance(n, ast.Constant))
+    return tuple(
+        text.split(":")[0] for text in texts if isinstance(text, str) and NAME.fullmatch(text)
+    )
 
 
 def package_of(path: Path) -> str | None:

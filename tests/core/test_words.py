@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from import_statements import ROOT, sources
+from import_statements import ROOT, nodes, sources
 
 GUIDE = ROOT / "CONTRIBUTING.md"
 ROW = re.compile(r"^\| (?P<old>[^|]+) \| (?P<new>[^|]+) \|$", re.MULTILINE)
@@ -89,7 +89,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     wrong = []
     for path in (*sources(), *(ROOT / "benchmarks").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path.read_text(encoding="utf-8")):
             text = ast.get_docstring(node) if isinstance(node, kinds) else None
             if text and text.split(maxsplit=1)[0] in SUBJECTS:
                 line = node.body[0].lineno
@@ -100,7 +100,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
 def test_public_class_names_are_unique():
     places = defaultdict(list)
     for path in (path for path in sources() if "megatron" in path.parts):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path.read_text(encoding="utf-8")):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path.relative_to(ROOT)))
     twice = {name: paths for name, paths in places.items() if len(paths) > 1}

@@ -227,7 +227,8 @@ def search(browser, served):
     def results(words: str) -> list[str]:
         page.goto(f"{served}/index.html")
         page.keyboard.press("/")
-        page.keyboard.type(words)
+        page.keyboard.insert_text(words)  # at once: a part of it has other results
+        page.keyboard.press("End")
         page.wait_for_selector(".md-search-result__link", timeout=20000)
         return page.eval_on_selector_all(
             ".md-search-result__link", "links => links.map(link => link.href)"

@@ -68,6 +68,8 @@ KINDS = {
     "one key head": {"num_query_groups": 1},
     "bias on qkv": LLAMA | {"add_qkv_bias": True, "num_query_groups": 1},
     "bias in attention": LLAMA | {"add_attention_bias": True, "num_query_groups": 1},
+    "bias in the mlp": {"add_bias_linear": False, "add_mlp_bias": True},
+    "no bias on qkv": {"add_bias_linear": False, "add_mlp_bias": True, "add_proj_bias": True},
     "bloom": BLOOM,
     "gemma2": GEMMA2,
     "gemma2 bounded": GEMMA2 | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0},

@@ -54,7 +54,7 @@ def parameters(words: str = "") -> int:
         ("--zero-stage 1", 2, 2 * 4 + 12, 1),  # main weights and moments divided
         ("--zero-stage 3", 2, 4 + 12, 1),
         ("--bf16 --zero-stage 1", 1, 2 + 12, 1),
-        ("--optimizer sgd", 1, 4, 1),
+        ("--optimizer sgd", 1, 4 + 4, 1),
         ("--skip-train", 1, 4, 1),
         ("--pipeline-model-parallel-size 2", 2, 4 + 8, 2),
     ],

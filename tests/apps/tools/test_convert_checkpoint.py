@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tool_modules import load_program
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -308,3 +308,15 @@ def test_push(tool, saved, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="error: no network"):
         tool.main([*arguments, "--overwrite"])
     assert (output / "model.safetensors").exists()
+
+
+def test_weights_that_are_not_finite_are_named_in_both_directions(tool, downloaded, tmp_path):
+    theirs = downloaded(tokenizer=False)
+    tensors = load_file(theirs / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, theirs / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit, match="final_norm.norm.weight has 1 of 32 elements that are"):
+        tool.main(["to-hf", "--load", str(theirs), "--output", str(tmp_path / "back")])
+    with pytest.raises(SystemExit, match="logits that are not finite, so --output .* not written"):
+        tool.main(["from-hf", "--input", str(theirs), "--output", str(tmp_path / "ours")])
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]

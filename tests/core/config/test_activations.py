@@ -6,6 +6,7 @@ from configs import model_config
 from megatron.apps.planning.activations import MLP_WIDTHS
 from megatron.config.blocks import MLP_ACTIVATIONS, MLPConfig
 from megatron.formats.huggingface import config_reader
+from megatron.formats.huggingface.decoders.ungated import APERTUS
 
 
 def test_memory_of_every_activation_is_known():
@@ -33,6 +34,6 @@ def test_flags_give_a_changed_gate_back():
 @pytest.mark.parametrize("activation", MLP_ACTIVATIONS)
 def test_its_hugging_face_name_gives_the_activation_back(activation):
     gated = MLPConfig(ffn_hidden_size=24, activation=activation, bias=True).gated
-    known = config_reader.GATES if gated else config_reader.ACTIVATIONS
+    known = config_reader.GATES if gated else APERTUS.activations
     flags = known[config_reader.ACTIVATION_NAMES[activation]]
     assert model_config(**flags).mlp.activation == activation

@@ -16,8 +16,11 @@ REFUSED = [
     ("--rotary-base 1e6 --position-embedding-type alibi", "--position-embedding-type rope"),
     ("--rotary-percent 0.25 --no-position-embedding", "--position-embedding-type rope"),
     ("--position-embedding-type rope --rope-scaling-factor 4", "--use-rope-scaling"),
-    ("--lr-wsd-decay-iters 5 --lr-decay-style cosine", "--lr-decay-style WSD"),
-    ("--lr-wsd-decay-style cosine", "--lr-decay-style WSD"),
+    (
+        "--lr-wsd-decay-iters 5 --lr-decay-style cosine",
+        "--lr-decay-style WSD, inverse-square-root or power",
+    ),
+    ("--lr-wsd-decay-style cosine", "--lr-decay-style WSD, inverse-square-root or power"),
     ("--lr-warmup-init 1e-6", "--lr-warmup-iters or its like"),
     ("--load-tag global_step10", "--load"),
     ("--exit-on-missing-checkpoint", "--load"),
@@ -28,7 +31,11 @@ REFUSED = [
 NOTED = [
     ("--bf16 --initial-loss-scale 65536", "--initial-loss-scale 65536.0", "--fp16"),
     ("--hysteresis 4", "--hysteresis 4", "--fp16"),
-    ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 0.95", "--optimizer adam or muon"),
+    (
+        "--optimizer sgd --adam-beta2 0.95",
+        "--adam-beta2 0.95",
+        "--optimizer adam, muon, soap, adaptive_muon, ademamix, adam_mini or schedule_free",
+    ),
     ("--save-interval 1500", "--save-interval 1500", "--save"),
     ("--no-load-optim", "--no-load-optim", "--load"),
     ("--wandb-entity us", "--wandb-entity us", "--report-to wandb"),

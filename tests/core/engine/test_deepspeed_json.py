@@ -312,6 +312,11 @@ INVALID = [
     ({"fp16": {"initial_scale_power": "big"}}, "fp16.initial_scale_power is 'big'"),
     ({"fp16": {"initial_scale_power": 5000}}, "fp16.initial_scale_power is 5000"),
     ({"optimizer": {"type": "Lion"}}, 'optimizer.type "Lion"'),
+    ({"optimizer": {"type": "Muon"}}, "--muon-coefficient-type simple"),
+    ({"optimizer": {"type": "Lamb"}}, "give --optimizer muon or soap"),
+    ({"optimizer": {"type": "Adagrad"}}, "--optimizer adam --adam-beta2 0.999"),
+    ({"optimizer": {"type": "MuAdamW"}}, "--lr-group PATTERN=FACTOR"),
+    ({"optimizer": {"type": "RMSprop"}}, "class of torch.optim without a counterpart"),
 ]
 
 

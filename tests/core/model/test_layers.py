@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from configs import model_config
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN, XIELUActivation
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -30,24 +30,32 @@ def randomise(module):
     return module.double()
 
 
+def norm_of_torch(name, epsilon):
+    """The norm of torch, or torch's with fewer parameters, for 8 channels."""
+    kind = getattr(torch.nn, name.removeprefix("Unbiased").removeprefix("Plain"))
+    fewer = {"bias": False} if name.startswith("Unbiased") else {}
+    return kind(8, epsilon, not name.startswith("Plain"), **fewer).double()
+
+
 @pytest.mark.parametrize("name", NORMS)
 def test_norm_against_torch(name):
     config = model_config(hidden_size=8, normalization=name, norm_epsilon=1e-3)
     norm = randomise(build_norm(config, TensorParallel()))
     assert (norm.bias is not None) == NORMS[name].biased
-    reference = getattr(torch.nn, name)(8, eps=1e-3).double()
+    assert (norm.weight is not None) == NORMS[name].weighted
+    reference = norm_of_torch(name, 1e-3)
     reference.load_state_dict(norm.state_dict())
     x = torch.randn(2, 3, 8, dtype=torch.float64)
     torch.testing.assert_close(norm(x), reference(x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", [name for name, traits in NORMS.items() if traits.weighted])
 def test_weight_from_zero_against_its_formula(name):
     """Megatron's layernorm_1p: 1 + weight, gradients too."""
     config = model_config(hidden_size=8, normalization=name, apply_layernorm_1p=True)
     norm = randomise(build_norm(config, TensorParallel()))
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
-    reference = getattr(torch.nn, name)(8, eps=config.norm.norm_epsilon).double()
+    reference = norm_of_torch(name, config.norm.norm_epsilon)
     values = {n: p.detach() + (n == "weight") for n, p in norm.named_parameters()}
     reference.load_state_dict(values)
     found, expected = norm(x), reference(x)
@@ -96,7 +104,8 @@ def test_norms_keep_the_dtype_of_activations(name):
     config = model_config(hidden_size=8, kv_channels=8, normalization=name)
     for heads in (False, True):
         norm = build_norm(config, TensorParallel(), heads)
-        torch.nn.init.ones_(norm.weight)
+        if norm.weight is not None:
+            torch.nn.init.ones_(norm.weight)
         x = torch.randn(3, 8)
         with torch.autocast("cpu", torch.bfloat16):
             assert norm(x.bfloat16()).dtype == torch.bfloat16
@@ -124,6 +133,8 @@ ACTIVATIONS = [
         lambda x: F.gelu(x[..., :24], approximate="tanh") * (x[..., 24:] - 0.5),
     ),
     ({"swiglu": True}, lambda x: F.silu(x[..., :24]) * x[..., 24:]),
+    ({"glu_activation": "squared_reglu"}, lambda x: F.relu(x[..., :24]) ** 2 * x[..., 24:]),
+    ({"xielu": True}, XIELUActivation(dtype=torch.float64)),
 ]
 
 
@@ -139,6 +150,11 @@ def test_mlp_against_its_formula(flags, activation, bias):
         num_layers=2, hidden_size=8, ffn_hidden_size=24, add_bias_linear=bias, **flags
     )
     mlp = randomise(MLP(config, TensorParallel()))
+    if isinstance(activation, torch.nn.Module):  # with learned factors
+        for name, param in mlp.activation.named_parameters():
+            start, theirs = init_of(param).constant, getattr(activation, name)
+            torch.testing.assert_close(torch.tensor([start]).double(), theirs.detach())
+            param.data.copy_(theirs.detach())
     x = torch.randn(2, 3, 8, dtype=torch.float64)
     inner = activation(F.linear(x, mlp.up.weight, mlp.up.bias))
     torch.testing.assert_close(mlp(x), F.linear(inner, mlp.down.weight, mlp.down.bias))

@@ -97,7 +97,7 @@ def test_every_type_is_in_the_documentation_and_the_help():
 @pytest.mark.parametrize(
     "config, message",
     [
-        (TokenizerConfig(), "--tokenizer-type is missing; expected one of GPT2BPETokenizer"),
+        (TokenizerConfig(), "is missing, .* at --load; expected one of GPT2BPETokenizer"),
         (
             TokenizerConfig(tokenizer_type="GPT2Tokenizer"),
             "--tokenizer-type GPT2Tokenizer is unknown; expected one of .* Did you mean GPT2BPE",

@@ -116,7 +116,7 @@ def test_against_numbers_by_hand(style, progress, rate):
         style=style,
         warmup=10,
         decay=110,
-        wsd_decay=40,
+        wsd_decay=40 if style == "WSD" else None,
         wsd_style="exponential",
     )
     assert ours(progress) == pytest.approx(rate, rel=1e-12)
@@ -198,3 +198,30 @@ def test_weight_decay_against_numbers_by_hand():
 def test_weight_decay_errors_name_the_flags(values, word):
     with pytest.raises(ConfigError, match=word):
         WeightDecaySchedule(*values)
+
+
+@pytest.mark.parametrize("style, exponent", [("power", -0.51), ("inverse-square-root", -0.5)])
+def test_powers_with_a_timescale_and_a_linear_tail(style, exponent):
+    """lr ((s - w + t) / t)^b (Zhai et al. 2021; OLMo's PowerLR with t = w), then a line to min."""
+    warmup, scale, end, tail, low = 10, 25, 200, 40, 0.01
+    ours = LearningRateSchedule(
+        1.0, low, 0.0, style, warmup, end, tail, "linear", exponent=exponent, timescale=scale
+    )
+
+    def power(s):
+        return ((s - warmup + scale) / scale) ** exponent
+
+    for s in range(warmup + 1, end - tail + 1):
+        assert ours(s) == pytest.approx(power(s), rel=1e-12)
+    for s in range(end - tail, end + 1):
+        line = low + (power(end - tail) - low) * (end - s) / tail
+        assert ours(s) == pytest.approx(line, rel=1e-12)
+    assert ours(end) == ours(end + 1) == low
+    of_warmup = LearningRateSchedule(1.0, 0.0, 0.0, style, warmup, end, exponent=exponent)
+    assert of_warmup(90) == pytest.approx((90 / warmup) ** exponent, rel=1e-12)
+
+
+def test_a_timescale_of_the_warmup_is_megatrons_formula():
+    plain = LearningRateSchedule(1.0, 0.0, 0.0, "inverse-square-root", 10, 200)
+    scaled = LearningRateSchedule(1.0, 0.0, 0.0, "inverse-square-root", 10, 200, timescale=10)
+    assert [plain(s) for s in range(200)] == pytest.approx([scaled(s) for s in range(200)])

@@ -209,7 +209,7 @@ def both(pool, tmp_path_factory):
     return make
 
 
-CONVERTED = ("zero1-tp4-shared-kv",)
+CONVERTED = ("zero1-tp2-shared-kv",)
 READ = (
     *CONVERTED,
     "zero0-pp2-fp16",

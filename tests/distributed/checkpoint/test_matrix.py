@@ -161,7 +161,7 @@ NAMES["delta"] = [*SEVEN, "cp2-tp2-sp-zero1"]
 LAYOUTS[SPLIT] = 4, f"{LAYOUTS['pp4-zero1'][1]} --pipeline-model-parallel-split-rank 1"
 SAMPLE = {
     ("t5", "pp2-interleaved-zero1", "dp1-zero0"),
-    ("experts", "ep2-zero3", "ep4-tp2-etp1-zero0"),
+    ("experts", "ep2-zero3", "ep2-tp2-sp-etp1-zero1"),
 }
 """Of the other families than GPT."""
 TITLES = {

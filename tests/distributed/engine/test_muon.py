@@ -1,28 +1,41 @@
-"""Muon updates whole matrices in every layout, as one process does."""
+"""Muon, SOAP and Adam-mini update parameters in every layout as one process does."""
 
 import math
+import re
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
-from training_jobs import TINY, train
+from training_jobs import TINY, run, train
 
+from megatron.apps.parity.runs import watched_trainer
+from megatron.checkpoint.source import locate_checkpoint
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.config.layouts import parse_layout
+from megatron.config.optimizer import STATES as STATE_NAMES
+from megatron.engine.environment import distributed
+from megatron.engine.state import more_states
 from megatron.families import trained_spec
-from megatron.features.optimizers.build import is_matrix, rows_of
-from megatron.features.optimizers.muon import Muon, MuonSettings, Rows, in_order
+from megatron.features.optimizers.adam_mini import AdamMini
+from megatron.features.optimizers.fused import is_matrix, rows_of
+from megatron.features.optimizers.memory import states_per_parameter
+from megatron.features.optimizers.muon import Muon, MuonSettings
 from megatron.features.optimizers.newton_schulz import steps_of
 from megatron.features.optimizers.rules import RuledOptimizer
+from megatron.features.optimizers.soap import Soap, SoapSettings
+from megatron.features.optimizers.whole import Rows, in_order
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.shard import Cut, Shard, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
+from megatron.training.checkpoints import CheckpointManager
 
 SHAPES = {
     "qkv": Shard((24, 10), (Cut(0, parts=(16, 4, 4)),)),
@@ -35,25 +48,52 @@ SHAPES = {
 ROWS = {"qkv": (16, 4, 4), "proj": (10,), "up": (8, 8), "uncut": (6,), "experts": (4, 4),
         "over both": (6,)}  # fmt: skip
 STEPS = 3
+VECTORS = {
+    "norm": Shard((10,)), "up.bias": Shard((16,), (Cut(0, parts=(8, 8)),)),
+    "sinks": Shard((8,), (Cut(0),)), "experts.bias": Shard((4, 6), (Cut(0, "expert"),)),
+    "vocabulary": Shard((12, 6), (Cut(0, unpadded=11),)),
+}  # fmt: skip
 
 
-def trained(mesh: Mesh, divided: bool) -> dict[str, torch.Tensor]:
-    """Weights after steps of Muon in float64, whole, from parts that a flat tensor has of what this
-    rank's replicas divide among them, unevenly; or, without, from whole shares."""
+def rule_of(kind: str, names: dict[nn.Parameter, str], mesh: Mesh):
+    """The rule of a kind of test, with these names of parameters."""
+    if kind == "adam-mini":
+        named = {param: f"layers.0.{name}{'' if '.' in name else '.weight'}"
+                 for param, name in names.items()}  # fmt: skip
+        return AdamMini((0.9, 0.95), 1e-8, named, 4, mesh)
+
+    def rows(param: nn.Parameter) -> list[slice]:
+        return in_order(ROWS[names[param]])
+
+    if kind.startswith("soap"):
+        settings = SoapSettings((0.9, 0.95), 1e-8, 0.95, 2, kind == "soap-kl")
+        return Soap(settings, names, rows, mesh)
+    return Muon(
+        MuonSettings(
+            0.95, True, steps_of("quintic", 5), "spectral", 0.2, torch.float32,
+            None if kind == "muon" else kind,
+        ), names, rows, mesh,
+    )  # fmt: skip
+
+
+def trained(mesh: Mesh, divided: bool, kind: str) -> dict[str, torch.Tensor]:
+    """Weights after steps in float64, whole, from parts that a flat tensor has of what this rank's
+    replicas divide among them, unevenly; or, without, from whole shares."""
     random = torch.Generator().manual_seed(3)
+    shapes = SHAPES | VECTORS if kind == "adam-mini" else SHAPES
     draws = [
-        {name: torch.randn(s.full_shape, generator=random, dtype=torch.float64)
-         for name, s in SHAPES.items()}
+        {name: torch.randn(s.canonical_shape, generator=random, dtype=torch.float64)
+         for name, s in shapes.items()}
         for _ in range(STEPS + 1)
     ]  # fmt: skip
     places = mesh.coordinates
     params = {
-        name: nn.Parameter(shard.cut(draws[0][name], places)) for name, shard in SHAPES.items()
+        name: nn.Parameter(shard.cut(draws[0][name], places)) for name, shard in shapes.items()
     }
     bounds, length = {}, 0
     for name, param in params.items():
-        param.shard = SHAPES[name]  # type: ignore[attr-defined]
-        ranks = mesh.replicas(SHAPES[name])
+        param.shard = shapes[name]  # type: ignore[attr-defined]
+        ranks = mesh.replicas(shapes[name])
         size, n = (ranks.size, ranks.rank) if divided else (1, 0)
         edges = [round(param.numel() * (k / size) ** 1.5) for k in range(size + 1)]
         bounds[name] = (edges[n], edges[n + 1], length)
@@ -62,23 +102,19 @@ def trained(mesh: Mesh, divided: bool) -> dict[str, torch.Tensor]:
 
     def fill(target: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
         for name, (start, end, at) in bounds.items():
-            share = SHAPES[name].cut(values[name], places).reshape(-1)
+            share = shapes[name].cut(values[name], places).reshape(-1)
             target[at : at + end - start] = share[start:end]
 
     names = {param: name for name, param in params.items()}
-    settings = MuonSettings(
-        0.95, True, steps_of("quintic", 5), "spectral", 0.2, torch.float32,
-        lambda param: in_order(ROWS[names[param]]),
-    )  # fmt: skip
-    rule = Muon(settings, list(params.values()), mesh)
+    rule = rule_of(kind, names, mesh)
 
     def place_of(param):
         start, end, at = bounds[names[param]]
         return start, flat, at, end - start
 
-    rule.place_of = place_of
+    rule.place_of, rule.divided = place_of, divided
     optimizer = RuledOptimizer(
-        [{"params": [flat], "rule": "muon"}], {"muon": rule}, {"lr": 0.1, "weight_decay": 0.1}
+        [{"params": [flat], "rule": "rule"}], {"rule": rule}, {"lr": 0.1, "weight_decay": 0.1}
     )
     fill(flat.data, draws[0])
     for draw in draws[1:]:
@@ -89,44 +125,59 @@ def trained(mesh: Mesh, divided: bool) -> dict[str, torch.Tensor]:
     for name, (start, end, at) in bounds.items():
         share = torch.zeros(math.prod(params[name].shape), dtype=torch.float64)
         share[start:end] = flat.data[at : at + end - start]
-        ranks = mesh.replicas(SHAPES[name])
+        ranks = mesh.replicas(shapes[name])
         if divided and ranks.size > 1:
             dist.all_reduce(share, group=ranks.handle)
-        whole[name] = torch.zeros(SHAPES[name].full_shape, dtype=torch.float64)
-        SHAPES[name].place(whole[name], share.view(params[name].shape), places)
+        whole[name] = torch.zeros(shapes[name].canonical_shape, dtype=torch.float64)
+        shapes[name].place(whole[name], share.view(params[name].shape), places)
         if mesh.world.size > 1:
-            counted = SHAPES[name].counted(places)
+            counted = shapes[name].counted(places)
             whole[name] *= float(counted)
             dist.all_reduce(whole[name])
     return whole
 
 
-def on_mesh(sizes: dict[str, int], divided: bool) -> dict[str, np.ndarray]:
+def on_mesh(sizes: dict[str, int], divided: bool, kind: str) -> dict[str, np.ndarray]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    return {name: each.numpy() for name, each in trained(build_mesh(sizes), divided).items()}
+    return {name: each.numpy() for name, each in trained(build_mesh(sizes), divided, kind).items()}
 
 
 @cache
-def alone() -> dict[str, np.ndarray]:
-    return {name: each.numpy() for name, each in trained(Mesh(), False).items()}
+def alone(kind: str) -> dict[str, np.ndarray]:
+    return {name: each.numpy() for name, each in trained(Mesh(), False, kind).items()}
 
 
-@pytest.mark.parametrize("divided", [True, False], ids=["zero", "whole"])
-@pytest.mark.parametrize(
-    "processes, sizes",
-    [(2, {}), (2, {"tensor": 2}), (4, {"tensor": 2}), (4, {"tensor": 4}), (4, {"expert": 2}),
-     (4, {"expert": 2, "tensor": 2})],
-    ids=["dp2", "tp2", "tp2-dp2", "tp4", "ep2-dp2", "ep2-tp2"],
-)  # fmt: skip
-def test_parts_are_updated_as_whole_matrices(pool, processes, sizes, divided):
-    """Float64, 1e-12: matrices of every kind of cut, dealt out over the ranks."""
-    for of_rank in pool.run(processes, on_mesh, sizes, divided):
-        for name, values in alone().items():
+MESHES = {
+    "dp2": {}, "tp2": {"tensor": 2}, "tp2-dp2": {"tensor": 2}, "tp4": {"tensor": 4},
+    "ep2-dp2": {"expert": 2}, "ep2-tp2": {"expert": 2, "tensor": 2},
+}  # fmt: skip
+SAMPLE_OF_MESHES = {
+    ("muon", "ep2-tp2", True), ("muon", "tp2-dp2", False), ("soap-kl", "tp2-dp2", True),
+    ("adam-mini", "ep2-tp2", True),
+}  # fmt: skip
+"""Each kind with states of its own, both kinds of parts, and both axes that cut matrices."""
+
+
+@pytest.mark.parametrize("kind, layout, divided", [
+    pytest.param(*case, marks=[] if case in SAMPLE_OF_MESHES else pytest.mark.proof)
+    for case in product(
+        ("muon", "normuon", "adamuon", "soap", "soap-kl", "adam-mini"), MESHES, (True, False))
+])  # fmt: skip
+def test_parts_are_updated_as_whole_parameters(pool, kind, layout, divided):
+    """Float64, 1e-12: parameters of every kind of cut, dealt out over the ranks. ``divided``: as
+    ZeRO 1 to 3 do it."""
+    processes = 2 if layout in ("dp2", "tp2") else 4
+    check_mesh(pool, processes, MESHES[layout], divided, kind)
+
+
+def check_mesh(pool, processes, sizes, divided, kind):
+    for of_rank in pool.run(processes, on_mesh, sizes, divided, kind):
+        for name, values in alone(kind).items():
             np.testing.assert_allclose(of_rank[name], values, rtol=0, atol=1e-12, err_msg=name)
 
 
-FLAGS = [
+ALL_FLAGS = FLAGS = [
     *TINY,
     *(
         "--optimizer muon --muon-nesterov --muon-momentum 0.95 --muon-extra-scale-factor 0.2 "
@@ -140,7 +191,21 @@ LAYOUTS = (
     "tp2 tp2-sp tp4 pp2 dp2-zero1 dp2-zero2 dp2-zero3 dp4-zero1 tp2-dp2-zero1 tp2-dp2-zero2 "
     "tp2-dp2-zero3 tp2-pp2 pp2-interleaved pp2-dualpipev cp2 pp2-dp2-zero1"
 ).split()
-SAMPLE = ["tp2-dp2-zero1"]
+
+
+OTHERS = {
+    "adaptive_muon": "--adaptive-muon-moment2-method normuon", "soap": "--adam-eps 1e-6",
+    "ademamix": "", "adam_mini": "", "lion": "", "schedule_free": "--lr-decay-style constant",
+    "adam": "--cautious-weight-decay --weight-decay-follows-lr",
+}  # fmt: skip
+
+
+TOLERANCE = {name: 2e-5 for name in OTHERS} | {"soap": 1e-3}
+"""Of SOAP larger: its eigenvectors of small values depend on rounding."""
+
+
+def of_optimizer(name: str) -> list[str]:
+    return [] if name == "muon" else ["--optimizer", name, *OTHERS[name].split()]
 
 
 @cache
@@ -148,16 +213,65 @@ def reference(*flags: str):
     return train([*FLAGS, "--zero-stage", "0", *flags])
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(x, marks=[] if x in SAMPLE else pytest.mark.proof) for x in LAYOUTS]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_train_alike(pool, layout):
+    """The normal run has one of SOAP in test_any_layout_continues."""
     parsed = parse_layout(layout)
     layers = ["--num-layers", str(max(2, parsed.pipeline * parsed.chunks))]
     record = pool.run(parsed.processes, train, [*FLAGS, *parsed.flags(), *layers], timeout=300)[0]
     expected = reference(*layers)
     np.testing.assert_allclose(record.losses, expected.losses, rtol=2e-5)
     np.testing.assert_allclose(record.norms, expected.norms, rtol=1e-3)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "layout", ["tp4", "tp2-sp", "cp2", "dp2-zero2", "dp2-zero3", "pp2-dp2-zero1"]
+)
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_other_optimizers_train_alike(pool, optimizer, layout):
+    parsed, flags = parse_layout(layout), of_optimizer(optimizer)
+    argv = [*FLAGS, *parsed.flags(), *flags]
+    record = pool.run(parsed.processes, train, argv, timeout=300)[0]
+    np.testing.assert_allclose(record.losses, reference(*flags).losses, rtol=TOLERANCE[optimizer])
+
+
+FREE = of_optimizer("schedule_free")
+EVALUATED = "--eval-iters 2 --eval-interval 2 --split 8,2,0".split()
+
+
+def validation_losses(argv: list[str]) -> list[str]:
+    """Losses of the evaluations that a run prints; for the pool."""
+    text, error = run(argv)
+    assert error is None, error
+    return re.findall(r"validation loss at .*?lm loss value: (\S+)", text)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, marks=[] if x == "dp2-zero1" else pytest.mark.proof)
+     for x in ("dp2-zero1", "tp2", "pp2", "dp2-zero2", "dp2-zero3")],
+)  # fmt: skip
+def test_schedule_free_evaluates_the_mean(pool, layout, tmp_path):
+    """Evaluations have the loss of the weights that a checkpoint has."""
+    parsed = parse_layout(layout)
+    flags = [*FLAGS, *parsed.flags(), *FREE]
+    saving = [*flags, *EVALUATED, "--save", str(tmp_path), "--train-iters", "4"]
+    (of_run, *_) = pool.run(parsed.processes, validation_losses, saving, timeout=300)
+    alone = [*FLAGS, *EVALUATED, "--load", str(tmp_path), "--skip-train", "--no-load-optim"]
+    (of_weights,) = pool.run(1, validation_losses, alone, timeout=300)
+    assert of_run[-2:] == of_weights, (of_run, of_weights)  # of validation and test samples
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", ["dp2-zero1", "tp2", "pp2", "dp2-zero2", "dp2-zero3"])
+def test_evaluations_change_no_step_of_schedule_free(pool, layout):
+    parsed = parse_layout(layout)
+    flags = [*FLAGS, *parsed.flags(), *FREE]
+    plain = pool.run(parsed.processes, train, [*flags, "--split", "8,2,0"], timeout=300)[0]
+    stopped = pool.run(parsed.processes, train, [*flags, *EVALUATED], timeout=300)[0]
+    np.testing.assert_array_equal(plain.losses, stopped.losses)
 
 
 @pytest.mark.proof
@@ -261,22 +375,27 @@ def rows(matrix: Rows) -> int:
     return matrix.stop - matrix.start if isinstance(matrix, slice) else len(matrix)
 
 
+CONTINUED = (
+    ("tp2-dp2-zero1", "pp2-dp2-zero1"), ("tp2-dp2-zero1", "tp2-dp2-zero1"), ("dp2-zero3", "tp4"),
+    ("pp2", "dp2-zero2"), ("tp2-dp2-zero2", "dp2-zero3"), ("tp2", "dp2-zero1"),
+)  # fmt: skip
+SAMPLED = {("soap", *CONTINUED[-1])}
+"""Of the optimizer with the most states: momentum of elements, matrices of whole ones."""
+
+
 @pytest.mark.parametrize(
-    "saved, loaded",
+    "optimizer, saved, loaded",
     [
-        pytest.param(saved, loaded, marks=[] if mark else pytest.mark.proof)
-        for saved, loaded, mark in (
-            ("tp2-dp2-zero1", "pp2-dp2-zero1", True),
-            ("tp2-dp2-zero1", "tp2-dp2-zero1", False),
-            ("dp2-zero3", "tp4", False),
-            ("pp2", "dp2-zero2", False),
-            ("tp2-dp2-zero2", "dp2-zero3", False),
-        )
+        pytest.param(name, *pair, marks=[] if (name, *pair) in SAMPLED else pytest.mark.proof)
+        for name in ("muon", *OTHERS)
+        for pair in CONTINUED
     ],
 )
-def test_any_layout_continues(pool, saved, loaded, tmp_path):
-    """Bitwise at the same layout; at another one as an uninterrupted run, to rounding."""
+def test_any_layout_continues(pool, optimizer, saved, loaded, tmp_path):
+    """Bitwise at the same layout; at another one as an uninterrupted run, to rounding. What is
+    loaded and saved at another layout is the same bit for bit."""
     first, second = parse_layout(saved), parse_layout(loaded)
+    FLAGS = [*ALL_FLAGS, *of_optimizer(optimizer)]
     to = [*FLAGS, *first.flags(), "--save", str(tmp_path), "--exit-interval", "3"]
     pool.run(first.processes, train, to, timeout=300)
     again = [*FLAGS, *second.flags(), "--load", str(tmp_path)]
@@ -285,7 +404,53 @@ def test_any_layout_continues(pool, saved, loaded, tmp_path):
         flags = [*FLAGS, *first.flags()]
         whole = pool.run(first.processes, train, flags, timeout=300)[0]
         np.testing.assert_array_equal(record.losses, whole.losses[3:])
-    np.testing.assert_allclose(record.losses, reference().losses[3:], rtol=2e-5)
+    expected = reference(*of_optimizer(optimizer)).losses[3:]
+    np.testing.assert_allclose(record.losses, expected, rtol=TOLERANCE.get(optimizer, 2e-5))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("optimizer", ["muon", *OTHERS])
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_states_move_bitwise(pool, optimizer, experts, tmp_path):
+    """A checkpoint that another layout has loaded, and saved at once, has the same tensors."""
+    kind = EXPERTS if experts else []
+    flags = [*ALL_FLAGS, *kind, *of_optimizer(optimizer)]
+    path = [("tp2-dp2-zero1", False), ("dp2-zero3", False), ("ep2-tp2" if experts else "tp4", True)]
+    states = []
+    for number, (layout, _) in enumerate([*path, path[0]]):
+        parsed = parse_layout(layout)
+        load = ["--load", str(tmp_path / f"{number - 1}")] if number else []
+        argv = [*flags, *parsed.flags(), *load, "--save", str(tmp_path / f"{number}"),
+                "--exit-interval", "3"]  # fmt: skip
+        pool.run(parsed.processes, saved_again if number else train, argv, timeout=300)
+        states.append(tensors_of(tmp_path / f"{number}"))
+    for other in states[1:]:
+        assert other.keys() == states[0].keys()
+        for key, values in other.items():
+            assert torch.equal(values, states[0][key]), key
+
+
+def saved_again(argv: list[str]) -> None:
+    """Load a checkpoint and save it; for the pool."""
+    run_ = parse_run(None, argv)
+    with distributed(run_.config.parallel) as mesh:
+        trainer = watched_trainer(run_, mesh, lambda result: None)
+        manager = next(c for c in trainer.callbacks if isinstance(c, CheckpointManager))
+        manager.save(trainer.iteration, trainer.consumed_samples)
+        manager.writer.close()
+
+
+def tensors_of(folder) -> dict[str, torch.Tensor]:
+    """All weights and states of a checkpoint, whole, by name."""
+    found = locate_checkpoint(folder)
+    source = found.open(verify=False)
+    tensors = {f"{n}/{k}": source.tensor(n, k) for n in source.names() for k in source.kinds(n)}
+    more: dict[str, torch.Tensor] = {}
+    for path in sorted(found.folder.glob("states-*.safetensors")):
+        for key, values in load_file(path).items():
+            name = key.partition("/")[0]
+            more[name] = more[name] + values if name in more else values
+    return tensors | more
 
 
 def test_bad_input():
@@ -296,3 +461,52 @@ def test_bad_input():
     ):
         with pytest.raises(ConfigError, match=text):
             resolve(FlagParser(*FLAG_CLASSES).settings([*FLAGS, *words]), 1)
+
+
+def counted_states(argv: list[str]) -> tuple[float, float]:
+    """Numbers of the optimizer next to a weight after a step, and those that are planned."""
+    run_ = parse_run(None, [*argv, "--train-iters", "1"])
+    with distributed(run_.config.parallel) as mesh:
+        trainer = watched_trainer(run_, mesh, lambda result: None)
+        trainer.fit()
+        engine = trainer.engine
+        states = sum(
+            values.numel()
+            for of_tensor in engine.optimizer.state.values()
+            for name, values in of_tensor.items()
+            if name in STATE_NAMES[run_.config.optimizer.optimizer] or name == "z"
+        )
+        more = sum(v.numel() for k, v in more_states(engine).items() if "schedule" not in k)
+        weights = sum(param.numel() for param in engine.trained)
+        return (states + more) / weights, states_per_parameter(run_.config)
+
+
+@pytest.mark.parametrize("words, experts", [
+    pytest.param(words, experts, marks=[] if (words, experts) in (
+        ("soap", True), ("adam_mini", False)) else pytest.mark.proof)
+    for words in (
+        "soap", "adam_mini", "muon", "muon --muon-scalar-optimizer lion", "adaptive_muon", "lion",
+        "ademamix", "schedule_free", "adaptive_muon --adaptive-muon-moment2-method normuon")
+    for experts in (False, True)
+])  # fmt: skip
+def test_planned_states_are_those_that_exist(pool, words, experts):
+    argv = [*FLAGS, *(EXPERTS if experts else []), "--zero-stage", "0", "--vocab-size", "127",
+            "--optimizer", *words.split()]  # fmt: skip
+    (counts,) = pool.run(1, counted_states, argv, timeout=300)
+    assert counts[0] == pytest.approx(counts[1], rel=1e-12)
+
+
+@pytest.mark.proof
+def test_another_optimizer_is_refused(pool, tmp_path):
+    """Both are named, and what becomes of the states."""
+    pool.run(1, train, [*FLAGS, "--save", str(tmp_path)], timeout=300)
+    argv = [*FLAGS, "--optimizer", "soap", "--load", str(tmp_path)]
+    (error,) = pool.run(1, error_of, argv, timeout=300)
+    for part in ("saved by --optimizer muon", "has --optimizer soap", "--no-load-optim"):
+        assert part in error
+
+
+def error_of(argv: list[str]) -> str:
+    with pytest.raises(ValueError) as raised:
+        train(argv)
+    return str(raised.value)

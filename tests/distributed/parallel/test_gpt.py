@@ -61,6 +61,19 @@ MODELS: dict[str, dict] = {
         "qk_layernorm": True, "qk_layernorm_after_rope": True, "lm_head_bias": True,
     },
     "llama-attention-bias": LLAMA | {"add_attention_bias": True},
+    "gptj": {
+        "position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True,
+        "parallel_residual": True, "shared_parallel_norm": True, "add_bias_linear": False,
+        "add_mlp_bias": True, "lm_head_bias": True,
+    },
+    "gpt-neo": {
+        "add_bias_linear": False, "add_mlp_bias": True, "add_proj_bias": True,
+        "query_pre_attn_scalar": 1.0, "sliding_window": 4, "window_attn_skip_freq": "[0,1]",
+    },
+    "xglm": {
+        "position_embedding_type": "sinusoidal", "position_embedding_offset": 2,
+        "scale_embeddings": True,
+    },
     "olmo": LLAMA | {
         "qk_layernorm": True, "qk_layernorm_whole": True, "clip_qkv": 1.0, "pre_norm": False,
         "post_norm": True,
@@ -229,6 +242,10 @@ SAMPLE = [
     Case("granite", 2, True, 4),
     Case("olmo", 4, True, 2),
     Case("olmo", 2, False, 8, "full"),
+    Case("gptj", 2, True, 4, None, True),
+    Case("gpt-neo", 4, True, 8),
+    Case("xglm", 4, True, 8, None, True),
+    Case("xglm", 2, False, 2),
 ]
 """Every value of every column, and the pairs that have collectives in common."""
 

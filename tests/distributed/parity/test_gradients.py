@@ -49,6 +49,11 @@ GATED = (
     "--rotary-percent 0.5 --num-query-groups 2 --sliding-window 5 --window-attn-skip-freq "
     "[1,1,0,1,0,0,1,1]"
 ).split()
+GPTJ = [*NEOX[:6], *"--rotary-interleaved --disable-bias-linear --add-mlp-bias".split()]
+XGLM = (
+    "--position-embedding-type sinusoidal --position-embedding-offset 2 --scale-embeddings "
+    "--disable-bias-linear --add-mlp-bias --add-proj-bias --query-pre-attn-scalar 1"
+).split()
 MODELS = {
     "gpt2": [],
     "gpt2-untied": ["--untie-embeddings-and-output-weights"],
@@ -73,6 +78,9 @@ MODELS = {
     "gated-selective": [*LLAMA, *GATED, *DOCUMENTS, "--recompute-granularity", "selective"],
     "opt": "--position-embedding-offset 2 --relu".split(),
     "dropout": [],
+    # As further layouts would have them, so that the models above keep theirs.
+    "gptj": GPTJ,
+    "xglm-documents": [*XGLM, *DOCUMENTS],
 }
 
 
@@ -100,23 +108,32 @@ def difference(pool, layout: str, model: str, times: int):
     return first_difference(records, expected, layers)
 
 
-NEVER_LEFT_OUT = {("tp4-sp", "neox"), ("tp4", "qwen3"), ("tp4-sp", "gemma2-documents"),
-                  ("tp4-sp", "gpt-oss")}  # fmt: skip
-"""Fewer key heads than ranks where their norm's gradient is summed, and all features at once."""
+TOGETHER = {
+    "tp4": "qwen3", "tp2-sp": "neox", "tp4-sp": "gemma2-documents", "dp2": "dropout",
+}  # fmt: skip
+"""Fewer key heads than ranks where their norm's gradient is summed, all features at once, and the
+masks of dropout where they are those of one process."""
+NEVER_LEFT_OUT = {("tp4-sp", "gpt-oss")}
+
+
+def in_turn():
+    """A model for each layout, and so every model: in turn, but for those that belong together."""
+    models = list(MODELS)
+    for layout, model in TOGETHER.items():
+        one, other = LAYOUTS.index(layout), models.index(model)
+        models[one], models[other] = models[other], models[one]
+    return {layout: models[number % len(models)] for number, layout in enumerate(LAYOUTS)}
 
 
 def cells():
     """Every cell; those that no layout meets for the first time with its model are for proof."""
-    models = list(MODELS)
+    sample = {*in_turn().items(), *NEVER_LEFT_OUT}
     for number, layout in enumerate(LAYOUTS):
-        # The normal run has each layout with one of the models, in turn, and so every model.
-        sample = models[number % len(models)]
-        for model in models:
+        for model in MODELS:
             if model == "dropout" and parse_layout(layout).dropout != "all":
                 continue  # the masks are others there: megatron/config/layouts.py
             for times in (1, 2):
-                chosen = model == sample or (layout, model) in NEVER_LEFT_OUT
-                chosen = chosen and times == 1 + number % 2
+                chosen = (layout, model) in sample and times == 1 + number % 2
                 marks = () if chosen else (pytest.mark.proof,)
                 yield pytest.param(layout, model, times, marks=marks)
 

@@ -14,8 +14,8 @@ from megatron.config.blocks import MLPConfig
 from megatron.features.experts import linear
 from megatron.features.experts.compute import combine, dispatch, expert_mlp, order
 from megatron.features.experts.linear import ExpertLinear
+from megatron.model.activations import activation_of
 from megatron.model.layer_list import initialise
-from megatron.model.mlp import activation_of
 from megatron.parallel.mesh import Group
 from megatron.parallel.shard import Init, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel

@@ -209,6 +209,7 @@ REFUSED = {
     "--num-experts 8 --moe-shared-expert-gate": "--moe-shared-expert-intermediate-size only",
     "--num-experts 8 --moe-router-bias-update-rate 0.1": "--moe-router-enable-expert-bias only",
     "--num-experts 8 --mlp-type residual --moe-shared-expert-intermediate-size 8": "give one of",
+    "--num-experts 8 --xielu": "choose another activation",
     "--num-experts 8 -1": "must not be negative",
 }
 

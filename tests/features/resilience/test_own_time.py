@@ -52,15 +52,18 @@ def test_waiting_for_data():
             time.sleep(0.3)
 
     found = measured(work)
-    assert found.reading > 0.1
+    # Without a processor for the thread that looks, the time is known, but not what it was for.
+    assert found.reading > 0
+    assert found.reading + found.unscheduled > 0.1
 
 
 def test_pauses_do_not_count():
-    meter = OwnTimeMeter(period=0.01)
+    meter, began = OwnTimeMeter(period=0.01), time.monotonic()
     meter.resume()
     meter.pause()
+    between = time.monotonic() - began  # longer than nothing where others have the processor
     time.sleep(0.2)
-    assert meter.take().own < 0.1
+    assert meter.take().own < between + 0.1
     meter.close()
 
 

@@ -396,7 +396,9 @@ def test_formats_of_other_programs_refuse_it():
     """By the flag, wherever they would lose the retriever."""
     with pytest.raises(ValueError, match="--retro-add-retriever reads neighbours, which no"):
         architecture_of(config())
-    with pytest.raises(ValueError, match="old layout requires .*, no --retro-add-retriever"):
+    with pytest.raises(
+        ValueError, match="checkpoint of Megatron requires .*, no --retro-add-retriever"
+    ):
         arguments_of_model(config())
 
 

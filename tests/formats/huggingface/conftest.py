@@ -56,6 +56,8 @@ def hf_model() -> Callable[..., PreTrainedModel]:
             if settings.get("tie_word_embeddings") is False and hasattr(model, "cls"):
                 # One bias by two names; transformers 5 uses the second then.
                 model.cls.predictions.bias.copy_(model.cls.predictions.decoder.bias)
+            elif settings.get("tie_word_embeddings") is False and hasattr(model, "roberta"):
+                model.lm_head.bias.copy_(model.lm_head.decoder.bias)
         return model.eval()
 
     return make

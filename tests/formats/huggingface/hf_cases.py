@@ -58,22 +58,22 @@ _FALCON = {
 _BLOOM = {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 _GEMMA2 = _SIZES | {"head_dim": 8, "num_hidden_layers": 3, "query_pre_attn_scalar": 12}
 _GEMMA3 = _SIZES | {"head_dim": 8, "num_hidden_layers": 3, "query_pre_attn_scalar": 12}
-_T5 = {
+T5 = {
     "vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
     "dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
 }  # fmt: skip
-_T5_11 = _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+T5_11 = T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 _WINDOW = {"sliding_window": 7}
 _QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 
-_BERT = {
+BERT = {
     "vocab_size": 61, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 3,
     "num_attention_heads": 3, "max_position_embeddings": 40, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 
-_LABELS = {
+LABELS = {
     "id2label": {0: "entailment", 1: "neutral", 2: "contradiction"},
     "label2id": {"entailment": 0, "neutral": 1, "contradiction": 2},
     "problem_type": "single_label_classification",
@@ -90,7 +90,7 @@ def _berts(name: str) -> dict[str, Case]:
         )
     )  # fmt: skip
     return {
-        case: _BERT | changes
+        case: BERT | changes
         for case, changes in {
             "pretraining": both,
             "pretraining,gelu_new": both | {"hidden_act": "gelu_new", "type_vocab_size": 3},
@@ -98,7 +98,7 @@ def _berts(name: str) -> dict[str, Case]:
             "masked_lm": one,
             "masked_lm,relu": one | {"hidden_act": "relu", "type_vocab_size": 1},
             "masked_lm,untied": one | {"tie_word_embeddings": False, "layer_norm_eps": 1e-2},
-            "labels": labels | _LABELS,
+            "labels": labels | LABELS,
             "labels,unnamed": labels
             | {"num_labels": 4, "problem_type": "single_label_classification"},
             "number": labels | {"num_labels": 1, "problem_type": "regression"},
@@ -216,11 +216,11 @@ CASES: dict[str, dict[str, Case]] = {
     "bert": _berts("Bert"),
     "megatron-bert": _berts("MegatronBert"),
     "t5": {
-        "1.0": _T5 | {"num_decoder_layers": 3},
-        "1.1": _T5_11 | {"num_layers": 3, "num_decoder_layers": 1},
-        "odd": _T5_11 | {"num_heads": 3, "d_kv": 5, "d_ff": 21, "feed_forward_proj": "gated-silu",
+        "1.0": T5 | {"num_decoder_layers": 3},
+        "1.1": T5_11 | {"num_layers": 3, "num_decoder_layers": 1},
+        "odd": T5_11 | {"num_heads": 3, "d_kv": 5, "d_ff": 21, "feed_forward_proj": "gated-silu",
                          "relative_attention_num_buckets": 7},
-        "wide": _T5 | {"num_heads": 7, "d_kv": 16, "feed_forward_proj": "gelu",
+        "wide": T5 | {"num_heads": 7, "d_kv": 16, "feed_forward_proj": "gelu",
                        "relative_attention_max_distance": 128},
     },
 }  # fmt: skip

@@ -49,6 +49,7 @@ HYBRID_CASES: dict[str, dict[str, dict[str, Any]]] = {
     "bamba": {
         "plain": _BAMBA,
         "biases": _BAMBA | {"mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True},
+        "mlp_biases": _BAMBA | {"mlp_bias": True},
         "one_group": _BAMBA | {"mamba_n_groups": 1, "mamba_conv_bias": False, "mamba_d_conv": 3},
         "limits": _BAMBA | {"time_step_limit": [0.5, 1.0], "mamba_expand": 3, "mamba_n_heads": 6},
         "tied": _BAMBA | {"attn_layer_indices": [0, 2], "tie_word_embeddings": True} | _LINEAR,

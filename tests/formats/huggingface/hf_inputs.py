@@ -77,10 +77,18 @@ def _t5(model: ModelConfig, length: int) -> Pair:
 _CHOICES = 2
 
 
+def _without_padding(tokens_BS: Tensor, model: ModelConfig) -> Tensor:
+    """Tokens of which none is that of padding, whose row of the embeddings has no gradient in
+    `transformers`, and at which it counts no position."""
+    padding = model.positions.position_embedding_offset - 1
+    return tokens_BS.masked_fill(tokens_BS == padding, VOCABULARY - 1)
+
+
 def _labelled(model: ModelConfig, length: int) -> Pair:
     """Three texts, or as many questions with two choices."""
     rows = _CHOICES if model.head == "multiple_choice" else 1
     tokens_BS = torch.cat([random_tokens(length, 5 + n) for n in range(rows)])
+    tokens_BS = _without_padding(tokens_BS, model)
     mask_BS = _padded(length, 3).repeat(rows, 1)
     types_BS = tokens_BS % max(model.token_types, 1)
     labels_B = torch.arange(SAMPLES) % (model.num_labels or _CHOICES)
@@ -100,7 +108,7 @@ def _labelled(model: ModelConfig, length: int) -> Pair:
 def _bert(model: ModelConfig, length: int) -> Pair:
     if model.head != "lm":
         return _labelled(model, length)
-    tokens_BS, mask_BS = random_tokens(length), _padded(length, 3)
+    tokens_BS, mask_BS = _without_padding(random_tokens(length), model), _padded(length, 3)
     types_BS = random_tokens(length, 2) % max(model.token_types, 1)
     predicted_BS = (random_tokens(length, 3) % 4 == 0) & (mask_BS > 0)
     labels_BS = random_tokens(length, 4).where(predicted_BS, NO_LABEL)

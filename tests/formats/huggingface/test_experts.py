@@ -291,7 +291,7 @@ FLAGS = {
 
 @pytest.mark.parametrize("model_type", sampled(TYPES, FEW.__contains__))
 def test_a_flag_of_experts_is_written_or_refused(model_type, gpt_config, tmp_path):
-    """Never is one left out, as of the other flags in :mod:`test_tables`."""
+    """Never is one left out, as of the other flags in :mod:`test_fields`."""
     content = {"model_type": model_type} | PLAIN[model_type] | {"num_hidden_layers": 3}
     known = architecture_named(content, tmp_path)
     plain = known.model(content, tmp_path)

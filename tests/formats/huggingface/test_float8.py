@@ -12,7 +12,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.formats.huggingface.export import write_model
-from megatron.formats.huggingface.float8 import BLOCK, DTYPE, SCALES, scaled
+from megatron.formats.huggingface.packed.float8 import BLOCK, DTYPE, SCALES, scaled
 from megatron.formats.huggingface.source import HuggingFaceFolder
 
 SIZES = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 64, "rotary_dim": 32}
@@ -107,12 +107,12 @@ NAME = "model.layers.1.self_attn.o_proj.weight"
 WRONG = {
     "scales of another shape": (
         lambda t: t | {NAME + SCALES: torch.ones(2, 1)},
-        rf"model\.safetensors: {NAME}_scale_inv: a weight \(256, 256\) .*\(2, 2\), not \(2, 1\)"),
+        rf"model\.safetensors: {NAME}: a weight \(256, 256\) .*\(2, 2\), not \(2, 1\)"),
     "scales for rows alone": (
-        lambda t: t | {NAME + SCALES: torch.ones(256)}, r"scales \(2, 2\), not \(256,\)"),
+        lambda t: t | {NAME + SCALES: torch.ones(3)}, r"scales \(2, 2\), not \(3,\)"),
     "no scales": (
         lambda t: {n: v for n, v in t.items() if n != NAME + SCALES},
-        rf"model\.safetensors: {NAME}: numbers of 8 bits require scales, {NAME}_scale_inv"),
+        rf"model\.safetensors: {NAME}: numbers of 8 bits \(torch.float8_e4m3fn\) require scales"),
     "integers": (
         lambda t: t | {NAME: torch.ones(256, 256, dtype=torch.int8)},
         rf"{NAME}: a weight with scales must be torch\.float8_e4m3fn.*int8"),
@@ -134,9 +134,9 @@ def test_what_is_wrong_is_named(why, folder):
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "effect of quantization_config"),
-        (CONFIG | {"weight_block_size": None}, r"only scales of blocks .*\[128, 128\]"),
-        (CONFIG | {"weight_block_size": [1, 32]}, r"only scales of blocks .*\[128, 128\]"),
+        ({"quant_method": "quark"}, "quantised weights of quark are not read here; those of awq"),
+        (CONFIG | {"weight_block_size": [1, 0]}, r"weight_block_size \[1, 0\] is not two sizes"),
+        (CONFIG | {"fmt": "e5m2"}, "fmt 'e5m2' is not e4m3"),
     ],
 )
 def test_other_methods_are_refused(form, message, folder):

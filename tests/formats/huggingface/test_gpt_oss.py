@@ -13,8 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron.checkpoint.files import CheckpointError
 from megatron.config.positions import RopeScaling
 from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, read_windows
-from megatron.formats.huggingface.mxfp4 import check_quantization, unpacked
-from megatron.formats.huggingface.source import WeightFiles
+from megatron.formats.huggingface.packed.mxfp4 import check_quantization, unpacked
+from megatron.formats.huggingface.weight_files import WeightFiles
 from megatron.model.rope import scaled_frequencies
 
 NAME = "model.layers.0.mlp.experts.gate_up_proj"

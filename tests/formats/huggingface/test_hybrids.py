@@ -133,7 +133,6 @@ REFUSED = [
     ("bamba", {"attn_layer_indices": [0, 1, 2]}, "no block has Mamba-2"),
     ("bamba", {"mamba_d_head": 16}, "mamba_d_head is 16.*64"),
     ("bamba", {"time_step_limit": [1.0, 0.5]}, "time_step_limit is.*smaller one first"),
-    ("bamba", {"mlp_bias": True}, "mlp_bias is True.*attention_bias is False"),
     ("bamba", {"mamba_n_groups": 3}, "--mamba-num-groups 3.*must divide --mamba-num-heads 8"),
 ]  # fmt: skip
 

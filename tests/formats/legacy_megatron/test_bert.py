@@ -178,7 +178,7 @@ def test_optimizer(
 def test_what_megatron_does_not_have(changes, wanted, tmp_path, legacy_model):
     source = MegatronCheckpoint.__new__(MegatronCheckpoint)
     source.model = legacy_model(family="bert", **changes)
-    with pytest.raises(ValueError, match=f"Megatron's old layout requires .*{wanted}"):
+    with pytest.raises(ValueError, match=f"a checkpoint of Megatron requires .*{wanted}"):
         write_megatron(source, tmp_path)
 
 

@@ -148,7 +148,7 @@ def test_sizes_that_megatron_refuses(changes, sizes, message, ours, tmp_path):
 def test_networks_that_megatron_does_not_have(changes, flag, ours, tmp_path, legacy_model):
     source = ours()
     source.model = legacy_model(**changes)
-    with pytest.raises(ValueError, match=f"Megatron's old layout requires .*{flag}"):
+    with pytest.raises(ValueError, match=f"a checkpoint of Megatron requires .*{flag}"):
         write_megatron(source, tmp_path / "legacy")
 
 

@@ -71,6 +71,15 @@ def write_shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def write_within(folder: Path) -> None:
+    """A text model within one that sees images."""
+    content = {"model_type": "llava", "text_config": CONFIG, "vision_config": {"hidden_size": 4}}
+    (folder / "config.json").write_text(json.dumps(content))
+    tensors = {f"language_model.{name}": values for name, values in weights().items()}
+    tensors["vision_tower.patch.weight"] = torch.ones(4, 3)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def write_pickles(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     torch.save(weights(), folder / "pytorch_model.bin")
@@ -180,6 +189,7 @@ FUZZERS = (
     ),
     Fuzzer("safetensors", write_huggingface, read_all, heavy=True),
     Fuzzer("safetensors-shards", write_shards, read_all, heavy=True),
+    Fuzzer("within", write_within, read_all, heavy=True),
     Fuzzer("pickles", write_pickles, read_all, heavy=True),
     Fuzzer("old-pickles", write_old_pickles, read_all, heavy=True),
     Fuzzer("meta", write_meta, read_all),

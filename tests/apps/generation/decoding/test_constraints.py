@@ -161,13 +161,12 @@ def test_a_text_to_which_nothing_can_be_added_is_finished(compilers):
     assert constraint.finished
 
 
-def test_a_compiled_source_is_kept(compilers):
+def test_a_compiled_source_is_kept(compilers, monkeypatch):
     _, compiler = compilers("gpt2")
     source = Constraint("regex", "kept|not")
     first = compiler.compile(source, [])
-    start = time.perf_counter()
+    monkeypatch.setattr(compiler, "_template", None)  # a second compilation would call it
     second = compiler.compile(source, [])
-    assert time.perf_counter() - start < 0.1
     token = int(np.flatnonzero(first.allowed())[0])
     first.advance(token)
     assert second.allowed()[token]

@@ -35,9 +35,10 @@ from megatron.apps.generation.request import (
 )
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.schedule import EngineLimits
+from megatron.apps.planning.parameters import kept_bytes
 from megatron.config import ConfigError
-from megatron.config.blocks import Latents, States, kept_bytes
 from megatron.config.features import ModelPart
+from megatron.config.memory import Latents, States
 from megatron.families import family_of
 from megatron.model import block
 from megatron.model.attention_masks import AttentionScoring

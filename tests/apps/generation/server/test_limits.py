@@ -116,7 +116,7 @@ def test_requests_that_do_not_begin(slow):
         for client in clients:
             with contextlib.suppress(ConnectionResetError):
                 assert client.recv(100) == b""
-            assert 0.3 < time.monotonic() - begun < 5
+            assert 0.3 < time.monotonic() - begun < 30
 
 
 def test_a_body_that_continues_after_the_answer(slow):

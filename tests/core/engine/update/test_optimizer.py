@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config import ConfigError, OptimizerConfig
-from megatron.engine.update.optimizer import build_optimizer, rate_factors, set_rates
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.shard import Init, Shard, parameter
+from megatron.config import OptimizerConfig
+from megatron.engine.update.optimizer import build_optimizer
+from megatron.parallel.shard import Shard
 
 ROOT = Path(__file__).parents[4]
 
@@ -106,33 +105,3 @@ def test_against_torchs_own_step(kind):
         assert torch.equal(a, b) and not a.grad_fn
         for key, value in reference.state[b].items():
             assert torch.equal(optimizer.state[a][key], value)
-
-
-def test_rates_of_groups():
-    """The first pattern that matches a name counts; a factor of 0 keeps weights as they are."""
-    names = ["embedding.weight", "layers.0.up.weight", "layers.1.up.weight", "layers.1.up.bias"]
-    shapes = [(3, 2), (2, 2), (2, 2), (2,)]
-    params = {parameter(Shard(shape), Init(constant=1.0)): name
-              for shape, name in zip(shapes, names, strict=True)}  # fmt: skip
-    options = OptimizerConfig(lr=0.5, lr_group=("layers.1.*=0", "*.weight=0.1", "layers.*=7"))
-    factors = rate_factors(params, options, Mesh())
-    assert [factors[param] for param in params] == [0.1, 0.1, 0.0, 0.0]
-    optimizer = build_optimizer(params, options, factors)
-    set_rates(optimizer, 0.5, 0.2)
-    rates = {p: g["lr"] for g in optimizer.param_groups for p in g["params"]}
-    assert [rates[param] for param in params] == [0.05, 0.05, 0.0, 0.0]
-    assert sorted(group["weight_decay"] for group in optimizer.param_groups) == [0.0, 0.2, 0.2]
-    before = {param: param.detach().fill_(1.0).clone() for param in params}
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    moved = [not torch.equal(before[param], param) for param in params]
-    assert moved == [True, True, False, False]
-    with pytest.raises(ConfigError, match=r"--lr-group layer: no parameter .* embedding\.weight"):
-        rate_factors(params, OptimizerConfig(lr_group=("layer=2",)), Mesh())
-
-
-@pytest.mark.parametrize("value", ["a", "=1", "a=", "a=b", "a=-1", "a=inf"])
-def test_a_group_without_a_pattern_or_a_factor_is_refused(value):
-    with pytest.raises(ConfigError, match="must be PATTERN=FACTOR"):
-        OptimizerConfig(lr_group=(value,)).lr_groups  # noqa: B018
