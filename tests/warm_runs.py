@@ -163,18 +163,15 @@ def _serve(program: str, *modules: str) -> None:
 
 def _note_ends(outputs: dict[int, str]) -> None:
     """Write the exit status of every process that has ended next to its output; until that is
-    written the process is there for :func:`alive`."""
-    while True:
-        try:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return
-        if ended is None:
-            return
-        status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        with contextlib.suppress(OSError):  # the folder of a test that is over
-            Path(f"{outputs.pop(ended.si_pid)}.status").write_text(str(status))
-        os.waitpid(ended.si_pid, 0)
+    written the process is there for :func:`alive`. Another end waits, as this handles signals."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    with contextlib.suppress(ChildProcessError):  # there are none
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            with contextlib.suppress(OSError):  # the folder of a test that is over
+                Path(f"{outputs.pop(ended.si_pid)}.status").write_text(str(status))
+            os.waitpid(ended.si_pid, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 if __name__ == "__main__":
