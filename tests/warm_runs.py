@@ -165,7 +165,7 @@ def _note_ends(outputs: dict[int, str]) -> None:
     """Write the exit status of every process that has ended next to its output; until that is
     written the process is there for :func:`alive`. Another end waits, as this handles signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    with contextlib.suppress(ChildProcessError):  # there are none
+    with contextlib.suppress(ChildProcessError):  # no process is left
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             with contextlib.suppress(OSError):  # the folder of a test that is over

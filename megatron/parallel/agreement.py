@@ -38,7 +38,7 @@ _SHOWN_RANKS = 8
 _SHOWN_HOSTS = 3
 _SHOWN_CHARACTERS = 120
 _PATIENCE = timedelta(seconds=5)
-"""Seconds that a rank that ends waits for the others to hear of it."""
+"""Seconds that a rank that ends waits for the others to be told."""
 _MARGIN = timedelta(seconds=10)
 """For which others wait longer than rank 0, which knows more."""
 _PAUSE = 0.005

@@ -6,18 +6,17 @@ Shapes: M rows, N columns of a matrix; E experts of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.features.optimizers.fused import rows_in
 from megatron.features.optimizers.newton_schulz import orthogonalise, scale, steps_of
 from megatron.features.optimizers.rules import Group, RuleContext
-from megatron.features.optimizers.whole import Matrix, Rows, WholeRule
-from megatron.parallel.mesh import Mesh
+from megatron.features.optimizers.whole import Matrix, WholeRule
 
 _MOST = 2**24
 """Largest number of elements in a batch of products: more gain nothing, and are copies."""
@@ -49,16 +48,7 @@ class Muon(WholeRule):
 
     states = ("momentum_buffer",)
     _adaptive = False
-
-    def __init__(
-        self,
-        settings: MuonSettings,
-        matrices: Mapping[nn.Parameter, str],
-        rows: Callable[[nn.Parameter], Sequence[Rows]],
-        mesh: Mesh,
-    ) -> None:
-        super().__init__(matrices, rows, mesh)
-        self._settings = settings
+    _settings: MuonSettings
 
     @classmethod
     def of(cls, context: RuleContext) -> Self:

@@ -6,17 +6,16 @@ Shapes: M rows, N columns of a matrix; E experts of a rank. Factors are [M, M] a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.features.optimizers.fused import rows_in
 from megatron.features.optimizers.rules import Group, RuleContext, rooted
-from megatron.features.optimizers.whole import Matrix, Rows, WholeRule
-from megatron.parallel.mesh import Mesh
+from megatron.features.optimizers.whole import Matrix, WholeRule
 
 _SIDES = ("left", "right")
 
@@ -42,15 +41,7 @@ class SoapSettings:
 class Soap(WholeRule):
     """SOAP over parts of matrices."""
 
-    def __init__(
-        self,
-        settings: SoapSettings,
-        matrices: Mapping[nn.Parameter, str],
-        rows: Callable[[nn.Parameter], Sequence[Rows]],
-        mesh: Mesh,
-    ) -> None:
-        super().__init__(matrices, rows, mesh)
-        self._settings = settings
+    _settings: SoapSettings
 
     @classmethod
     def of(cls, context: RuleContext) -> Self:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,16 +50,19 @@ class WholeRule(UpdateRule):
     """A rule that updates matrices as a whole; states other than ``states`` belong to matrices.
 
     Args:
+        settings: of the rule.
         matrices: names of the parameters.
         rows: of the matrices that are fused in each, each row in one of them.
     """
 
     def __init__(
         self,
+        settings: Any,
         matrices: Mapping[nn.Parameter, str],
         rows: Callable[[nn.Parameter], Sequence[Rows]],
         mesh: Mesh,
     ) -> None:
+        self._settings = settings
         self._matrices, self._mesh = matrices, mesh
         self._rows = {param: _present(param, rows(param)) for param in matrices}
         self._parts: dict[Tensor, list[OwnedPart]] = {}

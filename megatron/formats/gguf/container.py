@@ -27,7 +27,7 @@ from megatron.checkpoint.files import CheckpointError
 
 MAGIC = b"GGUF"
 ALIGNMENT = 32
-"""Of files that do not say theirs."""
+"""Alignment of files that do not say theirs."""
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q",

@@ -31,9 +31,9 @@ def settings(*flags):
 
 def test_slopes_are_the_exponents_of_powers():
     sizes = {w: {"a": 3 * w**-0.5, "b": 2.0, "c": 0.1 * w, "zero": 0.0} for w in (1, 2, 4, 8)}
-    found = slopes(sizes)
-    assert [found[name] for name in "abc"] == pytest.approx([-0.5, 0.0, 1.0])
-    assert math.isnan(found["zero"])
+    actual = slopes(sizes)
+    assert [actual[name] for name in "abc"] == pytest.approx([-0.5, 0.0, 1.0])
+    assert math.isnan(actual["zero"])
     report = CoordinateReport(
         *({w: ActivationSizes(first=each, changes=[each]) for w, each in sizes.items()},) * 2
     )

@@ -56,7 +56,7 @@ def test_the_whole_page(tool, page):
 
 
 def test_reasons_are_keys_of_the_configuration(tool):
-    """Of models that no table reads: the trait that comes first, or what the plainest refuses."""
+    """Models that no table reads: the trait that comes first, or what the plainest refuses."""
     assert tool.missing({"is_encoder_decoder": True, "num_experts": 8}, "causal") == (
         "encoder and decoder (is_encoder_decoder)"
     )

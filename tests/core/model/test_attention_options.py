@@ -65,11 +65,11 @@ def results(module, call):
     names, params = zip(*module.named_parameters(), strict=True)
     y = call(x.requires_grad_())
     x_grad, *grads = torch.autograd.grad(y, [x, *params], grad)
-    found = {"y": y.detach(), "x": x_grad, **dict(zip(names, grads, strict=True))}
-    if "q_proj.weight" in found:
-        found["qkv.weight"] = torch.cat([found.pop(f"{name}_proj.weight") for name in "qkv"])
-        found["proj.weight"] = found.pop("o_proj.weight")
-    return found
+    actual = {"y": y.detach(), "x": x_grad, **dict(zip(names, grads, strict=True))}
+    if "q_proj.weight" in actual:
+        actual["qkv.weight"] = torch.cat([actual.pop(f"{name}_proj.weight") for name in "qkv"])
+        actual["proj.weight"] = actual.pop("o_proj.weight")
+    return actual
 
 
 def compare(ours: Attention, theirs: nn.Module, angles, visible, masks=None):
@@ -77,9 +77,9 @@ def compare(ours: Attention, theirs: nn.Module, angles, visible, masks=None):
     theirs = with_weights(theirs, ours)
     mask = torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(~visible, -torch.inf)
     state = LayerState(mask, masks=masks or AttentionMasks())
-    found = results(ours, lambda x: ours(x, state))
+    actual = results(ours, lambda x: ours(x, state))
     expected = results(theirs, lambda x: theirs(x, angles, mask)[0])
-    torch.testing.assert_close(found, expected, **EXACT)
+    torch.testing.assert_close(actual, expected, **EXACT)
 
 
 def angles_of(base: float, rotated: int):

@@ -201,7 +201,7 @@ OTHERS = {
 
 
 TOLERANCE = {name: 2e-5 for name in OTHERS} | {"soap": 1e-3}
-"""Of SOAP larger: its eigenvectors of small values depend on rounding."""
+"""Larger with SOAP: its eigenvectors of small values depend on rounding."""
 
 
 def of_optimizer(name: str) -> list[str]:
@@ -380,7 +380,7 @@ CONTINUED = (
     ("pp2", "dp2-zero2"), ("tp2-dp2-zero2", "dp2-zero3"), ("tp2", "dp2-zero1"),
 )  # fmt: skip
 SAMPLED = {("soap", *CONTINUED[-1])}
-"""Of the optimizer with the most states: momentum of elements, matrices of whole ones."""
+"""Default case: the most states, momentum of elements and matrices of whole ones."""
 
 
 @pytest.mark.parametrize(
@@ -442,11 +442,11 @@ def saved_again(argv: list[str]) -> None:
 
 def tensors_of(folder) -> dict[str, torch.Tensor]:
     """All weights and states of a checkpoint, whole, by name."""
-    found = locate_checkpoint(folder)
-    source = found.open(verify=False)
+    actual = locate_checkpoint(folder)
+    source = actual.open(verify=False)
     tensors = {f"{n}/{k}": source.tensor(n, k) for n in source.names() for k in source.kinds(n)}
     more: dict[str, torch.Tensor] = {}
-    for path in sorted(found.folder.glob("states-*.safetensors")):
+    for path in sorted(actual.folder.glob("states-*.safetensors")):
         for key, values in load_file(path).items():
             name = key.partition("/")[0]
             more[name] = more[name] + values if name in more else values

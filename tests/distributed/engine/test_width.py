@@ -116,9 +116,9 @@ def test_resume_is_bitwise_and_the_checkpoint_has_the_multipliers(tmp_path, opti
     rest = train([*argv, "--load", str(tmp_path)])
     assert rest.losses == whole.losses[2:]
     assert all(np.array_equal(rest.state[key], whole.state[key]) for key in whole.state)
-    found = locate_checkpoint(tmp_path)
-    assert found is not None
-    model = found.open(verify=False).model
+    actual = locate_checkpoint(tmp_path)
+    assert actual is not None
+    model = actual.open(verify=False).model
     assert model.embedding.logits_scaling == 4.0 and model.residual_multiplier is None
     taken = train([*PLAIN, "--use-checkpoint-args", "--load", str(tmp_path), "--finetune"])
     assert taken.losses[0] == pytest.approx(whole.losses[2], abs=0.1)

@@ -57,8 +57,8 @@ def texts(folder, layout, processes, drafts):
             return None
         limits = EngineLimits(3, 29, 10, config.num_speculative_tokens)
         engine = GenerationEngine(opened.runner, opened.tokenizer, limits)
-        found = [(each.tokens, each.scores) for each in engine.complete(asked())]
-        return found, engine.stats.accepted_tokens, engine.stats.draft_tokens
+        actual = [(each.tokens, each.scores) for each in engine.complete(asked())]
+        return actual, engine.stats.accepted_tokens, engine.stats.draft_tokens
 
 
 CASES = [(layout, method) for layout in LAYOUTS for method in METHODS]
@@ -69,7 +69,7 @@ def test_texts_are_those_without(pool, folder, layout, method):
     processes, flags = LAYOUTS[layout]
     plain, *_ = pool.run(processes, texts, folder, flags, processes, [])
     drafts = ["--num-speculative-tokens", "3", "--speculative-method", method]
-    found, *others = pool.run(processes, texts, folder, flags, processes, drafts)
+    actual, *others = pool.run(processes, texts, folder, flags, processes, drafts)
     assert others == [None] * (processes - 1)
-    assert found[0] == plain[0]
-    assert plain[1:] == (0, 0) and 0 < found[1] < found[2]
+    assert actual[0] == plain[0]
+    assert plain[1:] == (0, 0) and 0 < actual[1] < actual[2]

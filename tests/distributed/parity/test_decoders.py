@@ -45,7 +45,7 @@ MODELS = {
 }  # fmt: skip
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
 SAMPLE = {("tp4-sp", "cohere"), ("tp2", "apertus"), ("tp2-sp", "bitnet"), ("pp2", "nanochat")}
-"""What the normal run has; `make proof` has the rest."""
+"""Cells of the normal run; `make proof` has the rest."""
 
 
 @cache

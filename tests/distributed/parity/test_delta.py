@@ -37,7 +37,7 @@ MODELS = {
     "next": NEXT,
 }
 SAMPLE = {("tp2-sp", "documents"), ("cp2-tp2", "documents")}
-"""What the normal run has; `make proof` has the rest."""
+"""Cells of the normal run; `make proof` has the rest."""
 
 
 @cache

@@ -39,7 +39,7 @@ MODELS = {
     "experts": [*RANKED, *EXPERTS],
 }
 SAMPLE = {("tp2-sp", "documents"), ("cp2-a2a", "direct")}
-"""What the normal run has; `make proof` has the rest."""
+"""Cells of the normal run; `make proof` has the rest."""
 
 
 @cache

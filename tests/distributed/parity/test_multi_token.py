@@ -56,7 +56,7 @@ ZERO = {f"dp2-zero{stage}": stage for stage in range(4)}
 EXPERT = {"ep2": 2, "ep2-tp2": 4}
 ALL = (*LAYOUTS, *CONTEXT_LAYOUTS, *ZERO, *EXPERT)
 SAMPLE = {"tp2-sp/llama-documents", "pp2/repeated", "cp2/llama-documents"}
-"""What the normal run has; `make proof` has the rest."""
+"""Cells of the normal run; `make proof` has the rest."""
 
 
 def layout_of(name: str) -> tuple[int, list[str]]:

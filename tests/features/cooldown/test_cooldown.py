@@ -36,9 +36,9 @@ def test_the_rate_falls_from_where_it_is(saved):
     argv, folder = saved
     (before,), _ = rates(argv, [6])
     branch = [*argv, "--load", str(folder), "--cooldown-iters", "4"]
-    found, plan = rates(branch, range(6, 11))
+    actual, plan = rates(branch, range(6, 11))
     assert plan.train_iters == 10
-    for number, (rate, decay, decoupled) in enumerate(found):
+    for number, (rate, decay, decoupled) in enumerate(actual):
         share = 1 - np.sqrt(number / 4)
         assert rate == pytest.approx(1e-3 + share * (before[0] - 1e-3), rel=1e-12)
         assert decoupled == pytest.approx(1e-3 + share * (before[2] - 1e-3), rel=1e-12)
@@ -58,7 +58,7 @@ def test_an_interrupted_branch_continues_bitwise(saved, tmp_path):
 
 
 def test_a_run_of_samples_branches_off_after_its_batches(tmp_path):
-    """Of growing batches: the first step of the branch is the next one of the run, and later ones
+    """Growing batches: the first step of the branch is the next one of the run, and later ones
     have the batch sizes of the run, whatever units its schedule and its length are in."""
     argv = [*FLAGS, *"--global-batch-size 4 --train-samples 40 --lr-decay-style WSD".split()]
     argv = argv[: (at := argv.index("--train-iters"))] + argv[at + 2 :]
@@ -113,8 +113,8 @@ CHANGES = {
     "--lr-decay-style WSD --lr-wsd-decay-iters 12 --lr-wsd-decay-style linear": (5e-3, 0.01),
     "--lr-decay-style WSD --lr-wsd-decay-iters 12 --reset-iteration": (1e-2, 0.01),
 }
-"""What a resumed run changes, and (rate, decay) of the first step after the checkpoint, which is of
-step 6 of 12 at a constant rate: the table of docs/guides/optimizers.md."""
+"""Flags that a resumed run changes, and (rate, decay) of the first step after the checkpoint: step
+6 of 12 at a constant rate: the table of docs/guides/optimizers.md."""
 
 
 @pytest.fixture(scope="module")
@@ -132,15 +132,15 @@ def constant(tmp_path_factory):
 def test_rates_that_the_optimizer_has_after_a_changed_resume(constant, flags):
     argv, folder = constant
     run = parse_run(None, [*argv, "--load", str(folder), *flags.split()])
-    found = {}
+    actual = {}
 
     def watch(_):
         for group in trainer.engine.optimizer.param_groups:
             rate, decay = group["lr"] / group["lr_factor"], group["weight_decay"]
-            found.setdefault(group["decays"], (rate, decay))
+            actual.setdefault(group["decays"], (rate, decay))
 
     with distributed(run.config.parallel) as mesh:
         trainer = watched_trainer(run, mesh, watch)
         trainer.fit()
-    assert found[True] == pytest.approx(CHANGES[flags], rel=1e-12)
-    assert found[False] == pytest.approx((CHANGES[flags][0], 0.0), rel=1e-12)
+    assert actual[True] == pytest.approx(CHANGES[flags], rel=1e-12)
+    assert actual[False] == pytest.approx((CHANGES[flags][0], 0.0), rel=1e-12)

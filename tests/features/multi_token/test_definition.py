@@ -74,12 +74,12 @@ class Definition:
         for n in range(self.layers):
             x_TH = self.block(x_TH, f"layers.{n}")
         x_TH = self.norm(x_TH, "final_norm.norm")
-        found = []
+        actual = []
         for depth in range(further + 1):
             if depth:
                 name = f"mtp.{0 if repeated else depth - 1}"
                 if len(x_TH) < 2:
-                    found.append(x_TH.new_zeros(0))
+                    actual.append(x_TH.new_zeros(0))
                     x_TH = x_TH[:0]
                     continue
                 merged = torch.cat(
@@ -93,8 +93,8 @@ class Definition:
                 x_TH = self.norm(x_TH, f"{name}.norm")
             labels_T = text_T[depth + 1 :]
             logits_TV = x_TH[: len(labels_T)] @ head[:VOCAB].T
-            found.append(F.cross_entropy(logits_TV, labels_T, reduction="none"))
-        return found
+            actual.append(F.cross_entropy(logits_TV, labels_T, reduction="none"))
+        return actual
 
 
 def case(**changes):
@@ -208,9 +208,9 @@ def test_positions_of_the_head_change_nothing():
         positions,
         (~mask_BS).byte().argsort(dim=1, stable=True)[:, : int(mask_BS.sum(1).max())],
     ):
-        found = stack(spec.begin(batch._replace(positions_BP=positions_BP))).losses
+        actual = stack(spec.begin(batch._replace(positions_BP=positions_BP))).losses
         for name in expected:
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=0)
+            torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=0)
 
 
 def test_losses_ahead_have_the_weight_of_their_micro_batch():
@@ -243,7 +243,7 @@ def test_texts_are_scored_and_written_without():
         begin.changed(targets=None),
         begin.changed(targets=begin.targets.changed(scored=True)),
     ):
-        found, expected = stack(state), without(state.changed(ahead=()))
-        assert torch.equal(found.hidden, expected.hidden) and not found.losses
+        actual, expected = stack(state), without(state.changed(ahead=()))
+        assert torch.equal(actual.hidden, expected.hidden) and not actual.losses
         if state.targets is not None:
-            assert torch.equal(found.scores.log_probs_BP, expected.scores.log_probs_BP)
+            assert torch.equal(actual.scores.log_probs_BP, expected.scores.log_probs_BP)

@@ -59,12 +59,12 @@ def test_chunks_against_the_definition(length, borders):
     ours = gated_delta_rule(*inputs[:5], starts, inputs[5])
     expected = by_token(*inputs, starts)
     grads = [torch.randn_like(x) for x in expected]
-    for found, wanted in zip(
+    for actual, wanted in zip(
         (*ours, *torch.autograd.grad(ours, inputs, grads)),
         (*expected, *torch.autograd.grad(expected, inputs, grads)),
         strict=True,
     ):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk", [64, pytest.param(16, marks=pytest.mark.proof)])
@@ -74,7 +74,7 @@ def test_against_transformers(chunk):
     inputs = [x.requires_grad_() for x in tensors(100)]
     ours = gated_delta_rule(*inputs[:5], None, inputs[5], chunk)
     grads = [torch.randn_like(x) for x in ours]
-    found = torch.autograd.grad(ours, inputs, grads)
+    actual = torch.autograd.grad(ours, inputs, grads)
     for function in (theirs.torch_chunk_gated_delta_rule, theirs.torch_recurrent_gated_delta_rule):
         with in_float64(theirs):
             expected = function(
@@ -84,7 +84,7 @@ def test_against_transformers(chunk):
                 use_qk_l2norm_in_kernel=True,
             )
             wanted = torch.autograd.grad(expected, inputs, grads)
-        for one, other in zip((*ours, *found), (*expected, *wanted), strict=True):
+        for one, other in zip((*ours, *actual), (*expected, *wanted), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 

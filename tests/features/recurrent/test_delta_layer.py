@@ -153,7 +153,7 @@ def test_convolution_against_torch(bias, documents):
         param.data.normal_()
     ids = torch.tensor([[0] * 30 + [1] * 1 + [2] * 2 + [3] * 67]) if documents else None
     x = torch.randn(1, 100, 1500, dtype=torch.float64, requires_grad=True)
-    found = conv(x, Pieces(Context(), AttentionMasks(ids)))
+    actual = conv(x, Pieces(Context(), AttentionMasks(ids)))
     parts = x.split([30, 1, 2, 67] if documents else [100], 1)
     weight = conv.weight.unsqueeze(1)
     expected = torch.cat(
@@ -163,10 +163,10 @@ def test_convolution_against_torch(bias, documents):
         ],
         1,
     )
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    inputs, grad = (x, *conv.parameters()), torch.randn_like(found)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    inputs, grad = (x, *conv.parameters()), torch.randn_like(actual)
     for one, other in zip(
-        torch.autograd.grad(found, inputs, grad),
+        torch.autograd.grad(actual, inputs, grad),
         torch.autograd.grad(expected, inputs, grad),
         strict=True,
     ):

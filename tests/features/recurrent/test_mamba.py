@@ -38,11 +38,11 @@ def test_packed_documents_equal_each_alone(flags, gpt_config, random_gpt):
     weights = torch.randn(tokens.shape[1], 128, generator=draw, dtype=torch.float64)
     trained = list(model.parameters())
 
-    found = forward(model, tokens, positions, ids)
-    gradients = torch.autograd.grad((found[0] * weights[:, : found.shape[-1]]).sum(), trained)
+    actual = forward(model, tokens, positions, ids)
+    gradients = torch.autograd.grad((actual[0] * weights[:, : actual.shape[-1]]).sum(), trained)
     alone = torch.cat([forward(model, text) for text in texts], 1)
     expected = torch.autograd.grad((alone[0] * weights[:, : alone.shape[-1]]).sum(), trained)
-    torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, alone, rtol=1e-12, atol=1e-12)
     for each, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(each, other, rtol=1e-10, atol=1e-11)
     leaking = forward(model, tokens, positions)

@@ -41,9 +41,9 @@ def test_the_interpreters_lock_is_held():
             ctypes.PyDLL(None).usleep(200_000)
             time.sleep(0.05)  # a step that ends with the lock held has ended before the next look
 
-    found = measured(work)
-    assert found.own > 0.2
-    assert found.unscheduled > 0.2
+    actual = measured(work)
+    assert actual.own > 0.2
+    assert actual.unscheduled > 0.2
 
 
 def test_waiting_for_data():
@@ -51,10 +51,10 @@ def test_waiting_for_data():
         with phase("data"):
             time.sleep(0.3)
 
-    found = measured(work)
+    actual = measured(work)
     # Without a processor for the thread that looks, the time is known, but not what it was for.
-    assert found.reading > 0
-    assert found.reading + found.unscheduled > 0.1
+    assert actual.reading > 0
+    assert actual.reading + actual.unscheduled > 0.1
 
 
 def test_pauses_do_not_count():

@@ -72,8 +72,8 @@ def test_a_file_of_the_package_gguf(parts, tmp_path):
     files = sorted(tmp_path.glob("*.gguf"))
     assert len(files) == (3 if parts else 1)
     for where in (files[0], files[-1]):
-        found = locate_checkpoint(where)
-        back = found.open()
+        actual = locate_checkpoint(where)
+        back = actual.open()
         assert back.model == source.model or back.model.hf_architecture == "llama"
         for each in source.names():
             assert torch.equal(back.tensor(each), source.tensor(each)), each
@@ -145,8 +145,8 @@ def test_factors_of_scaled_rope_against_transformers():
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     factors = write_factors({"rope_scaling": scaling, "rope_theta": 500000.0, "head_dim": 128})
     plain = 1 / 500000.0 ** (torch.arange(0, 128, 2).double() / 128)
-    found = plain / factors["rope_freqs.weight"].double()
-    torch.testing.assert_close(found.float(), scaled, rtol=1e-5, atol=0)
+    actual = plain / factors["rope_freqs.weight"].double()
+    torch.testing.assert_close(actual.float(), scaled, rtol=1e-5, atol=0)
     assert len(set(factors["rope_freqs.weight"].tolist())) > 5
 
 
@@ -192,9 +192,9 @@ def test_llama_cpp_computes_the_same(name, tmp_path, monkeypatch):
     write_gguf(source, tmp_path / "m.gguf", "f32")
     command = [sys.executable, "-c", _RUN, tmp_path / "m.gguf", json.dumps(IDS)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    found = json.loads(run.stdout.partition("RESULT")[2].splitlines()[0])
+    actual = json.loads(run.stdout.partition("RESULT")[2].splitlines()[0])
     expected = logits(model)[0, -1].log_softmax(-1)
-    assert len(found) == 61
+    assert len(actual) == 61
     allowed = 3e-3 if name in _GELU else 5e-6
-    for token, probability in found.items():
+    for token, probability in actual.items():
         assert abs(expected[int(token)].item() - probability) < allowed

@@ -78,7 +78,7 @@ MODERN: dict[str, Case] = {
 NEVER_WIDE = ("bitnet", "cohere2", "helium")
 """Architectures whose heads have hidden size / heads channels."""
 DIVIDING = ("cwm", "arcee", "jais2", "internlm3", "iquestcoder", "hyperclovax", "vaultgemma")
-"""Those whose configuration wants heads that divide the hidden size all the same."""
+"""Architectures whose configuration wants heads that divide the hidden size all the same."""
 WHOLE = {"attention_bias": True, "mlp_bias": True}
 BIASED: dict[str, list[Case]] = {
     **dict.fromkeys(
@@ -125,7 +125,7 @@ OTHERS: dict[str, dict[str, Case]] = {
     "apertus": {"relu2": {"hidden_act": "relu2"}},
     "gemma": {"silu": {"hidden_act": "silu"}},
 }  # fmt: skip
-"""What an architecture has besides."""
+"""Further flags of an architecture."""
 
 
 def _roped(model_type: str, settings: Case, rope: Case) -> Case:

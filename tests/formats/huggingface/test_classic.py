@@ -1,4 +1,4 @@
-"""What decoders of 2019 to 2023 have besides logits and gradients in float32: both in float64,
+"""Properties of decoders of 2019 to 2023 besides logits and gradients in float32: both in float64,
 generation, and defaults; all against transformers."""
 
 import contextlib

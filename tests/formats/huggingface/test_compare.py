@@ -152,7 +152,7 @@ MISTAKES = [(model_type, name) for model_type in MODELS for name in (*SETTINGS, 
 
 
 def test_every_converter_has_mistakes():
-    """Those with experts have theirs in the tests of their files, relatives of BERT those of BERT,
+    """Models with experts have theirs in the tests of their files, relatives of BERT those of BERT,
     and what other decoders compute is compared to 1e-10 in :mod:`test_classic`, :mod:`test_modern`.
     """
     known = {form.model_type for form in architectures()}

@@ -27,13 +27,13 @@ FREE = {
     "max_position_embeddings", "rotary_base", "norm_epsilon", "unpadded_vocab_size",
     "untie_embeddings_and_output_weights",
 }  # fmt: skip
-"""What any architecture can have at any value."""
+"""Fields that any architecture can have at any value."""
 TRAINING = {
     "seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "padded_vocab_size",
     "make_vocab_size_divisible_by", "attention_backend", "hf_architecture", "decoder_seq_length",
     "init_method_xavier_uniform", "fp32_residual_connection",
 }  # fmt: skip
-"""What makes no difference to logits."""
+"""Fields that make no difference to logits."""
 RETRIEVAL = {field.name for field in dataclasses.fields(RetrievalConfig)}
 EXPERTS = {field.name for field in dataclasses.fields(ExpertsConfig)}
 """All but one are written or refused where there are experts; see :mod:`test_experts`."""
@@ -45,14 +45,14 @@ RECURRENT = {
     for part in (DeltaConfig, MambaConfig, PatternConfig)
     for field in dataclasses.fields(part)
 }
-"""Those of models with Mamba-2 are written or refused too; see :mod:`test_hybrids`."""
+"""Fields of models with Mamba-2 are written or refused too; see :mod:`test_hybrids`."""
 OTHER_FAMILIES = {"encoder_decoder"} | (RETRIEVAL | EXPERTS | LATENT | MULTI_TOKEN | RECURRENT) - {
     "retro_add_retriever",
     "num_experts",
     "multi_latent_attention",
     "mtp_num_layers",
 }
-"""What these models do not have."""
+"""Fields that these models do not have."""
 OTHER_SPELLINGS = {
     "group_query_attention", "use_rotary_position_embeddings", "use_rope_scaling",
     "rope_scaling_factor", "swiglu", "quick_geglu", "openai_gelu", "no_position_embedding",
@@ -94,7 +94,7 @@ FURTHER = {
     "num_experts", "multi_latent_attention", "experimental_attention_variant",
     "hybrid_layer_pattern",
 }  # fmt: skip
-"""What models have of which a sample is tested by default."""
+"""Fields of models of which a sample is tested by default."""
 RELATIVES = {"roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mt5"}
 """Architectures of which the same is so, because others have almost their tables."""
 

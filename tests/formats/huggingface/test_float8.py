@@ -77,10 +77,10 @@ def test_blocks_at_the_edges_are_smaller():
     draw = torch.Generator().manual_seed(0)
     numbers = torch.randn(200, 300, generator=draw).to(DTYPE)
     scales = torch.rand(2, 3, generator=draw)
-    found = scaled(numbers, scales)
+    actual = scaled(numbers, scales)
     for row, column in ((0, 0), (127, 127), (128, 127), (199, 255), (199, 299)):
         expected = numbers[row, column].float() * scales[row // BLOCK, column // BLOCK]
-        assert found[row, column] == expected
+        assert actual[row, column] == expected
 
 
 def test_a_folder_is_what_transformers_dequantises(folder):
@@ -89,8 +89,8 @@ def test_a_folder_is_what_transformers_dequantises(folder):
         folder, quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.float32
     ).eval()
     assert_same_logits(source, theirs, "minimax_m2")
-    found = source.tensor("layers.1.attention.proj.weight")
-    assert torch.equal(found, theirs.state_dict()[NAME])
+    actual = source.tensor("layers.1.attention.proj.weight")
+    assert torch.equal(actual, theirs.state_dict()[NAME])
     (folder / "back").mkdir()
     write_model(source, folder / "back", "bfloat16", 10**9)
     assert "quantization_config" not in json.loads((folder / "back/config.json").read_text())

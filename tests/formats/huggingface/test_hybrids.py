@@ -1,4 +1,4 @@
-"""What the architectures with Mamba-2 have besides logits and gradients in float32: gradients in
+"""Architectures with Mamba-2, besides logits and gradients in float32: gradients in
 float64, older names, and what is refused; all against transformers."""
 
 import dataclasses

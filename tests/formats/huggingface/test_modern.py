@@ -1,5 +1,5 @@
-"""What the decoders of today have besides their first shape: other heads, biases, RoPE and windows
-in float64, the commands both ways, and files of older versions; all against transformers."""
+"""Decoders of today, besides their first shape: other heads, biases, RoPE and windows in
+float64, the commands both ways, and files of older versions; all against transformers."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ from megatron.parallel.shard import shard_of
 SHAPES = [(name, shape) for name in MODERN for shape in shapes(name)]
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 FIRST = [("cohere", "qk_norm,odd"), ("bitnet", "odd_heads"), ("nanochat", "odd_groups")]
-"""Of the shapes those of layers that no relative of Llama has."""
+"""Shapes of layers that no relative of Llama has."""
 
 
 @pytest.fixture

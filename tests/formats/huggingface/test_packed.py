@@ -322,7 +322,7 @@ def test_other_methods_are_refused_by_name(config, message, tmp_path):
 
 
 def unpacked(config, tensors, name="x.weight"):
-    """What is read of one layer ``x``."""
+    """The weight that is read of one layer ``x``."""
     tensors = {f"x.{part}": value for part, value in tensors.items()}
     for form in packing_of({"quantization_config": config}, "config.json").forms:
         for found, names in form.claim(set(tensors)).items():

@@ -165,8 +165,8 @@ def test_names_and_keys_of_other_releases(saved):
     older = {"rope_theta": rope["rope_theta"], "rope_scaling": {
         "type": "mrope", "mrope_section": rope["mrope_section"]}}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(text | older | content))
-    found = HuggingFaceFolder(folder)
-    assert found.model == wanted.model
+    actual = HuggingFaceFolder(folder)
+    assert actual.model == wanted.model
     folder, _ = saved("llava")
     shutil.copytree(folder, folder.with_name("before"))
     wanted = HuggingFaceFolder(folder.with_name("before"))
@@ -178,9 +178,9 @@ def test_names_and_keys_of_other_releases(saved):
         for name, values in load_file(path).items()
     }
     save_file(tensors, path, metadata={"format": "pt"})
-    found = HuggingFaceFolder(folder)
-    assert found.model == wanted.model and not found.model.embedding.tied
-    assert all(torch.equal(found.tensor(name), wanted.tensor(name)) for name in wanted.names())
+    actual = HuggingFaceFolder(folder)
+    assert actual.model == wanted.model and not actual.model.embedding.tied
+    assert all(torch.equal(actual.tensor(name), wanted.tensor(name)) for name in wanted.names())
     tensors["decoder.lm_head.weight"] = tensors.pop("lm_head.weight")
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="contains decoder.lm_head.weight"):

@@ -193,7 +193,7 @@ def test_to_torch_dist_reads_back_and_resumes(flags, trained, tmp_path, capsys):
 
 
 def test_moments_of_some_weights_alone_are_not_exported(trained, tmp_path):
-    """Those of Muon and SOAP, which leave embeddings to Adam: a loader would miss the others."""
+    """Moments of Muon and SOAP, which leave embeddings to Adam: a loader would miss the others."""
     source = open_checkpoint(trained)
     kinds = source.kinds
     source.kinds = lambda name: ["weight"] if ".mlp." in name else kinds(name)

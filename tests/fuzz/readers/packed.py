@@ -38,7 +38,7 @@ _KEYS = {
 
 _WIDE = {H: 32, 24: 32, H // HEADS * GROUPS: 16}
 _WIDE_KEYS = {"embedding_length": 32, "feed_forward_length": 32, "rope.dimension_count": 8}
-"""Of rows of whole blocks."""
+"""Sizes with rows of whole blocks."""
 
 
 def write_gguf_file(folder: Path, kind: str = "F32") -> None:

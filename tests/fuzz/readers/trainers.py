@@ -266,7 +266,7 @@ OLMO_CONFIG = {
 
 
 def olmo2_weights() -> dict[str, Tensor]:
-    """Those of the Llama, with OLMo 2's norms of queries, keys, and what attention and MLP add."""
+    """Weights of the Llama, with OLMo 2's norms of queries, keys, and outputs of sublayers."""
     tensors = weights()
     del tensors[f"{BLOCK}.input_layernorm.weight"]
     for name, size in (("q_norm", H), ("k_norm", GROUPS * D)):

@@ -207,8 +207,8 @@ def test_memory_of_drafts(gpt_config, random_gpt):
     stages = StagedLayers.alone(random_gpt(config), 32)
     blocks = 2 * 2 * 8 * 4  # keys and values x heads x width x bytes of a number
     assert page_shape(stages, config.model, 16).bytes == 2 * 16 * blocks
-    found = page_shape(stages, config.model, 16, drafts=3).bytes
-    assert found == 4 * 16 * blocks + 2 * (3 + 1) * 32 * 4
+    actual = page_shape(stages, config.model, 16, drafts=3).bytes
+    assert actual == 4 * 16 * blocks + 2 * (3 + 1) * 32 * 4
 
 
 def test_flags(gpt_config):

@@ -306,8 +306,8 @@ def test_more_beams_than_slots(made):
     asked = GenerationRequest((1, 2), StopRules(3), beams=Beams(3))
     with pytest.raises(ValueError, match="3 beams need the states of as many texts; .* for 2"):
         engine.submit(asked)
-    found = engine.complete([dataclasses.replace(asked, beams=None)] * 4)
-    assert len(found) == 4
+    actual = engine.complete([dataclasses.replace(asked, beams=None)] * 4)
+    assert len(actual) == 4
 
 
 def test_a_prompt_that_is_cut_within_a_piece(made):
@@ -324,8 +324,8 @@ def test_passes_are_cut_at_pieces():
         SequencePart((1,) * 20, 0, (5,), slot=2),
     )
     passes = cut(parts, 32, 64, 32)
-    found = [[(part.slot, part.start, len(part.tokens)) for part in each] for each in passes]
-    assert found == [[(0, 70, 1)], [(1, 64, 32)], [(1, 96, 32)], [(1, 128, 16)], [(2, 0, 20)]]
+    actual = [[(part.slot, part.start, len(part.tokens)) for part in each] for each in passes]
+    assert actual == [[(0, 70, 1)], [(1, 64, 32)], [(1, 96, 32)], [(1, 128, 16)], [(2, 0, 20)]]
 
 
 @PROOF

@@ -89,7 +89,7 @@ def without_cached(completions):
 @pytest.mark.parametrize("by_runner", [False, True])
 @pytest.mark.parametrize("seeds", [range(1, 3), pytest.param(range(200), marks=pytest.mark.proof)])
 def test_texts_are_those_without(by_runner, seeds):
-    """Of any sampling, with scores, stops, beams, several of one prompt and little memory."""
+    """Any sampling, with scores, stops, beams, several of one prompt and little memory."""
     accepted = wrong = 0
     for seed in seeds:
         draw = random.Random(seed)
@@ -114,7 +114,7 @@ def test_texts_are_those_without(by_runner, seeds):
 
 
 def test_fewer_steps_and_one_update_for_each_token():
-    """Of a text that repeats itself, each step has all its drafts right."""
+    """A text that repeats itself: each step has all its drafts right."""
     runner = FakeRunner(VOCAB, reach=1, page_size=4, pages=60, max_positions=LONGEST)
     asked = GenerationRequest((0,), StopRules(40), Sampling(greedy=True), logprobs=1)
     engine = GenerationEngine(runner, NullTokenizer(VOCAB - 1), EngineLimits(1, 9, 1, 4))
@@ -178,7 +178,7 @@ def test_lookup_against_a_search():
 
 
 def searched(tokens, count):
-    """What follows the latest earlier place of the longest n-gram at the end, itself included."""
+    """Tokens after the latest earlier place of the longest n-gram at the end, with itself."""
     for length in (4, 3, 2):
         last = tokens[-length:]
         for place in range(len(tokens) - 1, length - 1, -1):

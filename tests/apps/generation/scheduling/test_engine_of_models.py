@@ -100,7 +100,7 @@ def test_nothing_depends_on_others(runner, seed):
 
 @pytest.mark.proof
 def test_drafts_change_no_bit(runner):
-    """Of few tokens, so that some drafts are right."""
+    """A vocabulary of few tokens, so that some drafts are right."""
     draw = random.Random(9)
     asked = [
         GenerationRequest(
