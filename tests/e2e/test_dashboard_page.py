@@ -85,9 +85,12 @@ def visit(browser):
     another machine."""
     visits = []
 
-    def opened(url: str, **context) -> Visit:
+    def opened(url: str, runs: int = 1, **context) -> Visit:
         visits.append(Visit(browser, url, **context))
-        visits[-1].page.wait_for_selector("figure.chart[aria-busy=false] canvas")
+        page = visits[-1].page
+        page.wait_for_selector("figure.chart[aria-busy=false] canvas")
+        if runs > 1:  # the page shows each as soon as it is read
+            playwright.expect(page.locator(f"{LOSS} .values .label")).to_have_count(runs)
         return visits[-1]
 
     yield opened
@@ -207,7 +210,7 @@ def test_axes(visit, one_run):
 def test_runs_compared(visit, four_runs):
     """Four runs share charts, each with its colour; each is hidden and shown; broken lines are
     counted; configurations and texts stand beside each other."""
-    one = visit(four_runs)
+    one = visit(four_runs, 4)
     page = one.page
     labels = page.locator(f"{LOSS} .values .label")
     assert labels.all_inner_texts() == ["baseline", "wider", "deeper", "warm-up"]
@@ -290,7 +293,7 @@ def test_texts_of_runs_are_no_markup(visit, tmp_path):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_on_a_phone(scheme, visit, four_runs):
     """Nothing is wider than 360 pixels; a finger reads values."""
-    one = visit(four_runs, viewport=PHONE, color_scheme=scheme, has_touch=True)
+    one = visit(four_runs, 4, viewport=PHONE, color_scheme=scheme, has_touch=True)
     page = one.page
     for tab in ("charts", "events", "texts", "configuration"):
         page.check(f"[name=tab][value={tab}]", force=True)
@@ -339,7 +342,7 @@ def test_fingers(visit, one_run):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast(scheme, visit, four_runs):
     """Text has the 4.5 of WCAG AA on its ground, the colours of runs have 3."""
-    one = visit(four_runs, color_scheme=scheme)
+    one = visit(four_runs, 4, color_scheme=scheme)
     for _ in range(4):
         found = one.contrasts()
         assert len(found) > 15
@@ -351,7 +354,7 @@ def test_contrast(scheme, visit, four_runs):
 @pytest.mark.proof
 def test_by_keyboard(visit, four_runs):
     """The help lists the keys; arrows read values aloud; every control has a name."""
-    one = visit(four_runs)
+    one = visit(four_runs, 4)
     page = one.page
     page.keyboard.press("?")
     assert page.locator("#help").is_visible() and page.locator("#keys dt").count() > 10
