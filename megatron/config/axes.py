@@ -81,13 +81,18 @@ class ParallelFlags:
         derived="interleaved with several stages per process, else 1f1b",
         role="layout",
     )
-    """Pipeline schedule: the order of forward and backward passes of the micro batches."""
+    """Pipeline schedule: the order of forward and backward passes of the micro batches; with zbh1
+    and dualpipev_zb gradients of weights are computed where a process would wait."""
+    enable_zbh1_pipeline: bool = option(False, role="layout")
+    """Same as --pipeline-schedule zbh1."""
+    enable_zbh1_exact_semantics: bool = option(False, role="layout")
+    """Sums of gradients in the order of 1f1b, which --pipeline-schedule zbh1 has in any case."""
     num_layers_per_virtual_pipeline_stage: int | None = option(None, bounds=POSITIVE, role="layout")
     """Number of blocks per stage of an interleaved pipeline, where each rank has several stages."""
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None,
         derived="num-layers / pipeline size / num-layers-per-virtual-pipeline-stage; else 2 with "
-        "--pipeline-schedule interleaved or dualpipev, 1 without",
+        "--pipeline-schedule interleaved, dualpipev or dualpipev_zb, 1 without",
         bounds=POSITIVE,
         role="layout",
     )
@@ -288,10 +293,31 @@ def pipeline_schedule(
             f"{resolver.show(chunks)} contradicts {resolver.show(blocks)}, which makes it {count}",
         )
         given = resolver.fill(chunks, given, count, "num-layers / pipeline size / blocks per stage")
-    schedule, count = complete_schedule(flags.pipeline_schedule, given)
+    schedule, count = complete_schedule(_zero_bubble(flags, resolver), given)
     resolver.fill(chunks, given, count, f"pipeline-schedule {schedule}")
     how = f"{count} stage{'s' * (count > 1)} per process"
     return resolver.fill("pipeline_schedule", flags.pipeline_schedule, schedule, how), count
+
+
+def _zero_bubble(flags: ParallelFlags, resolver: ConfigResolver) -> str | None:
+    """The schedule that flags name, those of Megatron-DeepSpeed among them."""
+    schedule, zbh1 = flags.pipeline_schedule, flags.enable_zbh1_pipeline
+    resolver.check(
+        zbh1 or schedule == "zbh1" or not flags.enable_zbh1_exact_semantics,
+        "--enable-zbh1-exact-semantics has an effect with --enable-zbh1-pipeline only",
+    )
+    if not zbh1:
+        return schedule
+    resolver.check(
+        schedule in (None, "zbh1"),
+        f"--enable-zbh1-pipeline contradicts {resolver.show('pipeline_schedule')}",
+    )
+    if not flags.enable_zbh1_exact_semantics:
+        resolver.notes.append(
+            "--enable-zbh1-pipeline: gradients are summed in the order of 1f1b, as with "
+            "--enable-zbh1-exact-semantics"
+        )
+    return "zbh1"
 
 
 def _chunks(layers: int, ranks: int, wanted: int, resolver: ConfigResolver) -> int:

@@ -17,7 +17,7 @@ from megatron.config.patterns import FREQUENCY, but_every_last, in_pattern, reso
 
 _ROPE = needs_value("position_embedding_type", "rope")
 
-GATES = ("swiglu", "geglu", "quick_geglu", "squared_reglu")
+GATES = ("swiglu", "geglu", "geglu_erf", "quick_geglu", "squared_reglu")
 """Activations of gated MLPs."""
 
 MLP_ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "squared_relu", "xielu", *GATES)
@@ -271,8 +271,8 @@ class MLPFlags:
     )
     """Inner size of the MLP."""
     glu_activation: str | None = option(None, choices=GATES, role="results")
-    """Gated MLP: swiglu gates with SiLU, geglu with GELU in its tanh approximation, quick_geglu
-    with x * sigmoid(1.702 x), squared_reglu with squared ReLU."""
+    """Gated MLP: swiglu gates with SiLU, geglu with GELU in its tanh approximation, geglu_erf with
+    exact GELU, quick_geglu with x * sigmoid(1.702 x), squared_reglu with squared ReLU."""
     swiglu: bool = option(False, megatron=True)
     """Same as --glu-activation swiglu."""
     quick_geglu: bool = option(False, megatron=True)

@@ -31,7 +31,7 @@ from megatron.util.errors import name_output, one_line
 MANY_FLAGS = 40
 """With more flags than this, --help shows the examples again at its end."""
 
-UNUSED_LIST = "megatron/config/legacy_flags.py"
+UNUSED_LIST = "megatron/config/accepted_flags.txt"
 """Lists the flags that are accepted and not used, which would be a third of --help."""
 
 _EXAMPLE = re.compile(
@@ -97,7 +97,7 @@ class CommandParser(argparse.ArgumentParser):
         word = next((w for w in unknown if w.startswith("-")), unknown[0])
         known, name = self._option_string_actions, word.split("=", 1)[0]
         # It knows all flags of training, and is needed for a message only.
-        from megatron.config.unknown_flags import another_trainers, instead_of
+        from megatron.config.foreign_flags import another_trainers, instead_of
 
         if not word.startswith("-"):
             other = another_trainers(name, known) if "=" in word else None

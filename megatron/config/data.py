@@ -75,7 +75,7 @@ class DataConfig:
     train_data_exact_num_epochs: int | None = option(None, bounds=POSITIVE)
     """Number of epochs of training samples, however many the run needs: their order is then that of
     any other run over so many epochs. Of a blend, until the first file has been read so often."""
-    data_cache_path: str | None = option(None, derived="index-cache beside the data")
+    data_cache_path: str | None = option(None, derived="index-cache next to the data")
     """Folder for the cached sample indices."""
     object_storage_cache_path: str | None = option(None, derived="object-storage-cache")
     """Folder that caches remote data, such as s3://bucket/prefix."""

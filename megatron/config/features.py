@@ -273,6 +273,15 @@ class Feature:
     def check_json(self, sections: Mapping[str, str]) -> None:
         """Raise ConfigError for wrong texts of :attr:`json_sections`, by name."""
 
+    def check_engine(self, content: Mapping[str, Any], config: Any) -> Sequence[str]:
+        """Return lines for the user about a completed DeepSpeed JSON. Raises ConfigError where it
+        contradicts the run."""
+        return ()
+
+    def engine_settings(self, settings: dict[str, Any], on_cpu: bool) -> None:
+        """Change the settings of DeepSpeed's engine where the hook :meth:`built` does something
+        itself. Raises ConfigError for what the engine's device cannot do."""
+
     def start(self, settings: Settings, processes: int) -> int:
         """Called in each of the ``processes`` of a run before it resolves its settings: return
         their number, which may be another one where processes start again."""

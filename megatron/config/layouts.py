@@ -14,7 +14,11 @@ from typing import Any, NamedTuple
 
 from megatron.config.flags import ConfigError
 
-SCHEDULES = ("1f1b", "interleaved", "dualpipev")
+SCHEDULES = ("1f1b", "interleaved", "dualpipev", "zbh1", "dualpipev_zb")
+BOTH_WAYS = ("dualpipev", "dualpipev_zb")
+"""Schedules in which micro batches go down the processes and back up."""
+WEIGHTS_LATER = ("zbh1", "dualpipev_zb")
+"""Schedules that compute gradients of weights where a process would wait."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 RECOMPUTE = ("selective", "uniform", "block")
 COMMUNICATIONS = ("p2p", "a2a", "allgather", "a2a+p2p")
@@ -93,7 +97,7 @@ class Layout:
         """ZeRO stage that the engine runs: it partitions over the data-parallel and the context
         ranks. Over one rank nothing can be partitioned,
         and stage 1 computes what 2 and 3 would without their copies, hooks and waits. Not where
-        something is offloaded; nor at stage 2 with float32 sums, which stage 1 keeps beside the
+        something is offloaded; nor at stage 2 with float32 sums, which stage 1 keeps next to the
         16-bit gradients."""
         offloaded = self.offload_optimizer or self.offload_param
         sums_only = self.zero == 2 and self.grads_in_fp32
@@ -109,7 +113,7 @@ class Layout:
     @property
     def fewest_micro_batches(self) -> int:
         """The smallest number of micro batches per step that the schedule supports."""
-        factor = {"1f1b": 0, "interleaved": 1, "dualpipev": 2}[self.schedule]
+        factor = 2 if self.schedule in BOTH_WAYS else self.schedule == "interleaved"
         return factor * self.pipeline or 1
 
     @property
@@ -208,7 +212,7 @@ _VALUE_FLAGS = {
 def complete_schedule(schedule: str | None, chunks: int | None) -> tuple[str, int]:
     """Schedule and stages per process of a pipeline, completed where they are not given."""
     if chunks is None:
-        chunks = 2 if schedule in ("interleaved", "dualpipev") else 1
+        chunks = 2 if schedule in ("interleaved", *BOTH_WAYS) else 1
     return schedule or ("interleaved" if chunks > 1 else "1f1b"), chunks
 
 
@@ -260,9 +264,9 @@ RULES = (
         "per process out",
     ),
     Rule(
-        "1f1b with several stages per process",
+        "1f1b or zbh1 with several stages per process",
         ("schedule", "chunks"),
-        lambda a: a.schedule == "1f1b" and a.chunks > 1,
+        lambda a: a.schedule in ("1f1b", "zbh1") and a.chunks > 1,
         "this schedule has one stage per process",
         "use --pipeline-schedule interleaved, or one stage per process",
     ),
@@ -276,7 +280,7 @@ RULES = (
     Rule(
         "dualpipev with other than two stages per process",
         ("schedule", "chunks"),
-        lambda a: a.schedule == "dualpipev" and a.chunks != 2,
+        lambda a: a.schedule in BOTH_WAYS and a.chunks != 2,
         "micro batches go down the processes and back up, so each process has exactly 2 stages",
         "set --num-virtual-stages-per-pipeline-rank to 2 or leave it out",
     ),
@@ -292,7 +296,7 @@ RULES = (
     Rule(
         "dualpipev with few micro batches",
         ("schedule", "pipeline", "micro_batches"),
-        lambda a: a.schedule == "dualpipev" and any(m < 2 * a.pipeline for m in a.micro_batches),
+        lambda a: a.schedule in BOTH_WAYS and any(m < 2 * a.pipeline for m in a.micro_batches),
         "the schedule fills the pipeline from both ends and needs at least twice as many micro "
         "batches as the pipeline has processes",
         "choose a larger --global-batch-size",
@@ -302,8 +306,8 @@ RULES = (
         "pipelines with ZeRO 2 or 3",
         ("zero", "pipeline"),
         lambda a: a.pipeline > 1 and a.zero > 1,
-        "gradients and parameters that are partitioned cannot be accumulated over a pipeline's "
-        "micro batches",
+        "gradients would be sent, and parameters gathered, for every micro batch and not once in a "
+        "step, which costs more time than the memory is worth",
         "use --zero-stage 0 or 1",
     ),
     Rule(
@@ -320,13 +324,6 @@ RULES = (
         lambda a: a.states is not None and a.grads_in_fp32 and a.zero == 1,
         "DeepSpeed's optimizer for this has float32 main weights of its own",
         "use --zero-stage 2, or leave one of the flags out",
-    ),
-    Rule(
-        "offload to NVMe",
-        ("offload_optimizer", "offload_param"),
-        lambda a: "nvme" in (a.offload_optimizer, a.offload_param),
-        "checkpoints are saved from memory",
-        "use cpu",
     ),
     Rule(
         "offload_optimizer without ZeRO",

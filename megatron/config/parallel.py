@@ -82,6 +82,35 @@ class ParallelConfig:
         """Number of pipeline stages."""
         return self.pipeline_model_parallel_size * self.num_virtual_stages_per_pipeline_rank
 
+    @property
+    def recomputed(self) -> tuple[str | None, int | None]:
+        """The kind of recomputation (selective, uniform, block), and the number of blocks if not
+        all are recomputed."""
+        if self.recompute_granularity != "full":
+            return self.recompute_granularity, None
+        if self.recompute_method == "block":
+            return "block", self.stages * self.recompute_num_layers
+        return "uniform", None
+
+    def in_words(self) -> str:
+        """The axes over which processes divide the work."""
+        pipeline, data = self.pipeline_model_parallel_size, self.data_parallel_size
+        words = [
+            "1 process" if self.world_size == 1 else f"{self.world_size} processes",
+            f"pipeline x data x tensor = {pipeline} x {data} x {self.tensor_model_parallel_size}",
+        ]
+        if pipeline > 1:
+            chunks = self.num_virtual_stages_per_pipeline_rank
+            words.append(f"{self.pipeline_schedule} with {chunks} stages per process")
+        if self.sequence_parallel:
+            words.append("sequence parallel")
+        if self.context_parallel_size > 1:
+            kinds = " ".join(self.cp_comm_type)
+            words.append(f"sequences divided over {self.context_parallel_size} ({kinds})")
+        if self.expert_model_parallel_size > 1:
+            words.append(f"experts divided over {self.expert_model_parallel_size}")
+        return ", ".join(words)
+
 
 def resolve_parallel(
     flags: ParallelFlags, model: ModelConfig, world_size: int, resolver: ConfigResolver

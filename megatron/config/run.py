@@ -20,8 +20,8 @@ from megatron.config.engine import (
 )
 from megatron.config.features import FlagSection, KindConfig, features, section_classes
 from megatron.config.flags import ConfigResolver, Settings, build, type_hints
+from megatron.config.foreign_flags import LegacyFlags
 from megatron.config.layouts import Layout, check_layout
-from megatron.config.legacy_flags import LegacyFlags
 from megatron.config.model import ModelConfig, ModelFlags, resolve_model
 from megatron.config.optimizer import OptimizerConfig, OptimizerFlags, resolve_optimizer
 from megatron.config.output import (

@@ -1,13 +1,17 @@
-"""Advice about a flag that a program does not have: what to use instead of one of Megatron-LM or
-Megatron-DeepSpeed that means nothing here, or whose flag it is."""
+"""Flags of other trainers and programs: those that are accepted and not used, and advice about one
+that a program does not have."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container
+from dataclasses import make_dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from megatron.config.flags import option
 
 
 def _read(file: Path) -> dict[str, dict[str, str]]:
@@ -37,6 +41,34 @@ OTHER_TRAINERS = Path(__file__).with_name("other_trainers.txt")
 and the flags that mean the same here."""
 
 TRAINING = "pretrain_gpt.py"
+
+ACCEPTED = Path(__file__).with_name("accepted_flags.txt")
+"""Flags that are accepted from scripts of other trainers, and what happens instead."""
+
+
+def _unused(words: str, note: str) -> tuple[str, Any, Any]:
+    """A field for ``make_dataclass``: a flag with its aliases, or with its value: INT, FLOAT, STR
+    or choices with at least one ``|``."""
+    flag, *others = words.split()
+    name = flag[2:].replace("-", "_").lower()
+    if others and not others[0].startswith("-"):
+        if others[0] == "STR+":
+            return name, tuple[str, ...], option((), flag=flag, note=note)
+        kind = {"INT": int, "FLOAT": float}.get(others[0], str)
+        choices = [word for word in others[0].split("|") if word] if "|" in others[0] else None
+        return name, kind | None, option(None, flag=flag, choices=choices, note=note)
+    return name, bool, option(False, flag=flag, aliases=others, note=note)
+
+
+LegacyFlags = make_dataclass(
+    "LegacyFlags",
+    [_unused(words, note) for words, note in _read(ACCEPTED)["accepted"].items()],
+    frozen=True,
+    namespace={
+        "__doc__": "Accepted from other trainers' scripts, and not used.",
+        "__module__": __name__,
+    },
+)
 
 _PATTERNS = {
     pattern: reason for row, reason in (REFUSED | OF_2019).items() for pattern in row.split()
@@ -94,5 +126,8 @@ def another_program(flag: str, prog: str, of_training: Callable[[], Container[st
     """Says whose flag it is, if it belongs to another program than ``prog``."""
     for program, flags in OWN_FLAGS.items():
         if flag in flags.split() and not program.endswith(prog):
+            name, _, command = prog.partition(" ")
+            if command and program.endswith(name):
+                return f"is no flag of {command}, but of another command of {program}"
             return f"is a flag of {program}"
     return f"is a flag of {TRAINING}" if flag in of_training() else None
