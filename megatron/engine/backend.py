@@ -174,15 +174,15 @@ class PlainBackend(Backend):
         return sums
 
     def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> list[Tensor]:
-        found = []
+        results = []
         for _ in range(count):
             moved()
             batch = next(batches).to(self._device, non_blocking=True)
             if self._graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             state = self._engine(measure.start(self._spec.begin(batch)))
-            found.append(measure.of(state, batch))
-        return found
+            results.append(measure.of(state, batch))
+        return results
 
     def apply(self) -> None:
         self._engine.step()
@@ -236,15 +236,15 @@ class PipelineBackend(Backend):
     def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
         plan = _plan(self._schedule(len(seeds)), self._mesh.pipeline.rank)
         measure = self._spec.loss_measure
-        found = self.executor.run(plan, batches, seeds, measure)
+        results = self.executor.run(plan, batches, seeds, measure)
         sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self._device)
-        self.losses = [found[number] for number in sorted(found)]
-        return reduce(add, found.values(), sums)
+        self.losses = [results[number] for number in sorted(results)]
+        return reduce(add, results.values(), sums)
 
     def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> list[Tensor]:
         plan = _plan(self._schedule(count, forward_only=True), self._mesh.pipeline.rank)
-        found = self._passes.run(plan, batches, [None] * count, measure)
-        return [found[number] for number in sorted(found)]
+        results = self._passes.run(plan, batches, [None] * count, measure)
+        return [results[number] for number in sorted(results)]
 
     def apply(self) -> None:
         self.executor.apply()

@@ -130,6 +130,7 @@ def build_engine(
         stored,
         groups_differ=bool(factors) or mesh.group("expert").size > 1,
     )
+    built.content = content
     for feature in taking_part():
         feature.built(built)
     return built

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.config import RunConfig
 from megatron.config.engine import GRAPH_MODES, FastPathsConfig
 from megatron.config.features import taking_part
+from megatron.config.layouts import WEIGHTS_LATER
 from megatron.model.attention_masks import slopes_on
 from megatron.model.layer_list import LayerSequence
 from megatron.model.rope import rope_table
@@ -51,6 +52,8 @@ def why_eager(config: RunConfig, device: torch.device) -> str | None:
     asked = config.fast_paths.torch_compile
     if asked == "off":
         return asked
+    if config.parallel.pipeline_schedule in WEIGHTS_LATER:
+        return f"{asked}: {config.parallel.pipeline_schedule} takes backward passes of blocks apart"
     for feature in taking_part():
         reason = feature.why_eager(config, automatic=False)
         if reason is not None:

@@ -43,7 +43,8 @@ _KNOWN_KEYS = frozenset(
     communication_data_type prescale_gradients gradient_predivide_factor fp16 bf16 data_types
     gradient_clipping zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
     steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger
-    tensorboard wandb csv_monitor comet data_efficiency curriculum_learning disable_allgather
+    tensorboard wandb csv_monitor comet data_efficiency curriculum_learning compression_training
+    disable_allgather
     seq_parallel_communication_data_type aio timers use_data_before_expert_parallelism
     dataloader_drop_last vocabulary_size sequence_parallel_size activation_checkpointing""".split()
 )
@@ -54,7 +55,7 @@ _NEWER_KEYS = {"log_level": "0.19.3", "disable_python_gc": "0.19.8"}
 _OFFLOAD = ("offload_optimizer", "offload_param")
 
 _DEVICES = ("none", "cpu", "nvme")
-"""Devices to which DeepSpeed can offload; nvme is refused with the layout."""
+"""Devices to which states can be offloaded."""
 
 _DEPRECATED = {
     "cpu_offload": '"offload_optimizer": {"device": "cpu"}',
@@ -131,11 +132,12 @@ def file_notes(content: Json, path: str) -> list[str]:
         f"{REMOVED[key]}"
         for key, _ in removed_keys(content)
     ]
-    if isinstance(content.get("curriculum_learning"), dict):
-        notes.append(
-            f"{path}: curriculum_learning is read by the trainer, and is left out for DeepSpeed, "
-            "which refuses the key since 0.19.8"
-        )
+    for key, since in (("curriculum_learning", "0.19.8"), ("compression_training", "0.19.7")):
+        if isinstance(content.get(key), dict):
+            notes.append(
+                f"{path}: {key} is read by the trainer, and is left out for DeepSpeed, which "
+                f"refuses the key since {since}"
+            )
     if get(content, "aio.thread_count") is not None:
         notes.append(
             f"{path}: aio.thread_count has no effect in DeepSpeed 0.19; the key is now "
@@ -243,17 +245,16 @@ def _is_off(key: str, value: Any) -> bool:
     return key in _REFUSED and isinstance(value, dict) and value.get("enabled") is False
 
 
-_DTYPES = "weights are trained in the dtype of --bf16 or --fp16"
+_QUANTIZED = "compression_training.weight_quantization trains quantised weights"
 _HIERARCHY = f"{ZERO}.zero_hpz_partition_size keeps the gathers of the backward pass in a node"
 _INSTEAD = {
     "amp": "NVIDIA apex is not used; set bf16 or fp16",
-    "compression_training": "DeepSpeed 0.19.8 has no compression",
-    "eigenvalue": f"it served quantize_training; {_DTYPES}",
+    "eigenvalue": f"it served quantize_training; {_QUANTIZED}",
     "elasticity": "--load reads a checkpoint on any number of processes",
     "graph_harvesting": "CUDA graphs are recorded by --torch-compile-mode reduce-overhead",
     "nebula": "checkpoints are the trainer's own (--save, --load, --async-save)",
     "progressive_layer_drop": "every layer takes part in every step",
-    "quantize_training": _DTYPES,
+    "quantize_training": _QUANTIZED,
     "sparse_attention": "attention is dense",
     "sparse_gradients": "gradients of embeddings are dense",
     f"{ZERO}.mics_shard_size": _HIERARCHY,
@@ -276,13 +277,7 @@ def _check_removed(content: Json, path: str) -> None:
 
 def _switched_on(key: str, value: Any, path: str) -> Iterator[str]:
     """The places at which the value of a removed key switches something on."""
-    if key == "compression_training" and isinstance(value, dict):
-        for technique, section in value.items():
-            place = f"{key}.{technique}"
-            if isinstance(section, dict) and "shared_parameters" in section:
-                place, section = f"{place}.shared_parameters", section["shared_parameters"]
-            yield from _switched_on(place, section, path)
-    elif key == f"{ZERO}.mics_shard_size" and value is not None:
+    if key == f"{ZERO}.mics_shard_size" and value is not None:
         if type(value) is not int:
             raise ConfigError(f"{path}: {key} is {shown(value)}; it must be an integer")
         if value > 0:
@@ -368,7 +363,7 @@ def _check_offload(content: Json, path: str) -> None:
         device = section.get("device", "none")
         if device != "auto" and device not in _DEVICES:
             raise ConfigError(
-                f"{path}: {name}.device is {json.dumps(device)}; it must be cpu or none"
+                f"{path}: {name}.device is {json.dumps(device)}; it must be cpu, nvme or none"
             )
 
 
@@ -414,11 +409,11 @@ def check_settings(settings: Json, path: str) -> None:
                 DtypeEnum(name)
         DeepSpeedConfig(copy.deepcopy(settings))
     except ValidationError as error:
-        found = error.errors()[0]
-        place = ".".join(map(str, found["loc"]))
-        place = _place_of(settings, place, found.get("input")) or place
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        place = _place_of(settings, place, problem.get("input")) or place
         raise ConfigError(
-            f"{path}: DeepSpeed refuses {place} {shown(found.get('input'))}: {found['msg']}"
+            f"{path}: DeepSpeed refuses {place} {shown(problem.get('input'))}: {problem['msg']}"
         ) from error
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())

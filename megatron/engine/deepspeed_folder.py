@@ -110,4 +110,4 @@ def write_engine_folder(
         save_tensors(random_state(), folder / f"random-{rank:05d}.safetensors")
     if history := kernel_state(engine):
         tensors = {key: values.contiguous() for key, values in history.items()}
-        save_tensors(tensors, folder / f"float8-{rank:05d}.safetensors")
+        save_tensors(tensors, folder / f"{engine.kernels.file}-{rank:05d}.safetensors")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,12 @@ class Pair:
 
 def _optimizer(name: Any) -> str:
     lower = str(name).lower()
-    known = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}.get(lower)
+    known = {"adam": "adam", "adamw": "adam", "sgd": "sgd", "lion": "lion"}.get(lower)
     if known is None:
         remedy = _BY_FLAGS.get(lower, "--optimizer has those of this trainer (--help)")
         raise ConfigError(
-            f'optimizer.type "{name}": AdamW, Adam (both with decoupled weight decay) and SGD are '
-            f"the optimizers of the JSON; {remedy}"
+            f'optimizer.type "{name}": AdamW, Adam (both with decoupled weight decay), SGD and '
+            f"Lion are the optimizers of the JSON; {remedy}"
         )
     return known
 
@@ -51,8 +51,6 @@ _BY_FLAGS = {
     "muon": "leave optimizer out, and for its rule over whole matrices give --optimizer muon "
     "--muon-nesterov --muon-momentum 0.95 --muon-coefficient-type simple --muon-scale-mode "
     "shape_scaling",
-    "lion": "leave optimizer out, and give --optimizer lion --lion-beta1 0.9 --lion-beta2 0.999 "
-    "for DeepSpeed's defaults",
     "lamb": "its rate of a layer follows from the norms of its parts on each rank; leave optimizer "
     "out, and for large batches give --optimizer muon or soap, of which every layout has the same "
     "result",
@@ -61,7 +59,8 @@ _BY_FLAGS = {
     **dict.fromkeys(
         ("muadam", "muadamw", "musgd"),
         "it is the rule of that name with rates of the package mup, by widths; leave optimizer "
-        "out, give --optimizer adam or sgd, and the rates with --lr-group PATTERN=FACTOR",
+        "out, and give --optimizer adam or sgd with --use-mup and --mup-base-hidden-size, the "
+        "width of the base",
     ),
     **dict.fromkeys(
         ("radam", "nadam", "adamax", "adadelta", "rmsprop", "rprop", "asgd", "lbfgs", "sparseadam",
@@ -87,7 +86,7 @@ ZERO = "zero_optimization"
 REMOVED = {
     **dict.fromkeys(
         (
-            *("compression_training", "nebula", "quantize_training", "sparse_attention"),
+            *("nebula", "quantize_training", "sparse_attention"),
             *(f"{ZERO}.mics_shard_size", f"{ZERO}.mics_hierarchical_params_gather"),
         ),
         "0.19.7",
@@ -149,6 +148,21 @@ PAIRS = (
     *(Pair(key, key, section_text, lambda t: t and json.loads(t)) for key in OWN_SECTIONS),
 )
 
+_BETAS = {
+    "lion": {
+        "optimizer.params.betas.0": ("lion_beta1", 0.9),
+        "optimizer.params.betas.1": ("lion_beta2", 0.999),
+    }
+}
+"""Fields of ``betas`` by the type of an optimizer other than Adam, and DeepSpeed's defaults."""
+
+
+def _pairs(content: Json) -> Sequence[Pair]:
+    """The pairs of a JSON, whose ``betas`` are those of its optimizer."""
+    fields = _BETAS.get(str(get(content, "optimizer.type")).lower(), {})
+    return [replace(p, field=fields[p.key][0]) if p.key in fields else p for p in PAIRS]
+
+
 MAX_GRAD_NORM = Pair("optimizer.params.max_grad_norm", "clip_grad")
 """Another spelling of gradient_clipping in files for older versions; DeepSpeed refuses it."""
 
@@ -168,8 +182,11 @@ def merge(flags: Settings, content: Json, path: str, world_size: int) -> Setting
     name = Path(path).name
     flags = _with_scale(flags, content, name)
     merged = dict(flags)
-    for pair in (*PAIRS, MAX_GRAD_NORM, ULYSSES):
+    of_type = _BETAS.get(str(get(content, "optimizer.type")).lower(), {})
+    for pair in (*_pairs(content), MAX_GRAD_NORM, ULYSSES):
         value = get(content, pair.key)
+        if value is None and pair.key in of_type and pair.field not in flags:
+            value = of_type[pair.key][1]
         if value is None or value == "auto":
             continue
         try:
@@ -250,7 +267,7 @@ def complete(content: Json, config: RunConfig) -> Json:
     for key, fill in _FILLED.items():
         if result.get(key) == "auto":
             result[key] = fill(config)
-    for pair in PAIRS:
+    for pair in _pairs(content):
         section = pair.key.split(".")[0]
         if section == "fp16" and not config.precision.fp16 and pair.key != "fp16.enabled":
             drop_auto(result, pair.key)
@@ -304,21 +321,8 @@ def _refuse(content: Json, config: RunConfig) -> None:
             "forward pass, which a pipeline does not have as a whole; remove the key, or profile "
             "without a pipeline"
         )
-    on_cpu = get(content, "zero_optimization.offload_optimizer.device") == "cpu"
-    if config.engine.cpu_optimizer and not (on_cpu and config.optimizer.optimizer == "adam"):
-        raise ConfigError(
-            "--cpu-optimizer is Adam on the CPU, for states that are there: give --optimizer adam, "
-            'and "offload_optimizer": {"device": "cpu"} of zero_optimization in '
-            f"{path or 'a DeepSpeed JSON (--deepspeed_config)'}; or leave the flag out"
-        )
-    ratio = get(content, "zero_optimization.offload_optimizer.ratio")
-    if ratio is not None and ratio != 1 and offloads(content, "offload_optimizer"):
-        raise ConfigError(
-            f"{path}: zero_optimization.offload_optimizer.ratio {json.dumps(ratio)}: a part of the "
-            "optimizer step on the GPU (Twin-Flow) needs DeepSpeed's own Adam for CPUs, and the "
-            "trainer's offloaded step is torch's AdamW; set 1, or remove the key"
-        )
     check_layout(config.layout(content))
+    feature_notes(content, config)
     _refuse_prescaling(content, config)
     mode = config.fast_paths.torch_compile_mode
     if mode in GRAPH_MODES and running_stage(content, config) == 3:
@@ -351,10 +355,8 @@ def running_stage(content: Json, config: RunConfig) -> int:
     data-parallel rank (:attr:`Layout.running_zero`). Folders in DeepSpeed's own format are written
     by the stage asked for, so that DeepSpeed resumes at it."""
     layout, zero = config.layout(content), content.get("zero_optimization", {})
-    kept = (
-        config.checkpoint.checkpoint_format == "deepspeed"
-        or any(zero.get(key) for key in _ONLY_AT_STAGE_3)
-        or (zero.get("zero_hpz_partition_size") or 1) > 1
+    kept = config.checkpoint.checkpoint_format == "deepspeed" or any(
+        zero.get(key) for key in _ONLY_AT_STAGE_3
     )
     return layout.zero if kept else layout.running_zero
 
@@ -368,14 +370,10 @@ def stage_notes(content: Json, config: RunConfig) -> list[str]:
     return [f"{nothing}: it runs as ZeRO {runs}"]
 
 
-def offload_notes(config: RunConfig) -> list[str]:
-    """A line for the user about the optimizer of ``--cpu-optimizer``."""
-    if not config.engine.cpu_optimizer:
-        return []
-    line = (
-        "--cpu-optimizer: torch's fused AdamW updates the offloaded states, and nothing is compiled"
-    )
-    return [f"{line}, as DeepSpeedCPUAdam would be"]
+def feature_notes(content: Json, config: RunConfig) -> list[str]:
+    """Lines for the user from features that do what the completed JSON says. Raises ConfigError
+    where it contradicts the run."""
+    return [line for f in features().values() for line in f.check_engine(content, config)]
 
 
 def stage_of(settings: Json) -> int:
@@ -413,12 +411,8 @@ def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
         if config.precision.bf16:
             result["bf16"]["enabled"] = False
             result["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    if on_cpu:
-        for key in ("zero_quantized_weights", "zero_quantized_gradients"):
-            if result.get("zero_optimization", {}).get(key):
-                raise ConfigError(
-                    f"{config.engine.deepspeed_config}: zero_optimization.{key} runs on GPUs only"
-                )
+    for feature in features().values():
+        feature.engine_settings(result, on_cpu)
     return result
 
 

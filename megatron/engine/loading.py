@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron.checkpoint.files import CheckpointError, DamagedError
+from megatron.checkpoint.manifest import KEPT_COUNTS, MORE_STATES
 from megatron.checkpoint.reader import differences
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source
 from megatron.config.features import AHEAD, taking_part
 from megatron.config.optimizer import STATES
 from megatron.engine.state import (
-    MORE_STATES,
     create_moments,
     holders,
     optimizer_step,
@@ -317,7 +317,13 @@ def _whole_shapes(engine: ModelEngine) -> dict[str, tuple[int, ...]]:
 def load_optimizer(engine: TrainEngine, source: Source) -> None:
     """Fills the optimizer's moments and the loss scaler."""
     set_loss_scaler_state(engine, source.state.get("loss_scaler", {}))
-    if stored_kinds(source) == {"weight"}:  # before the first update, or SGD without momentum
+    for kind, kept in engine.kept.items():
+        kept.restart(holders(engine), source.state.get(KEPT_COUNTS, {}).get(kind, 0))
+    for own in owned_slices(engine) if engine.kept else ():
+        for kind in own.kept:
+            own.set(kind, _read(source, own.name, kind, own.slice, own.count))
+    moments = STATES[engine.config.optimizer.optimizer]
+    if stored_kinds(source).isdisjoint(moments):  # before the first update, or SGD without momentum
         if any(engine.optimizer.state.get(holder) for holder in holders(engine)):
             create_moments(engine, source.state["optimizer_step"])  # of a run that goes back
         return

@@ -20,8 +20,9 @@ from megatron.engine.environment import Mpu
 from megatron.engine.pipeline_module import Boundary, StageModule, check_agreement
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Batch, Measure, ModelSpec
+from megatron.parallel.later_products import LaterProducts, add_products, products_later
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.pipeline_schedules import Action
+from megatron.parallel.pipeline_schedules import WEIGHTS, Action
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parallel.timeline import Exchange, Transfer
@@ -77,6 +78,8 @@ class PipelinePasses:
         self._queue: list[tuple[dist.P2POp, _Arrival | None]] = []
         self._arriving: dict[_Arrival, list[dist.Work]] = {}
         self._leaving: list[list[tuple[dist.Work, Tensor]]] = []
+        later = (a for a in plan if isinstance(a, Action) and a.part == WEIGHTS)
+        self._later: dict[_Key, LaterProducts] = {(a.stage, a.micro_batch): [] for a in later}
         numbers: dict[int, Tensor] = {}
         self._found = numbers
         self._boundaries = self._agree_on_boundaries()
@@ -85,6 +88,8 @@ class PipelinePasses:
             moved()
             if isinstance(entry, Exchange):
                 self._exchange(entry)
+            elif entry.part == WEIGHTS:
+                self.weight_pass(entry)
             elif entry.backward:
                 self.backward_pass(entry)
             else:
@@ -92,7 +97,7 @@ class PipelinePasses:
         if torch.is_grad_enabled():
             self.reduce_gradients()
         self.wait_for_sends()
-        assert not self._arriving and not self._queue
+        assert not self._arriving and not self._queue and not self._later
         del self._batches, self._loaded, self._inputs, self._outputs, self._gradients, self._found
         return numbers
 
@@ -103,6 +108,16 @@ class PipelinePasses:
     def backward_pass(self, action: Action) -> None:
         """The gradients of a stage and micro batch."""
         raise AssertionError("evaluations have no backward passes")
+
+    def weight_pass(self, action: Action) -> None:
+        """The gradients of weights that the backward pass of a stage and micro batch has left."""
+        raise AssertionError("evaluations have no backward passes")
+
+    def leaving_weights(self, key: _Key) -> contextlib.AbstractContextManager[Any]:
+        """The passes of a stage and micro batch, within which products for weights are left for
+        later where the schedule has a pass of their own."""
+        left = self._later.get(key)
+        return contextlib.nullcontext() if left is None else products_later(left)
 
     def reduce_gradients(self) -> None:
         """Finish the gradients after the last pass."""
@@ -141,7 +156,7 @@ class PipelinePasses:
         if stage > 0:
             before = self._boundaries[stage - 1]
             state = before.put_into(state, self.wait_for_arrival(False, key, self._inputs))
-        with self.autocast():
+        with self.autocast(), self.leaving_weights(key):
             state = self.module(stage, state)
         if stage == self._last_stage:
             self._found[micro_batch] = self._measure.of(state, batch)
@@ -281,17 +296,29 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
             kept = [(x, grad) for x, grad in pairs if x.requires_grad and grad is not None]
             # None does where all that came before is frozen.
             outputs, gradients = zip(*kept, strict=True) if kept else ((), ())
+        with self._backward(), self.leaving_weights(key):
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+        self.executed.append(action)
+
+    @record_function("megatron::backward")
+    def weight_pass(self, action: Action) -> None:
+        with self._backward():
+            add_products(self._later.pop((action.stage, action.micro_batch)))
+        self.executed.append(action)
+
+    @contextlib.contextmanager
+    def _backward(self) -> Iterator[None]:
+        """A backward pass to DeepSpeed, which accumulates what it adds to gradients."""
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.clear_backward_seen_flag()
         self._running_engine_backward = True
         try:
             self._backward_prologue()
-            if outputs:
-                torch.autograd.backward(outputs, gradients)
+            yield
             self._backward_epilogue()
         finally:
             self._running_engine_backward = False
-        self.executed.append(action)
 
     def _reduce_tied_gradients(self) -> None:
         """Sums the gradients of tied parameters over the stages that have a copy. DeepSpeed's own

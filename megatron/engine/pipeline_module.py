@@ -154,9 +154,9 @@ def check_agreement(boundaries: Sequence[Boundary], pipeline: Group) -> None:
     Raises AssertionError if two ranks differ; says where, and what each expects."""
     if pipeline.size == 1:
         return
-    found: list[Sequence[Boundary]] = [()] * pipeline.size
-    dist.all_gather_object(found, tuple(boundaries), group=pipeline.handle)
-    for stage, ours in enumerate(zip(*found, strict=True)):
+    of_stages: list[Sequence[Boundary]] = [()] * pipeline.size
+    dist.all_gather_object(of_stages, tuple(boundaries), group=pipeline.handle)
+    for stage, ours in enumerate(zip(*of_stages, strict=True)):
         for rank, theirs in enumerate(ours):
             assert theirs == ours[0], (
                 f"between pipeline stages {stage} and {stage + 1} rank 0 of the pipeline expects "

@@ -24,15 +24,15 @@ from megatron.checkpoint.folder import (
     remove_incomplete,
     tag,
 )
-from megatron.checkpoint.manifest import BASE, CONFIG, STATE, tensor_key
+from megatron.checkpoint.manifest import BASE, CONFIG, MORE_STATES, STATE, tensor_key
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
 from megatron.config import CheckpointConfig
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.state import (
-    MORE_STATES,
     OwnedSlice,
+    kept_counts,
     loss_scaler_state,
     more_states,
     optimizer_step,
@@ -186,6 +186,7 @@ class CheckpointWriter:
                 **counters,
                 "optimizer_step": optimizer_step(engine),
                 "loss_scaler": loss_scaler_state(engine),
+                **kept_counts(engine),
                 "world_size": engine.mesh.world.size,
                 "data": self.data,
             }

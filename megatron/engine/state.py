@@ -9,9 +9,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
+from megatron.checkpoint.manifest import KEPT_COUNTS
 from megatron.checkpoint.slices import Slice
 from megatron.config.optimizer import STATES
 from megatron.engine.deepspeed_patches import partition_range, set_partition
@@ -43,11 +45,17 @@ class OwnedSlice:
     _start: int
     _states: Partition
     _holder: Tensor
+    _kept: Mapping[str, Tensor]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """``weight`` and the moments."""
-        return "weight", *self.moments
+        """``weight``, the moments, and what is kept."""
+        return "weight", *self.moments, *self._kept
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Names of the numbers of :attr:`TrainEngine.kept` that exist."""
+        return tuple(self._kept)
 
     @property
     def trained(self) -> str:
@@ -57,11 +65,16 @@ class OwnedSlice:
     def get(self, kind: str) -> Tensor:
         """Float32 values, flat, followed by padding: a view of the engine's state where that is
         float32, otherwise a new tensor."""
+        if kind in self._kept:
+            return self._kept[kind].view(-1).narrow(0, self._start, self.count)
         return self._states.get(kind, self._start, self.count)
 
     def set(self, kind: str, values: Tensor) -> None:
         """Writes what :meth:`get` gives."""
-        self._states.set(kind, self._start, values)
+        if kind in self._kept:
+            self.get(kind).copy_(values)
+        else:
+            self._states.set(kind, self._start, values)
 
     def of_holder(self, values: Tensor) -> Tensor:
         """This slice, without padding, of numbers for each element of the tensor that the optimizer
@@ -106,7 +119,8 @@ def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
             states = partitions[holder]
             moments = tuple(filter(states.has, STATES[engine.config.optimizer.optimizer]))
             held = Slice.of(shard_of(param), engine.mesh.coordinates, start, start + count)
-            yield OwnedSlice(param, name, held, count, moments, offset, states, holder)
+            kept = {kind: of.tensors[holder] for kind, of in engine.kept.items() if of.tensors}
+            yield OwnedSlice(param, name, held, count, moments, offset, states, holder, kept)
 
 
 _PlaceOf = Callable[[nn.Parameter], tuple[int, Tensor, int, int]]
@@ -232,7 +246,8 @@ def optimizer_step(engine: TrainEngine) -> int:
 
 
 def create_moments(engine: TrainEngine, step: int) -> None:
-    """Creates optimizer state, all zero, as after ``step`` updates."""
+    """Creates optimizer state, all zero, as after ``step`` updates; states that exist stay where
+    they are."""
     name = engine.config.optimizer.optimizer
     ruled = _creators(engine)
     for holder in holders(engine):
@@ -243,7 +258,10 @@ def create_moments(engine: TrainEngine, step: int) -> None:
             state.update(ruled[holder](holder.detach()))
         else:
             for moment in STATES[name]:
-                state[moment] = torch.zeros_like(holder, memory_format=torch.preserve_format)
+                values = state.get(moment)
+                if values is None:
+                    values = torch.empty_like(holder, memory_format=torch.preserve_format)
+                state[moment] = values.zero_()
         if name != "sgd":
             # The fused kernel needs the count on the weights' device.
             state["step"] = torch.tensor(float(step), dtype=torch.float32, device=holder.device)
@@ -257,14 +275,16 @@ def _creators(engine: TrainEngine) -> dict[Tensor, Callable[[Tensor], dict[str, 
     return {place_of(param)[1]: create for param, create in creators.items()}
 
 
-MORE_STATES = "states"
-"""Beginning of the names of the files with states that have other shapes than parameters."""
-
-
 def more_states(engine: TrainEngine) -> Mapping[str, Tensor]:
     """States of the optimizer that this rank writes whole, by name; every rank must call it."""
     states: Mapping[str, Tensor] = getattr(engine.optimizer, "more_states", dict)()
     return states
+
+
+def kept_counts(engine: TrainEngine) -> dict[str, Any]:
+    """Counters of a checkpoint: the updates of what is kept; none where nothing is."""
+    counts = {kind: int(kept.count) for kind, kept in engine.kept.items()}
+    return {KEPT_COUNTS: counts} if counts else {}
 
 
 @torch.no_grad()
@@ -287,6 +307,34 @@ def set_working_weights(
         else:
             start, end = partition_range(param, engine.mesh.replicas(shard_of(param)))
             set_partition(param, values(param, start, end))
+
+
+@torch.no_grad()
+def set_trained_weights(
+    engine: TrainEngine,
+    values: Callable[[OwnedSlice], Tensor],
+    only: Mapping[nn.Parameter, object] | None = None,
+) -> None:
+    """Sets the weights that the model computes with from the numbers, flat, of the slices that each
+    rank owns: of the keys of ``only``, by default of all that are trained. Every rank must
+    call it, between steps."""
+    owned = {own.param: own for own in owned_slices(engine)}
+
+    def of_share(param: nn.Parameter, start: int, end: int) -> Tensor:
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        flat, own = param.new_zeros(end - start, dtype=dtype), owned.get(param)
+        if own is not None:
+            first, count = own.slice.start - start, own.slice.numel
+            flat[first : first + count] = values(own)[:count]
+        ranks = engine.mesh.replicas(shard_of(param))
+        if 0 < engine.stage < 3 and ranks.size > 1:
+            dist.all_reduce(flat, group=ranks.handle)
+        return flat
+
+    changed = engine.trained if only is None else only
+    with engine.replacing_state():
+        set_working_weights(engine, of_share, but=engine.names.keys() - changed.keys())
+    engine.kernels.invalidate()
 
 
 def loss_scaler_state(engine: TrainEngine) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from megatron.engine.deepspeed_patches import (
     drop_gradients,
     keep_smallest_scale,
 )
-from megatron.engine.update.adam import Partition, StateStore
+from megatron.engine.update.adam import KeptState, Partition, StateStore
 from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.optimizer import clipping_factor, gradient_norm, set_rates
 from megatron.model.layer_list import LayerSequence, canonical_buffers
@@ -132,8 +133,8 @@ class ModelEngine:
         ``count`` batches of each of D data-parallel ranks, the same on every rank; on the CPU. All
         batches have as many samples, B."""
         assert measure.per_sample
-        found = self._measured(batches, count, measure)
-        own = torch.stack(found) if found else torch.zeros((), device=self.device).double()
+        measured = self._measured(batches, count, measure)
+        own = torch.stack(measured) if measured else torch.zeros((), device=self.device).double()
         return _of_all(self._from_last_stage(own), self.mesh.samples).cpu()
 
     def taught(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
@@ -180,9 +181,9 @@ def _of_all(rows: Tensor, group: Group) -> Tensor:
     """Gather the rows of each rank, in order."""
     if group.size == 1:
         return rows[None]
-    found = [torch.empty_like(rows) for _ in range(group.size)]
-    dist.all_gather(found, rows.contiguous(), group=group.handle)
-    return torch.stack(found)
+    parts = [torch.empty_like(rows) for _ in range(group.size)]
+    dist.all_gather(parts, rows.contiguous(), group=group.handle)
+    return torch.stack(parts)
 
 
 class TrainEngine(ModelEngine):
@@ -202,10 +203,13 @@ class TrainEngine(ModelEngine):
             update, in seconds, or events on a CUDA device, which it reaches later.
         view: makes the :class:`Partition` of a tensor that the optimizer updates and of its states,
             in float32, where a checkpoint has other weights than those that are trained.
+        kept: by name, see :class:`KeptState`.
         switch: called with True before passes of training, with False before evaluations: sets
             the weights that the model computes with, where they differ.
+        content: the completed DeepSpeed JSON.
     """
 
+    content: Mapping[str, Any] = MappingProxyType({})
     look_ahead: Callable[[Iterator[Any], int], Iterator[Any]] | None = None
     judge: Callable[[list[Any], list[int | None], int], Tensor] | None = None
     count_zeros: Callable[[TrainEngine], Tensor] | None = None
@@ -230,6 +234,7 @@ class TrainEngine(ModelEngine):
     ) -> None:
         super().__init__(config, spec, mesh, device, backend, names, kernels)
         self.marks: list[Any] = []
+        self.kept: dict[str, KeptState] = {}
         self.optimizer, self.engine, self.stored_states = optimizer, engine, stored_states
         self._samples_per_round = config.training.micro_batch_size * mesh.samples.size
         self._grow_scale = defer_scale_growth(self.optimizer_wrapper)

@@ -40,18 +40,18 @@ def registered_parameters(layers: Sequence[LayerSpec]) -> dict[str, list[Registe
     one and keys and values another."""
     with torch.device("meta"):
         stack = LayerStack(layers, ParallelConfig())
-    found: dict[str, list[Registered]] = {}
+    by_name: dict[str, list[Registered]] = {}
     canonical = canonical_parameters(stack, layers)
     for (registered, param), (name, _) in zip(stack.named_parameters(), canonical, strict=True):
-        found.setdefault(name, []).append(Registered(registered, shard_of(param)))
+        by_name.setdefault(name, []).append(Registered(registered, shard_of(param)))
     tied = {layer.tied_key: place for place, layer in reversed([*enumerate(layers)])}
 
     def place(name: str) -> int:
         """Tied modules are registered first, and belong where they are first used."""
-        first, second, *_ = found[name][0].name.split(".")
+        first, second, *_ = by_name[name][0].name.split(".")
         return tied[second] if first == "tied_modules" else int(first)
 
-    return {name: found[name] for name in sorted(found, key=place)}
+    return {name: by_name[name] for name in sorted(by_name, key=place)}
 
 
 def universal_info(

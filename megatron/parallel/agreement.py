@@ -231,14 +231,14 @@ class Agreement:
         self._hand_in(here, {"digest": own})
         kinds: list[list[int]] = []
         if self._rank == 0:
-            found: dict[str, Any]
+            outcome: dict[str, Any]
             try:
                 kinds = self._kinds(here)
                 speakers = [ranks[0] for ranks in kinds[: 1 + _SHOWN_KEYS]]
-                found = {"size": self._size} if len(kinds) == 1 else {"speakers": speakers}
+                outcome = {"size": self._size} if len(kinds) == 1 else {"speakers": speakers}
             except DisagreementError as error:
-                found = {"message": str(error)}
-            self._publish(f"{here}/verdict", found)
+                outcome = {"message": str(error)}
+            self._publish(f"{here}/verdict", outcome)
         verdict: dict[str, Any] = self._read(f"{here}/verdict")
         if "speakers" not in verdict:
             return verdict

@@ -21,7 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.mesh import Group
+from megatron.parallel.later_products import (
+    Gradients,
+    GradientsOf,
+    compute_now,
+    leaves_products,
+    now_or_later,
+)
+from megatron.parallel.mesh import SINGLE, Group
 from megatron.parallel.tensor_parallel import (
     Finish,
     TensorParallel,
@@ -189,6 +196,8 @@ def linear(
 ) -> Tensor:
     """x A^T + b on one rank, [B, S, O]. Raises ValueError if the kernel cannot sum weight gradients
     over so many tokens."""
+    if kernel is None and leaves_products() and weight_OI.requires_grad:
+        return _column_linear(x_BSI, SINGLE, False, (LinearMap(weight_OI, bias_O),))[0]
     if kernel is None:
         return F.linear(x_BSI, weight_OI, bias_O)
     return kernel.linear(x_BSI, weight_OI, bias_O, kept)
@@ -200,16 +209,24 @@ def column_linear(
     """Outputs of several maps of one input, each [B, S, OP], all by one kernel. The input is the
     same on every rank; in a split region it is this rank's [B, S/t, I]. Raises ValueError as
     :func:`linear` does."""
-    weights, biases, copies, kernels, kept = zip(*maps, strict=True)
     if tp.group.size == 1:
+        weights, biases, _, kernels, kept = zip(*maps, strict=True)
         return tuple(map(linear, repeat(x_BSI), weights, biases, kernels, kept))
+    return _column_linear(x_BSI, tp.group, tp.split, maps)
+
+
+def _column_linear(
+    x_BSI: Tensor, group: Group, split: bool, maps: Sequence[LinearMap]
+) -> tuple[Tensor, ...]:
+    weights, biases, copies, kernels, kept = zip(*maps, strict=True)
     kernel = kernels[0] or PLAIN
     trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     if trained:
-        kernel.check_tokens(x_BSI.shape[:-1].numel() * tp.slices)
+        kernel.check_tokens(x_BSI.shape[:-1].numel() * (group.size if split else 1))
     leaves = [kernel.leaf(each) for each in kept]
+    gradients, params = now_or_later(*weights, *biases)
     return _ColumnLinear.apply(
-        x_BSI, tp.group, tp.split, copies, kernel, kept, trained, *weights, *biases, *leaves
+        x_BSI, group, split, copies, kernel, kept, trained, gradients, *params, *leaves
     )
 
 
@@ -265,7 +282,7 @@ class PlainKernel:
         return first
 
     def weight_gradient(self, gradient: Any, x: Any, dtype: torch.dtype) -> Tensor:
-        return gradient.flatten(0, 1).t() @ x.flatten(0, 1)
+        return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 
     def measured(self, gradient: Any, saved: Sequence[Any]) -> Tensor:
         raise AssertionError("nothing is measured")
@@ -288,10 +305,11 @@ class _ColumnLinear(torch.autograd.Function):
         kernel: LinearKernel,
         kept: tuple[Any, ...],
         trained: bool,
+        gradients: GradientsOf,
         *params: Any,
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.sequence, ctx.copies, ctx.input_dtype = group, sequence, copies, x.dtype
-        ctx.kernel, ctx.kept = kernel, kept
+        ctx.kernel, ctx.kept, ctx.gradients = kernel, kept, gradients
         count = len(copies)
         weights, biases = params[:count], params[count : 2 * count]
         x = mine = x.to(autocast_dtype(x))
@@ -309,37 +327,44 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads_BSO: Tensor) -> tuple[Tensor | None, ...]:
         mine, *tensors = ctx.saved_tensors
         saved, params = tensors[: ctx.saved], tensors[ctx.saved :]
-        kernel, kept, count = ctx.kernel, ctx.kept, len(ctx.copies)
+        kernel, kept, group, count = ctx.kernel, ctx.kept, ctx.group, len(ctx.copies)
         weights, biases = params[:count], params[count : 2 * count]
-        x_needs, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
+        x_needs, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[8:]
+        gathers, every_copies = ctx.sequence and any(needs[:count]), ctx.copies
         finish_x: Finish | None = None
-        if ctx.sequence and any(needs[:count]):
-            finish_x = start_gather_sequence(mine, ctx.group)
+        if gathers and ctx.gradients is compute_now:
+            finish_x = start_gather_sequence(mine, group)
         gradients = kernel.gradients(grads_BSO, kept, x_needs, needs[:count])
         finish_x_grad: Finish | None = None
         if x_needs:
             start = start_scatter_sequence if ctx.sequence else start_all_reduce
             addend = kernel.input_gradient_of(gradients, weights, kept, grads_BSO)
-            finish_x_grad = start(addend, ctx.group)
-        x: Any = None
-        if any(needs[:count]):
-            x = kernel.whole_input(None if finish_x is None else finish_x(), saved, kept)
-        pending = []
-        for place, (grad_BSO, copies) in enumerate(zip(grads_BSO, ctx.copies, strict=True)):
-            weight_grad = bias_grad = None
-            if needs[place]:
-                weight_grad = kernel.weight_gradient(gradients[place], x, grad_BSO.dtype)
-                weight_grad = weight_grad.to(weights[place].dtype)
-            if needs[count + place]:
-                bias_grad = grad_BSO.flatten(0, 1).sum(0).to(biases[place].dtype)
-            pending.append(_start_sums((weight_grad, bias_grad), copies, ctx.group))
-        weight_grads, bias_grads = zip(*(finish() for finish in pending), strict=True)
+            finish_x_grad = start(addend, group) if group.size > 1 else lambda: addend
+
+        def products() -> Gradients:  # without ctx, which would keep the graph
+            x: Any = None
+            if any(needs[:count]):
+                finish = finish_x or (start_gather_sequence(mine, group) if gathers else None)
+                x = kernel.whole_input(None if finish is None else finish(), saved, kept)
+            pending = []
+            for place, (grad_BSO, copies) in enumerate(zip(grads_BSO, every_copies, strict=True)):
+                weight_grad = bias_grad = None
+                if needs[place]:
+                    weight_grad = kernel.weight_gradient(gradients[place], x, grad_BSO.dtype)
+                    weight_grad = weight_grad.to(weights[place].dtype)
+                if needs[count + place]:
+                    bias_grad = grad_BSO.flatten(0, -2).sum(0).to(biases[place].dtype)
+                pending.append(_start_sums((weight_grad, bias_grad), copies, group))
+            weight_grads, bias_grads = zip(*(finish() for finish in pending), strict=True)
+            return *weight_grads, *bias_grads
+
+        of_params = ctx.gradients(products)
         leaves = [
             kernel.measured(gradient, saved) if needed else None
             for gradient, needed in zip(gradients, needs[2 * count :], strict=True)
         ]
         x_grad = None if finish_x_grad is None else finish_x_grad().to(ctx.input_dtype)
-        return x_grad, *[None] * 6, *weight_grads, *bias_grads, *leaves
+        return x_grad, *[None] * 7, *of_params, *leaves
 
 
 def _start_sums(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 
-from megatron.config.layouts import SCHEDULES, Layout, check_layout
+from megatron.config.layouts import BOTH_WAYS, SCHEDULES, Layout, check_layout
 
 
 def stage_bounds(
@@ -118,13 +119,25 @@ def _fill(loads: Sequence[int], bound: int) -> list[int]:
     return counts
 
 
+INPUTS, WEIGHTS = "inputs", "weights"
+"""The parts of a backward pass: the gradients of inputs, and later those of linear layers' weights,
+for which no other stage waits."""
+
+
 @dataclass(frozen=True)
 class Action:
-    """The forward or backward of one micro batch through one stage."""
+    """The forward or backward of one micro batch through one stage; ``part`` is which of a backward
+    pass, empty for all of it."""
 
     backward: bool
     stage: int
     micro_batch: int
+    part: str = ""
+
+    @property
+    def result(self) -> Action:
+        """The pass whose result others wait for: that of its first part is all of a backward's."""
+        return replace(self, part="") if self.part == INPUTS else self
 
 
 @dataclass(frozen=True)
@@ -160,7 +173,7 @@ class PipelineSchedule:
 
     def rank_of(self, stage: int) -> int:
         assert 0 <= stage < self.stages, (stage, self)
-        if self.name == "dualpipev":
+        if self.name in BOTH_WAYS:
             return min(stage, self.stages - 1 - stage)
         return stage % self.ranks
 
@@ -171,14 +184,15 @@ class PipelineSchedule:
         assert 0 <= rank < self.ranks, (rank, self)
         if self.forward_only:
             return self._forwards(rank)
-        if self.name == "dualpipev":
+        if self.name in BOTH_WAYS:
             return list(self._dualpipev(rank))
-        return self._alternating(rank)
+        order = self._alternating(rank)
+        return list(_weights_later(order, rank)) if self.name == "zbh1" and rank else order
 
     def _alternating(self, rank: int) -> list[Action]:
         """Warm-up forwards, then forwards and backwards in turn, then the remaining backwards."""
         p, m = self.ranks, self.micro_batches
-        if self.name == "1f1b":
+        if self.name in ("1f1b", "zbh1"):
             warm_up = p - rank - 1
         elif m == p:
             warm_up = m * self.chunks
@@ -208,27 +222,56 @@ class PipelineSchedule:
     def _tick(self, forward: Action) -> int:
         """When a forward runs if each takes one tick: after that of the previous stage, and no two
         at once on one rank."""
-        if self.name == "dualpipev":
+        if self.name in BOTH_WAYS:
             # A rank's two stages are an odd number apart, so every second tick is free for each.
             return 2 * forward.micro_batch + forward.stage
         group, place = divmod(forward.micro_batch, self.ranks)
         return group * self.stages + forward.stage + place
 
     def _dualpipev(self, rank: int) -> Iterator[Action]:
-        """DualPipeV's seven phases; F and B are forward and backward, 0 and 1 the chunk."""
+        """DualPipeV's phases; F and B are forward and backward, 0 and 1 the chunk. Where it fills
+        idle time (``enable_zb`` in https://github.com/deepseek-ai/DualPipe) I is a backward for
+        inputs, and W the oldest for weights that is left."""
         below = self.ranks - rank - 1
+        half, odd = divmod(rank + 1, 2)
+        later = self.name == "dualpipev_zb"
+        last = ((half, "B1 B0"), (odd, "B1 I0"), (half, "I1 I0"), (below, "W I0"), (rank + 1, "W"))
         phases = (
             (2 * below, "F0"),
             (rank + 1, "F0 F1"),
-            (below, "B1 F1"),
+            (below, "I1 W F1" if later else "B1 F1"),
             (self.micro_batches - 2 * self.ranks + rank + 1, "F0 B1 F1 B0"),
             (below, "B1 F1 B0"),
-            (rank + 1, "B1 B0"),
-            (below, "B0"),
+            *(last if later else ((rank + 1, "B1 B0"), (below, "B0"))),
         )
         stages = self.stages_of(rank)
         done = dict.fromkeys(("F0", "F1", "B0", "B1"), 0)
+        left: deque[Action] = deque()
         for times, phase in phases:
             for kind in phase.split() * times:
-                yield Action(kind[0] == "B", stages[int(kind[1])], done[kind])
-                done[kind] += 1
+                if kind == "W":
+                    yield left.popleft()
+                    continue
+                which = kind.replace("I", "B")
+                action = Action(which[0] == "B", stages[int(kind[1])], done[which])
+                done[which] += 1
+                if kind[0] == "I":
+                    left.append(replace(action, part=WEIGHTS))
+                    action = replace(action, part=INPUTS)
+                yield action
+
+
+def _weights_later(order: Iterable[Action], delay: int) -> Iterator[Action]:
+    """Cut the backward passes of an order in two, with the second part of each ``delay`` passes
+    after its first, in the order of micro batches. With 1F1B and a delay of its rank a rank keeps
+    as much as the first one: ZB-H1 (Qi et al. 2024, arXiv:2401.10241, section 2.2.1)."""
+    left: deque[Action] = deque()
+    for action in order:
+        if not action.backward:
+            yield action
+            continue
+        yield replace(action, part=INPUTS)
+        left.append(replace(action, part=WEIGHTS))
+        if len(left) > delay:
+            yield left.popleft()
+    yield from left

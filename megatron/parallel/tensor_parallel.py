@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.config import ParallelConfig
 from megatron.parallel.context import Context
-from megatron.parallel.mesh import SINGLE, Coordinates, Group, Mesh
+from megatron.parallel.mesh import SAMPLES, SINGLE, Coordinates, Group, Mesh
 from megatron.util.digests import hash64
 
 Finish = Callable[[], Tensor]
@@ -208,7 +208,7 @@ class TensorParallel:
     @classmethod
     def of(cls, mesh: Mesh, parallel: ParallelConfig | None = None) -> TensorParallel:
         """The groups of a mesh; without ``parallel`` activations are whole."""
-        further: tuple[tuple[str, ...], ...] = (("expert",), ("expert", "tensor"))
+        further: tuple[tuple[str, ...], ...] = (("expert",), ("expert", "tensor"), SAMPLES)
         axes = {each: mesh.group(*each) for each in further}
         if parallel is None:
             return cls(mesh.tensor, axes=axes, context=Context(mesh.group("context")))

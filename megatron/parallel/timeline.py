@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron.parallel.pipeline_schedules import Action, PipelineSchedule
+from megatron.config.layouts import BOTH_WAYS
+from megatron.parallel.pipeline_schedules import INPUTS, WEIGHTS, Action, PipelineSchedule
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ class Timeline:
     @property
     def peak_activations(self) -> tuple[Fraction, ...]:
         """For each rank the most stage inputs kept at once for later backwards, in units of one
-        micro batch through the rank's whole share (an input of one chunk is 1/chunks)."""
+        micro batch through the rank's whole share (an input of one chunk is 1/chunks). What weight
+        gradients that come later need, inputs and output gradients of linear layers, counts as
+        much."""
         peaks = []
         for rank in range(self.schedule.ranks):
             held = peak = 0
@@ -59,7 +62,8 @@ class Timeline:
                 if slot.rank == rank:
                     # In evaluation an input is let go when its forward is done.
                     peak = max(peak, held + (not slot.action.backward))
-                    held += 0 if self.schedule.forward_only else 1 - 2 * slot.action.backward
+                    if slot.action.part != INPUTS and not self.schedule.forward_only:
+                        held += 1 - 2 * slot.action.backward
             peaks.append(Fraction(peak, self.schedule.chunks))
         return tuple(peaks)
 
@@ -69,12 +73,15 @@ def simulate(
     forward_time: float | Fraction = 1.0,
     backward_time: float | Fraction = 2.0,
     transfer_time: float | Fraction = 0.0,
+    weight_time: float | Fraction | None = None,
 ) -> Timeline:
     """Runs a schedule: every rank does its actions in order, each as soon as the rank is free and
     the action's input has arrived. Forward and backward times are those of one micro batch through
-    all stages of a rank; during a transfer both ranks can work."""
+    all stages of a rank; during a transfer both ranks can work. The gradients of weights that come
+    later take ``weight_time`` of the backward time, by default half."""
     orders = [schedule.actions(rank) for rank in range(schedule.ranks)]
-    return simulate_order(orders, schedule, forward_time, backward_time, transfer_time)
+    times = forward_time, backward_time, transfer_time, weight_time
+    return simulate_order(orders, schedule, *times)
 
 
 def simulate_order(
@@ -83,13 +90,14 @@ def simulate_order(
     forward_time: float | Fraction = 1.0,
     backward_time: float | Fraction = 2.0,
     transfer_time: float | Fraction = 0.0,
+    weight_time: float | Fraction | None = None,
 ) -> Timeline:
     """:func:`simulate` for the orders in which the ranks actually did their actions. Raises
     ValueError if a rank would wait indefinitely; names the action and what it waits for."""
-    duration = {
-        False: Fraction(forward_time) / schedule.chunks,
-        True: Fraction(backward_time) / schedule.chunks,
-    }
+    backward, chunks = Fraction(backward_time), schedule.chunks
+    weights = backward / 2 if weight_time is None else Fraction(weight_time)
+    of_part = {"": backward / chunks, INPUTS: (backward - weights) / chunks}
+    of_part[WEIGHTS] = weights / chunks
     transfer = Fraction(transfer_time)
     waiting = [deque(order) for order in orders]
     free = [Fraction(0) for _ in orders]
@@ -107,30 +115,46 @@ def simulate_order(
                 made = [done[needed] for needed in inputs(schedule, action)]
                 arrivals = [slot.end + (transfer if slot.rank != rank else 0) for slot in made]
                 start = max([free[rank], *arrivals])
-                free[rank] = start + duration[action.backward]
-                done[action] = Slot(rank, action, start, free[rank])
+                takes = of_part[action.part] if action.backward else Fraction(forward_time) / chunks
+                free[rank] = start + takes
+                done[action.result] = Slot(rank, action, start, free[rank])
                 moved = True
     for rank, queue in enumerate(waiting):
         if queue:
             raise ValueError(
                 f"rank {rank} waits indefinitely: {queue[0]} needs {missing(queue[0])}"
             )
-    return Timeline(schedule, tuple(done[action] for order in orders for action in order))
+    return Timeline(schedule, tuple(done[action.result] for order in orders for action in order))
 
 
-def theory(name: str, ranks: int, chunks: int, micro_batches: int) -> Fraction | None:
+def theory(
+    name: str,
+    ranks: int,
+    chunks: int,
+    micro_batches: int,
+    times: tuple[Fraction, Fraction, Fraction] = (Fraction(1), Fraction(1), Fraction(1)),
+) -> Fraction | None:
     """Waiting time over working time by the formula of Narayanan et al. 2021 (arXiv:2104.04473,
-    sections 2.2.1 and 2.2.2), (p - 1) / (v m), for free transfers; None for dualpipev. DualPipeV's
-    published bubble assumes overlapped forwards and backwards and delayed weight gradients, which
-    this schedule does not have."""
-    if name == "dualpipev":
+    sections 2.2.1 and 2.2.2), (p - 1) / (v m), for free transfers. With ``times`` F of a forward, B
+    and W of a backward for inputs and for weights ZB-H1 waits (p - 1) (F + B - W) (Qi et al. 2024,
+    arXiv:2401.10241, section 2.3), or (p - 1) F or B where that is longer, from p micro batches on;
+    None for fewer. None for both DualPipeV, whose published bubble assumes overlapped forwards and
+    backwards, which these schedules do not have."""
+    if name in BOTH_WAYS or (name == "zbh1" and micro_batches < ranks):
         return None
-    return Fraction(ranks - 1, chunks * micro_batches)
+    forward, backward, weights = times
+    ratio = Fraction(ranks - 1, chunks * micro_batches)
+    if name != "zbh1":
+        return ratio
+    return ratio * max(forward, backward, forward + backward - weights) / sum(times)
 
 
 def inputs(schedule: PipelineSchedule, action: Action) -> list[Action]:
+    """The :attr:`Action.result` of the passes that an action needs."""
     needs = []
-    if action.backward:
+    if action.part == WEIGHTS:
+        needs.append(Action(True, action.stage, action.micro_batch))
+    elif action.backward:
         needs.append(Action(False, action.stage, action.micro_batch))
         if action.stage + 1 < schedule.stages:
             needs.append(Action(True, action.stage + 1, action.micro_batch))
@@ -187,7 +211,9 @@ def work_plan(schedule: PipelineSchedule, rank: int) -> list[Action | Exchange]:
 
 def transfer_of(schedule: PipelineSchedule, action: Action) -> Transfer | None:
     """Return the path of an action's result to the next stage; None when that is on the same
-    rank."""
+    rank, or waits for nothing of it."""
+    if action.part == WEIGHTS:
+        return None
     target_stage = action.stage + (-1 if action.backward else 1)
     if not 0 <= target_stage < schedule.stages:
         return None

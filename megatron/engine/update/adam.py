@@ -8,7 +8,8 @@ needs a float32 copy of a slice's gradients. Both change nothing where ``held`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -105,6 +106,29 @@ class StateStore(StateFormat, Protocol):
     def partition(self, main: Tensor, state: Mapping[str, Tensor]) -> Partition:
         """The partition ``main`` with its part of ``optimizer.state``."""
         ...
+
+
+@dataclass
+class KeptState:
+    """A number for each weight that is trained, which a feature keeps next to the optimizer's
+    states: neither the model nor the update reads it. Checkpoints have it.
+
+    Attributes:
+        tensors: float32, by the tensor that the optimizer updates and of its shape; none before the
+            first update.
+        count: number of updates; a scalar on the device, or a number.
+    """
+
+    tensors: dict[Tensor, Tensor] = field(default_factory=dict)
+    count: Tensor | int = 0
+
+    def restart(self, holders: Iterable[Tensor], count: int) -> None:
+        """Make tensors of zeros for these of the optimizer, or none where ``count`` is 0."""
+        self.count = count
+        self.tensors = {
+            holder: torch.zeros_like(holder, dtype=torch.promote_types(holder.dtype, torch.float32))
+            for holder in (holders if count else ())
+        }
 
 
 class Float32States:
