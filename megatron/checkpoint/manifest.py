@@ -26,6 +26,10 @@ from megatron.util.progress import progress_bar
 INDEX, MANIFEST, CONFIG, STATE = "index.json", "manifest.json", "config.json", "state.json"
 BASE = "base.json"
 """Of adapters: the model that they belong to."""
+MORE_STATES = "states"
+"""Beginning of the names of the files with states that have other shapes than parameters."""
+KEPT_COUNTS = "kept"
+"""Key of the state: the updates of each kind of number that is kept next to the moments."""
 _FORMAT = 2
 _BLANK = "0" * 64
 """Replaces the manifest's own SHA-256 while that is computed."""
@@ -71,8 +75,10 @@ class IndexEntry:
     def from_json(cls, content: dict[str, Any]) -> IndexEntry:
         """The inverse of :meth:`to_json`."""
         several = "cuts" in content
-        found = content["cuts"] if several else [(content["dim"], content["ranges"])]
-        cuts = [(dim, tuple((start, length) for start, length in ranges)) for dim, ranges in found]
+        entries = content["cuts"] if several else [(content["dim"], content["ranges"])]
+        cuts = [
+            (dim, tuple((start, length) for start, length in ranges)) for dim, ranges in entries
+        ]
         held = Slice(
             shape=tuple(content["shape"]),
             cuts=tuple(cut for cut in cuts if cut[0] is not None),

@@ -45,6 +45,7 @@ class CheckpointReader(Source):
         self.tokenizer = self._tokenizer()
         self.index = read_index(folder, self.files)
         self._open: dict[str, Any] = {}
+        self._weights = "weight"
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
@@ -69,7 +70,12 @@ class CheckpointReader(Source):
         return self._entries(name)[0].slice.shape
 
     def kinds(self, name: str) -> list[str]:
-        return list(self._entries(name)[0].files)
+        return ["weight"] if self._weights != "weight" else list(self._entries(name)[0].files)
+
+    def read_as_weights(self, kind: str) -> None:
+        if not any(kind in self.kinds(name) for name in self.index):
+            super().read_as_weights(kind)
+        self._weights = kind
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
         shape = self.shape(name)
@@ -129,6 +135,8 @@ class CheckpointReader(Source):
         return entries
 
     def _stored(self, name: str, kind: str, entry: IndexEntry, first: int, end: int) -> Tensor:
+        if kind == "weight" and self._weights in entry.files:  # buffers have no average
+            kind = self._weights
         file = entry.files.get(kind)
         if file is None:
             raise CheckpointError(f"{self.folder} has no {kind} of {name}")
@@ -156,9 +164,9 @@ def _configuration(folder: Path) -> RunConfig:
 
 
 def _check_tensor(path: Path, key: str, stored: Any, numel: int) -> None:
-    found, dtype = math.prod(stored.get_shape()), stored.get_dtype()
-    if found != numel:
-        raise CheckpointError(f"{path}: {key} has {found} elements, the index says {numel}")
+    count, dtype = math.prod(stored.get_shape()), stored.get_dtype()
+    if count != numel:
+        raise CheckpointError(f"{path}: {key} has {count} elements, the index says {numel}")
     if dtype != "F32":
         raise CheckpointError(f"{path}: {key} is {dtype}, not F32")
 

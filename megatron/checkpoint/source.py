@@ -107,6 +107,14 @@ class Source(ABC):
         """Adds the blocks that predict further tokens to the model, where the checkpoint has some
         that are left out by default."""
 
+    def read_as_weights(self, kind: str) -> None:
+        """Reads these tensors of each parameter as its weight, and no others. Raises
+        CheckpointError where the checkpoint lacks them."""
+        raise CheckpointError(
+            f"{self.folder} has no {kind}: only the {reader('native').title} of a run with "
+            "--ema-decay or --swa-start-iter has averages of weights"
+        )
+
     @classmethod  # noqa: B027
     def verify(cls, folder: Path, share: int = 0, shares: int = 1) -> None:
         """Compares the files with their checksums, if the format has them: every ``shares``-th
@@ -287,18 +295,22 @@ def save_copy(name: str, source: Source, save: Path, stage: int) -> Path:
 
 class FoundCheckpoint(NamedTuple):
     """A checkpoint that is not yet open, and its format; ``base`` is the model of adapters, where
-    it is another path than they name."""
+    it is another path than they name. ``weights`` is the kind of tensors to read as weights."""
 
     form: type[Source]
     folder: Path
     base: str | None = None
+    weights: str = "weight"
 
     def open(self, verify: bool = True) -> Source:
         """Opens it, by default after comparing the files with their checksums. Raises
         CheckpointError if it is damaged or not supported here."""
         if verify:
             self.verify()
-        return self.form(self.folder, **self._options)
+        source = self.form(self.folder, **self._options)
+        if self.weights != "weight":
+            source.read_as_weights(self.weights)
+        return source
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """See :meth:`Source.verify`."""

@@ -223,7 +223,7 @@ class DatasetBuilder:
         if self.exact and part == TRAINING:
             pairs = zip(samples, weights, strict=True)
             num_samples = max(1, min(int((len(each) - 1) / weight) for each, weight in pairs))
-        cache = IndexCache.beside(chosen[0].path, self.cache_path)
+        cache = IndexCache.next_to(chosen[0].path, self.cache_path)
         return BlendedDataset.build(samples, weights, num_samples, cache, name)
 
     def portions(self, blend: Blend, part: str) -> list[Portion]:
@@ -248,7 +248,7 @@ class DatasetBuilder:
 
     def contents(self, parts: Parts) -> list[DataFile]:
         """The files that have been opened for a run, with digests of what is in them."""
-        found = []
+        files = []
         train = {} if parts.train is None else {PARTS[0]: parts.train}
         for part, blends in zip(PARTS, (train, parts.valid, parts.test), strict=True):
             for name, blend in blends.items():
@@ -258,8 +258,8 @@ class DatasetBuilder:
                         if documents is not None:
                             of = part if name == part else f"{part} {name}"
                             own = self._content(path, documents)
-                            found.append(DataFile(of, path, source.weight, source.share, own))
-        return found
+                            files.append(DataFile(of, path, source.weight, source.share, own))
+        return files
 
     def _content(self, path: str, documents: Documents) -> Mapping[str, int | str]:
         if path not in self._contents:
@@ -289,7 +289,7 @@ class DatasetBuilder:
 
     def _single(self, chosen: Chosen, num_samples: int, name: str) -> SampleDataset[Any]:
         source, path, units = chosen
-        cache = IndexCache.beside(path, self.cache_path)
+        cache = IndexCache.next_to(path, self.cache_path)
         recipe = self._reader(source.kind).recipe
         return recipe.build(self._documents(source, path), units, num_samples, name, cache)
 

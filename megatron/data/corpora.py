@@ -216,14 +216,14 @@ class _Folder:
 
     def path(self, path: str, where: str) -> str:
         """A path relative to the folder. Raises ConfigError if it leads out of it."""
-        found = os.path.join(self.folder, path)
+        joined = os.path.join(self.folder, path)
         here = os.path.abspath(self.folder)
-        if not self.outside and os.path.commonpath((here, os.path.abspath(found))) != here:
+        if not self.outside and os.path.commonpath((here, os.path.abspath(joined))) != here:
             raise ConfigError(
                 f"{where}: {path} is not below {here}, the folder of this file; if you trust the "
                 "file, give --corpora-outside"
             )
-        return found
+        return joined
 
 
 def _paths(pattern: str, folder: _Folder, where: str) -> list[str]:

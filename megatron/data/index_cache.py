@@ -91,7 +91,7 @@ class IndexCache:
     """True if a folder that cannot be written is an error (the user named it) or a warning."""
 
     @classmethod
-    def beside(cls, prefix: str, data_cache_path: str | None) -> IndexCache:
+    def next_to(cls, prefix: str, data_cache_path: str | None) -> IndexCache:
         """The folder of `--data-cache-path`, else `index-cache/` next to the data. For a glob
         pattern that is next to the first part with a wildcard, for a URL in the working
         directory, and for a file in such a folder that folder."""
@@ -120,9 +120,9 @@ class IndexCache:
         if self.folder is None:
             return _in_memory(build)
         entry = self._entry(self.folder, name, depends_on, layout)
-        found = entry.open()
-        if found is not None:
-            return found
+        cached = entry.open()
+        if cached is not None:
+            return cached
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with single_writer(entry.folder):

@@ -30,17 +30,17 @@ def expand(pattern: str, endings: Sequence[str]) -> list[Path]:
     path = Path(pattern)
     if path.is_dir():
         files = (p for p in path.rglob("*") if p.is_file() and not _is_ours(p, path))
-        found = sorted(p for p in files if p.name.endswith(tuple(endings)))
-        if not found:
+        matches = sorted(p for p in files if p.name.endswith(tuple(endings)))
+        if not matches:
             raise FileNotFoundError(f"{pattern} is a folder without files *{' *'.join(endings)}")
-        return found
+        return matches
     if path.exists():
         return [path]
-    found = sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if not p.is_dir())
-    if not found:
+    matches = sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if not p.is_dir())
+    if not matches:
         is_glob = glob.escape(pattern) != pattern
         raise FileNotFoundError(f"{pattern} {'matches no file' if is_glob else 'does not exist'}")
-    return found
+    return matches
 
 
 def _is_ours(path: Path, folder: Path) -> bool:

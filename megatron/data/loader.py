@@ -376,14 +376,14 @@ def _fill_queue(
     batches = _as_tensors(source, device)
     while not closing.is_set():
         try:
-            found = next(batches)
+            batch = next(batches)
         except BaseException as error:  # to be raised in the training loop, whatever it is
-            found = _Ready(error=error)
+            batch = _Ready(error=error)
         while not closing.is_set():
             with contextlib.suppress(queue.Full):
-                ready.put(found, timeout=0.5)
+                ready.put(batch, timeout=0.5)
                 break
-        if found.error is not None:
+        if batch.error is not None:
             return
 
 

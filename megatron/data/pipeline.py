@@ -105,10 +105,12 @@ class DataKind:
         has none."""
         return None
 
-    def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
-        """The length of the samples of each step, if it is not always ``--seq-length``; ``samples``
-        returns the number of samples consumed after a number of steps."""
-        return None
+    def lengths(
+        self, config: RunConfig, lengths: SequenceLengths, samples: Callable[[int], int]
+    ) -> SequenceLengths:
+        """The length of the samples of each step, made from `lengths`; ``samples`` returns the
+        number of samples consumed after a number of steps."""
+        return lengths
 
 
 def kind_named(name: str) -> DataKind:
@@ -128,8 +130,10 @@ def sequence_lengths(
 ) -> SequenceLengths:
     """The length of the samples of each step of a run; see `DataKind.lengths`. Raises ConfigError
     if a length does not fit the run."""
-    found = (kind.lengths(config, samples) for kind in acting_kinds(config))
-    return next(filter(None, found), None) or SequenceLengths(config.model.seq_length)
+    lengths = SequenceLengths(config.model.seq_length)
+    for kind in acting_kinds(config):
+        lengths = kind.lengths(config, lengths, samples)
+    return lengths
 
 
 def training_texts(config: RunConfig) -> Callable[[], Iterator[str]] | None:
@@ -185,8 +189,8 @@ class DataPipeline(ABC):
 
     def views(self, sample: Any, length: int) -> list[SampleView]:
         """The rows of a sample for people: one, unless a kind of data has samples of several."""
-        found = (kind.views(self, sample) for kind in self.acting)
-        return next(filter(None, found), None) or [self.view(sample, length)]
+        views = (kind.views(self, sample) for kind in self.acting)
+        return next(filter(None, views), None) or [self.view(sample, length)]
 
     @property
     def length_multiple(self) -> int:
@@ -215,10 +219,10 @@ class DataPipeline(ABC):
         collate = self.collator()
         for kind in self.acting:
             collate = kind.collator(self, collate)
-        found = self._unordered(sample_counts)
-        ordered = partial(self._ordered, found.train, sample_counts[0], batch_sizes)
+        unordered = self._unordered(sample_counts)
+        ordered = partial(self._ordered, unordered.train, sample_counts[0], batch_sizes)
         weighed = self.reads_examples or any(kind.weighed for kind in self.acting)
-        data = TrainingData(found, collate, weighed, self.files, ordered, self.training_sizes)
+        data = TrainingData(unordered, collate, weighed, self.files, ordered, self.training_sizes)
         return data.skipping(self.config.data.skip_samples)
 
     def datasets(
@@ -227,10 +231,10 @@ class DataPipeline(ABC):
         """The samples of training, validation and test; those of training in the order of the run,
         which may depend on `batch_sizes`. Raises ValueError or OSError for flags or files that
         cannot be used."""
-        found = self._unordered(sample_counts)
+        unordered = self._unordered(sample_counts)
         ranges = self.config.data.skip_samples
-        train = self._ordered(found.train, sample_counts[0], batch_sizes, ranges)
-        return found._replace(train=train)
+        train = self._ordered(unordered.train, sample_counts[0], batch_sizes, ranges)
+        return unordered._replace(train=train)
 
     def files(self) -> list[DataFile]:
         """The files that :meth:`datasets` has opened."""
@@ -334,7 +338,7 @@ class DataPipeline(ABC):
 
     def cache(self, path: str) -> IndexCache:
         """The cache for the index arrays of a path."""
-        return IndexCache.beside(path, self.config.data.data_cache_path)
+        return IndexCache.next_to(path, self.config.data.data_cache_path)
 
     def open_indexed(self, path: str, source: DataSource) -> IndexedDataset:
         """Opens indexed files and checks that all ids are of the tokenizer, as far as it is known

@@ -287,7 +287,8 @@ class SequenceLengths:
     """Tokens of a sample at each step: always the same, or growing in `stages`, (number of steps
     before, tokens of a sample from then on), ascending from step 0; these need `samples`, the
     number of samples consumed after a number of steps. Samples are cut to the length, or, where
-    `folds` is the number of samples of a micro batch, folded into more rows of it."""
+    `folds` is the number of samples of a micro batch, folded into more rows of it. `counted` are
+    the tokens of a row that count in each stage, where these are not all that are read."""
 
     def __init__(
         self,
@@ -295,34 +296,45 @@ class SequenceLengths:
         stages: Sequence[tuple[int, int]] = (),
         samples: Callable[[int], int] = lambda steps: 0,
         folds: int | None = None,
+        counted: Sequence[int] = (),
     ) -> None:
-        self.seq_length, self._folds = seq_length, folds
-        self.grows = bool(stages)
-        self._steps, self._lengths = zip(*stages or [(0, seq_length)], strict=True)
+        self.seq_length, self.folds = seq_length, folds
+        self.grows, self.stages = bool(stages), tuple(stages) or ((0, seq_length),)
+        self._steps, self._lengths = zip(*self.stages, strict=True)
         self._samples = [samples(step) for step in self._steps]
-        self._rates = [self._rate(length) for length in self._lengths]
+        pairs = zip(self._lengths, counted or self._lengths, strict=True)
+        self._rates = [self._rate(length, count) for length, count in pairs]
         self._tokens = [0]
         for rate, (start, stop) in zip(self._rates, pairwise(self._samples), strict=False):
             self._tokens.append(self._tokens[-1] + int((stop - start) * rate))
 
-    def _rate(self, length: int) -> Fraction | int:
-        """Tokens that are read of a sample."""
-        if self._folds is None:
-            return length
-        return Fraction(self._rows(length) * length, self._folds)
+    def _rate(self, length: int, counted: int) -> Fraction | int:
+        """Tokens of a sample that count."""
+        if self.folds is None:
+            return counted
+        return Fraction(self._rows(length) * counted, self.folds)
 
     def _rows(self, length: int) -> int:
         """Rows that a micro batch is folded into, an even number as in Megatron-DeepSpeed."""
-        assert self._folds is not None
+        assert self.folds is not None
         if length == self.seq_length:
-            return self._folds
+            return self.folds
         tokens, width = self.seq_length + 1, length + 1
-        rows = min(-(-self._folds * tokens // width), self._folds * (tokens // width + 1))
+        rows = min(-(-self.folds * tokens // width), self.folds * (tokens // width + 1))
         return rows - rows % 2 if rows > 1 else rows
 
     def at(self, iteration: int) -> int:
         """Tokens of a sample in the step after ``iteration`` steps."""
         return self._lengths[bisect.bisect_right(self._steps, iteration) - 1]
+
+    def shown(self, iteration: int) -> dict[str, int]:
+        """Further lengths of the step after ``iteration`` steps, by the names of their metrics."""
+        return {}
+
+    def shorter(self, iteration: int) -> tuple[int, int] | None:
+        """Number of blocks that read fewer tokens than the others in that step, and of their
+        tokens; None where all read the same."""
+        return None
 
     def tokens(self, consumed_samples: int) -> int:
         """Tokens of the first samples of the run."""
@@ -339,7 +351,7 @@ class SequenceLengths:
     def cut(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
         """Batches cut, one at a time, to the length of the step after ``iteration`` steps."""
         length = self.at(iteration)
-        if self._folds is not None and length < self.seq_length:
+        if self.folds is not None and length < self.seq_length:
             return (folded(batch, length, self._rows(length)) for batch in batches)
         return batches if length == self.seq_length else (truncated(b, length) for b in batches)
 

@@ -186,7 +186,7 @@ class BlendReader:
         return Parts(blends[0], valid, test)
 
     def _own(self, data: DataConfig) -> dict[tuple[str, str], Blend]:
-        found: dict[tuple[str, str], Blend] = {}
+        by_part: dict[tuple[str, str], Blend] = {}
         per_split = _per_split(data.per_split_data_args_path)
         for part in PARTS:
             names = getattr(data, f"{part}_data") if data.valid_data or data.test_data else ()
@@ -228,8 +228,8 @@ class BlendReader:
                     raise ConfigError(f"{name}: training has one group, not {', '.join(named)}")
                 for key, sources in named.items():
                     blend = Blend(name, sources)
-                    found[part, key] = blend if part == "train" else self._for_evaluation(blend)
-        return found
+                    by_part[part, key] = blend if part == "train" else self._for_evaluation(blend)
+        return by_part
 
     def _for_evaluation(self, blend: Blend) -> Blend:
         key = self.eval_text_key
@@ -295,7 +295,7 @@ class BlendReader:
 
     def _groups(self, groups: Sequence[str], flag: str) -> dict[str, tuple[DataSource, ...]]:
         """BLOOM's `NAME: WEIGHT FIRST:LAST PATH, WEIGHT FIRST:LAST PATH, ...`."""
-        found: dict[str, tuple[DataSource, ...]] = {}
+        corpora: dict[str, tuple[DataSource, ...]] = {}
         for group in groups:
             name, colon, rest = group.partition(":")
             entries = [entry.split() for entry in rest.split(",")]
@@ -304,13 +304,13 @@ class BlendReader:
                     f"{flag} {group!r}: give 'NAME: WEIGHT FIRST:LAST PATH, ...' such as "
                     "'train: 0.7 0:0.95 data/books_text_document, 0.3 0:0.95 data/code'"
                 )
-            if name.strip() in found:
+            if name.strip() in corpora:
                 raise ConfigError(f"{flag} names the group {name.strip()} twice")
-            found[name.strip()] = tuple(
+            corpora[name.strip()] = tuple(
                 replace(self._source(f"{path}@{share}", flag), weight=_weight(weight, flag))
                 for weight, share, path in entries
             )
-        return found
+        return corpora
 
     def _source(self, text: str, flag: str) -> DataSource:
         match = _RANGE.fullmatch(text)

@@ -109,8 +109,8 @@ def _ends_sentence(
         return False
     if mark != ".":
         return True
-    found = _LAST_WORD.search(text, max(start, match.start() - 40), match.start())
-    word = found.group() if found else ""
+    last = _LAST_WORD.search(text, max(start, match.start() - 40), match.start())
+    word = last.group() if last else ""
     is_initial = len(word) == 1 and word.isupper() and word != "I"
     return not is_initial and word.lower() not in abbreviations
 

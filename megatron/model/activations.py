@@ -48,6 +48,7 @@ def _gated(
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": _gelu_tanh,
+    "geglu_erf": F.gelu,
     "quick_geglu": _quick_gelu,
     "squared_reglu": _squared_relu,
 }

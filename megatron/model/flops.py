@@ -8,6 +8,7 @@ the device is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron.config import ModelConfig
@@ -41,7 +42,7 @@ class TransformerShape:
     heads: int = 1
     """How many tokens each position predicts, each by an output head."""
     other: float = 0.0
-    """Forward FLOPs of a sample in layers beside blocks and vocabulary."""
+    """Forward FLOPs of a sample in layers next to blocks and vocabulary."""
     decoder: TransformerShape | None = None
     within: tuple[float, float] = (0.0, 0.0)
     """Forward FLOPs of a sample that the blocks have beyond a transformer's: in linear layers, and
@@ -49,8 +50,11 @@ class TransformerShape:
     value_channels: int | None = None
     """Size of a value head, None for that of the others."""
     additions: float | None = None
-    """Forward FLOPs of a token in the low-rank additions to this stack, beside which no weight has
+    """Forward FLOPs of a token in the low-rank additions to this stack, next to which no weight has
     a gradient; None where all weights are trained."""
+    shorter: tuple[int, int] | None = None
+    """Number of blocks that read fewer of the tokens than the others, and of their tokens; they
+    count as average blocks."""
 
     @property
     def causal(self) -> bool:
@@ -100,7 +104,7 @@ class TransformerShape:
         window instead of the sequence, causally w - w^2 / 2s keys of it. Tokens that see later ones
         count the whole sequence in either case. Gradients of frozen weights do not count.
         """
-        forward = self._matrices() + self._attention(causal) + self._beside_blocks(causal)
+        forward = self._matrices() + self._attention(causal) + self._outside_blocks(causal)
         if self.additions is None:
             return 3.0 * forward
         return 3.0 * (forward + self._added()) - self._products()
@@ -115,7 +119,7 @@ class TransformerShape:
         gradients."""
         decoder = self.decoder
         if decoder is None:
-            return self._matrices() + self._beside_blocks(causal=False)
+            return self._matrices() + self._outside_blocks(causal=False)
         of_decoder = self._per_token(decoder._products())
         return self._matrices() + of_decoder + self._cross_matrices()
 
@@ -142,12 +146,12 @@ class TransformerShape:
         share = 1.0 if blocks is None else min(1.0, blocks / layers)
         return share * (matrices + attention)
 
-    def _beside_blocks(self, causal: bool) -> float:
+    def _outside_blocks(self, causal: bool) -> float:
         """Forward FLOPs of one token in everything but this stack's blocks."""
         decoder = self.decoder
         if decoder is not None:
             blocks = decoder._matrices() + decoder._attention(causal) + self._cross_attention()
-            rest = self._per_token(blocks + decoder._beside_blocks(causal))
+            rest = self._per_token(blocks + decoder._outside_blocks(causal))
             return rest + self._cross_matrices()
         head = 2.0 * self.hidden_size * self.padded_vocab_size * self.heads
         share = 1.0 if self.predictions is None else self.predictions / self.seq_length
@@ -189,13 +193,28 @@ class TransformerShape:
 
     def _matrices(self) -> float:
         """Forward FLOPs of one token in the linear layers of all blocks."""
+        if self.shorter is not None:
+            return self._of_lengths(TransformerShape._matrices)
         both = self.attention_flops + self.mlp_flops
         return self.num_layers * both + self.within[0] / self.seq_length
 
     def _attention(self, causal: bool) -> float:
         """Forward FLOPs of one token in the scores of all blocks, and the mix of values."""
+        if self.shorter is not None:
+            return self._of_lengths(lambda shape: shape._attention(causal))
         own = 2 * self.num_attention_heads * self._channels * self._keys(causal)
         return own + self.within[1] / self.seq_length
+
+    def _of_lengths(self, per_token: Callable[[TransformerShape], float]) -> float:
+        """FLOPs of one token in all blocks, of which some read fewer tokens."""
+        assert self.shorter is not None
+        blocks, tokens = self.shorter
+        share, kept = blocks / self.num_layers, tokens / self.seq_length
+        linear, scores = self.within
+        within = linear * kept, scores * kept**2
+        fewer = replace(self, seq_length=tokens, within=within, shorter=None)
+        whole = per_token(replace(self, shorter=None))
+        return (1 - share) * whole + share * kept * per_token(fewer)
 
     @property
     def _channels(self) -> int:

@@ -143,7 +143,7 @@ REWARD_LOSSES = {
     REWARD_LOSS: 1.0, "rewards/chosen": 0.0, "rewards/rejected": 0.0, "rewards/margins": 0.0,
     "rewards/accuracies": 0.0,
 }  # fmt: skip
-"""The loss of a reward model and what is reported beside it: means over pairs."""
+"""The loss of a reward model and what is reported next to it: means over pairs."""
 
 
 def reward_losses(reward_B: Tensor, margin_B: Tensor | None = None) -> dict[str, Tensor]:

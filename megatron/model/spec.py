@@ -61,9 +61,9 @@ class Measure:
 
     def of(self, state: LayerState, batch: Any) -> Tensor:
         """The numbers of a micro batch, float64: [N]; with ``per_sample`` [B, N] or [B, N, K]."""
-        found = self.take(state, batch)
-        assert found.keys() == set(self.names), f"{list(found)} instead of {list(self.names)}"
-        numbers = [found[name].detach().double() for name in self.names]
+        values = self.take(state, batch)
+        assert values.keys() == set(self.names), f"{list(values)} instead of {list(self.names)}"
+        numbers = [values[name].detach().double() for name in self.names]
         return torch.stack(numbers, dim=1 if self.per_sample else 0)
 
 

@@ -228,13 +228,13 @@ def _leaves(where: str, content: Any) -> Iterator[tuple[str, str]]:
 def _code() -> Facts:
     """A digest of every source file of the package, and of the program."""
     root = os.path.dirname(megatron.__file__)
-    beside = len(os.path.dirname(root)) + 1
+    start = len(os.path.dirname(root)) + 1
     facts = {}
     for folder, _, files in os.walk(root):  # pathlib takes twice as long for all of them
         for name in files:
             if name.endswith(".py"):
                 path = f"{folder}/{name}"
-                facts[path[beside:]] = path
+                facts[path[start:]] = path
     program = getattr(sys.modules["__main__"], "__file__", None)
     if program is not None and os.path.isfile(program):
         facts[os.path.basename(program)] = program

@@ -104,7 +104,7 @@ def _is_there(probe: Path) -> bool:
 
 def file_system(folder: str | Path) -> tuple[str, str]:
     """Kind and source of the file system of a folder, or of the one in which it would be."""
-    found, longest = ("an unknown file system", "unknown"), -1
+    kind_and_name, longest = ("an unknown file system", "unknown"), -1
     real = os.path.realpath(folder)
     with contextlib.suppress(OSError):
         for line in MOUNTS.read_text().splitlines():
@@ -112,8 +112,8 @@ def file_system(folder: str | Path) -> tuple[str, str]:
             place = fields.split()[4].replace("\\040", " ")
             inside = real == place or real.startswith(place.rstrip("/") + "/")
             if inside and len(place) >= longest:  # a later mount hides an earlier one
-                found, longest = (kind.split()[0], kind.split()[1]), len(place)
-    return found
+                kind_and_name, longest = (kind.split()[0], kind.split()[1]), len(place)
+    return kind_and_name
 
 
 def check_output(flag: str, path: str | Path | None) -> None:

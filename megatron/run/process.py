@@ -83,7 +83,7 @@ def compare_data(data: TrainingData) -> None:
 
 
 def compare_checkpoints(
-    found: Sequence[FoundCheckpoint | None], config: RunConfig | None = None
+    checkpoints: Sequence[FoundCheckpoint | None], config: RunConfig | None = None
 ) -> None:
     """Compares the checkpoints that the processes of a run load, the last thing that they compare;
     with ``config`` also those that its flags name next to them. Raises DisagreementError if they
@@ -92,7 +92,7 @@ def compare_checkpoints(
     def facts() -> agreement.Facts:
         from megatron.run.fingerprint import checkpoint_facts
 
-        return checkpoint_facts(found, config)
+        return checkpoint_facts(checkpoints, config)
 
     agreement.compare(facts)
     agreement.settled()

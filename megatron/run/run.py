@@ -120,7 +120,8 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
         resolved = dataclasses.replace(resolved, notes=(*resolved.notes, note))
     completed = deepspeed_json.complete(content, resolved.config)
     notes = deepspeed_json.stage_notes(completed, resolved.config)
-    notes += deepspeed_json.offload_notes(resolved.config) + file_notes(content, path)
+    notes += deepspeed_json.feature_notes(completed, resolved.config)
+    notes += file_notes(content, path)
     resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *notes))
     launched = "LOCAL_RANK" in os.environ
     return Run(resolved.config, completed, tokenizer, resolved, launched)

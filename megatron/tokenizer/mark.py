@@ -56,22 +56,22 @@ def mark_of(tokenizer: Tokenizer, tokenizer_type: str | None) -> TokenizerMark |
     if not tokenizer.writes_text:
         return None
     try:
-        found = tokenizer.sample_ids(_TEXTS)
+        samples = tokenizer.sample_ids(_TEXTS)
     except ValueError:
         return None  # it has no token for some characters
     around = [i for i in (ids.bos, ids.eos) if i is not None]  # whichever a type puts there
-    bare = [each[~np.isin(each, around)].tolist() for each in found]
+    bare = [each[~np.isin(each, around)].tolist() for each in samples]
     return TokenizerMark(name, tokenizer.vocab_size, digest(json.dumps(bare)))
 
 
 def parsed_mark(content: bytes) -> TokenizerMark | None:
     """The mark that a file contains; None if a later version wrote it. Raises ValueError if it is
     malformed."""
-    found: Any = parse_json(content, "it")
+    fields: Any = parse_json(content, "it")
     try:
-        if found.pop("format") != _FORMAT:
+        if fields.pop("format") != _FORMAT:
             return None
-        mark = TokenizerMark(**found)
+        mark = TokenizerMark(**fields)
     except (AttributeError, KeyError, TypeError):
         mark = TokenizerMark("", 0, "")
     texts = (mark.tokenizer_type, mark.digest)

@@ -114,7 +114,7 @@ def opened_checkpoint(
 
 
 def evaluated_run(settings: Settings, processes: int) -> Run:
-    """:func:`run_of` with the tokenizer that is beside the checkpoint, where the files of the run's
+    """:func:`run_of` with the tokenizer next to the checkpoint, where the files of the run's
     own have gone and no flag names others."""
     try:
         return run_of(settings, processes)
@@ -236,21 +236,21 @@ def measure_samples(
     """
     assert measure.per_sample
     count, done = len(dataset), 0
-    found: npt.NDArray[np.float64] | None = None
+    values: npt.NDArray[np.float64] | None = None
     for rounds in _runs(engine, count, micro_batch_size, lengths):
         batches = _batches(dataset, collate, rounds, engine.mesh.samples.rank)
         rows = engine.rows(batches, len(rounds), measure).numpy()
-        if found is None:
-            found = np.zeros((count, *rows.shape[3:]))
+        if values is None:
+            values = np.zeros((count, *rows.shape[3:]))
         # [rounds, D, B], as the rows; a sample that is repeated has the same numbers everywhere.
         numbers = np.stack([each.samples for each in rounds])
-        found[numbers] = rows.swapaxes(0, 1)
+        values[numbers] = rows.swapaxes(0, 1)
         done += numbers.size
         if progress is not None:
             progress(min(done, count))
-    if found is None:
+    if values is None:
         return {name: np.zeros(0) for name in measure.names}
-    return dict(zip(measure.names, np.moveaxis(found, 1, 0), strict=True))
+    return dict(zip(measure.names, np.moveaxis(values, 1, 0), strict=True))
 
 
 def measure_texts(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron.data.samples import SequenceLengths
 from megatron.training.registry import METRICS, IntervalMetrics, Reduce, RunMetric
 from megatron.training.trainer import Step
 
@@ -130,20 +131,25 @@ class IntervalMeter:
         step: Step,
         flops: torch.Tensor | float,
         recomputed_flops: torch.Tensor | float = 0.0,
-        grows: bool = False,
+        lengths: SequenceLengths | None = None,
     ) -> None:
         """Counts an optimizer step; reads nothing from the device. FLOPs are the model's, and those
-        of recomputed activations, with samples that are as long as can be; the length of samples is
-        recorded where it ``grows`` over the run."""
+        of recomputed activations, with samples that are as long as can be. ``lengths`` say how many
+        of their tokens count, by default all; the length of samples is recorded where it grows over
+        the run."""
         record, result = self.record, step.result
-        fed: torch.Tensor | float = step.samples * step.seq_length
+        lengths = lengths or SequenceLengths(step.seq_length)
+        before, fed = lengths.tokens(step.first_sample), step.samples * step.seq_length
+        counted: torch.Tensor | float = lengths.tokens(step.first_sample + step.samples) - before
         share: torch.Tensor | float = 1.0
         if step.counts is not None:
             # Attention of short samples costs less than their share of the tokens.
-            share, fed = step.counts.fed / fed, step.counts.fed
+            share, counted = step.counts.fed / fed, step.counts.fed
             record("trained_tokens_per_second", step.counts.trained)
-        if grows:
+        if lengths.grows:
             record("seq_length", float(step.seq_length))
+        for name, length in lengths.shown(step.iteration - 1).items():
+            record(name, float(length))
         self._steps += 1
         self._losses = tuple(result.losses)
         # Losses are logged in float32, whatever they are added up in.
@@ -158,7 +164,7 @@ class IntervalMeter:
         record("skipped_steps", result.skipped)
         record("nan_steps", result.loss.float())
         record("samples_per_second", step.samples)
-        record("tokens_per_second_per_device", fed / self._devices)
+        record("tokens_per_second_per_device", counted / self._devices)
         work, every = flops * share / self._devices, (flops + recomputed_flops) * share
         record("tflops_per_device", work / 1e12)
         peak = self._peak_flops

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from megatron.config import RunConfig
+
 
 class Reported(Protocol):
     """An evaluation, as the console and the writers take it."""
@@ -162,3 +164,15 @@ def _seconds_of_matmul(a: torch.Tensor, b: torch.Tensor) -> float:
     torch.matmul(a, b)
     synchronize()
     return time.perf_counter() - start
+
+
+def run_peak(config: RunConfig, device: torch.device) -> tuple[float | None, str]:
+    """Peak rate of a run's device in FLOP/s, None where it is not known, and its source in
+    words."""
+    if config.logging.peak_tflops is not None:
+        return config.logging.peak_tflops * 1e12, "--peak-tflops"
+    if device.type != "cpu":
+        return peak_flops(device), "data sheet"
+    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
+    peak = measure_matmul_peak(dtype, device, seconds=0.2)
+    return peak, "measured with matrix products at start-up"

@@ -66,6 +66,12 @@ def _between_ranks(values: Mapping[str, Any]) -> str:
 
 _TABLE = (
     RunMetric("seq_length", "tokens", "last", "curriculum seqlen", "5.0f", tag=None),
+    # Of layers that drop tokens, and in the mean over the layers.
+    RunMetric(
+        *("random_ltd_reserved_length", "tokens", "last", "random ltd reserved length", "5.0f"),
+        tag=None,
+    ),
+    RunMetric("actual_seq_length", "tokens", "last", "actual seqlen", "5.0f", tag=None),
     RunMetric(
         "trained_tokens_per_second", "1/s", "rate", "trained tokens per second", ".1f", tag=None
     ),
@@ -145,6 +151,7 @@ METRICS = {metric.name: metric for metric in _TABLE}
 _BEFORE_LOSSES = ("seconds_per_iteration", "learning_rate", "global_batch_size")
 _AFTER_LOSSES = (
     *("loss_scale", "grad_norm", "num_zeros", "params_norm", "seq_length"),
+    *("random_ltd_reserved_length", "actual_seq_length"),
     *("skipped_steps", "nan_steps", "samples_per_second", "tokens_per_second_per_device"),
     *("trained_tokens_per_second", "tflops_per_device", "mfu", "hfu", "memory_allocated_bytes"),
     *("experts_max_over_mean", "experts_dropped_share"),

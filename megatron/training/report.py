@@ -16,12 +16,11 @@ import torch
 
 from megatron.config import Resolved, RunConfig
 from megatron.config.features import taking_part
-from megatron.config.parallel import ParallelConfig
 from megatron.data.build import PortionSize
 from megatron.families import family_of
 from megatron.parallel.mesh import Mesh, first_reason
 from megatron.training.intervals import IntervalMeter, TimeLeft, Value
-from megatron.training.metrics import Evaluation, Reported, measure_matmul_peak, peak_flops
+from megatron.training.metrics import Evaluation, Reported, run_peak
 from megatron.training.plan import TrainingPlan
 from megatron.training.registry import Reduce, WrittenTexts
 from megatron.training.resume import ResumePoint
@@ -94,8 +93,8 @@ class Reporter(Callback):
         self.shape = family_of(config.model.family).shape(config.model, config)
         for feature in taking_part():
             self.shape = feature.shape(self.shape, config)
-        self.recompute, self.recomputed_blocks = _recomputed(config.parallel)
-        self.peak = _peak(config, device)
+        self.recompute, self.recomputed_blocks = config.parallel.recomputed
+        self.peak, self._peak_source = run_peak(config, device)
         self.writer: RunWriter = TeeWriter(())
         if self.main:
             self.writer = build_writers(
@@ -126,7 +125,9 @@ class Reporter(Callback):
         self.say(f"{count} values given or derived; --explain-config prints all")
         for note in resolved.notes:
             self.say(note)
-        self.say(f"layout: {_layout(config)} on {self.device.type}")
+        layout, axes = config.layout(), config.parallel.in_words()
+        numbers = f"ZeRO stage {layout.zero}, {layout.precision} on {self.device.type}"
+        self.say(f"layout: {axes}, {numbers}")
         ramp = config.training.rampup_batch_size
         growing = f"{ramp[0]} to " if ramp else ""
         self.say(
@@ -146,7 +147,7 @@ class Reporter(Callback):
             counted = "; causal attention counted once" if self.shape.causal else ""
             self.say(
                 f"FLOP utilisation is relative to {self.peak / 1e12:.3g} TFLOP/s per device "
-                f"({_peak_source(config, self.device)}){counted}"
+                f"({self._peak_source}){counted}"
             )
         if begin.folder is None:
             if config.checkpoint.load:
@@ -225,7 +226,9 @@ class Reporter(Callback):
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         assert self.meter is not None
-        shape = dataclasses.replace(self.shape, seq_length=step.seq_length)
+        lengths = self.plan.lengths
+        shorter = lengths.shorter(step.iteration - 1)
+        shape = dataclasses.replace(self.shape, seq_length=step.seq_length, shorter=shorter)
         flops = shape.flops_per_step(step.samples, causal=True)
         flops += sum(extra(step) for extra in self.extra_flops)
         again = shape.recomputed_flops_per_token(
@@ -238,9 +241,7 @@ class Reporter(Callback):
             across = tokens * shape.scores_per_token() * (1 - step.within)
         blocks = self.recomputed_blocks or shape.num_layers
         share = min(1.0, blocks / shape.num_layers) if self.recompute else 0.0
-        self.meter.add(
-            step, flops - 3 * across, recomputed - share * across, self.plan.lengths.grows
-        )
+        self.meter.add(step, flops - 3 * across, recomputed - share * across, lengths)
         self._bar.update()
         if self._early and not trainer.at_end:
             self._say_early(step)
@@ -337,50 +338,3 @@ class Reporter(Callback):
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
         self._bar.close()
         self.writer.close()
-
-
-def _layout(config: RunConfig) -> str:
-    layout = config.parallel
-    pipeline, data = layout.pipeline_model_parallel_size, layout.data_parallel_size
-    processes = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
-    words = [
-        f"{processes}, pipeline x data x tensor = "
-        f"{pipeline} x {data} x {layout.tensor_model_parallel_size}"
-    ]
-    if pipeline > 1:
-        chunks = layout.num_virtual_stages_per_pipeline_rank
-        words.append(f"{layout.pipeline_schedule} with {chunks} stages per process")
-    if layout.sequence_parallel:
-        words.append("sequence parallel")
-    if layout.context_parallel_size > 1:
-        kinds = " ".join(layout.cp_comm_type)
-        words.append(f"sequences divided over {layout.context_parallel_size} ({kinds})")
-    if layout.expert_model_parallel_size > 1:
-        words.append(f"experts divided over {layout.expert_model_parallel_size}")
-    precision = "fp16" if config.precision.fp16 else "bf16" if config.precision.bf16 else "fp32"
-    return ", ".join([*words, f"ZeRO stage {config.engine.zero_stage}", precision])
-
-
-def _recomputed(parallel: ParallelConfig) -> tuple[str | None, int | None]:
-    """Return the kind of recomputation (selective, uniform, block), and the number of blocks if
-    not all are recomputed."""
-    if parallel.recompute_granularity != "full":
-        return parallel.recompute_granularity, None
-    if parallel.recompute_method == "block":
-        return "block", parallel.stages * parallel.recompute_num_layers
-    return "uniform", None
-
-
-def _peak(config: RunConfig, device: torch.device) -> float | None:
-    if config.logging.peak_tflops is not None:
-        return config.logging.peak_tflops * 1e12
-    if device.type != "cpu":
-        return peak_flops(device)
-    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
-    return measure_matmul_peak(dtype, device, seconds=0.2)
-
-
-def _peak_source(config: RunConfig, device: torch.device) -> str:
-    if config.logging.peak_tflops is not None:
-        return "--peak-tflops"
-    return "data sheet" if device.type != "cpu" else "measured with matrix products at start-up"

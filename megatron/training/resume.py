@@ -42,7 +42,7 @@ from megatron.training.resume_source import (
     load_finite,
     load_older,
     newest_older,
-    saves_beside,
+    saves_next_to,
     set_damaged_aside,
 )
 
@@ -116,8 +116,8 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
                     f"but a {form.title}; leave the flag out to load that, or write one with "
                     "tools/convert_checkpoint.py to-universal"
                 )
-            found = origin.found._replace(base=options.pretrained_checkpoint)
-            return replace(origin, found=found)
+            checkpoint = origin.found._replace(base=options.pretrained_checkpoint)
+            return replace(origin, found=checkpoint)
         _refuse_other_files(options)
     if options.pretrained_checkpoint:
         flag = f"--pretrained-checkpoint {options.pretrained_checkpoint}"
@@ -159,33 +159,33 @@ def _newest_opened(options: CheckpointConfig) -> ResumeSource | None:
     assert options.load is not None
     flag, continues = f"--load {options.load}", not options.finetune
     prefer = "universal" if options.universal_checkpoint else "native"
-    found: FoundCheckpoint | None = None
+    checkpoint: FoundCheckpoint | None = None
     try:
-        found = locate_checkpoint(options.load, options.load_tag, prefer)
-        if found is not None:
-            found.family  # noqa: B018  # reads its configuration
+        checkpoint = locate_checkpoint(options.load, options.load_tag, prefer)
+        if checkpoint is not None:
+            checkpoint.family  # noqa: B018  # reads its configuration
             if options.on_damaged_checkpoint == "previous":
-                found.open(verify=False)
+                checkpoint.open(verify=False)
     except CheckpointError as error:
-        named, older = newest_older(options, found, error)
+        named, older = newest_older(options, checkpoint, error)
         return ResumeSource(older, flag, continues, {named: str(error)})
-    return None if found is None else ResumeSource(found, flag, continues)
+    return None if checkpoint is None else ResumeSource(checkpoint, flag, continues)
 
 
 def _check_family(origin: ResumeSource, family: str) -> None:
     folder = origin.found.folder
-    found = origin.found.family
-    begins = found in family_of(family).starts_from
-    if found == family or (begins and not origin.continues):
+    saved = origin.found.family
+    begins = saved in family_of(family).starts_from
+    if saved == family or (begins and not origin.continues):
         return
     if begins:
         advice = f"--finetune --no-load-optim starts a {family} from its weights"
-    elif found in family_names():
-        advice = f"pretrain_{found}.py trains it"
+    elif saved in family_names():
+        advice = f"pretrain_{saved}.py trains it"
     else:
         advice = f"the known families are {', '.join(family_names())}"
     raise CheckpointError(
-        f"{origin.flag}: {folder} contains a model of the family {found!r}, and this run trains "
+        f"{origin.flag}: {folder} contains a model of the family {saved!r}, and this run trains "
         f"{family!r}; {advice}"
     )
 
@@ -193,12 +193,12 @@ def _check_family(origin: ResumeSource, family: str) -> None:
 def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -> None:
     """Refuses to save among checkpoints of a run that this one does not continue."""
     save = Path(options.save or "")
-    if origin is not None and saves_beside(save, origin, options):
+    if origin is not None and saves_next_to(save, origin, options):
         return
-    found = locate_checkpoint(save, others=True)
-    if found is not None:
+    other = locate_checkpoint(save, others=True)
+    if other is not None:
         raise CheckpointError(
-            f"--save {save} contains {found.folder.name}, which this run does not continue and "
+            f"--save {save} contains {other.folder.name}, which this run does not continue and "
             f"would overwrite: give --load {save} to continue from it, or another --save"
         )
 
@@ -277,16 +277,16 @@ def _changed_data(source: Source, config: RunConfig, files: Sequence[DataFile]) 
         before = {} if source.run is None else source.run.to_dict()["data"]
         now = shareable(config.to_dict()["data"])
         same = all(list(before.get(name) or ()) == list(now[name] or ()) for name in _DATA_FLAGS)
-        found = changed_files(saved, files, same)
+        differences = changed_files(saved, files, same)
     except (TypeError, AttributeError):
         raise CheckpointError(f"{source.folder}: its list of data files is malformed") from None
-    if found and not config.checkpoint.allow_changed_data:
+    if differences and not config.checkpoint.allow_changed_data:
         raise CheckpointError(
-            f"{source.folder} was saved by a run on other data: {'; '.join(found[:3])}"
-            + (f", and {len(found) - 3} more differences" if len(found) > 3 else "")
+            f"{source.folder} was saved by a run on other data: {'; '.join(differences[:3])}"
+            + (f", and {len(differences) - 3} more differences" if len(differences) > 3 else "")
             + "; restore the files, or give --allow-changed-data to continue with those of now"
         )
-    return found
+    return differences
 
 
 def _check_position(plan: TrainingPlan, loaded: ResumePoint) -> None:
@@ -309,7 +309,7 @@ def changes(source: Source, wanted: RunConfig) -> list[str]:
     trained = source.run if source.state else None
     old = trained.to_dict() if trained else {"model": dataclasses.asdict(source.model.flags())}
     new = shareable(wanted.to_dict())  # as the checkpoint's is
-    found = [
+    lines = [
         f"{name}: {json.dumps(before)} -> {json.dumps(new[part][name])}"
         for part in old
         if part not in _NOT_COMPARED
@@ -317,8 +317,8 @@ def changes(source: Source, wanted: RunConfig) -> list[str]:
         if before != new[part][name] and name not in _SAID_OTHERWISE | _HOW_FAST
     ]
     if trained is not None and trained.precision.states != wanted.precision.states:
-        found.append(_states_line(trained.precision.states, wanted.precision.states))
-    return found
+        lines.append(_states_line(trained.precision.states, wanted.precision.states))
+    return lines
 
 
 def _states_line(old: StateDtypes | None, new: StateDtypes | None) -> str:
@@ -363,11 +363,11 @@ def with_checkpoint(settings: Settings) -> Settings:
 
 
 def _arguments(source: Source) -> Settings:
-    found = _settings(source.model.flags(), source)
+    settings = _settings(source.model.flags(), source)
     if source.tokenizer is not None:
-        found |= _settings(source.tokenizer, source)
-    found["unpadded_vocab_size"] = _setting(source.model.vocabulary.size, source)
-    return found
+        settings |= _settings(source.tokenizer, source)
+    settings["unpadded_vocab_size"] = _setting(source.model.vocabulary.size, source)
+    return settings
 
 
 def _schedules(source: Source) -> Settings:
@@ -377,8 +377,8 @@ def _schedules(source: Source) -> Settings:
             "its run had"
         )
     optimizer = source.run.optimizer
-    found = {name: getattr(optimizer, name, None) for name in _SCHEDULE}
-    return {name: _setting(value, source) for name, value in found.items() if value is not None}
+    values = {name: getattr(optimizer, name, None) for name in _SCHEDULE}
+    return {name: _setting(value, source) for name, value in values.items() if value is not None}
 
 
 def _settings(part: Any, source: Source) -> Settings:

@@ -39,7 +39,7 @@ class ResumeSource:
     damaged: Mapping[Path, str] = field(default_factory=dict)
 
 
-def saves_beside(save: Path, origin: ResumeSource, options: CheckpointConfig) -> bool:
+def saves_next_to(save: Path, origin: ResumeSource, options: CheckpointConfig) -> bool:
     """True if a run saves next to the checkpoint that it continues."""
     continues = origin.continues and not options.reset_iteration
     return continues and origin.found.folder.parent.samefile(save)
@@ -108,16 +108,16 @@ def set_damaged_aside(engine: TrainEngine, origin: ResumeSource) -> list[str]:
     was loaded; every rank must call it. Returns a line about each of them, on the first rank, which
     does the work. Raises OSError or CheckpointError if that is not possible."""
     options, folder = engine.config.checkpoint, origin.found.folder
-    beside = bool(options.save) and saves_beside(Path(options.save or ""), origin, options)
+    same_folder = bool(options.save) and saves_next_to(Path(options.save or ""), origin, options)
 
     def set_all_aside() -> list[str]:
         lines = []
         for each, reason in origin.damaged.items():
             line = f"taken since {reason}"
-            if beside and step_of(each.name) is not None and each.is_dir():
+            if same_folder and step_of(each.name) is not None and each.is_dir():
                 line += f"; {each} is set aside as {set_aside(each)}"
             lines.append(line)
-        if beside:
+        if same_folder:
             point_to(folder)
         return lines
 

@@ -239,8 +239,8 @@ class Trainer:
                 self._evaluate_otherwise(last=False)
             for epoch in self.plan.epochs_ended(self.iteration):
                 self._tell("epoch_ended", epoch)
-            found = [callback.reason_to_stop(self) for callback in self.callbacks]
-        return next((reason for reason in found if reason is not None), None)
+            reasons = [callback.reason_to_stop(self) for callback in self.callbacks]
+        return next((reason for reason in reasons if reason is not None), None)
 
     def settle(self) -> None:
         """Waits for the outcome of the steps so far; TrainingStopped if one of them was bad."""
@@ -275,20 +275,34 @@ class Trainer:
         for name, dataset in self.data.datasets.test.items():
             self._evaluate(self.data.batches(dataset, **self.reading()), name, test=True)
 
+    def evaluations(self, test: bool) -> Iterator[Evaluation]:
+        """Losses of the weights that the model computes with now, on the samples that the last
+        validation read, and with ``test`` on the test sets; they are not reported."""
+        consumed = self.plan.valid_samples_before(self.iteration)
+        for name, dataset in self.data.datasets.valid.items():
+            options = self.reading(consumed_samples=consumed)
+            yield from self._losses(self.data.batches(dataset, **options), name)
+        for name, dataset in self.data.datasets.test.items() if test else ():
+            yield from self._losses(self.data.batches(dataset, **self.reading()), name, test=True)
+
     def _evaluate(self, batches: MicroBatches, name: str, test: bool = False) -> None:
+        for evaluation in self._losses(batches, name, test):
+            self.report(evaluation)
+
+    def _losses(self, batches: MicroBatches, name: str, test: bool = False) -> Iterator[Evaluation]:
         if self.plan.eval_micro_batches == 0:
             return
         count = self.plan.eval_micro_batches
-        found: Iterator[Any] = batches
+        supply: Iterator[Any] = batches
         if self.data.weighed and self.engine.mesh.pipeline.size > 1:
             # A pipeline takes batches of one shape; they are token ids, and small.
-            found = iter(of_one_length([next(batches) for _ in range(count)]))
+            supply = iter(of_one_length([next(batches) for _ in range(count)]))
         with phase("evaluation", name), progress_bar(name, total=count, unit=" batches") as bar:
-            losses = self.engine.evaluate(counted(found, bar), count)
+            losses = self.engine.evaluate(counted(supply, bar), count)
         spec, total = self.engine.spec, None
         if spec.no_perplexity and losses.keys() == spec.losses.keys():
             total = spec.total(losses, but=spec.training_only)
-        self.report(Evaluation(self.iteration, losses, name, test, spec.no_perplexity, total))
+        yield Evaluation(self.iteration, losses, name, test, spec.no_perplexity, total)
 
     def report(self, evaluation: Reported) -> None:
         """Tells every callback of an evaluation."""

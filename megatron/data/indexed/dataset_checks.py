@@ -35,10 +35,10 @@ def find_prefixes(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
             prefixes.append(path)
             continue
         endings = {".bin", ".idx"}
-        found = {file.with_suffix("") for file in Path(path).iterdir() if file.suffix in endings}
-        if not found:
+        stems = {file.with_suffix("") for file in Path(path).iterdir() if file.suffix in endings}
+        if not stems:
             raise ValueError(f"the folder {path} has no .bin and .idx files")
-        prefixes.extend(str(prefix) for prefix in sorted(found))
+        prefixes.extend(str(prefix) for prefix in sorted(stems))
     for prefix in prefixes:
         files = idx_path(prefix), bin_path(prefix)
         if not any(file.is_file() for file in files):
@@ -166,7 +166,7 @@ def verify_checksums(paths: Sequence[str], rank: int = 0, processes: int = 1) ->
             digest = sha256_of_file(path, bar.update)
             if digest != wanted:
                 raise ValueError(
-                    f"--verify-data: {path} has the SHA-256 {digest}, but the .sha256 file beside "
+                    f"--verify-data: {path} has the SHA-256 {digest}, but the .sha256 file next to "
                     f"it says {wanted}: the file was damaged or replaced since; copy it again"
                 )
 
@@ -175,7 +175,7 @@ def _checksums(path: str) -> list[tuple[Path, str]]:
     """The files of a data path and their checksums."""
     if "://" in path:
         raise ValueError(
-            f"--verify-data: {path} is remote, and only files here have checksums beside them; "
+            f"--verify-data: {path} is remote, and only files here have checksums next to them; "
             "leave the flag out, or copy the data here"
         )
     if idx_path(path).is_file():
@@ -190,14 +190,14 @@ def _checksums(path: str) -> list[tuple[Path, str]]:
 
 
 def _checksum_of(file: Path) -> str:
-    beside = Path(f"{file}.sha256")
-    if not beside.is_file():
-        raise ValueError(f"--verify-data: {beside} does not exist; sha256sum writes such a file")
-    for line in beside.read_bytes().decode("utf-8", "replace").splitlines():
+    sums = Path(f"{file}.sha256")
+    if not sums.is_file():
+        raise ValueError(f"--verify-data: {sums} does not exist; sha256sum writes such a file")
+    for line in sums.read_bytes().decode("utf-8", "replace").splitlines():
         match = _LINE.fullmatch(line)
         if match and Path(match[2]).name == file.name:
             return match[1]
-    raise ValueError(f"--verify-data: {beside} has no checksum of {file.name}")
+    raise ValueError(f"--verify-data: {sums} has no checksum of {file.name}")
 
 
 def _read_tokens(dataset: IndexedDataset) -> tuple[np.ndarray | None, str]:
