@@ -118,7 +118,6 @@ def data_sampling(config: CurriculumConfig) -> DataSampling | None:
     if section is None:
         return None
     section.only("enabled", "seed", "data_sampling", "data_routing")
-    _refuse_routing(section.section("data_routing"))
     sampling = section.section("data_sampling")
     # The number of workers and page-locked memory change nothing but speed: --num-workers rules.
     sampling.only(
@@ -127,8 +126,9 @@ def data_sampling(config: CurriculumConfig) -> DataSampling | None:
     )  # fmt: skip
     if sampling.section("dynamic_batching").enabled:
         raise ConfigError(
-            f"{sampling.path}.dynamic_batching: a batch has --global-batch-size samples here; "
-            "remove the key, or increase the batch size with --rampup-batch-size"
+            f"{sampling.path}.dynamic_batching: a batch has --global-batch-size samples here, and "
+            "DeepSpeed's engine does not read the key either; remove it, or increase the batch "
+            "size with --rampup-batch-size"
         )
     learning = sampling.section("curriculum_learning")
     if not sampling.enabled or not learning.enabled:
@@ -144,13 +144,25 @@ def data_sampling(config: CurriculumConfig) -> DataSampling | None:
             "give one of them"
         )
     lengths = read.pop(SEQUENCE_METRIC, None) or read.pop(FOLDING_METRIC, None)
-    found = [_metric(name, metric) for name, metric in read.items()]
+    parsed = [_metric(name, metric) for name, metric in read.items()]
     return DataSampling(
         seed=section.whole("seed", least=0, default=1234),
         num_epochs=sampling.whole("num_epochs", default=1000),
-        metrics=tuple(metric for metric in found if metric is not None),
+        metrics=tuple(metric for metric in parsed if metric is not None),
         lengths=None if lengths is None else _length_metric(lengths),
     )
+
+
+def token_dropping(config: CurriculumConfig) -> Section | None:
+    """The section of random layerwise token dropping; None where it, or one around it, is off.
+    Raises ConfigError if a section around it is wrong."""
+    section = _enabled(config.data_efficiency, "data_efficiency")
+    routing = None if section is None else section.section("data_routing")
+    if routing is None or not routing.enabled:
+        return None
+    routing.only("enabled", "random_ltd")
+    dropping = routing.section("random_ltd")
+    return dropping if dropping.enabled else None
 
 
 def without_sampling(config: CurriculumConfig) -> CurriculumConfig:
@@ -170,15 +182,6 @@ def _enabled(text: str | None, path: str) -> Section | None:
         return None
     section = Section.parse(text, path)
     return section if section.enabled else None
-
-
-def _refuse_routing(routing: Section) -> None:
-    if routing.enabled or routing.section("random_ltd").enabled:
-        raise ConfigError(
-            f"{routing.path}: random layerwise token dropping (random-LTD) replaces the "
-            "model's layers by layers that drop tokens, and no model here has such layers; remove "
-            "the key"
-        )
 
 
 def _metric(name: str, metric: Section) -> Metric | None:
@@ -206,6 +209,9 @@ def _lengths(section: Section) -> DifficultySchedule:
     if schedule.kind == "fixed_discrete":
         used = {f"schedule_config.difficulty {n}": n for n in schedule.difficulties}
     else:
+        if schedule.highest % schedule.increment:
+            right = f"a multiple of difficulty_step {schedule.increment}"
+            raise section.wrong("max_difficulty", right)
         used = {
             f"schedule_config.difficulty_step {schedule.increment}": schedule.increment,
             f"max_difficulty {schedule.highest}": schedule.highest,
@@ -235,16 +241,13 @@ def _schedule(section: Section) -> DifficultySchedule:
         return _discrete(section, values, lowest, highest)
     root = ("root_degree",) * (kind == "fixed_root")
     values.only("total_curriculum_step", "difficulty_step", *root)
-    increment = values.whole("difficulty_step")
-    if highest % increment:
-        raise section.wrong("max_difficulty", f"a multiple of difficulty_step {increment}")
     return DifficultySchedule(
         section.path,
         kind,
         lowest,
         highest,
         steps=values.whole("total_curriculum_step"),
-        increment=increment,
+        increment=values.whole("difficulty_step"),
         root=values.positive("root_degree") if root else 1.0,
     )
 

@@ -18,6 +18,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -70,14 +71,19 @@ def difficulty(schedule: DifficultySchedule, step: int) -> int:
 
 def stages(schedule: DifficultySchedule) -> Iterator[tuple[int, int]]:
     """The steps at which the difficulty changes: (number of the step from 1, difficulty)."""
-    step, last = 1, max((schedule.steps, *schedule.last_steps)) + 1
+    last = max((schedule.steps, *schedule.last_steps)) + 1
+    return changes(partial(difficulty, schedule), 1, last)
+
+
+def changes(value: Callable[[int], int], step: int, last: int) -> Iterator[tuple[int, int]]:
+    """The steps from ``step`` on at which a value that never falls changes: (step, value). It is
+    the same from ``last`` on."""
     while True:
-        current = difficulty(schedule, step)
+        current = value(step)
         yield step, current
-        if current == difficulty(schedule, last):
+        if current == value(last):
             return
-        later = range(step, last)  # the difficulty never falls: bisect for the next higher one
-        step += bisect.bisect_right(later, current, key=lambda s: difficulty(schedule, s))
+        step += bisect.bisect_right(range(step, last), current, key=value)
 
 
 class DrawnSamples(RenumberedSamples[Sample]):
@@ -181,14 +187,14 @@ class _Cluster:
 
     def take(self, count: int, rng: np.random.Generator) -> _Samples:
         """The next samples; the cluster is shuffled whenever its end is reached."""
-        found: list[_Samples] = []
+        blocks: list[_Samples] = []
         while True:
             stop = min(self.position + count, len(self.samples))
             taken = self.samples[self.position : stop]
             self.position, count = stop, count - len(taken)
             if not count:
-                return np.concatenate([*found, taken])
-            found.append(taken.copy())
+                return np.concatenate([*blocks, taken])
+            blocks.append(taken.copy())
             rng.shuffle(self.samples)
             self.position = 0
 
@@ -253,20 +259,20 @@ def _between(
 def _too_hard(
     sampling: DataSampling, indices: Mapping[str, MetricIndex], wanted: Mapping[str, int]
 ) -> str:
-    limits, found = [], []
+    limits, reasons = [], []
     for metric in sampling.metrics:
         name, limit, index = metric.name, wanted[metric.name], indices[metric.name]
         if metric.percentile:
             count, highest = len(index.samples.values), metric.schedule.highest
             limits.append(f"a {name} in the first {limit} of {highest} parts")
-            found.append(f"{count} samples make {count // highest} a part")
+            reasons.append(f"{count} samples make {count // highest} a part")
         else:
             limits.append(f"a {name} of at most {limit}")
             lowest = min(index.values.tolist(), default=None) if index.values is not None else None
-            found.append(f"the lowest {name} is {lowest}")
+            reasons.append(f"the lowest {name} is {lowest}")
     return (
-        f"data_efficiency: no sample has {' and '.join(limits)} ({', '.join(found)}), so there is "
-        "nothing for the first step: raise min_difficulty"
+        f"data_efficiency: no sample has {' and '.join(limits)} ({', '.join(reasons)}), so there "
+        "is nothing for the first step: raise min_difficulty"
     )
 
 
@@ -349,17 +355,19 @@ class Curriculum(DataKind):
             return collate
         return WithoutPadding(collate, math.lcm(LENGTH_MULTIPLE, parallel.length_divisor))
 
-    def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
+    def lengths(
+        self, config: RunConfig, lengths: SequenceLengths, samples: Callable[[int], int]
+    ) -> SequenceLengths:
         """Step i has the length of step i + 1 of DeepSpeed's schedule, which counts from 1."""
         schedule = sequence_lengths(config.section(CurriculumConfig))
         if schedule is None:
-            return None
+            return lengths
         seq_length = config.model.seq_length
         growth = [(step - 1, length) for step, length in stages(schedule)]
-        lengths = [length for _, length in growth]
-        _check_lengths(lengths, seq_length, config.parallel, schedule.name)
+        grown = [length for _, length in growth]
+        _check_lengths(grown, seq_length, config.parallel, schedule.name)
         for part in config.model.parts:
-            part.check_lengths(lengths, schedule.name)
+            part.check_lengths(grown, schedule.name)
         folds = None
         if schedule.name.endswith(FOLDING_METRIC):
             if config.parallel.pipeline_model_parallel_size > 1:

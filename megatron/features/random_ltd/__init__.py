@@ -1,0 +1,1 @@
+"""Random layerwise token dropping."""
