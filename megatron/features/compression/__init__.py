@@ -1,0 +1,1 @@
+"""Compression in training: quantised weights and activations, pruning, fewer layers."""

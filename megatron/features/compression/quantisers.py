@@ -1,0 +1,123 @@
+"""Quantisers and masks of DeepSpeed's compression (``deepspeed.compression.utils`` and
+``deepspeed.runtime.quantize`` of DeepSpeed 0.19.6), with the same operations in the same order, in
+the dtype of their input. A group whose scale would be zero stays finite.
+
+Shapes: G groups, N elements of a group, O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def quantise(
+    x: Tensor, bits: int, groups: int, symmetric: bool = True, noise: Tensor | None = None
+) -> Tensor:
+    """Values of ``x`` with at most 2^bits (2 bits: 3) different ones in each of ``groups`` parts of
+    equal length, in the order of its elements. ``noise`` is between -1/2 and 1/2, like ``x``, for
+    stochastic rounding."""
+    x_GN = x.reshape(groups, -1)
+    if bits == 2:
+        y_GN = ternary(x_GN)
+    elif bits == 1:
+        y_GN = x_GN.sign() * x_GN.norm(p=1, dim=1, keepdim=True).div(x_GN.shape[1])
+    else:
+        lowest, highest = x_GN.amin(dim=-1, keepdim=True), x_GN.amax(dim=-1, keepdim=True)
+        drawn = None if noise is None else noise.reshape(groups, -1)
+        y_GN = within(x_GN, lowest, highest, bits, symmetric, drawn)
+    return y_GN.reshape(x.shape)
+
+
+def within(
+    x: Tensor,
+    lowest: Tensor,
+    highest: Tensor,
+    bits: int,
+    symmetric: bool,
+    noise: Tensor | None = None,
+) -> Tensor:
+    """Values of ``x`` on 2^bits levels of the range from ``lowest`` to ``highest``, which
+    broadcast."""
+    levels = 2**bits
+    if symmetric:
+        scale = 2 * torch.max(lowest.abs(), highest.abs()) / levels
+        steps = _rounded(x / scale, noise).clamp(-(levels // 2), levels // 2 - 1)
+        return torch.where(scale > 0, steps * scale, 0.0)
+    scale = (highest - lowest) / levels
+    zero = (lowest / scale).round() * scale
+    y = _rounded((x - zero) / scale, noise).clamp(0, levels - 1) * scale + zero
+    return torch.where(scale > 0, y, x)
+
+
+def _rounded(x: Tensor, noise: Tensor | None) -> Tensor:
+    return (x if noise is None else x + noise).round()
+
+
+def ternary(x_GN: Tensor) -> Tensor:
+    """-a, 0 and a in each group: a is the mean magnitude of the elements above 0.7 of the mean one
+    (Li et al. 2016, arXiv:1605.04711)."""
+    mean_G1 = x_GN.norm(p=1, dim=1).div(x_GN.shape[1]).view(-1, 1)
+    threshold_G1 = 0.7 * mean_G1
+    above, below = ((x_GN > threshold_G1).to(x_GN), (x_GN < -threshold_G1).to(x_GN))
+    kept = (x_GN.abs() > threshold_G1).to(x_GN)
+    alpha_G1 = ((kept * x_GN).abs().sum(dim=1) / kept.sum(dim=1).clamp(min=1)).view(-1, 1)
+    return alpha_G1 * above - alpha_G1 * below
+
+
+def largest(scores: Tensor, ratio: float) -> Tensor:
+    """A mask of ones and zeros like ``scores``: the ceil(ratio x n) largest are kept."""
+    _, order = scores.flatten().sort(descending=True)
+    mask = torch.zeros_like(scores).flatten()
+    mask[order[: math.ceil(ratio * scores.numel())]] = 1.0
+    return mask.view_as(scores)
+
+
+class StraightThrough(torch.autograd.Function):
+    """The second argument, with the gradient as that of the first (Bengio et al. 2013,
+    arXiv:1308.3432)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class ZeroGradient(torch.autograd.Function):
+    """The first argument; the gradient of the second, a parameter, is zero. Without one some
+    optimizers would not count the steps in which it has no effect, and others would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, param: Tensor) -> Tensor:
+        ctx.like = param.shape, param.dtype, param.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.like
+        return grad, torch.zeros(shape, dtype=dtype, device=device)
+
+
+def falls(steps: int, period: int) -> int:
+    """Number of times that the bits have fallen after so many quantisations: at first after
+    ``period`` of them, then each time after twice as many as before."""
+    return (steps // period).bit_length()
+
+
+def bits_after(steps: int, start: int, target: int, period: int) -> int:
+    """Bits in a quantisation, the first of which has the number 1."""
+    return max(target, start - falls(steps, period))
+
+
+def share_of_weights(steps: int, start: int, target: int, period: int, change: float) -> float:
+    """The share of the weights themselves in a mixed quantisation (``fp16_mixed_quantize``), which
+    begins again at 1 when the bits fall."""
+    fallen = min(falls(steps, period), start - target)
+    since = period << (fallen - 1) if fallen else 0
+    return max(0.0, 1.0 - change * (steps - since))
