@@ -48,10 +48,13 @@ class ContextFeature(Feature):
     def built(self, engine: Any) -> None:
         flags, parallel = engine.config.section(LongContextConfig), engine.config.parallel
         most = flags.blocks_offloaded(engine.config.model.num_layers)
-        if most or flags.in_host_memory:
+        divides = flags.divides_inputs(parallel)
+        if most or flags.in_host_memory or divides:
             from megatron.features.context.offload import offload
+            from megatron.features.context.partition import DividedInputs
 
-            offload(engine.sequences, engine.device, most, flags.in_host_memory)
+            divided = DividedInputs(engine.mesh.tensor) if divides else None
+            offload(engine.sequences, engine.device, most, flags.in_host_memory, divided)
         if flags.ds_sequence_parallel_fpdt and parallel.logits_chunk_mib is None:
             from megatron.features.context.tiles import chunk_losses
 

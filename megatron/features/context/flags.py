@@ -18,6 +18,7 @@ from megatron.config.flags import (
 )
 
 if TYPE_CHECKING:
+    from megatron.config import ParallelConfig
     from megatron.config.run import RunConfig
 
 _FULL = needs_value("recompute_granularity", "full", refused=False)
@@ -28,8 +29,7 @@ _KEYS = (
     "number_checkpoints", "synchronize_checkpoint_boundary", "profile",
 )  # fmt: skip
 _WITHOUT_EFFECT = {
-    "partition_activations": "--sequence-parallel divides the activations between blocks",
-    "contiguous_memory_optimization": "inputs of recomputed layers are not copied on the device",
+    "contiguous_memory_optimization": "the memory of a kept input is used again for the next one",
     "synchronize_checkpoint_boundary": "the CPU never synchronizes after a layer",
     "profile": "tools/profile_step.py says where the time of a step goes",
 }
@@ -53,6 +53,14 @@ class LongContextConfig(FlagSection):
     checkpoint_in_cpu: bool = option(False, needs=_FULL)
     """Keep the inputs of recomputed layers in host memory (cpu_checkpointing of
     activation_checkpointing in the DeepSpeed JSON)."""
+    partition_activations: bool = option(
+        False,
+        aliases=("--distribute-saved-activations", "--distribute-checkpointed-activations"),
+        needs=_FULL,
+    )
+    """Keep a part of each input of recomputed layers on every tensor-parallel rank, and gather it
+    for the backward pass (partition_activations of activation_checkpointing in the DeepSpeed JSON).
+    --sequence-parallel divides more, and needs it not."""
     activation_checkpointing: str | None = option(None, internal=True)
     """The section of that name in a DeepSpeed JSON."""
     ds_sequence_parallel_fpdt: bool = option(False)
@@ -67,6 +75,22 @@ class LongContextConfig(FlagSection):
     def in_host_memory(self) -> bool:
         """True if inputs of recomputed layers are kept on the host."""
         return self.checkpoint_in_cpu or bool(self.section.get("cpu_checkpointing"))
+
+    def divides_inputs(self, parallel: ParallelConfig) -> bool:
+        """True if tensor-parallel ranks keep parts of the inputs of recomputed layers."""
+        asked = self.partition_activations or self.section.get("partition_activations")
+        return bool(asked) and self._why_whole(parallel) is None
+
+    @staticmethod
+    def _why_whole(parallel: ParallelConfig) -> str | None:
+        """The reason for which inputs of recomputed layers are not divided."""
+        if parallel.recompute_granularity != "full":
+            return "it is for the inputs of --recompute-granularity full"
+        if parallel.sequence_parallel:
+            return "--sequence-parallel divides all activations between blocks already"
+        if parallel.tensor_model_parallel_size == 1:
+            return "there is one tensor-parallel rank"
+        return None
 
     @property
     def tiles(self) -> bool:
@@ -126,6 +150,11 @@ class LongContextConfig(FlagSection):
             resolver.notes.append(
                 f"{_SECTION}.cpu_checkpointing changes nothing without --recompute-granularity full"
             )
+        divided, why = "partition_activations", self._why_whole(config.parallel)
+        if self.section.get(divided) and why:
+            resolver.notes.append(f"{_SECTION}.{divided} changes nothing: {why}")
+        elif self.partition_activations and why and recompute == "full":
+            resolver.notes.append(f"{resolver.show(divided)} changes nothing: {why}")
         self._check_offloading(config, resolver)
         if self.ds_sequence_parallel_fpdt:
             self._check_chunks(config, resolver)

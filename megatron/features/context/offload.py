@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.features.context.partition import DividedInputs
 from megatron.model.layer_list import LayerSequence, LayerState, RecomputedLayers, Step
 
 SMALLEST = 2**16
@@ -136,9 +137,16 @@ class Offload:
             WeakValueDictionary()
         )
 
-    def saving(self, params: Sequence[nn.Parameter], first: bool) -> AbstractContextManager[Any]:
-        """A context for the next group of layers, whose parameters these are: what they save goes
-        to the host. The backward pass of the ``first`` group of a pass is the last."""
+    def saving(
+        self,
+        params: Sequence[nn.Parameter],
+        first: bool,
+        divided: DividedInputs | None = None,
+        on_host: bool = True,
+    ) -> AbstractContextManager[Any]:
+        """A context for the next group of layers, whose parameters these are: what they save, or
+        the part that ``divided`` leaves, goes to the host. The backward pass of the ``first`` group
+        of a pass is the last."""
         if not torch.is_grad_enabled():
             return nullcontext()
         before = None if first else self._group
@@ -146,7 +154,10 @@ class Offload:
             self._group.release()
         self._group = SavedGroup(self.device, before)
         self._params = params
-        return saved_tensors_hooks(partial(self._pack, self._group), _unpack)
+        pack = partial(self._pack, self._group) if on_host else _as_it_is
+        if divided is None:
+            return saved_tensors_hooks(pack, _unpack)
+        return saved_tensors_hooks(*divided.around(pack, _unpack))
 
     def _pack(self, group: SavedGroup, x: Tensor) -> Tensor | _View:
         plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
@@ -171,6 +182,10 @@ class Offload:
         return _View(copy, group, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
 
 
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
 def _unpack(packed: Tensor | _View) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
@@ -185,7 +200,7 @@ def _unpack(packed: Tensor | _View) -> Tensor:
 
 
 class _OffloadedLayers(RecomputedLayers):
-    """Recomputed layers whose first input is on the host."""
+    """Recomputed layers whose first input is on the host, or divided."""
 
     saving: Callable[[], AbstractContextManager[Any]]
 
@@ -199,21 +214,23 @@ def offload(
     device: torch.device,
     blocks: int,
     inputs: bool,
+    divided: DividedInputs | None = None,
 ) -> list[Offload]:
     """Keep what layers save on the host.
 
     Args:
         blocks: number of blocks of each sequence, the first ones that are not recomputed.
         inputs: whether to keep the inputs of recomputed layers there.
+        divided: what keeps a part of these inputs, there or on the device.
     """
     offloads = []
     for sequence in sequences:
         offload, first, left = Offload(device), True, blocks
         for place, (index, step) in enumerate(sequence.steps):
             block = _module_of(step)
-            if inputs and isinstance(step, RecomputedLayers):
+            if (inputs or divided) and isinstance(step, RecomputedLayers):
                 layers = _OffloadedLayers(step.steps, step.blocks)
-                layers.saving = partial(offload.saving, (), first)
+                layers.saving = partial(offload.saving, (), first, divided, inputs)
                 sequence.steps[place] = index, layers
             elif left and index is not None and any(block is each for each in sequence.blocks):
                 saving = partial(offload.saving, list(block.parameters()), first)

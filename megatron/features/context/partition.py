@@ -1,0 +1,69 @@
+"""Inputs of recomputed layers of which every tensor-parallel rank keeps a part.
+
+Without sequence parallelism all of these ranks have the same input; each keeps its share of the
+flat numbers, and the backward pass gathers the whole: the same bits, for one collective more
+(``--partition-activations``; Rajbhandari et al. 2020, arXiv:1910.02054, section 6.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.parallel.mesh import Group
+from megatron.parallel.tensor_parallel import all_gather_flat
+
+
+class _Part(NamedTuple):
+    """A rank's part of a tensor of this shape: what ``pack`` made of it."""
+
+    kept: Any
+    shape: torch.Size
+
+
+class DividedInputs:
+    """Hooks of saved tensors (``torch.autograd.graph.saved_tensors_hooks``) that keep a part of
+    each, of the flat numbers, and gather the whole again.
+
+    Args:
+        ranks: those that have the same tensors, and all unpack them in the same order.
+    """
+
+    def __init__(self, ranks: Group) -> None:
+        self._ranks = ranks
+        self._parts: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
+
+    def around(
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """The two hooks around others, which keep what is left of a tensor; those that cannot be
+        divided evenly are kept whole."""
+
+        def pack_part(x: Tensor) -> Any:
+            even = x.is_floating_point() and x.numel() and x.numel() % self._ranks.size == 0
+            return _Part(pack(self._part(x)), x.shape) if even else pack(x)
+
+        def unpack_whole(kept: Any) -> Tensor:
+            if not isinstance(kept, _Part):
+                return unpack(kept)
+            part = unpack(kept.kept)
+            whole = part.new_empty(part.numel() * self._ranks.size)
+            all_gather_flat(whole, part, group=self._ranks.handle)
+            return whole.view(kept.shape)
+
+        return pack_part, unpack_whole
+
+    def _part(self, x: Tensor) -> Tensor:
+        """This rank's part, once for all that save the same tensor, as an encoder's output."""
+        place = x.storage_offset(), x.shape, x.stride(), x.dtype
+        key = StorageWeakRef(x.untyped_storage()), x._version, *place
+        part = self._parts.get(key)
+        if part is None:
+            parts = x.detach().reshape(self._ranks.size, -1)
+            part = self._parts[key] = parts[self._ranks.rank].clone()
+        return part

@@ -1,0 +1,1 @@
+"""Tiers of memory for what ZeRO partitions: the device, main memory and files."""

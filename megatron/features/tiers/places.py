@@ -1,0 +1,127 @@
+"""Moves what DeepSpeed has in main memory: to files, or back to the device.
+
+Only the memory of tensors changes: DeepSpeed's optimizer, torch's AdamW and checkpoints find them
+as before. With files the main weights, moments and gradients of ``offload_optimizer``, and the
+parts of the weights of ``offload_param``, are in them. With a ratio the first sub-groups of weights
+are on the device with their gradients and moments (Twin-Flow; DeepSpeed's rule): the one optimizer
+updates each where it is, at the rates of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config import ConfigError
+from megatron.config.optimizer import STATES
+from megatron.engine.environment import return_freed_memory
+from megatron.engine.state import holders
+from megatron.engine.train_engine import TrainEngine
+from megatron.features.tiers.files import MappedFiles
+from megatron.features.tiers.rules import OFFLOADS, ZERO, on_disk, section_of
+from megatron.parallel.mesh import first_reason
+from megatron.util.processes import is_main_process
+
+_ACCUMULATED = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+"""Stage 3's name of the views of its buffer of gradients, by parameter."""
+
+STEP_BYTES = 28
+"""Bytes that a step reads and writes of each weight in float32: the main weight and two moments in
+both directions, and the gradient once."""
+
+
+def move_to_files(engine: TrainEngine, zero: Mapping[str, Any]) -> None:
+    """Move to files what the sections with device ``nvme`` offload, on every rank, which prints a
+    line about it. Raises ConfigError on all ranks where one has no folder or no room."""
+    reason, moved = None, []
+    try:
+        for key in OFFLOADS:
+            if on_disk(zero, key):
+                folder = section_of(zero, key)["nvme_path"]
+                files = MappedFiles(folder, f"{ZERO}.{key}.nvme_path")
+                _move(engine, key, files)
+                moved.append((key, files))
+    except ConfigError as error:
+        reason = str(error)
+    reason = first_reason(reason, engine.device)
+    if reason is not None:
+        raise ConfigError(reason)
+    return_freed_memory()
+    if is_main_process():
+        for key, files in moved:
+            print(_line(key, files), flush=True)
+
+
+def _line(key: str, files: MappedFiles) -> str:
+    size, speed = files.bytes / 2**30, files.speed / 2**20
+    line = f"{key}: {size:,.2f} GiB of rank 0 in files in {files.path}, which takes {speed:,.0f}"
+    line += " MiB/s"
+    if key != OFFLOADS[0] or not files.speed:
+        return line
+    # Main weights, gradients and moments are 16 bytes of a weight, or a little more.
+    slowest = files.bytes / 16 * STEP_BYTES / files.speed
+    return f"{line}: where main memory caches none of it, a step waits for {slowest:,.1f} s"
+
+
+def _move(engine: TrainEngine, key: str, files: MappedFiles) -> None:
+    if key == OFFLOADS[1]:
+        files.move(_partitioned_weights(engine))
+        return
+    files.move(_main_weights_and_gradients(engine))
+    if engine.stage < 3:  # views of both that DeepSpeed made
+        engine.optimizer_wrapper._link_all_hp_params()
+    name = engine.config.optimizer.optimizer
+    for holder in holders(engine):
+        state = engine.optimizer.state[holder]
+        state.update({moment: files.zeros_like(holder) for moment in STATES[name]})
+        state["step"] = torch.zeros((), dtype=torch.float32)
+
+
+def _main_weights_and_gradients(engine: TrainEngine) -> Iterator[Tensor]:
+    wrapper = engine.optimizer_wrapper
+    for holder in holders(engine):
+        yield holder
+        if holder.grad is not None:
+            yield holder.grad
+    if engine.stage == 3:
+        yield wrapper.grad_partitions_flat_buffer
+        yield from getattr(wrapper, _ACCUMULATED).values()
+    else:
+        yield from wrapper.param_buffer_of_bit16_for_cpu_offload_groups
+
+
+def _partitioned_weights(engine: TrainEngine) -> Iterator[Tensor]:
+    wrapper = engine.optimizer_wrapper
+    yield from wrapper.param_groups_fp16_flat_cpu_memory
+    yield from wrapper.fp16_partitioned_groups_flat
+    for param in engine.names:
+        yield param.ds_tensor  # type: ignore[attr-defined]
+
+
+def groups_on_device(groups: int, share: float) -> int:
+    """Number of sub-groups, the first ones, that are updated on the device where a ``share`` is
+    updated in main memory: DeepSpeed's rule."""
+    return int((1 - share) * groups)
+
+
+def move_to_device(engine: TrainEngine, share: float) -> None:
+    """Move the main weights of the first sub-groups to the device, with their gradients; the
+    optimizer makes their moments where they are."""
+    mains = holders(engine)
+    moved = mains[: groups_on_device(len(mains), share)]
+    for main in moved:
+        gradient = main.grad
+        main.grad = None
+        main.data = main.data.to(engine.device)
+        main.grad = None if gradient is None else gradient.to(engine.device)
+    if is_main_process():
+        ours, every = (sum(main.numel() for main in part) for part in (moved, mains))
+        print(
+            f"offload_optimizer.ratio {share:g}: {len(moved)} of {len(mains)} sub-groups, "
+            f"{ours:,} of {every:,} weights of rank 0, are updated on {engine.device.type}, the "
+            "others in main memory",
+            flush=True,
+        )
