@@ -17,8 +17,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.apps.tasks.config import TaskConfig
-from megatron.config import ConfigError, Settings
+from megatron.apps.tasks.config import EVALUATION, FINE_TUNING, INDEX, TaskConfig
+from megatron.config import ConfigError, Setting, Settings
 from megatron.config.flags import nearest, option
 from megatron.run.launch import start_processes
 from megatron.run.process import ending_process, errors_for_users
@@ -44,12 +44,20 @@ def _fine_tuning() -> TaskFunction:
     return run_fine_tuning
 
 
+def _retriever() -> TaskFunction:
+    from megatron.apps.tasks.retrieval.command import run_retriever
+
+    return run_retriever
+
+
 TASKS: dict[str, Callable[[], TaskFunction]] = {
     **dict.fromkeys(("WIKITEXT103", "LAMBADA", "RAW"), _zero_shot),
     **dict.fromkeys(
         ("RACE", "MNLI", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE", "SQUAD"),
         _fine_tuning,
     ),
+    FINE_TUNING: _fine_tuning,
+    **dict.fromkeys((EVALUATION, "ICT-ZEROSHOT-NQ", INDEX), _retriever),
 }
 """Imports the function of every task by its name in ``--task``."""
 
@@ -70,6 +78,8 @@ def run_task(description: str | None, argv: Sequence[str] | None = None) -> None
     if config.task not in TASKS:
         hint = nearest(config.task, TASKS, "; the nearest is {}")
         raise ConfigError(f"--task {config.task}: the tasks are {', '.join(TASKS)}{hint}")
+    if config.ict_load is not None:
+        settings = {"load": Setting(config.ict_load, "flag --ict-load")} | settings
     processes = start_processes(settings, argv)
     run = TASKS[config.task]()
     run(config, checkpoint_settings(settings), processes)

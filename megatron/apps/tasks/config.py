@@ -11,15 +11,58 @@ from pathlib import Path
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint, nothing_at
 from megatron.config import CheckpointConfig, ConfigError
-from megatron.config.flags import NOT_NEGATIVE, POSITIVE, option
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, option
 from megatron.training.resume import find_origin
 
 _NAMES = re.compile(r"(?:global_step|iter_|checkpoint-)(\d+)")
 """Folders of one checkpoint: of this project and DeepSpeed, of Megatron, of Hugging Face."""
 
 
+INDEX, EVALUATION, FINE_TUNING = "RETRIEVER-INDEX", "RETRIEVER-EVAL", "RET-FINETUNE-NQ"
+MATCHES = ("string", "regex")
+
+
 @dataclass(frozen=True)
-class TaskConfig:
+class RetrieverTaskConfig:
+    """Retrievers: passages, questions, vectors."""
+
+    evidence_data_path: str | None = option(None)
+    """Table of passages, with tabs: a line "id text title" and one for each passage."""
+    embedding_path: str | None = option(None, aliases=("--block-data-path",))
+    """File of the passages' vectors; RETRIEVER-EVAL computes it where it does not exist."""
+    qa_data_dev: str | None = option(None)
+    """RETRIEVER-EVAL: table of questions, a tab, and the list of their answers."""
+    qa_data_test: str | None = option(None)
+    """RETRIEVER-EVAL: a second table of questions."""
+    ict_load: str | None = option(None)
+    """Checkpoint of the retriever, where --load is not given."""
+    indexer_batch_size: int = option(128, bounds=POSITIVE)
+    """Passages per forward pass of one data-parallel rank."""
+    indexer_log_interval: int = option(1000, bounds=POSITIVE)
+    """Forward passes between two lines about passages."""
+    faiss_match: str = option("string", choices=MATCHES)
+    """RETRIEVER-EVAL: a passage answers a question if it contains the words of an answer, or a
+    match of it as a regular expression."""
+    faiss_topk_retrievals: int = option(100, bounds=POSITIVE)
+    """RETRIEVER-EVAL: passages that are retrieved for each question."""
+    faiss_use_gpu: bool = option(
+        False, note="the search is exact, by matrix products on the device of the model"
+    )
+    train_with_neg: bool = option(False)
+    """RET-FINETUNE-NQ: train with the negative passages of questions, too."""
+    train_hard_neg: int = option(0, bounds=NOT_NEGATIVE)
+    """RET-FINETUNE-NQ with --train-with-neg: hard negative passages of each question; missing ones
+    are replaced by other negative ones."""
+    val_av_rank_hard_neg: int = option(30, bounds=NOT_NEGATIVE)
+    """RET-FINETUNE-NQ: hard negative passages of each question in evaluations."""
+    val_av_rank_other_neg: int = option(30, bounds=NOT_NEGATIVE)
+    """RET-FINETUNE-NQ: other negative passages of each question in evaluations."""
+    sample_rate: float = option(1.0, bounds=SHARE)
+    """RET-FINETUNE-NQ: fraction of the questions that are used, drawn by the seed."""
+
+
+@dataclass(frozen=True)
+class TaskConfig(RetrieverTaskConfig):
     """Task: what is evaluated or fine-tuned, on which files."""
 
     task: str | None = option(None)
@@ -31,7 +74,7 @@ class TaskConfig:
     epochs: int | None = option(None, bounds=NOT_NEGATIVE)
     """Epochs of fine-tuning; 0 evaluates only."""
     predictions: str | None = option(
-        None, derived="with --epochs 0: predictions_NAME.jsonl beside the checkpoints of --load"
+        None, derived="with --epochs 0: predictions_NAME.jsonl next to the checkpoints of --load"
     )
     """Fine-tuning: file of JSON lines for the predictions, of the best epoch where one is
     trained."""

@@ -85,10 +85,12 @@ def bits_per_byte(log_prob: float, text_bytes: int) -> float:
 
 
 def table(results: Sequence[TaskResult]) -> str:
-    """A line per metric of each task, aligned: task, metric, value, examples, tokens/s."""
+    """A line per metric of each task, aligned: task, metric, value, examples, and tokens/s where
+    probabilities of tokens were computed."""
     rows = [("task", "metric", "value", "examples", "tokens/s")]
     for result in results:
-        facts = result.name, f"{result.examples:,}", f"{result.tokens_per_second:,.0f}"
+        speed = f"{result.tokens_per_second:,.0f}" if result.tokens else ""
+        facts = result.name, f"{result.examples:,}", speed
         for name, value in result.metrics.items():
             task, examples, speed = facts
             rows.append((task, name.replace("_", " "), f"{value:.6g}", examples, speed))
@@ -102,8 +104,8 @@ def table_of_checkpoints(evaluations: Sequence[ModelResults]) -> str:
     columns = dict.fromkeys((result.name, name) for result in every for name in result.metrics)
     rows = [("iteration", *(f"{task} {name.replace('_', ' ')}" for task, name in columns))]
     for model, results in evaluations:
-        found = {(r.name, name): value for r in results for name, value in r.metrics.items()}
-        values = (f"{found[key]:.6g}" if key in found else "" for key in columns)
+        metrics = {(r.name, name): value for r in results for name, value in r.metrics.items()}
+        values = (f"{metrics[key]:.6g}" if key in metrics else "" for key in columns)
         rows.append((str(model.iteration), *values))
     return aligned(rows)
 
@@ -133,7 +135,8 @@ def finish(evaluations: Sequence[ModelResults], output: str | None, plot: Path |
         say(f"curves of {len(evaluations)} checkpoints: {plot}")
     tokens = sum(result.tokens for each in evaluations for result in each.results)
     seconds = sum(result.seconds for each in evaluations for result in each.results)
-    say(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / max(seconds, 1e-9):,.0f} tokens/s")
+    if tokens:
+        say(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / max(seconds, 1e-9):,.0f} tokens/s")
 
 
 def write_results(path: Path, evaluations: Sequence[ModelResults]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.apps.tasks.config import (
+    FINE_TUNING,
     TaskConfig,
     check_inputs,
     wanted_checkpoints,
@@ -67,6 +68,10 @@ def with_head(config: TaskConfig) -> FineTuning:
     assert config.task is not None
     if config.task == Squad.name:
         return Squad(config)
+    if config.task == FINE_TUNING:
+        from megatron.apps.tasks.retrieval.natural_questions import NaturalQuestions
+
+        return NaturalQuestions(config)
     if config.task == RACE.name:
         return MultipleChoice(RACE, config.max_qa_length)
     return Classification(TABLES[config.task])
@@ -93,7 +98,9 @@ def run_fine_tuning(config: TaskConfig, settings: Settings, processes: int) -> N
     :data:`megatron.apps.tasks.command.TaskFunction`."""
     task = with_head(config)
     head = task.settings()["head"].value
-    if "family" not in settings:
+    if "family" in task.settings():
+        settings = _of_family(task, settings)
+    elif "family" not in settings:
         name = next(name for name in family_names() if head in family_of(name).heads)
         settings = settings | {"family": Setting(name, f"task {task.name}")}
     family = family_of(settings["family"].value)
@@ -123,6 +130,19 @@ def run_fine_tuning(config: TaskConfig, settings: Settings, processes: int) -> N
             _evaluate(config, run, mesh, sets)
         else:
             _train(config, run, mesh, sets, train)
+
+
+def _of_family(task: FineTuning, settings: Settings) -> Settings:
+    """The settings of a task that only the models of one family have. Raises ConfigError if the
+    checkpoint is of another."""
+    wanted = task.settings()["family"]
+    own = settings.get("family", wanted)
+    if own.value != wanted.value:
+        raise ConfigError(
+            f"--task {task.name}: {own.origin} is a model of the family {own.value}, and the task "
+            f"trains a {wanted.value}: give --pretrained-checkpoint one, or --bert-load a BERT"
+        )
+    return settings | {"family": wanted}
 
 
 def _read_examples(
@@ -235,8 +255,8 @@ def _training_data(
 
 
 def _evaluate(config: TaskConfig, run: Run, mesh: Mesh, sets: ValidationSets) -> None:
-    found = wanted_checkpoints(run.config.checkpoint, config.all_iterations)
-    checkpoints = [each for each in found if each is not None]
+    listed = wanted_checkpoints(run.config.checkpoint, config.all_iterations)
+    checkpoints = [each for each in listed if each is not None]
     if not checkpoints:
         raise ConfigError("--epochs 0 evaluates a fine-tuned model: name it with --load")
     compare_checkpoints(checkpoints)

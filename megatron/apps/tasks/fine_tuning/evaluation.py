@@ -103,7 +103,7 @@ class ValidationSets:
     ) -> EpochEvaluation:
         """Predictions and scores of every set, each reported when it is done; every rank calls it
         and has the same results."""
-        found = []
+        evaluations = []
         for name, held_out in self.sets.items():
             began = time.perf_counter()
             predictions = self._predictions(engine, name, held_out)
@@ -115,10 +115,12 @@ class ValidationSets:
             count, tokens = len(predictions), int(np.sum(held_out.lengths))
             details = {"epoch": epoch}
             result = TaskResult(name, metrics, count, tokens, seconds, details=details)
-            found.append(SetEvaluation(iteration, epoch, predictions, scores, result))
-            report(found[-1])
-        known = [p for each in found if each.scores for p in each.predictions]
-        return EpochEvaluation(epoch, iteration, found, self.task.scores(known) if known else None)
+            evaluations.append(SetEvaluation(iteration, epoch, predictions, scores, result))
+            report(evaluations[-1])
+        known = [p for each in evaluations if each.scores for p in each.predictions]
+        return EpochEvaluation(
+            epoch, iteration, evaluations, self.task.scores(known) if known else None
+        )
 
     def _predictions(
         self, engine: ModelEngine, name: str, held_out: HeldOutSamples

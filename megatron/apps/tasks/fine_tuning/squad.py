@@ -175,7 +175,7 @@ class WindowMaker:
         """Begin and length of each window of a text of ``count`` tokens."""
         if room < 1 or (count > room and self.doc_stride > room):
             raise ConfigError(
-                f"--seq-length {self.seq_length} leaves {max(room, 0)} tokens of text beside the "
+                f"--seq-length {self.seq_length} leaves {max(room, 0)} tokens of text next to the "
                 f"question, which windows {self.doc_stride} tokens apart (--doc-stride) do not "
                 f"cover; use a smaller --doc-stride or --max-query-length ({self.max_query_length})"
                 ", or a model of longer sequences"

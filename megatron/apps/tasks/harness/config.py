@@ -113,7 +113,7 @@ class HarnessConfig(LengthConfig, CacheConfig):
             raise ConfigError(f"--limit {self.limit:g} and --samples: give one of them")
         if self.logs_samples and self.output is None:
             flag = "--log-samples" if self.log_samples else "--predict-only"
-            raise ConfigError(f"{flag} needs --output, beside which it writes")
+            raise ConfigError(f"{flag} needs --output, next to which it writes")
         for flag, file in (("--output", self.output), ("--results_path", self.results_path)):
             if file is not None and not Path(file).absolute().parent.is_dir():
                 raise ConfigError(f"{flag} {file}: its folder does not exist; create it")

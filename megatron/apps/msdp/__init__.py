@@ -1,0 +1,1 @@
+"""Dialogues by prompting in stages (MSDP): data, examples, generation, F1."""

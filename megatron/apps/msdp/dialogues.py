@@ -1,0 +1,232 @@
+"""Dialogues of Wizard of Wikipedia and Wizard of the Internet as lines, and what is made of lines.
+
+A line is topic, turns joined by `` [SEP] ``, knowledge and answer, with tabs between them, as in
+Megatron's tasks/msdp/preprocessing.py (Liu et al. 2022, arXiv:2203.08745).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.config import ConfigError
+from megatron.data.text_encoder import SentenceSplitter, available_splitter, build_splitter
+from megatron.util.files import write_whole
+
+SEP = " [SEP] "
+NO_KNOWLEDGE, NO_TOPIC = "no_passages_used", "no_topic"
+END_OF_TEXT = "<|endoftext|>"
+_SPACES = str.maketrans("", "", "\n\r\t")
+_ACTIONS = ("Wizard => SearchAgent", "SearchAgent => Wizard", "Apprentice => Wizard")
+_ANSWER = "Wizard => Apprentice"
+_LONG_RUN = 10
+"""Consecutive words of an answer that are also in its knowledge count from this number on."""
+
+
+class DialogueLine(NamedTuple):
+    """A line: an answer, what was said before it, and what it is about."""
+
+    topic: str
+    context: str
+    knowledge: str
+    answer: str
+
+    @property
+    def turns(self) -> list[str]:
+        """The last three turns before the answer."""
+        return self.context.split(SEP)[-3:]
+
+    @property
+    def key(self) -> str:
+        """The name of the knowledge's examples in a file of prompts."""
+        return f"{self.topic} {self.turns[-1]}"
+
+
+def read_turns(flag: str, path: str | Path) -> list[DialogueLine]:
+    """The lines of a file. Raises ConfigError, with the line, for one of other columns; the answer,
+    or knowledge and answer, may be missing."""
+    turns = []
+    for number, line in enumerate(read_lines(flag, path), 1):
+        columns = line.split("\t")
+        if not 2 <= len(columns) <= 4:
+            raise ConfigError(
+                f"{flag} {path}: line {number} has {len(columns)} columns; expected topic, turns, "
+                "knowledge and answer with tabs between them"
+            )
+        turns.append(DialogueLine(*columns, *[""] * (4 - len(columns))))
+    return turns
+
+
+def read_lines(flag: str, path: str | Path) -> list[str]:
+    """The lines of a text file without spaces around them. Only a line feed ends a line: texts
+    contain other separators, such as U+2028. Raises ConfigError if the file is empty or cannot be
+    read."""
+    text = _read_text(flag, path)
+    if not text:
+        raise ConfigError(f"{flag} {path} is empty")
+    return [line.strip(" \r") for line in text.removesuffix("\n").split("\n")]
+
+
+def _read_text(flag: str, path: str | Path) -> str:
+    try:
+        return Path(path).read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {path} cannot be read: {error}") from None
+
+
+def write_lines(path: str, lines: Sequence[str]) -> None:
+    """Writes a text file, which appears when it is complete."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_whole(Path(path), "".join(f"{line}\n" for line in lines).encode())
+
+
+def words(text: str) -> list[str]:
+    """The words and marks of a text, as ``nltk.word_tokenize`` divides it where nltk's model of
+    sentences is installed; otherwise sentences end by rules."""
+    from nltk.tokenize import NLTKWordTokenizer
+
+    tokenizer = NLTKWordTokenizer()
+    return [word for sentence in _splitter()(text) for word in tokenizer.tokenize(sentence)]
+
+
+@cache
+def _splitter() -> SentenceSplitter:
+    return build_splitter(available_splitter("english"), "english", keep_newlines=False)
+
+
+def wikipedia_turns(path: str) -> list[DialogueLine]:
+    """The answers of the wizards in a file of Wizard of Wikipedia, a list of dialogues. Raises
+    ConfigError if it is something else."""
+    text = _read_text("--raw_file", path)
+    try:
+        return [turn for dialogue in json.loads(text) for turn in _of_wikipedia(dialogue)]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise _unreadable(path, "a list of dialogues of Wizard of Wikipedia", error) from None
+
+
+def _of_wikipedia(dialogue: dict[str, Any]) -> Iterator[DialogueLine]:
+    before = list[str]()
+    for turn in dialogue["dialog"]:
+        text = turn["text"].translate(_SPACES)
+        text += "" if text.endswith(("?", ".", "!")) else "."
+        if before and "wizard" in turn["speaker"].lower():
+            sentences = list(turn["checked_sentence"].values())
+            passages = list(turn["checked_passage"].values())
+            topic = passages[0] if len(passages) == 1 else NO_KNOWLEDGE
+            topic = dialogue["chosen_topic"] if topic == NO_KNOWLEDGE else topic
+            knowledge = sentences[0] if sentences else NO_KNOWLEDGE
+            own = (topic.translate(_SPACES), SEP.join(before), knowledge.translate(_SPACES))
+            yield DialogueLine(*own, text)
+        before.append(text)
+
+
+def internet_turns(path: str) -> list[DialogueLine]:
+    """The answers with a topic in a file of Wizard of the Internet, a dialogue a line. Raises
+    ConfigError if it is something else."""
+    turns = []
+    for number, line in enumerate(read_lines("--raw_file", path), 1):
+        try:
+            (dialogue,) = json.loads(line).values()
+            turns += list(_of_internet(dialogue["dialog_history"]))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            wanted = "a dialogue of Wizard of the Internet"
+            raise _unreadable(f"{path}, line {number}", wanted, error) from None
+    return turns
+
+
+def _of_internet(history: Sequence[dict[str, Any]]) -> Iterator[DialogueLine]:
+    before, searched = list[str](), ""
+    for item in history:
+        action, text = item["action"], item["text"].translate(_SPACES)
+        if action == "Wizard => SearchAgent":
+            searched = text
+        elif action == _ANSWER:
+            knowledge = _chosen_sentence(item["context"]) if before else ""
+            if knowledge:
+                yield DialogueLine(searched, SEP.join(before), knowledge, text)
+            before.append(text)
+        elif action == "Apprentice => Wizard":
+            before.append(text)
+        elif action not in _ACTIONS:
+            raise ValueError(f"action {action!r}")
+
+
+def _chosen_sentence(context: dict[str, Any]) -> str:
+    """The sentence that an answer uses, the first chosen one of the last page with any; empty
+    without."""
+    (none, *_), *chosen = context["selected_contents"]
+    sentence = ""
+    for page, flags in zip(context["contents"], chosen, strict=True) if not none else ():
+        of_page = [s for s, used in zip(page["content"], flags, strict=True) if used]
+        sentence = of_page[0].translate(_SPACES) if of_page else sentence
+    return sentence
+
+
+def write_dataset(
+    turns: Sequence[DialogueLine], lines: str, knowledge: str | None, answers: str | None
+) -> None:
+    """Writes the lines and, on request, the knowledge and the words of the answers alone."""
+    write_lines(lines, ["\t".join(turn) for turn in turns])
+    if knowledge is not None:
+        write_lines(knowledge, [turn.knowledge for turn in turns])
+    if answers is not None:
+        write_lines(answers, [" ".join(words(turn.answer)) for turn in turns])
+
+
+def response_examples(turns: Sequence[DialogueLine], count: int, seed: int) -> list[str]:
+    """Examples of answers that say what their knowledge says, drawn by the seed: of answers whose
+    words in long runs of the knowledge are .6 to .9 of them, and .8 of the knowledge or more.
+    Raises ConfigError if there are fewer."""
+    examples = []
+    for turn in turns:
+        if turn.knowledge == NO_KNOWLEDGE:
+            continue
+        known, answer = words(turn.knowledge), words(turn.answer)
+        shared = overlap(answer, set(known))
+        if 0.6 * len(answer) <= shared <= 0.9 * len(answer) and shared >= 0.8 * len(known):
+            examples.append(response_prompt(turn) + " " + " ".join(answer))
+    if len(examples) < count:
+        raise ConfigError(
+            f"--train_file has {len(examples)} answers that repeat their knowledge, and {count} "
+            "examples are needed"
+        )
+    random = np.random.RandomState(seed)
+    random.shuffle(examples)
+    return examples[:count]
+
+
+def overlap(answer: Sequence[str], known: set[str]) -> int:
+    """Words of an answer in runs of :data:`_LONG_RUN` or more that are all known."""
+    shared = run = 0
+    for word in [*answer, None]:
+        if word in known:
+            run += 1
+            continue
+        shared, run = shared + (run if run >= _LONG_RUN else 0), 0
+    return shared
+
+
+def response_prompt(turn: DialogueLine) -> str:
+    """Return the prompt of an answer."""
+    asked, knowledge = (" ".join(words(text)) for text in (turn.turns[-1], turn.knowledge))
+    return f"Topic: {turn.topic}. User says: {asked} We know that: {knowledge} System replies:"
+
+
+def with_knowledge(turns: Sequence[DialogueLine], knowledge: Sequence[str]) -> list[DialogueLine]:
+    """The lines with generated knowledge. Raises ConfigError if there are more or fewer."""
+    if len(turns) != len(knowledge):
+        raise ConfigError(
+            f"--knwl_gen_file has {len(knowledge)} lines, and --test_file {len(turns)}: both are "
+            "of the same dialogues"
+        )
+    plain = (text.replace(END_OF_TEXT, "").replace("\t", " ") for text in knowledge)
+    return [turn._replace(knowledge=text) for turn, text in zip(turns, plain, strict=True)]
+
+
+def _unreadable(where: str, wanted: str, error: Exception) -> ConfigError:
+    return ConfigError(f"--raw_file {where}: expected {wanted} ({type(error).__name__}: {error})")

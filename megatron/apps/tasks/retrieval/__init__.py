@@ -1,0 +1,1 @@
+"""Retrievers on questions: vectors of passages, answers among the nearest, fine-tuning."""

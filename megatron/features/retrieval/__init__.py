@@ -1,0 +1,1 @@
+"""Retrieval: biencoders, their pretraining by the inverse cloze task, their start from a BERT."""

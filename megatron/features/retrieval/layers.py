@@ -1,0 +1,240 @@
+"""Biencoders as lists of layers: two BERTs, or one, whose vectors of queries and contexts are
+compared by their inner products.
+
+A vector is the hidden state of [CLS], or a linear layer of it. Each query of a step is to have its
+highest score with its own context, among all contexts of the data-parallel ranks (Lee et al. 2019,
+arXiv:1906.00300, section 5; Karpukhin et al. 2020, arXiv:2004.04906, section 3.2).
+
+Shapes: B queries of a rank, C its contexts, R queries and A contexts of all ranks, D elements of a
+vector, S sequence (a rank's slice of it where the region is split), H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig, ParallelConfig
+from megatron.data.texts import LabelledBatch
+from megatron.features.masked.bert import masks
+from megatron.features.masked.layers import bert_layers
+from megatron.features.retrieval.flags import BiencoderConfig
+from megatron.model.layer_list import LayerSpec, LayerState
+from megatron.parallel.layers import WholeLinear
+from megatron.parallel.loss_head import Targets
+from megatron.parallel.mesh import SAMPLES, Group
+from megatron.parallel.shard import initial
+from megatron.parallel.tensor_parallel import TensorParallel
+
+QUERY, CONTEXT, SHARED = "query_model", "context_model", "shared_model"
+"""Beginnings of the canonical names of an encoder's parameters, as in Megatron's checkpoints."""
+RETRIEVAL_LOSS = "retrieval loss"
+HEAD, PROJECTION = "head", "projection"
+
+
+class RetrieverBatch(NamedTuple):
+    """One micro batch. The label of a query is the number of its context among those of the batch;
+    that of a context is 1, or 0 for a row that replaces a missing one."""
+
+    query: LabelledBatch
+    context: LabelledBatch
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> RetrieverBatch:
+        return RetrieverBatch(*(rows.to(device, non_blocking) for rows in self))
+
+
+class VectorHead(nn.Module):
+    """The vector of a text, the same on every tensor-parallel rank."""
+
+    def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp, width = tp, model.part(BiencoderConfig).biencoder_projection_dim
+        if width:
+            init, whole = initial(model), tp.whole
+            linear = WholeLinear(model.hidden_size, width, bias=True, init=init, tp=whole)
+            self.add_module(PROJECTION, linear)
+
+    def forward(self, state: LayerState) -> LayerState:
+        """Hidden states [B, S, H] to vectors, ``hidden`` [B, 1, D]."""
+        x_BD = self.tp.first_token(state.hidden)
+        for linear in self.children():
+            x_BD = linear(x_BD)
+        return state.with_hidden(x_BD[:, None])
+
+
+class InBatchLoss(nn.Module):
+    """Cross entropy of each query's own context among those of all data-parallel ranks."""
+
+    def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        part, self.ranks = model.part(BiencoderConfig), tp.over(*SAMPLES)
+        self.scale = model.hidden_size**-0.5 if part.retriever_score_scaling else 1.0
+        self.most = part.retriever_report_topk_accuracies
+
+    def forward(self, state: LayerState) -> LayerState:
+        """Vectors to losses: of the queries in ``encoder`` [B, 1, D] and of the contexts in
+        ``hidden`` [C, 1, D], or, without an encoder, of both in ``hidden``, one after another.
+        Without targets nothing changes."""
+        if state.targets is None:
+            return state
+        query_BD, context_CD = vectors_of(state)
+        labels_B, kept_C = state.batch.query.labels_B, state.batch.context.labels_B
+        ranks, count = self.ranks, len(context_CD)
+        query_RD, context_AD = (_AllRows.apply(x, ranks) for x in (query_BD, context_CD))
+        labels_R = all_rows(labels_B + ranks.rank * count, ranks)
+        scores_RA = self.scale * query_RD @ context_AD.t()
+        scores_RA = scores_RA.masked_fill(all_rows(kept_C, ranks) == 0, float("-inf"))
+        state = state.with_loss(RETRIEVAL_LOSS, F.cross_entropy(scores_RA, labels_R))
+        places_R = places(scores_RA.detach(), labels_R)
+        for k in self.most:
+            share = (places_R < k).to(scores_RA.dtype).mean()
+            state = state.with_loss(accuracy_name(k), 100.0 * share)
+        return state
+
+
+def accuracy_name(k: int) -> str:
+    """Name of the share of queries, in percent, whose context is among the best ``k``."""
+    return f"top{k}_acc"
+
+
+def losses_of(model: ModelConfig) -> dict[str, float]:
+    """`ModelSpec.losses` of a biencoder."""
+    most = model.part(BiencoderConfig).retriever_report_topk_accuracies
+    return {RETRIEVAL_LOSS: 1.0, **dict.fromkeys(map(accuracy_name, most), 0.0)}
+
+
+def vectors_of(state: LayerState) -> tuple[Tensor, Tensor]:
+    """The vectors [B, D] of the queries and [C, D] of the contexts, float32 or float64."""
+    vectors = state.hidden[:, 0]
+    vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+    if state.encoder is None:
+        query, context = vectors.split([len(rows.tokens_BS) for rows in state.batch])
+        return query, context
+    return state.encoder[:, 0].to(vectors.dtype), vectors
+
+
+def places(scores_RA: Tensor, labels_R: Tensor) -> Tensor:
+    """Number of contexts before the right one, int64 [R]: those of a higher score, and those of
+    the same score and a smaller number."""
+    right_R1 = scores_RA.gather(1, labels_R[:, None])
+    before = torch.arange(scores_RA.shape[1], device=scores_RA.device) < labels_R[:, None]
+    return ((scores_RA > right_R1) | ((scores_RA == right_R1) & before)).sum(1)
+
+
+def all_rows(x: Tensor, ranks: Group) -> Tensor:
+    """The rows of all ranks, in their order; each has as many."""
+    if ranks.size == 1:
+        return x
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in ranks.ranks]
+    dist.all_gather(parts, x.contiguous(), group=ranks.handle)
+    return torch.cat(parts)
+
+
+class _AllRows(torch.autograd.Function):
+    """:func:`all_rows`. Every rank computes the whole loss, and gradients are averaged over ranks:
+    that of a rank's rows counts as often as there are ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Group) -> Tensor:
+        ctx.ranks, ctx.count = ranks, len(x)
+        return all_rows(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        first = ctx.ranks.rank * ctx.count
+        return grad[first : first + ctx.count] * ctx.ranks.size, None
+
+
+def encoder_layers(
+    model: ModelConfig, parallel: ParallelConfig, name: str, tp: TensorParallel
+) -> list[LayerSpec]:
+    """The layers from tokens to vectors of the encoder ``name``."""
+    layers = bert_layers(replace(model, head="span"), parallel, tp)
+    end = [layer.name for layer in layers].index("final_norm") + 1
+    layers = [*layers[:end], LayerSpec(HEAD, partial(VectorHead, model, tp))]
+    return [replace(layer, name=f"{name}.{layer.name}") for layer in layers]
+
+
+def biencoder_layers(
+    model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
+) -> list[LayerSpec]:
+    """The layers of a biencoder and its loss. ``tp`` is None for a single process."""
+    tp = tp or TensorParallel()
+    loss = LayerSpec("loss", partial(InBatchLoss, model, tp))
+    if model.part(BiencoderConfig).biencoder_shared_query_context_model:
+        return [*encoder_layers(model, parallel, SHARED, tp), loss]
+    words, positions, *rest = encoder_layers(model, parallel, CONTEXT, tp)
+    entering = partial(_enter_context, model)
+    words = replace(words, forward=entering, with_next_block=True)
+    if parallel.pipeline_model_parallel_size > 1:  # a stage begins with the masks of the queries
+        reading = partial(_read_context, model)
+        rest = [replace(layer, forward=reading) if layer.block else layer for layer in rest]
+    context = [words, replace(positions, with_next_block=True), *rest]
+    return [*encoder_layers(model, parallel, QUERY, tp), *context, loss]
+
+
+def _enter_context(model: ModelConfig, words: nn.Module, state: LayerState) -> LayerState:
+    rows = state.batch.context
+    entered = state.changed(
+        hidden=rows.tokens_BS,
+        encoder=state.hidden,
+        token_types=rows.types_BS,
+        masks=masks(model, rows),
+    )
+    return words(entered)
+
+
+def _read_context(model: ModelConfig, block: nn.Module, state: LayerState) -> LayerState:
+    return block(state.changed(masks=masks(model, state.batch.context)))
+
+
+def context_start(model: ModelConfig) -> int | None:
+    """Index of the layer that takes the tokens of contexts; None where one encoder embeds both."""
+    shared = model.part(BiencoderConfig).biencoder_shared_query_context_model
+    return None if shared else model.num_layers + 4  # two of embeddings, final norm, head
+
+
+def travels(
+    model: ModelConfig, state: LayerState, tp: TensorParallel, index: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of what crosses a stage boundary: hidden states [B, S / slices, H]; within the encoder
+    of contexts also the queries' vectors [B, 1, D], which alone enter it."""
+    start, queries = context_start(model), len(state.batch.query.tokens_BS)
+    width = model.part(BiencoderConfig).biencoder_projection_dim or model.hidden_size
+    if start is not None and index == start:
+        return {"hidden": (queries, 1, width)}
+    within = start is not None and index > start
+    samples, length = (state.batch.context.tokens_BS if within else state.hidden).shape
+    assert length % tp.slices == 0
+    shapes: dict[str, tuple[int, ...]] = {
+        "hidden": (samples, length // tp.slices, model.hidden_size)
+    }
+    return {**shapes, "encoder": (queries, 1, width)} if within else shapes
+
+
+def rows_state(model: ModelConfig, rows: LabelledBatch, batch: Any) -> LayerState:
+    """The initial state of texts, for the encoder that comes first."""
+    return LayerState(
+        hidden=rows.tokens_BS,
+        token_types=rows.types_BS,
+        masks=masks(model, rows),
+        targets=Targets(rows.labels_B, torch.ones_like(rows.labels_B), of_samples=True),
+        batch=batch,
+    )
+
+
+def begin(model: ModelConfig, batch: RetrieverBatch) -> LayerState:
+    """The initial state of a micro batch; one encoder gets the contexts after the queries."""
+    query, context = batch
+    if not model.part(BiencoderConfig).biencoder_shared_query_context_model:
+        return rows_state(model, query, batch)
+    tokens, types, kept = (torch.cat(pair) for pair in zip(query[:3], context[:3], strict=True))
+    padded = query.padded or context.padded
+    rows = LabelledBatch(tokens, types, kept, query.labels_B, padded=padded)
+    return rows_state(model, rows, batch)

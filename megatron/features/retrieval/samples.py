@@ -1,0 +1,351 @@
+"""Samples of the inverse cloze task: a sentence, and the block of sentences that it is from.
+
+A document is divided into blocks of consecutive sentences. Of a block one sentence, drawn at
+random, is the query; it is removed from the block, except from a share of them (Lee et al. 2019,
+arXiv:1906.00300, section 5). A query is ``[CLS] sentence [SEP]``, its context
+``[CLS] title [SEP] block [SEP]``, as in Megatron.
+
+Shape suffixes: N sentences, D documents, M blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.config.features import DOCUMENTS
+from megatron.config.flags import ConfigError
+from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.pipeline import DataPipeline, open_indexed
+from megatron.data.samples import (
+    Documents,
+    Piece,
+    SampleDataset,
+    SampleView,
+    check_ids,
+    checked_index,
+)
+from megatron.data.sources import PARTS
+from megatron.data.texts import LabelledText, collate_labelled
+from megatron.features.masked.batch import MockDocuments, MockTokenizer
+from megatron.features.masked.segments import epoch_rng, sample_rng
+from megatron.features.retrieval.flags import BiencoderConfig, IctConfig
+from megatron.features.retrieval.layers import RetrieverBatch
+from megatron.util.digests import digest
+
+logger = logging.getLogger(__name__)
+
+Ids = npt.NDArray[np.int64]
+INDEX_VERSION = 1
+SPECIAL = 3
+"""Tokens of a context besides title and block."""
+LONG_SENTENCE = 512
+"""A document with a longer sentence is left out, as in Megatron: it is no text."""
+LENGTHS = 8
+"""Number of lengths that batches are padded to: kernels are compiled for each."""
+
+
+class IctSample(NamedTuple):
+    """Tokens of a query and of its context, special ones included."""
+
+    query: Ids
+    context: Ids
+
+
+def document_blocks(
+    starts_N: npt.NDArray[np.int64], target: int, fewest: int
+) -> Iterator[tuple[int, int]]:
+    """First and stop sentence of the blocks of a document; ``starts_N``: number of the first token
+    of each sentence, and of the end. A block ends when it has ``target`` tokens and ``fewest``
+    sentences, and as many are left."""
+    first, last = 0, len(starts_N) - 1
+    while first < last:
+        stop = int(np.searchsorted(starts_N, starts_N[first] + target))
+        stop = max(stop, first + fewest)
+        stop = last if stop > last - fewest else stop
+        yield first, stop
+        first = stop
+
+
+@dataclass(frozen=True)
+class IctRecipe:
+    """Construction of the samples from documents that are split into sentences."""
+
+    seq_length: int
+    """Most tokens of a query, and of a context."""
+    seed: int
+    query_in_block_prob: float
+    fewest: int
+    """Fewest sentences of a block."""
+    cls: int
+    sep: int
+    vocab_size: int
+    titles: Documents | None = field(default=None, compare=False, repr=False)
+    """The title of each document; None for contexts without titles."""
+
+    def units(self, documents: Documents) -> int:
+        return len(documents.document_indices) - 1
+
+    def build(
+        self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
+    ) -> IctDataset:
+        """See `SampleRecipe.build`. Raises ValueError if there are fewer or more titles than
+        documents, or no block can be made."""
+        titles_D = self._title_lengths(documents)
+        depends_on = {
+            "version": INDEX_VERSION,
+            "sequence lengths": documents.lengths_digest,
+            "document boundaries": digest(documents.document_indices.tobytes()),
+            "documents": [units.start, units.stop],
+            "title lengths": digest(titles_D.tobytes()),
+            "tokens": self.seq_length,
+            "fewest sentences": self.fewest,
+            "part": name,
+        }
+
+        def arrays() -> dict[str, np.ndarray]:
+            documents.verify()
+            return {"blocks": self._blocks(documents, units, titles_D)}
+
+        index = cache.arrays(f"ict-{name}", depends_on, arrays)
+        return IctDataset(documents, self, name, num_samples, index)
+
+    def title(self, document: int) -> Ids:
+        """The title of a document, cut to half of a context."""
+        if self.titles is None:
+            return np.empty(0, np.int64)
+        first, stop = self.titles.document_indices[document : document + 2].tolist()
+        parts = [self.titles.get(sequence) for sequence in range(first, stop)]
+        return np.concatenate(parts)[: self.longest_title].astype(np.int64)
+
+    @property
+    def longest_title(self) -> int:
+        return (self.seq_length - SPECIAL) // 2
+
+    def _title_lengths(self, documents: Documents) -> npt.NDArray[np.int64]:
+        count = self.units(documents)
+        if self.titles is None:
+            return np.zeros(count, np.int64)
+        bounds = self.titles.document_indices
+        if len(bounds) - 1 != count:
+            raise ValueError(
+                f"--titles-data-path {self.titles.prefix} has {len(bounds) - 1} titles, and "
+                f"{documents.prefix} {count} documents: make both of the same file, by "
+                "tools/preprocess_data.py --json-keys text title --split-sentences"
+            )
+        ends = np.concatenate(([0], np.cumsum(self.titles.sequence_lengths, dtype=np.int64)))
+        return np.minimum(np.diff(ends[bounds]), self.longest_title)
+
+    def _blocks(
+        self, documents: Documents, units: range, titles_D: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """First sentence, stop sentence and document of every block, int64 [M, 3]."""
+        bounds, lengths_N = documents.document_indices, documents.sequence_lengths
+        rows, left_out = [], 0
+        for document in units:
+            first, last = int(bounds[document]), int(bounds[document + 1])
+            own = lengths_N[first:last]
+            if len(own) < self.fewest or int(own.max(initial=0)) > LONG_SENTENCE:
+                left_out += 1
+                continue
+            starts = np.concatenate(([0], np.cumsum(own, dtype=np.int64)))
+            target = self.seq_length - SPECIAL - int(titles_D[document])
+            for begin, stop in document_blocks(starts, target, self.fewest):
+                rows.append((first + begin, first + stop, document))
+        if not rows:
+            raise ValueError(
+                f"{documents.prefix}: none of its {len(units)} documents has {self.fewest} "
+                f"sentences of at most {LONG_SENTENCE} tokens: preprocess the text with "
+                "--split-sentences, or give --use-one-sent-docs for documents of one sentence"
+            )
+        logger.info(
+            "%s: %d blocks of %d documents; %d documents of fewer than %d sentences, or with one "
+            "of more than %d tokens, are left out",
+            documents.prefix, len(rows), len(units) - left_out, left_out, self.fewest,
+            LONG_SENTENCE,
+        )  # fmt: skip
+        return np.array(rows, np.int64)
+
+
+class IctDataset:
+    """Samples by number; made by `IctRecipe.build`. Every epoch has all blocks, in another order,
+    with queries of its own; sample i does not depend on how many are asked for."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        recipe: IctRecipe,
+        name: str,
+        num_samples: int,
+        index: StoredArrays,
+    ) -> None:
+        self.documents, self.recipe, self.name = documents, recipe, name
+        self._count, self._index = num_samples, index
+        self._orders: dict[int, npt.NDArray[np.int64]] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int, /) -> IctSample:
+        recipe, (first, stop, document) = self.recipe, self._block(index)
+        rng = sample_rng(recipe.seed, self.name, index)
+        sentences = [self.documents.get(number).astype(np.int64) for number in range(first, stop)]
+        check_ids(np.concatenate(sentences), recipe.vocab_size, index, self.origin)
+        drawn = int(rng.integers(len(sentences)))
+        query = sentences[drawn]
+        if rng.random() >= recipe.query_in_block_prob:
+            del sentences[drawn]
+        title = recipe.title(document)
+        head: list[Any] = [] if recipe.titles is None else [title, [recipe.sep]]
+        room = recipe.seq_length - 2 - sum(map(len, head))
+        block = np.concatenate([*sentences, np.empty(0, np.int64)])[:room]
+        return IctSample(
+            np.array([recipe.cls, *query[: recipe.seq_length - 2], recipe.sep], np.int64),
+            np.concatenate([[recipe.cls], *head, block, [recipe.sep]]).astype(np.int64),
+        )
+
+    def origin(self, index: int, /) -> list[Piece]:
+        """The sentences of a sample's block."""
+        first, stop, _ = self._block(index)
+        lengths, source = self.documents.sequence_lengths, self.documents.prefix
+        return [Piece(source, number, 0, int(lengths[number])) for number in range(first, stop)]
+
+    def _block(self, index: int) -> tuple[int, int, int]:
+        blocks = self._index["blocks"]
+        epoch, place = divmod(checked_index(index, len(self)), len(blocks))
+        if epoch not in self._orders:
+            # A batch may have samples of two epochs; earlier orders are not needed any more.
+            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
+            order = epoch_rng(self.recipe.seed, self.name, epoch).permutation(len(blocks))
+            self._orders[epoch] = order
+        first, stop, document = blocks[self._orders[epoch][place]].tolist()
+        return first, stop, document
+
+
+@dataclass(frozen=True)
+class PairCollator:
+    """Batches of queries and the same number of contexts, or more (``others`` of each query).
+
+    Attributes:
+        length: that all texts are padded to; None for the longest of a batch, in a multiple.
+        together: whether queries and contexts have one length, for one encoder.
+    """
+
+    pad: int
+    multiple: int
+    length: int | None
+    together: bool
+
+    def __call__(self, samples: Sequence[IctSample]) -> RetrieverBatch:
+        contexts = [(sample.context, True) for sample in samples]
+        return self.batch([sample.query for sample in samples], contexts, range(len(samples)))
+
+    def batch(
+        self,
+        queries: Sequence[Ids],
+        contexts: Sequence[tuple[Ids, bool]],
+        labels: Sequence[int],
+        lengths: tuple[int, int] | None = None,
+    ) -> RetrieverBatch:
+        """Queries, contexts, each with whether it counts, and for each query the number of its
+        context; ``lengths`` that they are padded to, by default those of the collator."""
+        rows = [text(ids, label) for ids, label in zip(queries, labels, strict=True)]
+        others = [text(ids, int(counts)) for ids, counts in contexts]
+        of_each: Sequence[int | None] = lengths or (self.length, self.length)
+        if self.together and (lengths or self.length is None):
+            longest = max(lengths or [each.length for each in (*rows, *others)])
+            of_each = [-(-longest // self.multiple) * self.multiple] * 2
+        make = partial(collate_labelled, pad=self.pad, multiple=self.multiple)
+        query, context = (
+            make(texts, length=length)
+            for texts, length in zip((rows, others), of_each, strict=True)
+        )
+        return RetrieverBatch(query, context)
+
+    @classmethod
+    def of(cls, config: Any, pad: int, longest: int) -> PairCollator:
+        """The collator of a run whose texts have at most ``longest`` tokens."""
+        parallel, paths = config.parallel, config.fast_paths
+        eighth = -(-longest // (LENGTHS * 8)) * 8
+        multiple = int(np.lcm(eighth, parallel.length_divisor))
+        whole = -(-longest // parallel.length_divisor) * parallel.length_divisor
+        fixed = parallel.pipeline_model_parallel_size > 1 or paths.fp8_format is not None
+        shared = config.model.part(BiencoderConfig).biencoder_shared_query_context_model
+        return cls(pad, multiple, whole if fixed else None, shared)
+
+
+def text(ids: Ids, label: int = 0) -> LabelledText:
+    """A query or a context as a row of a batch; all of its tokens have the type 0."""
+    return LabelledText((ids,), (np.zeros_like(ids),), label)
+
+
+class IctData(DataPipeline):
+    """The data of a retriever's run: documents that are split into sentences, with titles."""
+
+    takes = frozenset({DOCUMENTS})
+    flags = frozenset({"ict"})
+    unit = "sentence"
+
+    def recipe(self) -> IctRecipe:
+        flags, tokenizer = self.config.section(IctConfig), self.tokenizer
+        return IctRecipe(
+            self.seq_length,
+            self.seed,
+            flags.query_in_block_prob,
+            1 if flags.use_one_sent_docs else 2,
+            tokenizer.cls,
+            tokenizer.sep,
+            tokenizer.vocab_size,
+            self._titles,
+        )
+
+    def collator(self) -> Callable[[Sequence[IctSample]], RetrieverBatch]:
+        tokenizer = MockTokenizer(self.tokenizer) if self.config.data.mock_data else self.tokenizer
+        return PairCollator.of(self.config, tokenizer.pad, self.seq_length)
+
+    def mock(self, num_samples: int, part: int) -> SampleDataset[IctSample]:
+        tokenizer = MockTokenizer(self.tokenizer)
+        recipe = type(self)(self.config, tokenizer).recipe()
+        documents = MockDocuments(tokenizer.plain_ids, self.seq_length, self.seed, part)
+        units = range(recipe.units(documents))
+        return recipe.build(documents, units, num_samples, PARTS[part], IndexCache(None))
+
+    def view(self, sample: IctSample, length: int) -> SampleView:
+        """See `DataPipeline.view`: the query, and its context in brackets on a line of its own."""
+        query, context = (self.tokenizer.detokenize(ids[:length].tolist()) for ids in sample)
+        tokens = sample.query[:length]
+        return SampleView(tokens, np.ones(len(tokens), np.float32), f"{query}\n[[{context}]]")
+
+    @cached_property
+    def _titles(self) -> Documents | None:
+        if self.config.data.mock_data:
+            return None
+        path = self.config.section(IctConfig).titles_data_path
+        if path is None:
+            raise ConfigError(
+                "--titles-data-path is missing: the prefix of the indexed titles, "
+                "PREFIX_title_sentence of tools/preprocess_data.py --json-keys text title "
+                "--split-sentences"
+            )
+        if not Path(f"{path}.idx").is_file():
+            raise ConfigError(
+                f"--titles-data-path {path}: {path}.idx does not exist; name the prefix of the "
+                ".bin and .idx files of the titles"
+            )
+        return open_indexed(path)
+
+
+def titles_input(path: str) -> dict[str, str]:
+    """The input of a run that its titles are, as :mod:`megatron.run.fingerprint` compares it."""
+    from megatron.run.fingerprint import digest_of_files, file_input
+
+    folder = Path(path).parent
+    files = [Path(f"{path}.{ending}") for ending in ("bin", "idx")]
+    return file_input(path, folder, digest_of_files(folder, files))

@@ -1,0 +1,114 @@
+"""The start of a retriever: the encoder of a BERT, in any format, as both encoders."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.reader import differences
+from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint, nothing_at
+from megatron.config import ModelConfig
+from megatron.features.masked.bert import HEAD_PARTS
+from megatron.features.retrieval.flags import BiencoderConfig
+from megatron.features.retrieval.layers import CONTEXT, QUERY, SHARED
+from megatron.training.resume_source import ResumeSource
+
+BERT = "bert"
+
+
+class TowerSource(Source):
+    """A BERT as the encoders of a biencoder: each has all of its weights but those of its heads."""
+
+    title = "BERT"
+
+    def __init__(self, bert: Source, wanted: ModelConfig) -> None:
+        """Raises CheckpointError if the BERT's network is another one than ``wanted`` has."""
+        super().__init__(bert.folder)
+        self._bert, part = bert, wanted.part(BiencoderConfig)
+        differing = differences(_encoder(bert.model), _encoder(wanted))
+        if differing:
+            raise CheckpointError(
+                f"--bert-load {bert.folder} has a different architecture: {'; '.join(differing)}"
+            )
+        # A projection is initialised, as the added parts of any family that starts from another.
+        family = BERT if part.biencoder_projection_dim else wanted.family
+        self.model = dataclasses.replace(wanted, family=family)
+        self.tokenizer = bert.tokenizer
+        shared = part.biencoder_shared_query_context_model
+        self._towers = (SHARED,) if shared else (QUERY, CONTEXT)
+        self._names = [name for name in bert.names() if not name.startswith(HEAD_PARTS)]
+        self.notes = (*bert.notes, f"{' and '.join(self._towers)} start from {bert.folder}")
+
+    @classmethod
+    def locate(cls, path: Path, wanted: str | None) -> Path | None:
+        return None  # it is made of another format's checkpoint
+
+    def names(self) -> Sequence[str]:
+        return [f"{tower}.{name}" for tower in self._towers for name in self._names]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._bert.shape(_of_bert(name))
+
+    def kinds(self, name: str) -> Sequence[str]:
+        return ["weight"]
+
+    def dtype(self, name: str, kind: str = "weight") -> str:
+        return self._bert.dtype(_of_bert(name), kind)
+
+    def tensor(self, name: str, kind: str = "weight") -> Tensor:
+        return self._bert.tensor(_of_bert(name), kind)
+
+    def read(self, name: str, kind: str, wanted: Any) -> Tensor:
+        return self._bert.read(_of_bert(name), kind, wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Towers:
+    """The form of a :class:`TowerSource`, as `FoundCheckpoint` uses it."""
+
+    bert: FoundCheckpoint
+    wanted: ModelConfig
+    title: str = TowerSource.title
+    on_base: bool = False
+
+    def __call__(self, folder: Path) -> TowerSource:
+        return TowerSource(self.bert.open(verify=False), self.wanted)
+
+    def family(self, folder: Path) -> str:
+        return self.wanted.family
+
+    def verify(self, folder: Path, share: int = 0, shares: int = 1) -> None:
+        self.bert.verify(share, shares)
+
+
+def towers_of(path: str, wanted: ModelConfig) -> ResumeSource:
+    """The BERT of ``--bert-load`` as the start of a biencoder. Raises CheckpointError if it
+    does not exist, or its network is another."""
+    flag = f"--bert-load {path}"
+    checkpoint = locate_checkpoint(path)
+    if checkpoint is None:
+        raise CheckpointError(f"{flag}: {nothing_at(path)}; name the folder of a BERT's checkpoint")
+    if checkpoint.family != BERT:
+        raise CheckpointError(
+            f"{flag} is a model of the family {checkpoint.family}, and retrievers start from a "
+            "BERT; name one, or continue from a retriever by --load or --pretrained-checkpoint"
+        )
+    form = cast(type[Source], _Towers(checkpoint, wanted))
+    return ResumeSource(FoundCheckpoint(form, checkpoint.folder), flag, continues=False)
+
+
+def _of_bert(name: str) -> str:
+    return name.partition(".")[2]
+
+
+def _encoder(model: ModelConfig) -> ModelConfig:
+    """A network without its heads, and without what only a biencoder has."""
+    parts = tuple(
+        BiencoderConfig() if isinstance(part, BiencoderConfig) else part for part in model.parts
+    )
+    return dataclasses.replace(model, head="span", num_labels=None, label_names=(), parts=parts)
