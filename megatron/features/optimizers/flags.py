@@ -92,6 +92,9 @@ class OptimizersConfig(FlagSection):
     """AdEMAMix: factor of the slow mean."""
     ademamix_warmup_iters: int = option(0, bounds=NOT_NEGATIVE, needs=_ADEMAMIX)
     """AdEMAMix: updates over which the slow mean's factor and half-life grow to their values."""
+    cautious_update: bool = option(False)
+    """AdamW: leave out the elements of an update that the gradient opposes, and divide the others
+    of each parameter by their share (C-AdamW)."""
     cautious_weight_decay: bool = option(False)
     """Decay only those weights that the update makes smaller."""
     weight_decay_follows_lr: bool = option(False)
@@ -103,7 +106,8 @@ class OptimizersConfig(FlagSection):
 
     def updates(self, optimizer: str) -> bool:
         """True if a run with this ``--optimizer`` is updated by rules of the feature."""
-        return optimizer not in _OF_CORE or (optimizer == "adam" and self._own_decay)
+        own = self._own_decay or self.cautious_update
+        return optimizer not in _OF_CORE or (optimizer == "adam" and own)
 
     def check(self, config: Any, resolver: ConfigResolver) -> None:
         """Refuse combinations that have no meaning, and note values that differ from the
@@ -148,6 +152,11 @@ class OptimizersConfig(FlagSection):
             not self._own_decay or config.precision.states is None,
             "--use-precision-aware-optimizer updates by a kernel of its own, without "
             "--cautious-weight-decay and --weight-decay-follows-lr: leave one of them out",
+        )
+        resolver.check(
+            not self.cautious_update or (name == "adam" and config.precision.states is None),
+            "--cautious-update is an option of --optimizer adam without "
+            "--use-precision-aware-optimizer: leave it out",
         )
         known = name in ("adam", "sgd", "lion", "muon")
         resolver.check(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import AXES, Mesh
+from megatron.parallel.shard import shard_of
 
 if TYPE_CHECKING:
     from megatron.config import RunConfig
@@ -104,21 +107,32 @@ def rooted(mean_of_squares: Tensor, beta: float, step: float, eps: float) -> Ten
 
 
 class Adam(UpdateRule):
-    """AdamW, by torch's kernel."""
+    """AdamW, by torch's kernel; with ``among``, the names of parameters and the ranks that have
+    parts of them, updates are cautious."""
 
     states = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, betas: tuple[float, float], eps: float) -> None:
-        self._betas, self._eps = betas, eps
+    def __init__(
+        self,
+        betas: tuple[float, float],
+        eps: float,
+        among: tuple[Mapping[nn.Parameter, str], Mesh] | None = None,
+    ) -> None:
+        self._betas, self._eps, self._among = betas, eps, among
 
     @classmethod
     def of(cls, context: RuleContext) -> Self:
-        return cls(context.betas, context.eps)
+        cautious = context.flags.cautious_update
+        among = (context.names, context.mesh) if cautious else None
+        return cls(context.betas, context.eps, among)
 
     def update(self, tensors: Sequence[Tensor], states: Sequence[Group], group: Group) -> None:
-        if group.get("cautious") and group["weight_decay"]:
-            for tensor, state in zip(tensors, states, strict=True):
-                descend(tensor, self._direction(tensor, state), group)
+        if self._among is not None or (group.get("cautious") and group["weight_decay"]):
+            directions = list(map(self._direction, tensors, states))
+            if self._among is not None:
+                self._drop_opposed(tensors, directions, *self._among)
+            for tensor, direction in zip(tensors, directions, strict=True):
+                descend(tensor, direction, group)
             return
         counted = [state["step"] - 1 for state in states]  # the kernel counts, too
         adamw(
@@ -144,6 +158,40 @@ class Adam(UpdateRule):
         mean = state["exp_avg"].lerp_(grad, 1 - beta1)
         squares = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         return (mean / (1 - beta1**step)).div_(rooted(squares, beta2, step, self._eps))
+
+    def _drop_opposed(
+        self,
+        tensors: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        names: Mapping[nn.Parameter, str],
+        mesh: Mesh,
+    ) -> None:
+        """Set elements of updates that the gradient opposes to 0, and divide the others of each
+        whole parameter by their share (Liang et al. 2024, arXiv:2411.16085, algorithm 2), in
+        place."""
+        flat = dict(zip(tensors, directions, strict=True))
+        among = ("tensor",) if self.divided else AXES
+        kept: dict[str, Tensor] = {}
+        pieces: list[tuple[Tensor, str, int]] = []
+        for param, name in names.items():
+            _, holder, offset, length = self.place_of(param)
+            if holder not in flat:
+                continue
+            assert holder.grad is not None
+            first, count = (offset, length) if length > 0 else (0, 0)
+            update = flat[holder].view(-1).narrow(0, first, count)
+            update.mul_(update * holder.grad.view(-1).narrow(0, first, count) > 0)
+            shard = shard_of(param)
+            counted = shard.counted(mesh.coordinates, among)
+            kept[name] = kept.get(name, 0) + update.count_nonzero() * counted
+            pieces.append((update, name, math.prod(shard.canonical_shape)))
+        counts = torch.stack([*kept.values()]).double()
+        for ranks in (mesh.dense, mesh.tensor):
+            if ranks.size > 1:
+                dist.all_reduce(counts, group=ranks.handle)
+        shares = dict(zip(kept, counts, strict=True))
+        for update, name, elements in pieces:
+            update.div_((shares[name] / elements).clamp(min=1e-3).to(update.dtype))
 
 
 class Lion(UpdateRule):

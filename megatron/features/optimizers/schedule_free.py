@@ -11,14 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.engine.state import TRAINED, has_main_weights, holders, set_working_weights
+from megatron.engine.state import TRAINED, has_main_weights, holders, set_trained_weights
 from megatron.engine.train_engine import TrainEngine
 from megatron.features.optimizers.rules import Group, RuleContext, UpdateRule, rooted
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.shard import shard_of
 
 _SUMS = "schedule_free:sums"
 
@@ -128,9 +126,8 @@ class Switch:
         """Set the weights that the model computes with."""
         engine, rule = self._engine, self._rule
         if self._separate:
-            frozen = [param for param in engine.names if param not in engine.trained]
-            with engine.replacing_state():
-                set_working_weights(engine, self._values, but=frozen)
+            # The states know both: x is the weight, and y what is trained.
+            set_trained_weights(engine, lambda o: o.get(o.trained if self._training else "weight"))
         else:
             for holder in holders(engine):
                 z = self._z(holder)
@@ -139,25 +136,10 @@ class Switch:
                 elif not self._training and z is not None and holder not in rule.kept:
                     rule.kept[holder] = holder.detach().clone()
                     holder.data.copy_(rule.mean(holder.data, z))
-        engine.kernels.invalidate()
+            engine.kernels.invalidate()
 
     def _without_states(self) -> bool:
         return all(self._z(holder) is None for holder in holders(self._engine))
 
     def _z(self, holder: Tensor) -> Tensor | None:
         return self._engine.optimizer.state.get(holder, {}).get("z")
-
-    def _values(self, param: nn.Parameter, start: int, end: int) -> Tensor:
-        """Elements of this rank's share of a parameter: its own part, or summed over the ranks
-        that have parts."""
-        first, holder, offset, length = self._rule.place_of(param)
-        flat = param.new_zeros(end - start, dtype=holder.dtype)
-        if length > 0:
-            part, z = holder.data.view(-1).narrow(0, offset, length), self._z(holder)
-            if not self._training and z is not None:
-                part = self._rule.mean(part, z.view(-1).narrow(0, offset, length))
-            flat[first - start : first - start + length] = part
-        ranks = self._engine.mesh.replicas(shard_of(param))
-        if self._engine.stage < 3 and ranks.size > 1:
-            dist.all_reduce(flat, group=ranks.handle)
-        return flat

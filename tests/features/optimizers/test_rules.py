@@ -67,6 +67,22 @@ def test_ademamix_is_the_algorithm():
     close(param, theta)
 
 
+def test_cautious_updates_follow_the_gradient():
+    """Reference: the authors' C-AdamW (C-Optim, c_adamw.py), with its least share of 1e-3."""
+    start, *grads = draws(7)
+    param = nn.Parameter(start.clone())
+    rule = Adam((BETA1, BETA2), EPS, ({param: "weight"}, Mesh()))
+    continued(rule, param, grads)
+    theta, m, v = start.clone(), 0.0, 0.0
+    for t, g in enumerate(grads, 1):
+        m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
+        mask = (m * g > 0).to(g.dtype)
+        mask = mask / mask.mean().clamp(min=1e-3)
+        size = (v / (1 - BETA2**t)).sqrt() + EPS
+        theta = theta * (1 - LR * DECAY) - LR * m * mask / (1 - BETA1**t) / size
+    close(param, theta)
+
+
 def test_schedule_free_is_the_algorithm():
     """Reference: algorithm 1 of Defazio et al. 2024 with its three sequences, of which the means
     have the weights of the squares of the largest rate until then."""

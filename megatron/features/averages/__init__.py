@@ -1,0 +1,1 @@
+"""Averages of weights over the steps of a training: exponential and uniform."""

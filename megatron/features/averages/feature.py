@@ -1,0 +1,129 @@
+"""Averages of weights, next to those that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.config.features import Feature, FlagSection
+from megatron.config.flags import (
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    ConfigError,
+    ConfigResolver,
+    Need,
+    option,
+)
+
+EXPONENTIAL, UNIFORM = "exponential_average", "uniform_average"
+"""States of a weight in checkpoints."""
+
+_EMA = Need("--ema-decay", lambda values: values["ema_decay"] is not None)
+_SWA = Need("--swa-start-iter", lambda values: values["swa_start_iter"] is not None)
+
+
+@dataclass(frozen=True)
+class AveragesConfig(FlagSection):
+    """Averages of weights."""
+
+    after: ClassVar[str] = "optimizer"
+
+    ema_decay: float | None = option(None, bounds=FRACTION)
+    """Keep an exponential moving average of the weights: after a step it is this times itself plus
+    the rest of 1 times the weights (0.999). Evaluations have its losses, too."""
+    ema_start_iter: int = option(1, bounds=POSITIVE, needs=_EMA)
+    """Iteration after which the exponential average starts, as a copy of the weights."""
+    swa_start_iter: int | None = option(None, bounds=NOT_NEGATIVE)
+    """Keep the mean of the weights after this iteration and later ones (stochastic weight
+    averaging). Evaluations have its losses, too."""
+    swa_interval: int = option(1, bounds=POSITIVE, needs=_SWA)
+    """Iterations from one term of that mean to the next."""
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The state of each average of the run, and the flag that asks for it."""
+        asked = {
+            EXPONENTIAL: ("--ema-decay", self.ema_decay),
+            UNIFORM: ("--swa-start-iter", self.swa_start_iter),
+        }
+        return {kind: flag for kind, (flag, value) in asked.items() if value is not None}
+
+    def check(self, config: Any, resolver: ConfigResolver) -> None:
+        """Refuse what cannot have averages, or would lose them. Raises ConfigError."""
+        checkpoint = config.checkpoint
+        for flag in self.names.values():
+            for wrong, what, instead in (
+                (
+                    config.optimizer.optimizer == "schedule_free",
+                    "--optimizer schedule_free, whose weights are an average",
+                    "leave it out",
+                ),
+                (
+                    not checkpoint.save_optim,
+                    "--no-save-optim: checkpoints have the average with the optimizer's states",
+                    "leave one of them out",
+                ),
+                (
+                    checkpoint.checkpoint_format != "safetensors",
+                    f"--checkpoint-format {checkpoint.checkpoint_format}, which has no place for "
+                    "the average",
+                    "leave one of them out",
+                ),
+            ):
+                resolver.check(not wrong, f"{flag} contradicts {what}; {instead}")
+
+    def check_start(self, last: int) -> None:
+        """Refuse averages that start after the last iteration. Raises ConfigError."""
+        for flag, first in (
+            ("--ema-start-iter", self.ema_start_iter if self.ema_decay is not None else 0),
+            ("--swa-start-iter", self.swa_start_iter or 0),
+        ):
+            if first > last:
+                raise ConfigError(
+                    f"{flag} {first} is after the last iteration, {last}: the average would have "
+                    "no term; give an earlier one"
+                )
+
+
+class AveragesFeature(Feature):
+    after = ("qk_clip",)  # which changes the weights after an update
+    sections = {"averages": AveragesConfig}
+    training_flags = (AveragesConfig,)
+
+    def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
+        flags = config.section(AveragesConfig)
+        if not config.training.skip_train:
+            flags.check(config, resolver)
+            return
+        resolver.notes += (
+            f"{flag} changes nothing with --skip-train, which evaluates the weights: "
+            "tools/convert_checkpoint.py --average makes a model of an average"
+            for flag in flags.names.values()
+        )
+
+    def built(self, engine: Any) -> None:
+        from megatron.engine.update.adam import KeptState
+
+        if not engine.config.training.skip_train:
+            engine.kept |= {
+                kind: KeptState() for kind in engine.config.section(AveragesConfig).names
+            }
+
+    def ready(self, context: Any) -> None:
+        flags = context.config.section(AveragesConfig)
+        if context.config.training.skip_train or not flags.names:
+            return
+        flags.check_start(context.plan.train_iters)
+        from megatron.features.averages.callback import Averages, AverageTerms
+        from megatron.training.context import Order
+
+        terms = {
+            EXPONENTIAL: AverageTerms(flags.ema_decay, flags.ema_start_iter),
+            UNIFORM: AverageTerms(None, flags.swa_start_iter or 0, flags.swa_interval),
+        }
+        context.add(Order.TEACH, Averages({kind: terms[kind] for kind in flags.names}))
+
+
+FEATURE = AveragesFeature()

@@ -1,0 +1,1 @@
+"""QK-clip: projections of queries and keys of heads with large attention logits are scaled down."""

@@ -1,0 +1,98 @@
+"""Largest attention logits in the log, and QK-clip, which bounds them (MuonClip)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.config.features import Feature, FlagSection
+from megatron.config.flags import FRACTION, POSITIVE, ConfigResolver, Need, option
+from megatron.features.latent.flags import LatentConfig
+
+_CLIP = Need("--qk-clip", lambda values: values["qk_clip"])
+
+
+@dataclass(frozen=True)
+class QKClipConfig(FlagSection):
+    """QK-clip."""
+
+    after: ClassVar[str] = "optimizer"
+
+    qk_clip: bool = option(False)
+    """After each update, scale the projections of queries and keys of the heads whose largest
+    attention logit of the step is above --qk-clip-threshold, so that it comes down to that
+    (Kimi K2)."""
+    qk_clip_alpha: float = option(0.5, bounds=FRACTION, needs=_CLIP)
+    """Share of that factor, as an exponent, that queries have; keys have the rest."""
+    qk_clip_threshold: float = option(100.0, bounds=POSITIVE, needs=_CLIP)
+    """Largest attention logit that stays: of scaled scores, before the softmax."""
+    log_max_attention_logit: bool = option(False)
+    """Log the largest attention logit of the steps of a log line. It is computed next to the
+    attention kernel, by a product in float32 of all queries and keys."""
+
+    @property
+    def measures(self) -> bool:
+        """True if a run needs the largest logits."""
+        return self.qk_clip or self.log_max_attention_logit
+
+    def check(self, config: Any, resolver: ConfigResolver) -> None:
+        """Refuse attention whose logits are not measured, or that a scale of the projections does
+        not scale. Raises ConfigError."""
+        model = config.model
+        flag = "--qk-clip" if self.qk_clip else "--log-max-attention-logit"
+        resolver.check(
+            model.family == "gpt",
+            f"{flag} is for the causal attention of a GPT, not for the family {model.family}; "
+            "leave it out",
+        )
+        norm, latent = model.norm, not model.part(LatentConfig).idle
+        for wrong, what in (
+            (norm.qk_layernorm and not latent, "--qk-layernorm, which bounds logits by itself"),
+            (norm.qk_l2_norm, "--qk-l2-norm, which bounds logits by itself"),
+            (
+                model.attention.attn_logit_softcapping is not None,
+                "--attn-logit-softcapping, which bounds logits by itself",
+            ),
+            (model.attention.clip_qkv is not None, "--clip-qkv, after which logits do not scale"),
+            (
+                any(getattr(part, "global_keys_as_values", False) for part in model.parts),
+                "--global-keys-as-values, by which values would be scaled with the keys",
+            ),
+            (
+                config.optimizer.optimizer == "schedule_free",
+                "--optimizer schedule_free, whose weights are a mean that would not be scaled",
+            ),
+        ):
+            resolver.check(
+                not (wrong and self.qk_clip), f"--qk-clip contradicts {what}; leave one of them out"
+            )
+
+
+class QKClipFeature(Feature):
+    needs = ("latent",)
+    sections = {"qk_clip": QKClipConfig}
+    training_flags = (QKClipConfig,)
+
+    def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
+        if config.section(QKClipConfig).measures and not config.training.skip_train:
+            config.section(QKClipConfig).check(config, resolver)
+
+    def why_eager(self, config: Any, automatic: bool) -> str | None:
+        if not config.section(QKClipConfig).measures or config.training.skip_train:
+            return None
+        return "the largest attention logits (--qk-clip) are kept outside of graphs"
+
+    def ready(self, context: Any) -> None:
+        flags = context.config.section(QKClipConfig)
+        if not flags.measures or context.config.training.skip_train:
+            return
+        from megatron.features.qk_clip.callback import QKClip
+        from megatron.training.context import Order
+
+        threshold = flags.qk_clip_threshold if flags.qk_clip else None
+        record = context.report.record
+        clip = QKClip(context.engine, flags.qk_clip_alpha, threshold, record)
+        context.add(Order.TEACH, clip)
+
+
+FEATURE = QKClipFeature()
