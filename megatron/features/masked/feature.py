@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.features import Feature
-from megatron.features.masked.flags import MaskedDataConfig
+from megatron.features.masked.flags import (
+    EncoderDecoderConfig,
+    FirstNormConfig,
+    MaskedDataConfig,
+)
 
 
 class MaskedFeature(Feature):
     sections = {"masked_data": MaskedDataConfig}
+    model_parts = (FirstNormConfig, EncoderDecoderConfig)
     families = ("bert", "t5")
 
     def data_kind(self, section: str) -> Any:
@@ -19,6 +24,7 @@ class MaskedFeature(Feature):
         return KIND
 
     def architectures(self) -> Sequence[Any]:
+        from megatron.features.masked.hf_bart import BART, MBART, PLBART
         from megatron.features.masked.hf_bert import BERT, MEGATRON_BERT
         from megatron.features.masked.hf_encoders import (
             CAMEMBERT,
@@ -27,10 +33,18 @@ class MaskedFeature(Feature):
             ROBERTA,
             XLM_ROBERTA,
         )
-        from megatron.features.masked.hf_t5 import MT5, T5
+        from megatron.features.masked.hf_modernbert import MODERNBERT
+        from megatron.features.masked.hf_t5 import MT5, T5, UMT5
 
-        encoders = (ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, DISTILBERT)
-        return (MEGATRON_BERT, BERT, T5, *encoders, MT5)
+        encoders = (ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, DISTILBERT, MODERNBERT)
+        return (MEGATRON_BERT, BERT, T5, *encoders, MT5, UMT5, BART, MBART, PLBART)
+
+    def network(self, spec: Any, model: Any, parallel: Any) -> Any:
+        if model.part(FirstNormConfig).first_norm:
+            return spec
+        from megatron.features.masked.layers import without_first_norm
+
+        return without_first_norm(spec, model)
 
     def family(self, name: str) -> Any:
         from megatron.features.masked import bert, t5

@@ -1,4 +1,4 @@
-"""Samples of BERT and T5."""
+"""Samples of BERT and T5, and what distinguishes their networks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,46 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.features import KindConfig
-from megatron.config.flags import ConfigError, option
+from megatron.config.features import KindConfig, ModelPart
+from megatron.config.flags import ConfigError, needs_value, option
 
 PAIR_TASKS = ("sentence-order", "next-sentence")
-DECODER_STARTS = ("pad", "bos")
+DECODER_STARTS = ("pad", "bos", "eos")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstNormConfig(ModelPart):
+    """Norm of the embeddings."""
+
+    first_norm: bool = option(True, off="--no-first-norm", role="weights")
+    """Do not apply a norm before the attention of the first block, as ModernBERT, whose embeddings
+    are normalised already, and GPT-1."""
+
+    families: ClassVar[frozenset[str]] = frozenset({"gpt", "bert", "t5", "retro"})
+
+    @property
+    def idle(self) -> bool:
+        return self.first_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderDecoderConfig(ModelPart):
+    """Positions of an encoder and a decoder."""
+
+    relative_attention_per_block: bool = option(
+        False, role="weights", needs=needs_value("position_embedding_type", "relative")
+    )
+    """T5: each block has biases of relative positions of its own, as UMT5, instead of one table for
+    the encoder and one for the decoder."""
+    separate_decoder_embedding: bool = option(False, role="weights")
+    """T5: the decoder has position embeddings, and a norm of the embeddings, of its own, as BART,
+    instead of those of the encoder; logits then have a bias with --lm-head-bias alone."""
+
+    families: ClassVar[frozenset[str]] = frozenset({"t5"})
+
+    @property
+    def idle(self) -> bool:
+        return not (self.relative_attention_per_block or self.separate_decoder_embedding)
 
 
 @dataclass(frozen=True)
@@ -46,8 +81,8 @@ class MaskedDataConfig(KindConfig):
     max_noise_span_length: int = option(10)
     """T5: maximum number of tokens per masked span."""
     decoder_start_token: str = option("pad", choices=DECODER_STARTS)
-    """T5: first token of the decoder's input: the padding token, as in T5, or the beginning of text
-    ([BOS]), as in Megatron-LM, to continue its checkpoints."""
+    """T5: first token of the decoder's input: the padding token, as in T5, the beginning of text
+    ([BOS]), as in Megatron-LM, to continue its checkpoints, or the end of text, as in BART."""
     use_tfrecords: bool = option(False)
     """BERT: the data paths are TFRecord files of google-research/bert's create_pretraining_data.py,
     which are already masked."""

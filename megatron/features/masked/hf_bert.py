@@ -71,7 +71,13 @@ class MaskedLM(Task):
     def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
         if _offset(source):
             return {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id}
-        return {"pad_token_id": tokenizer.pad_token_id}
+        tokens = {"pad_token_id": tokenizer.pad_token_id}
+        if source.model.positions.position_embedding_type == "rope":  # ModernBERT
+            tokens |= {
+                "cls_token_id": tokenizer.cls_token_id, "sep_token_id": tokenizer.sep_token_id,
+                "bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id,
+            }  # fmt: skip
+        return tokens
 
     def end_only(self, source: Source) -> dict[str, Any]:
         return {} if _offset(source) else {"pad_token_id": None}

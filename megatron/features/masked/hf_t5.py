@@ -8,9 +8,9 @@ attention scores that are not scaled. With a tied head its input is scaled inste
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tokenizers import Tokenizer, processors
@@ -21,7 +21,7 @@ from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.families import spec_of
 from megatron.features.masked.batch import T5Batch
-from megatron.features.masked.flags import MaskedDataConfig
+from megatron.features.masked.flags import EncoderDecoderConfig, MaskedDataConfig
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import Architecture, Tensors
 from megatron.formats.huggingface.config_reader import ACTIVATION_NAMES, HFConfigReader
@@ -50,12 +50,15 @@ class TextToText(Task):
     """An encoder that reads a text and a decoder that writes one, as T5's."""
 
     generates = True
+    start: ClassVar[str] = "pad"
+    """The first token of a decoder's text, where no run says it."""
 
     def inputs(self, model: ModelConfig, seed: int) -> Inputs:
         """A full encoder input and one whose last third is padding; the decoder's inputs are an
         eighth shorter."""
         beyond = model.positions.relative_attention_max_distance + _BEYOND
         length = min(max(_SHORTEST, beyond), _SHORTEST + _LONGEST)
+        length = min(length, model.positions.longest or length)
         random = torch.Generator().manual_seed(seed)
         tokens_BE, tokens_BD = (
             torch.randint(model.vocabulary.size, (2, size), generator=random)
@@ -74,7 +77,7 @@ class TextToText(Task):
         return {"logits": state.hidden[..., : model.vocabulary.size]}
 
     def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
-        start = "pad"
+        start = self.start
         if source.run is not None:
             start = source.run.section(MaskedDataConfig).decoder_start_token
         return {
@@ -150,6 +153,10 @@ def _copied(model: ModelConfig) -> bool:
     return model.embedding.tied and not model.embedding.scale_head_input
 
 
+def _per_block(model: ModelConfig) -> bool:
+    return model.part(EncoderDecoderConfig).relative_attention_per_block
+
+
 def _mlp(layer: int) -> tuple[Entry, ...]:
     theirs = f"layer.{layer}.DenseReluDense"
     gate_and_up = (f"{theirs}.wi_0.weight", f"{theirs}.wi_1.weight")
@@ -166,7 +173,12 @@ def _stack(name: str, *parts: tuple[Entry, ...]) -> tuple[Entry, ...]:
     attention = "layer.0.SelfAttention"
     bias = f"{name}.block.0.{attention}.relative_attention_bias"
     return (
-        *weight(f"{name}.relative_bias", bias),
+        *weight(f"{name}.relative_bias", bias, lambda model: not _per_block(model)),
+        *block(
+            f"{name}.block.{{n}}.{attention}",
+            [Entry("weight", ("relative_attention_bias.weight",), when=_per_block)],
+            stack=f"{name}.biases",
+        ),
         *block(
             f"{name}.block.{{n}}",
             norm("attention_norm", "layer.0.layer_norm"),
@@ -233,6 +245,16 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+STACKS: dict[str, Callable[[ModelConfig], int]] = {
+    f"{stack}.{part}": count
+    for part in ("layers", "biases")
+    for stack, count in (
+        ("encoder", lambda model: model.num_layers),
+        ("decoder", lambda model: model.decoder_num_layers or 0),
+    )
+}
+"""Number of blocks, and of those that have biases of their own."""
+
 T5 = Architecture(
     title="T5",
     model_type="t5",
@@ -246,10 +268,7 @@ T5 = Architecture(
         *_stack("decoder", _CROSS, _mlp(2)),
         *weight("output_layer", "lm_head", when=untied),
     ),
-    stacks={
-        "encoder.layers": lambda model: model.num_layers,
-        "decoder.layers": lambda model: model.decoder_num_layers or 0,
-    },
+    stacks=STACKS,
     keys={
         # Nothing limits the length; it is what the model was trained with, if the file says so.
         "n_positions": "max_position_embeddings",
@@ -313,3 +332,39 @@ MT5 = dataclasses.replace(
     seen=_seen_mt5,
     write=lambda model: {"is_encoder_decoder": True, "tie_word_embeddings": False},
 )
+
+
+class ScaledTextToText(TextToText):
+    """UMT5's: transformers 5 scales the input of every head, whatever the file says."""
+
+    def outputs(self, state: LayerState, model: ModelConfig) -> dict[str, Tensor]:
+        import transformers
+
+        outputs = super().outputs(state, model)
+        if model.embedding.scale_head_input or transformers.__version__.startswith("4."):
+            return outputs
+        return {name: logits * model.hidden_size**-0.5 for name, logits in outputs.items()}
+
+
+def _seen_umt5(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    """The input of a head is scaled unless tie_word_embeddings is false, as transformers 4 wrote
+    it, which then does not scale it; transformers 5 writes true for all."""
+    scaled = content.get("tie_word_embeddings") is not False
+    return _seen_mt5(content, tensors) | {"scale_decoder_outputs": scaled}
+
+
+UMT5 = dataclasses.replace(
+    MT5,
+    title="UMT5",
+    model_type="umt5",
+    model_class="UMT5ForConditionalGeneration",
+    fixed={**T5.fixed, "relative_attention_per_block": True},
+    features=T5.features,
+    seen=_seen_umt5,
+    write=lambda model: {
+        "is_encoder_decoder": True,
+        "tie_word_embeddings": model.embedding.scale_head_input,
+    },
+    task=ScaledTextToText(),
+)
+"""mT5 in which each block has biases of relative positions of its own."""

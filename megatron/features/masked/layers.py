@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig, ParallelConfig
+from megatron.config import ConfigError, ModelConfig, ParallelConfig
+from megatron.features.masked.flags import EncoderDecoderConfig
 from megatron.model.activations import ACTIVATIONS
 from megatron.model.attention_masks import AttentionKind, AttentionMasks
 from megatron.model.block import Block
@@ -29,6 +30,7 @@ from megatron.model.embedding import InputEmbedding, vocabulary_layers, word_emb
 from megatron.model.heads import head_layers, pooler
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.norm import FinalNorm, build_norm
+from megatron.model.spec import ModelSpec
 from megatron.parallel.context import Context
 from megatron.parallel.layers import WholeLinear
 from megatron.parallel.shard import Cut, Shard, initial, parameter
@@ -120,6 +122,31 @@ def bert_layers(
     ]
 
 
+_FIRST_BLOCKS = ("layers.0", "encoder.layers.0", "decoder.layers.0")
+
+
+def without_first_norm(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
+    """The model whose stacks begin with attention to the embeddings as they are."""
+    if model.fp32_residual_connection:
+        raise ConfigError(
+            "--no-first-norm contradicts --fp32-residual-connection, which would give the first "
+            "attention inputs in float32; leave one of them out"
+        )
+
+    def built(layer: LayerSpec) -> nn.Module:
+        block = layer.build()
+        block.attention_norm = nn.Identity()
+        return block
+
+    def layers(tp: TensorParallel) -> list[LayerSpec]:
+        return [
+            replace(each, build=partial(built, each)) if each.name in _FIRST_BLOCKS else each
+            for each in spec.layers(tp)
+        ]
+
+    return replace(spec, layers=layers)
+
+
 def _enter_decoder(context: Context, table: nn.Module, state: LayerState) -> LayerState:
     tokens = context.take(state.batch.decoder_tokens_BD, 1)
     state = _in_decoder(context, state)
@@ -155,17 +182,23 @@ def t5_layers(
     selective = parallel.recompute_granularity == "selective"
     learned = model.positions.position_embedding_type == "learned_absolute"
     relative = model.positions.position_embedding_type == "relative"
+    part = model.part(EncoderDecoderConfig)
     # As in Megatron; the original T5, whose positions are relative, has no biases.
-    head_bias = learned and model.mlp.bias
+    usual = learned and model.mlp.bias and not part.separate_decoder_embedding
+    head_bias = usual or model.embedding.lm_head_bias
     words, head = vocabulary_layers(model, parallel, tp, head_bias)
     words = replace(words, tied_key="embed")
     shared = "positions" if learned or model.norm.embed_layernorm else None
     positions = LayerSpec("embedding", partial(InputEmbedding, model, tp), shared)
+    into_decoder = replace(positions, with_next_block=True)
+    if shared and part.separate_decoder_embedding:
+        positions = replace(positions, tied_key=None)
+        into_decoder = replace(into_decoder, name="decoder.embedding", tied_key=None)
 
     def stack(
         name: str, blocks: int, cost: int, kind: AttentionKind, cross: bool
     ) -> list[LayerSpec]:
-        bias = LayerSpec(
+        shared_bias = LayerSpec(
             f"{name}.relative_bias",
             partial(RelativeBias, model, tp, causal=kind == "causal"),
             f"{name}_bias",
@@ -174,6 +207,9 @@ def t5_layers(
         )
         layers = []
         for n in range(blocks):
+            bias = shared_bias
+            if part.relative_attention_per_block:
+                bias = replace(bias, name=f"{name}.biases.{n}", tied_key=None, once_per_stage=False)
             block: Callable[[], nn.Module] = partial(Block, model, n, tp, selective, kind, cross)
             layer = LayerSpec(f"{name}.layers.{n}", block, block=True, cost=cost)
             if cross and tp.context.size > 1:
@@ -187,7 +223,7 @@ def t5_layers(
         positions,
         *stack("encoder", model.num_layers, of_encoder, "full", cross=False),
         replace(words, forward=partial(_enter_decoder, tp.context), with_next_block=True),
-        replace(positions, with_next_block=True),
+        into_decoder,
         *stack("decoder", model.decoder_num_layers, of_decoder, "causal", cross=True),
         head,
     ]

@@ -40,17 +40,17 @@ class SentenceNumbers(NamedTuple):
         """The tokens of the sentences `start` to `stop` - 1, in order."""
         sentences = np.arange(start, stop)
         sequences, parts = self._locate(sentences)
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         lengths = documents.sequence_lengths[sequences]
         for sequence, part, length in zip(
             sequences.tolist(), parts.tolist(), lengths.tolist(), strict=True
         ):
             first, last = part * self.limit, min((part + 1) * self.limit, length)
-            if found and found[-1].sequence == sequence:
-                found[-1] = found[-1]._replace(stop=last)
+            if pieces and pieces[-1].sequence == sequence:
+                pieces[-1] = pieces[-1]._replace(stop=last)
             else:
-                found.append(Piece(documents.prefix, sequence, first, last))
-        return found
+                pieces.append(Piece(documents.prefix, sequence, first, last))
+        return pieces
 
     def _locate(self, sentences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if not len(self.exceptions):

@@ -260,7 +260,8 @@ class SpanCorruption:
 
 def start_token(config: MaskedDataConfig, tokenizer: Tokenizer) -> int:
     """First token of the decoder's input."""
-    return tokenizer.bos if config.decoder_start_token == "bos" else tokenizer.pad
+    token: int = getattr(tokenizer, config.decoder_start_token)
+    return token
 
 
 def decoder_length(config: MaskedDataConfig, encoder: int) -> int:
@@ -359,19 +360,19 @@ class T5(Family):
     generates = True
     context_reader = "encoder"
     unused_flags = STREAM_FLAGS | {
-        "bert_binary_head", "num_tokentypes", "lm_head_activation", "lm_head_bias",
+        "bert_binary_head", "num_tokentypes", "lm_head_activation",
         "bert_pair_task", "whole_word_masking", "max_preds_per_seq", "eval_max_preds_per_seq",
         "max_ngrams", "favor_longer_ngram", "bert_packing",
     }  # fmt: skip
 
     def complete_settings(self, settings: Settings) -> Settings:
-        found = {"encoder_decoder": Setting(True, f"family {self.name}")}
+        completed = {"encoder_decoder": Setting(True, f"family {self.name}")}
         encoder = settings.get("encoder_seq_length") or settings.get("seq_length")
         if "decoder_seq_length" not in settings and encoder is not None:
             length = decoder_length(build(MaskedDataConfig, settings), encoder.value)
             how = "derived: the most that an encoder input can need"
-            found["decoder_seq_length"] = Setting(length, how)
-        return settings | found
+            completed["decoder_seq_length"] = Setting(length, how)
+        return settings | completed
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(t5_layers, model, parallel)
