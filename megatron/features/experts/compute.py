@@ -27,6 +27,7 @@ from megatron.features.experts.linear import (
     input_gradient,
     weight_gradient,
 )
+from megatron.parallel.later_products import Gradients, GradientsOf, now_or_later
 from megatron.parallel.tensor_parallel import autocast_dtype
 
 Activation = Callable[[Tensor], Tensor]
@@ -168,14 +169,15 @@ def expert_mlp(
     experts: :func:`dispatch`, ``up``, ``activation``, ``down`` and :func:`combine` in one function,
     which keeps the input of the activation alone for the backward pass."""
     sizes = rows.counts_E if rows.sizes is None else rows.sizes
-    if not torch.is_grad_enabled() or up.low_rank or down.low_rank:
+    if not torch.is_grad_enabled() or up.alone or down.alone:
         h_RG = up(dispatch(x_TH, rows), sizes)
         return combine(down(activation(h_RG), sizes), weights_TK, rows)
 
     def with_up(x_TH: Tensor, *of_up: Tensor | None) -> Tensor:
         def with_down(x_TH: Tensor, *of_down: Tensor | None) -> Tensor:
-            how = rows, sizes, activation, down.adds_bias
-            return _ExpertMLP.apply(x_TH, weights_TK, *of_up, *of_down, how)
+            gradients, params = now_or_later(*of_up, *of_down)
+            how = rows, gradients, sizes, activation, down.adds_bias
+            return _ExpertMLP.apply(x_TH, weights_TK, *params, how)
 
         return down(x_TH, sizes, with_down)
 
@@ -192,9 +194,9 @@ class _ExpertMLP(torch.autograd.Function):
         up_bias_EG: Tensor | None,
         down_EHF: Tensor,
         down_bias_EH: Tensor | None,
-        how: tuple[RowOrder, Sizes, Activation, bool],
+        how: tuple[RowOrder, GradientsOf, Sizes, Activation, bool],
     ) -> Tensor:
-        rows, *ctx.how = how
+        rows, ctx.gradients, *ctx.how = how
         sizes, activation, adds_bias = ctx.how
         ctx.input_dtype = x_TH.dtype
         x_TH = x_TH.to(autocast_dtype(x_TH))
@@ -227,20 +229,26 @@ class _ExpertMLP(torch.autograd.Function):
                 dots_R += dots_TE[rows_R, expert_of_row(sizes, rows_R)]
             weights_grad = _by_choice(dots_R, place_TK).to(weights_TK.dtype)
         (h_grad_RG,) = torch.autograd.grad(a_RF, h_RG, a_grad_RF.mul_(weights_R1))
-        down_grad = down_bias_grad = up_grad = up_bias_grad = None
-        if needs[2]:
-            weighted_RF = (a_RF.detach() * weights_R1).to(a_RF.dtype)
-            down_grad = weight_gradient(grad_RH, weighted_RF, down_EHF, sizes)
-        if needs[3]:
-            down_bias_grad = bias_gradient(grad_RH.mul_(weights_R1), down_bias_EH, sizes)
-        if needs[0]:
-            up_grad = weight_gradient(h_grad_RG, x_TH.index_select(0, rows_R), up_EGH, sizes)
-        if needs[1]:
-            up_bias_grad = bias_gradient(h_grad_RG, up_bias_EG, sizes)
+        a_RF = a_RF.detach()
+
+        def products() -> Gradients:
+            down_grad = down_bias_grad = up_grad = up_bias_grad = None
+            if needs[2]:
+                weighted_RF = (a_RF * weights_R1).to(a_RF.dtype)
+                down_grad = weight_gradient(grad_RH, weighted_RF, down_EHF, sizes)
+            if needs[3]:
+                down_bias_grad = bias_gradient(grad_RH.mul_(weights_R1), down_bias_EH, sizes)
+            if needs[0]:
+                up_grad = weight_gradient(h_grad_RG, x_TH.index_select(0, rows_R), up_EGH, sizes)
+            if needs[1]:
+                up_bias_grad = bias_gradient(h_grad_RG, up_bias_EG, sizes)
+            return up_grad, up_bias_grad, down_grad, down_bias_grad
+
+        of_params = ctx.gradients(products)
         if x_needs:
             x_grad_RH = input_gradient(h_grad_RG, up_EGH, sizes)
             x_grad = _sum_of_rows(x_grad_RH, place_TK).to(ctx.input_dtype)
-        return x_grad, weights_grad, up_grad, up_bias_grad, down_grad, down_bias_grad, None
+        return x_grad, weights_grad, *of_params, None
 
 
 def padded_places(sizes: Sequence[int], padded: Callable[[int], int]) -> tuple[Tensor, list[int]]:

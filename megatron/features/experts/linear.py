@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel.later_products import Gradients, GradientsOf, now_or_later
 from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype, sum_gradients
 
@@ -73,7 +74,13 @@ class ExpertLinear(nn.Module):
             self.bias = parameter(Shard((experts, width), cuts), Init(), coordinates)
         self.adds_bias = not cut_inputs or coordinates.get("tensor", (0, 1))[0] == 0
         self.shared, self.share = shared, share
+        self.changes_input = False  # whether a feature replaces the rows that come in
         self.low_rank: tuple[float, float] | None = None  # scale and dropout of the additions
+
+    @property
+    def alone(self) -> bool:
+        """True for a layer that cannot be part of one function of the whole MLP."""
+        return self.low_rank is not None or self.changes_input
 
     def add_low_rank(self, rank: int, scale: float, dropout: float) -> None:
         """Give the matrix of each expert a low-rank addition (Hu et al. 2021, arXiv:2106.09685,
@@ -123,7 +130,8 @@ def _multiplied(
     bias_EO: Tensor | None = None,
     adds_bias: bool = False,
 ) -> Tensor:
-    return _ExpertLinear.apply(x_RI, weight_EOI, bias_EO, sizes, adds_bias)
+    gradients, params = now_or_later(weight_EOI, bias_EO)
+    return _ExpertLinear.apply(x_RI, *params, sizes, adds_bias, gradients)
 
 
 class _ExpertLinear(torch.autograd.Function):
@@ -138,8 +146,9 @@ class _ExpertLinear(torch.autograd.Function):
         bias_EO: Tensor | None,
         sizes: Sizes,
         adds_bias: bool,
+        gradients: GradientsOf,
     ) -> Tensor:
-        ctx.sizes, ctx.input_dtype = sizes, x_RI.dtype
+        ctx.sizes, ctx.input_dtype, ctx.gradients = sizes, x_RI.dtype, gradients
         x_RI = x_RI.to(autocast_dtype(x_RI)).contiguous()
         ctx.save_for_backward(x_RI, weight_EOI, bias_EO)
         return expert_outputs(x_RI, weight_EOI, bias_EO if adds_bias else None, sizes)
@@ -152,9 +161,12 @@ class _ExpertLinear(torch.autograd.Function):
         x_grad = None
         if needs[0]:
             x_grad = input_gradient(grad_RO, weight_EOI, sizes).to(ctx.input_dtype)
-        weight_grad = weight_gradient(grad_RO, x_RI, weight_EOI, sizes) if needs[1] else None
-        bias_grad = bias_gradient(grad_RO, bias_EO, sizes) if needs[2] else None
-        return x_grad, weight_grad, bias_grad, None, None
+
+        def products() -> Gradients:
+            weight_grad = weight_gradient(grad_RO, x_RI, weight_EOI, sizes) if needs[1] else None
+            return weight_grad, bias_gradient(grad_RO, bias_EO, sizes) if needs[2] else None
+
+        return x_grad, *ctx.gradients(products), None, None, None
 
 
 def expert_outputs(

@@ -189,7 +189,7 @@ def upcycle_command(argv: Sequence[str]) -> None:
         ExpertsConfig,
     )  # fmt: skip
     output, granularity = Path(required(config, "output")), config.moe_upcycling_granularity
-    dense = opened(required(checkpoint, "load"), checkpoint.iteration)
+    dense = opened(required(checkpoint, "load"), *checkpoint.choice)
     if not any(count > 1 for count in experts.num_experts):
         raise ConfigError("--num-experts is missing: the number of experts of a layer")
     source = UpcycledSource(

@@ -39,12 +39,13 @@ from megatron.features.experts.huggingface.parts import (
     DENSE,
     INNER,
     LLAMA_EXPERTS,
-    experts_in,
     read_experts,
+    read_mlp_kinds,
     requirements,
     router,
     shared_experts,
     write_experts,
+    write_mlp_kinds,
 )
 from megatron.features.latent.flags import LatentConfig
 from megatron.formats.features import Requirement
@@ -294,32 +295,16 @@ DEEPSEEK_V3 = Architecture(
 """Corrected sigmoids, in groups by their two best experts; Kimi-K2 and Moonlight have one group."""
 
 
-def _read_kinds(given: HFConfigReader, fields: dict[str, Any]) -> list[bool]:
-    """For each block of a GLM-4 MoE Lite, True if it has experts."""
-    layers, kinds = fields["num_layers"], given.names("mlp_layer_types")
-    if kinds is None:
-        kinds = ["dense"] + ["sparse"] * (layers - 1)
-        given.only("first_k_dense_replace", (1,), "transformers reads mlp_layer_types alone")
-    if len(kinds) != layers or not {"sparse"} <= {*kinds} <= {"dense", "sparse"}:
-        given.refuse(
-            "mlp_layer_types", kinds, f"expected dense or sparse for each of {layers} blocks, and "
-            "one at least that is sparse"
-        )  # fmt: skip
-    given.unused("first_k_dense_replace", "moe_layer_freq")
-    return [kind == "sparse" for kind in kinds]
-
-
 def _read_glm(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    if given.names("mlp_layer_types") is None:
+        given.only("first_k_dense_replace", (1,), "transformers reads mlp_layer_types alone")
+    given.unused("first_k_dense_replace", "moe_layer_freq")
+    default = ["dense"] + ["sparse"] * (fields["num_layers"] - 1)
     return {
         **read_latent(given, fields),
         **_read_pairs(given),
-        **read_corrected(given, fields, _read_kinds(given, fields)),
+        **read_corrected(given, fields, read_mlp_kinds(given, default)),
     }
-
-
-def _write_glm(model: ModelConfig) -> dict[str, Any]:
-    kinds = ["sparse" if experts_in(model, n) else "dense" for n in range(model.num_layers)]
-    return {**_write_v3(model), "mlp_layer_types": kinds}
 
 
 GLM4_MOE_LITE = dataclasses.replace(
@@ -329,7 +314,7 @@ GLM4_MOE_LITE = dataclasses.replace(
     model_class="Glm4MoeLiteForCausalLM",
     rewards=False,
     requirements=(*(need for need in CORRECTED if need is not DENSE_FIRST), _OF_NORMS),
-    write=_write_glm,
+    write=lambda model: {**_write_v3(model), **write_mlp_kinds(model)},
     read=_read_glm,
 )
 """GLM-4.7-Flash: DeepSeek-V3 in which any block can be dense."""

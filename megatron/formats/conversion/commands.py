@@ -1,4 +1,4 @@
-"""``to-hf``, ``from-hf``, ``to-megatron``, ``to-deepspeed`` and ``to-universal``."""
+"""``to-hf``, ``from-hf`` and ``to-megatron``, and what all conversions share."""
 
 from __future__ import annotations
 
@@ -25,13 +25,6 @@ from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.formats.conversion.output import check_hub, need, parse_size, published, push
-from megatron.formats.deepspeed_folders.folder import (
-    UNIVERSAL_TRACKER,
-    DeepSpeedFolder,
-    is_universal,
-)
-from megatron.formats.deepspeed_folders.megatron_deepspeed import write_megatron_deepspeed
-from megatron.formats.deepspeed_folders.universal import write_universal
 from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.compare import (
     Comparison,
@@ -41,6 +34,7 @@ from megatron.formats.huggingface.compare import (
 )
 from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.into import write_into
+from megatron.formats.huggingface.packed.writing import linear_weights, quantise_folder
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.formats.inspection import counted, model_of
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
@@ -59,6 +53,14 @@ class LoadConfig:
     """Iteration of the checkpoint."""
     pretrained_checkpoint: str | None = option(None, derived="the one that the adapters name")
     """Where --load has adapters: the model that they belong to."""
+    average: str | None = option(None, choices=("exponential", "uniform"))
+    """Average of the weights that is converted instead of them, of a run with --ema-decay
+    (exponential) or --swa-start-iter (uniform)."""
+
+    @property
+    def choice(self) -> tuple[int | None, str | None, str | None]:
+        """Further arguments of :func:`located`."""
+        return self.iteration, self.pretrained_checkpoint, self.average
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,9 @@ class ToHFConfig:
     """model_type to write, for example mistral."""
     dtype: str | None = option(None, choices=tuple(DTYPES), derived="as trained")
     """dtype of the weights."""
+    quantize: str | None = option(None, choices=("fp8",))
+    """Weights of linear layers in 8 bits, in compressed-tensors' form, for a server: fp8 is float8
+    with a scale for each output; embeddings, head, norms and routers keep their dtype."""
     max_shard_size: str = option("5GB")
     """Largest safetensors file, for example 500MB, 5GB or 4GiB."""
     origin: str | None = option(None)
@@ -106,18 +111,18 @@ def to_hf(argv: Sequence[str]) -> None:
         raise ConfigError("--public and --private contradict each other: give one of them")
     if config.push_to_hub is not None:
         check_hub(config.push_to_hub)
-    found = located(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
+    located_checkpoint = located(load, *checkpoint.choice)
     if config.origin is not None:
         _check_origin(config, Path(config.origin), Path(output))
-    with published(Path(output), config.overwrite, found.folder) as folder:
+    with published(Path(output), config.overwrite, located_checkpoint.folder) as folder:
         if config.origin is not None:
             result = export_into(
-                found.open(), Path(config.origin), folder, name=f"--output {output}"
+                located_checkpoint.open(), Path(config.origin), folder, name=f"--output {output}"
             )
         else:
             result = export_hf(
-                found.open(), folder, shard_bytes, config.dtype, config.architecture,
-                name=f"--output {output}",
+                located_checkpoint.open(), folder, shard_bytes, config.dtype, config.architecture,
+                name=f"--output {output}", quantize=config.quantize,
             )  # fmt: skip
     print(f"{output}: {result}")
     if config.push_to_hub is not None:
@@ -131,16 +136,20 @@ def export_hf(
     dtype: str | None = None,
     architecture: str | None = None,
     name: str = "the model",
+    quantize: str | None = None,
 ) -> str:
     """Writes a checkpoint as a model of Hugging Face, which messages call ``name``, into an empty
-    folder, and compares its logits with the checkpoint's; returns a summary. Raises ValueError if
-    the model fits no architecture. Raises CheckpointError if the checkpoint is damaged, cannot be
+    folder, and compares its logits with the checkpoint's; returns a summary. With ``quantize`` its
+    weights are quantised then, and read again. Raises ValueError if the model fits no architecture,
+    or not that of quantised weights. Raises CheckpointError if the checkpoint is damaged, cannot be
     used as a model, or the logits differ."""
     source.require_model()
     source.read_ahead()
     _check_reading(source, name)
     dtype = dtype or dtype_of(source)
     form, exact = architecture_of(source.model, architecture), None
+    if quantize is not None:
+        linear_weights(form, source.model)
     near, why = form.nearest(source.model)
     if why:
         exact = model_of(source, DTYPES[dtype], torch.device("cpu")).float()
@@ -156,11 +165,17 @@ def export_hf(
     result = reference.compared_with(ours)
     what = f"transformers computes other logits than the checkpoint {source.folder}"
     _require_agreement(result, what, name)
+    if quantize is not None:
+        quantise_folder(folder, form, source.model, say)
+        packed = model_of(HuggingFaceFolder(folder), torch.float32, torch.device("cpu"))
+        largest = largest_difference(packed, ours, form, source.model)
+        say(f"in 8 bits logits differ from those of {dtype} by up to {largest:.2g}")
     return f"{source.folder} in {dtype}; {result}"
 
 
 def _check_origin(config: ToHFConfig, origin: Path, output: Path) -> None:
-    for flag, given in (("--architecture", config.architecture), ("--dtype", config.dtype)):
+    flags = {"--architecture": config.architecture, "--dtype": config.dtype}
+    for flag, given in (flags | {"--quantize": config.quantize}).items():
         if given is not None:
             raise ConfigError(
                 f"{flag} {given}: with --origin it is that of the folder; leave it out"
@@ -306,15 +321,17 @@ def to_megatron(argv: Sequence[str]) -> None:
         LoadConfig, ToMegatronConfig,
     )  # fmt: skip
     load, output = required(checkpoint, "load"), Path(required(config, "output"))
-    source = opened(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
+    source = opened(load, *checkpoint.choice)
     sizes = config.target_tensor_parallel_size, config.target_pipeline_parallel_size
     experts = config.target_expert_parallel_size
     export_megatron(source, output, sizes, config.dtype, config.release, config.checking, experts)
 
 
-def opened(load: str, iteration: int | None = None, base: str | None = None) -> Source:
+def opened(
+    load: str, iteration: int | None = None, base: str | None = None, average: str | None = None
+) -> Source:
     """Opens :func:`located`, and prints what was assumed where the checkpoint does not say."""
-    source = located(load, iteration, base).open()
+    source = located(load, iteration, base, average).open()
     for note in source.notes:
         print(f"{source.folder}: {note}")
     return source
@@ -374,74 +391,6 @@ def sizes_of(source: Source) -> tuple[int, int]:
     return parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
 
 
-@dataclass(frozen=True)
-class ToDeepSpeedConfig:
-    """Conversion to the folder of a Megatron-DeepSpeed run."""
-
-    output: str | None = option(None)
-    """Folder of checkpoints to write in: --load of a run of Megatron-DeepSpeed with
-    --no-pipeline-parallel."""
-    target_tensor_parallel_size: int = option(1)
-    """Tensor-parallel size to write for. Experts are not cut over tensor-parallel ranks."""
-    dtype: str | None = option(None, choices=tuple(DTYPES), derived="as trained")
-    """dtype of the weights."""
-
-
-def to_deepspeed(argv: Sequence[str]) -> None:
-    """Converts to Megatron-DeepSpeed's layout, a file for each expert, and reads the result back.
-    Raises ConfigError if a flag is missing or wrong; ValueError or CheckpointError if the network
-    has no such form, the checkpoint is damaged, or what is read back differs."""
-    checkpoint, config = parsed(
-        argv, "to-deepspeed", "Writes a checkpoint in the layout of Megatron-DeepSpeed.",
-        LoadConfig, ToDeepSpeedConfig,
-    )  # fmt: skip
-    load, output = required(checkpoint, "load"), Path(required(config, "output"))
-    source = opened(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
-    source.require_model()
-    dtype, size = config.dtype or dtype_of(source), config.target_tensor_parallel_size
-    folder = write_megatron_deepspeed(source, output, size, dtype, progress=say)
-    require_equal(DeepSpeedFolder(folder), source, DTYPES[dtype], folder)
-    print(
-        f"{folder}: {source.folder} in {dtype} for tensor-parallel size {size}; {counted(source)}, "
-        "read back and equal, bit by bit"
-    )
-    print("it has weights only: load it with --no-load-optim --no-load-rng or --finetune")
-
-
-@dataclass(frozen=True)
-class ToUniversalConfig:
-    """Conversion to DeepSpeed's universal checkpoint."""
-
-    output: str | None = option(None)
-    """Folder to create, for example checkpoints/global_step100_universal; latest_universal next to
-    it will name it."""
-    zero_stage: int = option(1, choices=(1, 2, 3))
-    """ZeRO stage of the scripts that will load it; 1 and 2 load the same."""
-
-
-def to_universal(argv: Sequence[str]) -> None:
-    """Converts to DeepSpeed's universal format. Raises ConfigError if a flag is missing or wrong;
-    CheckpointError if the checkpoint does not exist, or is damaged."""
-    checkpoint, config = parsed(
-        argv, "to-universal", "Writes a checkpoint as DeepSpeed's universal one, for "
-        "load_universal.", LoadConfig, ToUniversalConfig,
-    )  # fmt: skip
-    load, output = required(checkpoint, "load"), Path(required(config, "output"))
-    if output.exists() and not (output.is_dir() and is_universal(output)):
-        raise ConfigError(
-            f"--output {output} exists and is not a universal checkpoint; name a new folder"
-        )
-    found = located(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
-    if output.resolve() == found.folder.resolve():
-        raise ConfigError(f"--output {output} is the checkpoint that is read")
-    write_universal(found.open(), output, config.zero_stage, progress=say)
-    stages = "3" if config.zero_stage == 3 else "1 and 2"
-    print(
-        f"{output}: {found.folder} for loaders of ZeRO stages {stages}; "
-        f"{output.parent / UNIVERSAL_TRACKER} names it"
-    )
-
-
 def required(config: Any, field: str) -> str:
     """The value of a required flag. Raises ConfigError if it was not given."""
     value = getattr(config, field)
@@ -456,13 +405,16 @@ def parsed(argv: Sequence[str], command: str, description: str, *classes: type) 
     return list(parse_configs(classes, argv, prog=prog, description=description))
 
 
-def located(load: str, iteration: int | None, base: str | None = None) -> FoundCheckpoint:
-    """The checkpoint of ``--load``; ``base`` is the model of adapters. Raises CheckpointError if
-    it is missing."""
+def located(
+    load: str, iteration: int | None, base: str | None = None, average: str | None = None
+) -> FoundCheckpoint:
+    """The checkpoint of ``--load``; ``base`` is the model of adapters, ``average`` that of
+    ``--average``. Raises CheckpointError if it is missing."""
     checkpoint = locate_checkpoint(load, None if iteration is None else str(iteration))
     if checkpoint is None:
         raise CheckpointError(f"--load {load}: {nothing_at(load)}")
-    return checkpoint._replace(base=base)
+    weights = "weight" if average is None else f"{average}_average"
+    return checkpoint._replace(base=base, weights=weights)
 
 
 def dtype_of(source: Source) -> str:

@@ -46,7 +46,7 @@ def to_gguf(argv: Sequence[str]) -> None:
     need("to-gguf", "gguf")
     from megatron.formats.gguf.writer import write_gguf
 
-    source = opened(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
+    source = opened(load, *checkpoint.choice)
     source.require_model()
     if output.exists() and output.samefile(source.folder):
         raise ConfigError(f"--output {output} is the checkpoint that is read")

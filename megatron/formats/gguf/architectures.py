@@ -8,7 +8,7 @@ Shapes: D head width, E experts, F inner width of the MLP, H hidden size.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -60,26 +60,40 @@ TURNED = ValueChange(lambda values, _: values.mT, lambda values, _: values.mT)
 FLAT = ValueChange(lambda values, _: values.squeeze(0), lambda values, _: values.unsqueeze(0))
 """[H] instead of [1, H]."""
 
-_PAIRS = {r"blk\.\d+\.attn_[qk]\.(weight|bias)": PAIRS}
+PAIRED = {r"blk\.\d+\.attn_[qk]\.(weight|bias)": PAIRS}
 _SPLIT = {r"blk\.\d+\.attn_qkv\.(weight|bias)": SPLIT}
-_PLUS_ONE = {r".*norm\.weight": PLUS_ONE}
+SHIFTED = {r".*norm\.weight": PLUS_ONE}
 
-_SIZES = {
+SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
-_LLAMA = _SIZES | {
+LLAMA_KEYS = SIZES | {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-_EXPERTS = _LLAMA | {
+_EXPERTS = LLAMA_KEYS | {
     "expert_feed_forward_length": "moe_intermediate_size", "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
 }  # fmt: skip
-_SILU = {"hidden_act": "silu"}
+SILU = {"hidden_act": "silu"}
+
+
+class Split(NamedTuple):
+    """A tensor of `transformers` that is two in GGUF files.
+
+    Attributes:
+        names: what replaces the key of :attr:`Kind.splits` in its name.
+        write: its parts.
+        read: the inverse.
+    """
+
+    names: tuple[str, str]
+    write: Callable[[Tensor], Sequence[Tensor]]
+    read: Callable[[Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,7 @@ class Kind:
             what finds it.
         extra: tensors that a model of `transformers` has in its configuration.
         repeats_head: whether llama.cpp requires a head where it repeats the token embedding.
+        splits: by a part of their names, tensors of `transformers` that are two in the file.
     """
 
     name: str
@@ -110,6 +125,7 @@ class Kind:
     names: Mapping[str, str] = field(default_factory=dict)
     extra: Callable[[Content], Mapping[str, Tensor]] = lambda content: {}
     repeats_head: bool = False
+    splits: Mapping[str, Split] = field(default_factory=dict)
 
     def config(self, given: Keys) -> Content:
         """The config.json of a model. Raises CheckpointError if a key is missing or malformed, or
@@ -134,19 +150,49 @@ class Kind:
         values = {key: content[name] for key, name in self.keys.items()} | self.write(content)
         return {f"{self.name}.{key}": value for key, value in values.items() if value is not None}
 
-    def place(self, theirs: str, blocks: int) -> TensorPlace:
-        """The place of a tensor of `transformers`. Raises CheckpointError if the package gguf has
-        no name for it."""
-        name, _, suffix = theirs.rpartition(".")
-        expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)
-        if expert is not None:
-            name = f"{expert[1]}.{expert[3]}"
+    def places(self, theirs: str, blocks: int) -> tuple[TensorPlace, ...]:
+        """The places of a tensor of `transformers`, one or two. Raises CheckpointError if the
+        package gguf has no name for it."""
+        key = self._split(theirs)
+        if key is None:
+            return (self._place(theirs, blocks),)
+        names = self.splits[key].names
+        return tuple(self._place(theirs.replace(key, name), blocks) for name in names)
+
+    def _split(self, theirs: str) -> str | None:
+        return next((key for key in self.splits if key in theirs), None)
+
+    def _place(self, theirs: str, blocks: int) -> TensorPlace:
+        renamed = theirs
         for part, known in self.names.items():
-            name = name.replace(part, known)
+            renamed = renamed.replace(part, known)
+        if not renamed.endswith((".weight", ".bias")):
+            renamed += ".weight"
+        name, _, suffix = renamed.rpartition(".")
+        expert = re.fullmatch(r"(.*\.experts|.*(?=\.norms))(?:\.norms)?\.(\d+)(\..*)?", name)
+        if expert is not None:
+            name = expert[1] + (expert[3] or "")
         stored = _names_of(self.name, blocks).get_name(name)
         if stored is None:
             raise CheckpointError(f"GGUF files of {self.name} have no tensor {theirs}")
         return TensorPlace(f"{stored}.{suffix}", None if expert is None else int(expert[2]))
+
+    def to_file(self, theirs: str, values: Tensor, model: ModelConfig) -> dict[TensorPlace, Tensor]:
+        """A tensor of `transformers` as the file has it, by its places."""
+        key, places = self._split(theirs), self.places(theirs, model.num_layers)
+        parts = (values,) if key is None else self.splits[key].write(values)
+        return {
+            place: self.change(place.name).write(part, model)
+            for place, part in zip(places, parts, strict=True)
+        }
+
+    def from_file(
+        self, theirs: str, read: Callable[[TensorPlace], Tensor], model: ModelConfig
+    ) -> Tensor:
+        """The inverse of :meth:`to_file`; ``read`` reads what is at a place."""
+        key, places = self._split(theirs), self.places(theirs, model.num_layers)
+        parts = [self.change(place.name).read(read(place), model) for place in places]
+        return parts[0] if key is None else self.splits[key].read(parts)
 
     def change(self, name: str) -> ValueChange:
         """The change of the values of a tensor, by its name in the file."""
@@ -169,29 +215,30 @@ def _names_of(name: str, blocks: int) -> Any:
     return get_tensor_name_map(known[name], blocks)
 
 
-def _usual_width(content: Content) -> int:
+def usual_width(content: Content) -> int:
     """The width of a head where no key says it."""
     return max(1, content["hidden_size"] // content["num_attention_heads"])
 
 
-def _head(given: Keys, content: Content, default: int | None = None) -> Content:
+def read_head(given: Keys, content: Content, default: int | None = None) -> Content:
     """The width of a head, where the file says it. Values are as wide as keys, and whole heads are
     rotated."""
-    width = given.get("attention.key_length", default or _usual_width(content))
+    width = given.get("attention.key_length", default or usual_width(content))
     given.only("attention.value_length", width)
     given.only("rope.dimension_count", width)
     return {"head_dim": width}
 
 
-def _rope(given: Keys, content: Content, base: float = 10_000.0) -> Content:
+def read_rope(given: Keys, content: Content, base: float = 10_000.0) -> Content:
+    """RoPE of heads of ``head_dim`` channels."""
     theta = given.get("rope.freq_base", base)
     scaling = read_scaling(given) or read_factors(given, content | {"rope_theta": theta})
     return {"rope_theta": theta, **({"rope_scaling": scaling} if scaling else {})}
 
 
 def _read_llama(given: Keys, content: Content) -> Content:
-    content |= _head(given, content)
-    content |= _rope(given, content)
+    content |= read_head(given, content)
+    content |= read_rope(given, content)
     experts = given.get("expert_count", 0)
     if experts:
         return content | {
@@ -205,8 +252,9 @@ def _read_llama(given: Keys, content: Content) -> Content:
     }
 
 
-def _write_head(content: Content) -> Content:
-    width = content.get("head_dim") or _usual_width(content)
+def write_head(content: Content) -> Content:
+    """The inverse of :func:`read_head_and_rope`."""
+    width = content.get("head_dim") or usual_width(content)
     return {
         "attention.key_length": width, "attention.value_length": width,
         "rope.dimension_count": width, "rope.freq_base": float(content["rope_theta"]),
@@ -217,26 +265,28 @@ def _write_head(content: Content) -> Content:
 def _write_llama(content: Content) -> Content:
     experts = content.get("num_local_experts")
     used = content.get("num_experts_per_tok") if experts else None
-    return {**_write_head(content), "expert_count": experts, "expert_used_count": used}
+    return {**write_head(content), "expert_count": experts, "expert_used_count": used}
 
 
 LLAMA = Kind(
-    "llama", ("llama", "mistral", "mixtral"), _LLAMA, _SILU, _read_llama, _write_llama, _PAIRS,
+    "llama", ("llama", "mistral", "mixtral"), LLAMA_KEYS, SILU, _read_llama, _write_llama, PAIRED,
     {"model.layers": "layers", "block_sparse_moe": "feed_forward"}, write_factors,
 )  # fmt: skip
 
 
-def _read_head_and_rope(given: Keys, content: Content) -> Content:
-    return {**_head(given, content), **_rope(given, content)}
+def read_head_and_rope(given: Keys, content: Content) -> Content:
+    """The width of a head, all of which is rotated, and RoPE."""
+    head = read_head(given, content)
+    return {**head, **read_rope(given, content | head)}
 
 
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
-QWEN2 = Kind("qwen2", ("qwen2",), _LLAMA, _SILU | _NO_WINDOW, _read_head_and_rope, _write_head)
-QWEN3 = Kind("qwen3", ("qwen3",), _LLAMA, QWEN2.fixed, _read_head_and_rope, _write_head)
+QWEN2 = Kind("qwen2", ("qwen2",), LLAMA_KEYS, SILU | _NO_WINDOW, read_head_and_rope, write_head)
+QWEN3 = Kind("qwen3", ("qwen3",), LLAMA_KEYS, QWEN2.fixed, read_head_and_rope, write_head)
 
 
 def _read_phi3(given: Keys, content: Content) -> Content:
-    width = _usual_width(content)
+    width = usual_width(content)
     rotated = given.get("rope.dimension_count", width)
     original = given.get("rope.scaling.original_context_length", content["max_position_embeddings"])
     scaling = read_longrope(given)
@@ -251,7 +301,7 @@ def _read_phi3(given: Keys, content: Content) -> Content:
 
 def _write_phi3(content: Content) -> Content:
     return {
-        "rope.dimension_count": int(content["partial_rotary_factor"] * _usual_width(content)),
+        "rope.dimension_count": int(content["partial_rotary_factor"] * usual_width(content)),
         "rope.freq_base": float(content["rope_theta"]),
         "rope.scaling.original_context_length": content["original_max_position_embeddings"],
         "attention.sliding_window": content["sliding_window"] or 0,
@@ -260,14 +310,14 @@ def _write_phi3(content: Content) -> Content:
 
 
 PHI3 = Kind(
-    "phi3", ("phi3",), _LLAMA, _SILU, _read_phi3, _write_phi3, extra=write_factors,
+    "phi3", ("phi3",), LLAMA_KEYS, SILU, _read_phi3, _write_phi3, extra=write_factors,
 )  # fmt: skip
 
 
 def _read_gemma(given: Keys, content: Content, widest: int, every: int) -> Content:
     """Keys that llama.cpp knows without the file: the largest model alone scales scores by the
     hidden size over the heads; every N-th block has no window."""
-    width = _head(given, content, 256)["head_dim"]
+    width = read_head(given, content, 256)["head_dim"]
     hidden, heads, layers = (
         content[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
@@ -284,16 +334,17 @@ def _read_gemma(given: Keys, content: Content, widest: int, every: int) -> Conte
 
 def _read_gemma2(given: Keys, content: Content) -> Content:
     return {
-        **_read_gemma(given, content, 46, 2), **_rope(given, content),
+        **(gemma := _read_gemma(given, content, 46, 2)), **read_rope(given, content | gemma),
         "attn_logit_softcapping": given.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": given.get("final_logit_softcapping", 30.0),
     }  # fmt: skip
 
 
 def _read_gemma3(given: Keys, content: Content) -> Content:
-    rope = _rope(given, content, 1_000_000.0)
+    gemma = _read_gemma(given, content, 62, 6)
+    rope = read_rope(given, content | gemma, 1_000_000.0)
     return {
-        **_read_gemma(given, content, 62, 6), "sliding_window_pattern": 6, **rope,
+        **gemma, "sliding_window_pattern": 6, **rope,
         "rope_local_base_freq": given.get("rope.freq_base_swa", 10_000.0),
         "final_logit_softcapping": given.get("final_logit_softcapping"),
     }  # fmt: skip
@@ -302,14 +353,14 @@ def _read_gemma3(given: Keys, content: Content) -> Content:
 def _write_gemma(content: Content) -> Content:
     names = ("attn_logit_softcapping", "final_logit_softcapping")
     return {
-        **_write_head(content), "attention.sliding_window": content["sliding_window"],
+        **write_head(content), "attention.sliding_window": content["sliding_window"],
         **{name: content.get(name) for name in names},
     }  # fmt: skip
 
 
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
-GEMMA2 = Kind("gemma2", ("gemma2",), _LLAMA, _GEMMA, _read_gemma2, _write_gemma, _PLUS_ONE)
-GEMMA3 = Kind("gemma3", ("gemma3_text",), _LLAMA, _GEMMA, _read_gemma3, _write_gemma, _PLUS_ONE)
+GEMMA2 = Kind("gemma2", ("gemma2",), LLAMA_KEYS, _GEMMA, _read_gemma2, _write_gemma, SHIFTED)
+GEMMA3 = Kind("gemma3", ("gemma3_text",), LLAMA_KEYS, _GEMMA, _read_gemma3, _write_gemma, SHIFTED)
 
 
 GPT2 = Kind(
@@ -322,17 +373,17 @@ GPT2 = Kind(
     lambda content: {"feed_forward_length": content["n_inner"] or 4 * content["n_embd"]},
     changes={r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight": TURNED},
 )  # fmt: skip
-_LAYER_NORM = _SIZES | {"attention.layer_norm_epsilon": "layer_norm_eps"}
+_LAYER_NORM = SIZES | {"attention.layer_norm_epsilon": "layer_norm_eps"}
 GPT_NEOX = Kind(
     "gptneox", ("gpt_neox",), _LAYER_NORM | {"use_parallel_residual": "use_parallel_residual"},
     {"hidden_act": "gelu"},
     lambda given, content: {
         "rotary_emb_base": given.get("rope.freq_base", 10_000.0),
-        "rotary_pct": given.whole("rope.dimension_count") / _usual_width(content),
+        "rotary_pct": given.whole("rope.dimension_count") / usual_width(content),
     },
     lambda content: {
         "rope.dimension_count": int(
-            content["rotary_pct"] * _usual_width(content)
+            content["rotary_pct"] * usual_width(content)
         ),
         "rope.freq_base": float(content["rotary_emb_base"]),
     },
@@ -346,7 +397,7 @@ def _read_falcon(given: Keys, content: Content) -> Content:
     groups = given.get("attention.head_count_kv", 1)
     new = "blk.0.attn_norm_2.weight" in given.tensors
     new |= groups not in (1, content["num_attention_heads"])
-    given.only("rope.dimension_count", _usual_width(content))
+    given.only("rope.dimension_count", usual_width(content))
     return {
         "rope_theta": given.get("rope.freq_base", 10_000.0),
         "num_kv_heads": groups, "new_decoder_architecture": new, "multi_query": new or groups == 1,
@@ -356,7 +407,7 @@ def _read_falcon(given: Keys, content: Content) -> Content:
 
 FALCON = Kind(
     "falcon", ("falcon",),
-    {**{key: name for key, name in _SIZES.items() if key != "feed_forward_length"},
+    {**{key: name for key, name in SIZES.items() if key != "feed_forward_length"},
      "feed_forward_length": "ffn_hidden_size",
      "attention.layer_norm_epsilon": "layer_norm_epsilon"},
     {"activation": "gelu", "bias": False, "parallel_attn": True, "alibi": False},
@@ -391,45 +442,24 @@ def _alibi(given: Keys) -> Content:
 def _read_qwen_experts(given: Keys, content: Content) -> Content:
     shared = given.get("expert_shared_feed_forward_length")
     return {
-        **_head(given, content), **_rope(given, content),
+        **read_head_and_rope(given, content),
         **({} if shared is None else {"shared_expert_intermediate_size": shared}),
     }  # fmt: skip
 
 
-_QWEN_EXPERTS = _SILU | _NO_WINDOW | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_QWEN_EXPERTS = SILU | _NO_WINDOW | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 QWEN2_MOE = Kind(
     "qwen2moe", ("qwen2_moe",), _EXPERTS, _QWEN_EXPERTS | {"norm_topk_prob": False},
     _read_qwen_experts,
-    lambda content: _write_head(content) | {
+    lambda content: write_head(content) | {
         "expert_shared_feed_forward_length": content["shared_expert_intermediate_size"],
     },
     {r".*\.ffn_gate_inp_shexp\.weight": FLAT},
 )  # fmt: skip
 QWEN3_MOE = Kind(
     "qwen3moe", ("qwen3_moe",), _EXPERTS, _QWEN_EXPERTS | {"norm_topk_prob": True},
-    _read_qwen_experts, _write_head,
+    _read_qwen_experts, write_head,
 )  # fmt: skip
-KINDS = (
+CLASSIC = (
     LLAMA, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GPT2, GPT_NEOX, FALCON, BLOOM, QWEN2_MOE, QWEN3_MOE,
 )  # fmt: skip
-
-
-def kind_named(name: Any, where: str) -> Kind:
-    """The architecture that a file names. Raises CheckpointError for one that is not known."""
-    known = next((kind for kind in KINDS if kind.name == name), None)
-    if known is None:
-        raise CheckpointError(
-            f"{where}: general.architecture is {name!r:.100}; expected one of "
-            f"{', '.join(kind.name for kind in KINDS)}"
-        )
-    return known
-
-
-def kind_of(model_type: str) -> Kind:
-    """The architecture that a model of `transformers` is written as. Raises ValueError if none
-    is."""
-    for kind in KINDS:
-        if model_type in kind.model_types:
-            return kind
-    known = ", ".join(name for kind in KINDS for name in kind.model_types)
-    raise ValueError(f"{model_type} cannot be written as GGUF; expected one of {known}")

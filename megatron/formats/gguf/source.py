@@ -15,8 +15,9 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.generation_settings import write_generation
 from megatron.config import ModelConfig
-from megatron.formats.gguf.architectures import Kind, kind_named
+from megatron.formats.gguf.architectures import Kind
 from megatron.formats.gguf.container import PART, PLAIN, GGUFFile
+from megatron.formats.gguf.kinds import kind_named
 from megatron.formats.gguf.metadata import Keys
 from megatron.formats.gguf.rope import ROPE_TENSORS
 from megatron.formats.gguf.tokenizer import end_of_text, save_tokenizer
@@ -49,7 +50,7 @@ class GGUFModel(TableSource):
         self._parameters = {each.ours: each for each in self.architecture.parameters(self.model)}
         blocks = self.model.num_layers
         self._places = {
-            theirs: self.kind.place(theirs, blocks)
+            theirs: self.kind.places(theirs, blocks)
             for each in self._parameters.values()
             for theirs in each.theirs
         }
@@ -86,14 +87,13 @@ class GGUFModel(TableSource):
         return self._shapes[name]
 
     def dtype(self, name: str, kind: str = "weight") -> str:
-        place = self._places[self._parameter(name).theirs[0]]
+        place = self._places[self._parameter(name).theirs[0]][0]
         stored = PLAIN.get(self.file.tensors[place.name].kind, torch.float32)
         return str(stored).removeprefix("torch.")
 
     def _part(self, theirs: str) -> Tensor:
         """A tensor in Hugging Face's form."""
-        name, expert = self._places[theirs]
-        return self.kind.change(name).read(self.file.tensor(name, expert), self.model)
+        return self.kind.from_file(theirs, lambda place: self.file.tensor(*place), self.model)
 
     @cached_property
     def generation(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class GGUFModel(TableSource):
 
     def _check_names(self) -> None:
         """Raises CheckpointError if tensors are missing or superfluous."""
-        expected = {place.name for place in self._places.values()}
+        expected = {place.name for places in self._places.values() for place in places}
         described = f"a model as its metadata describe it ({self.kind.name})"
         if missing := sorted(expected - self.file.tensors.keys()):
             raise CheckpointError(
@@ -127,16 +127,16 @@ class GGUFModel(TableSource):
         for name, parameter in self._parameters.items():
             expected = parameter.to_hf(torch.empty(self._shapes[name], device="meta"))
             for theirs, like in expected.items():
-                place = self._places[theirs]
-                shape = tuple(self.kind.change(place.name).write(like, self.model).shape)
-                if place.expert is not None:
-                    shape = (parameter.slices or 1, *shape)
-                stored = self.file.tensors[place.name]
-                if stored.shape != shape:
-                    raise CheckpointError(
-                        f"{stored.path}: {place.name} has the shape {stored.shape}; the metadata "
-                        f"make it {shape}"
-                    )
+                for place, part in self.kind.to_file(theirs, like, self.model).items():
+                    shape = tuple(part.shape)
+                    if place.expert is not None:
+                        shape = (parameter.slices or 1, *shape)
+                    stored = self.file.tensors[place.name]
+                    if stored.shape != shape:
+                        raise CheckpointError(
+                            f"{stored.path}: {place.name} has the shape {stored.shape}; the "
+                            f"metadata make it {shape}"
+                        )
 
 
 def config_of(kind: Kind, file: GGUFFile) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError, finite
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
-from megatron.formats.gguf.architectures import Kind, kind_of
+from megatron.formats.gguf.architectures import Kind
+from megatron.formats.gguf.kinds import form_of, kind_of
 from megatron.formats.gguf.metadata import Content, Keys
 from megatron.formats.gguf.source import HEAD, TABLE, GGUFModel
 from megatron.formats.gguf.tokenizer import tokenizer_metadata
-from megatron.formats.huggingface import architecture_named, architecture_of
+from megatron.formats.huggingface import architecture_named
 from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.entries import Parameter
 from megatron.util.progress import progress_bar
@@ -84,12 +85,12 @@ def write_gguf(
 
 def _plan(model: ModelConfig) -> _Plan:
     """The metadata of a model, which say all of it. Raises ValueError if they do not."""
-    form = architecture_of(model)
+    form = form_of(model)
     kind = kind_of(form.model_type)
     content = form.config(model)
     metadata, extra = kind.metadata(content), dict(kind.extra(content))
-    names = [kind.place(theirs, model.num_layers).name for each in form.parameters(model)
-             for theirs in each.theirs]  # fmt: skip
+    names = [place.name for each in form.parameters(model) for theirs in each.theirs
+             for place in kind.places(theirs, model.num_layers)]  # fmt: skip
     given = Keys(metadata, kind.name, {*names, *extra}, extra.__getitem__, kind.name)
     try:
         read = kind.config(given)
@@ -161,9 +162,9 @@ def _joined(
     """The tensors of one parameter by their names in the file, those of all experts in one."""
     joined: dict[str, list[Tensor]] = {}
     for each, values in theirs.items():
-        name, expert = plan.kind.place(each, model.num_layers)
-        values = plan.kind.change(name).write(values, model)
-        joined.setdefault(name, []).append(values if expert is None else values.unsqueeze(0))
+        for place, part in plan.kind.to_file(each, values, model).items():
+            part = part if place.expert is None else part.unsqueeze(0)
+            joined.setdefault(place.name, []).append(part)
     return {name: torch.cat(parts) for name, parts in joined.items()}
 
 

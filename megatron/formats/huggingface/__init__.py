@@ -58,7 +58,6 @@ def architectures() -> tuple[Architecture, ...]:
 REASONS = {
     "gemma3n": "hidden states are four streams (AltUp), which no flag describes",
     "gemma3n_text": "hidden states are four streams (AltUp), which no flag describes",
-    "gemma4_text": "heads have another width in blocks without a window, and values are normalised",
     "ctrl": "its sinusoidal positions have other frequencies than --position-embedding-type gives",
     "openai-gpt": "nothing is normalised before the first attention",
     "gpt_neox_japanese": "the last block alone has a bias in attention",
@@ -69,8 +68,6 @@ REASONS = {
     "deepseek_v3": "keys and values are computed from latents (MLA)",
     "kimi_k2": "keys and values are computed from latents (MLA)",
     "paligemma": "its text model sees both sides of a prompt, and one side of an answer",
-    "umt5": "each block has relative positions of its own, and transformers 5 scales the input of "
-    "a head that is not tied, which transformers 4 does not",
 }
 """Explanations for some that look as if they were known."""
 

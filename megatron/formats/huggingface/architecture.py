@@ -77,6 +77,7 @@ class Architecture:
             read; a note says so.
         ahead: the names of multi-token prediction, read where a run asks for it (ahead.py).
         constants: tensors that a model of ours lacks, with values that have no effect.
+        optional: names of constants that files may lack.
         seen: completes the content of config.json by what the tensors of the files show.
         nearest: the model that is written for one that `transformers` can only approximate, and why
             it is another; the model itself and "" for all others.
@@ -110,6 +111,7 @@ class Architecture:
     predicting: Callable[[ModelConfig], str] = lambda model: ""
     ahead: Any = None
     constants: Callable[[ModelConfig], Mapping[str, Tensor]] = lambda model: {}
+    optional: frozenset[str] = frozenset()
     seen: Callable[[dict[str, Any], Tensors], dict[str, Any]] = lambda content, tensors: content
     nearest: Callable[[ModelConfig], tuple[ModelConfig, str]] = lambda model: (model, "")
     stacks: Mapping[str, Callable[[ModelConfig], int]] = field(
@@ -159,8 +161,7 @@ class Architecture:
         vocab_size, tied = given.whole("vocab_size"), given.flag("tie_word_embeddings")
         # Without a key for it there is no dropout.
         fields = {"hidden_dropout": 0.0, **self.fixed}
-        activations = self.activations or (GATES if self.gated else ACTIVATIONS)
-        fields |= given.fields({**self.keys, **self.only_read}, activations)
+        fields |= given.fields({**self.keys, **self.only_read}, self._activations)
         _derive_sizes(given, fields)
         fields |= self.read(given, fields)
         if self.task is CAUSAL_LM:
@@ -196,6 +197,11 @@ class Architecture:
             wanted.append("--swiglu or --glu-activation")
         if model.mlp.gated and self.gated is False:
             wanted.append("no --swiglu and no --glu-activation")
+        if model.mlp.gated and "activation" in self.keys.values() and self.gated is not False:
+            named = self._activations.get(self.activation_names[model.mlp.activation], {})
+            if named.get("glu_activation") != model.mlp.activation:
+                gates = {each.get("glu_activation"): None for each in self._activations.values()}
+                wanted.append(f"--glu-activation {' or '.join(filter(None, gates))}")
         wanted += [need.wanted for need in self.requirements if not need.holds(model)]
         allowed = self.features | set(self.keys.values()) | set(self.fixed)
         if self.rewards and self.task is CAUSAL_LM and has_rewards(model):
@@ -204,6 +210,10 @@ class Architecture:
             allowed |= {"mtp_num_layers"}
         surplus = features_of(model) - allowed
         return wanted + [without(feature) for feature in FEATURES if feature in surplus]
+
+    @property
+    def _activations(self) -> Mapping[str, dict[str, Any]]:
+        return self.activations or (GATES if self.gated else ACTIVATIONS)
 
     def parameters(self, model: ModelConfig) -> Iterator[Parameter]:
         """The table for one model: blocks in order, between what comes before and after them."""
@@ -214,7 +224,9 @@ class Architecture:
         for stack, entries in groupby(present, lambda entry: entry.stack):
             if stack is None:
                 for entry in entries:
-                    names = tuple(name.format(last=model.num_layers - 1) for name in entry.theirs)
+                    ends = {"last": model.num_layers - 1}
+                    ends["decoder_last"] = (model.decoder_num_layers or 0) - 1
+                    names = tuple(name.format(**ends) for name in entry.theirs)
                     yield Parameter(entry.ours, names, entry, model)
                 continue
             repeated = list(entries)

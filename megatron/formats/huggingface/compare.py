@@ -235,6 +235,7 @@ def _check_settings(config: Any, form: Architecture, model: ModelConfig, path: P
         table = getattr(config, "rope_parameters", None) or config.rope_scaling
         ours["long_factor"], theirs["long_factor"] = scaling.long_factor, (*table["long_factor"],)
     window, kinds = (getattr(config, name, None) for name in ("sliding_window", "layer_types"))
+    window = getattr(config, "local_attention", window)  # of which the other is half
     if kinds is None and hasattr(config, "sliding_window") and len(set(model.windows)) == 1:
         kinds = [SLIDING] * model.num_layers  # of the others transformers 4 does not tell
     if kinds is not None and not (window and getattr(config, "use_sliding_window", None) is False):

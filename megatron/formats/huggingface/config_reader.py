@@ -45,6 +45,7 @@ GATES: dict[str, dict[str, Any]] = {
     "gelu_pytorch_tanh": {"glu_activation": "geglu"},
     "gelu_new": {"glu_activation": "geglu"},
     "gelu_fast": {"glu_activation": "geglu"},
+    "gelu": {"glu_activation": "geglu_erf"},
     "quick_gelu": {"glu_activation": "quick_geglu"},
     "relu2": {"glu_activation": "squared_reglu"},
 }
@@ -59,6 +60,7 @@ ACTIVATION_NAMES = {
     "squared_reglu": "relu2",
     "swiglu": "silu",
     "geglu": "gelu_pytorch_tanh",
+    "geglu_erf": "gelu",
     "quick_geglu": "quick_gelu",
 }
 """The name that is written for each activation of :class:`MLPConfig`."""

@@ -154,7 +154,8 @@ class Entry:
     number of the block; ``when`` says whether a model has it.
 
     Their names have ``{n}`` too, or ``{before}`` for the number of the block before it, where
-    ``first`` are the names in the first block; outside of blocks ``{last}`` is the last block's.
+    ``first`` are the names in the first block; outside of blocks ``{last}`` is the last block's,
+    and ``{decoder_last}`` that of a decoder.
 
     Attributes:
         at: 0 for the blocks of a model that lack it; None if all have it.

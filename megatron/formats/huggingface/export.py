@@ -40,9 +40,9 @@ def write_model(
     if architecture is None and (why := departure(model)):
         progress(f"written as {form.title}: {why}")
     parameters = list(form.parameters(model))
-    expected, found = {parameter.ours for parameter in parameters}, set(source.names())
-    if found != expected:
-        missing, foreign = sorted(expected - found), sorted(found - expected)
+    expected, present = {parameter.ours for parameter in parameters}, set(source.names())
+    if present != expected:
+        missing, foreign = sorted(expected - present), sorted(present - expected)
         raise CheckpointError(
             f"{source.folder} differs from its configuration: "
             f"missing {', '.join(missing) or 'nothing'}; unexpected {', '.join(foreign) or 'none'}"

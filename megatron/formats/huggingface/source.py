@@ -223,9 +223,9 @@ class HuggingFaceFolder(TableSource):
         wanted = [name for each in self._parameters.values() for name in each.theirs]
         for theirs in [*wanted, *form.constants(self.model)]:
             spelling = self._spelling(theirs)
-            if spelling is None:
+            if spelling is None and theirs not in form.optional:
                 missing.append(theirs)
-            else:
+            elif spelling is not None:
                 stored[theirs] = spelling
         described = f"a model ({form.title}) as {self._config} describes it"
         if missing:

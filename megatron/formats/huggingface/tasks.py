@@ -123,8 +123,8 @@ class RewardTask(CausalLM):
 
     def inputs(self, model: ModelConfig, seed: int) -> Inputs:
         """One text at a time: of several they ask for a token of padding."""
-        found = super().inputs(model, seed)
-        ours, theirs = found.ours, dict(found.theirs)
+        plain = super().inputs(model, seed)
+        ours, theirs = plain.ours, dict(plain.theirs)
         positions = ours.position_ids
         assert positions is not None
         return Inputs(

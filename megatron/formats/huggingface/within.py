@@ -14,7 +14,7 @@ from typing import Any
 from megatron.checkpoint.files import CheckpointError
 
 MULTIMODAL = (
-    "gemma3", "idefics3", "internvl", "llama4", "llava", "llava_next", "llava_onevision",
+    "gemma3", "gemma4", "idefics3", "internvl", "llama4", "llava", "llava_next", "llava_onevision",
     "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
     "shieldgemma2", "smolvlm", "vipllava",
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Experts as DeepSeek-V3 has them (arXiv:2412.19437, section 2.1.2) next to attention without
-latents: GLM-4.5 and dots.llm1. The first blocks are dense. A sigmoid scores each expert, a
-correction is added in the choice and not in the weights, and only experts of the best groups are
-chosen. All tokens share further experts, which are one MLP."""
+latents: GLM-4.5, dots.llm1 and Solar Open. The first blocks can be dense. A sigmoid scores each
+expert, a correction is added in the choice and not in the weights, and only experts of the best
+groups are chosen. All tokens share further experts, which are one MLP."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron.features.experts.huggingface.parts import (
     LLAMA_EXPERTS,
     correction,
     experts_in,
+    has_dense,
     natural,
     read_experts,
     requirements,
@@ -91,7 +92,7 @@ def _dense_first(model: ModelConfig) -> bool:
 DENSE_FIRST = Requirement(
     _dense_first, "--moe-layer-freq with the layers of experts after all others"
 )
-
+ALL_SPARSE = Requirement(lambda model: not has_dense(model), "--moe-layer-freq 1")
 
 CORRECTED = (
     *requirements(
@@ -276,4 +277,36 @@ DOTS1 = Architecture(
 """Qwen3's attention."""
 
 
-ARCHITECTURES = (GLM4_MOE, DOTS1)
+def _read_solar(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **read_corrected(given, fields, [True] * fields["num_layers"]),
+        **read_rope(given, fields, base=1e6),
+    }
+
+
+def _write_solar(model: ModelConfig) -> dict[str, Any]:
+    keys = write_corrected(model) | write_rope(model)
+    del keys["first_k_dense_replace"]
+    return keys
+
+
+SOLAR_OPEN = Architecture(
+    title="Solar Open",
+    model_type="solar_open",
+    rewards=False,
+    model_class="SolarOpenForCausalLM",
+    entries=llama_entries(qkv_bias=qkv_biased, mlp=CORRECTED_MLP[len(DENSE) :]),
+    keys={key: field for key, field in _KEYS.items() if key != "intermediate_size"}
+    | NORMALISED
+    | {"attention_bias": "add_qkv_bias"},
+    fixed=FIXED | NO_BIASES | SIGMOID,
+    features=frozenset({"layer_experts", "rope_scaling"}),
+    gated=True,
+    requirements=(*CORRECTED, ALL_SPARSE),
+    write=_write_solar,
+    read=_read_solar,
+)
+"""GLM-4.5 with experts in every block; whole heads are rotated."""
+
+
+ARCHITECTURES = (GLM4_MOE, DOTS1, SOLAR_OPEN)

@@ -1,8 +1,9 @@
-"""Llama with experts instead of its MLP: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, FlexOlmo and
+"""Llama with experts instead of its MLP: Mixtral, Qwen2-MoE, Qwen3-MoE, Mellum, OLMoE, FlexOlmo and
 Granite-MoE."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +19,13 @@ from megatron.features.experts.huggingface.parts import (
     fused_experts,
     normalised,
     read_experts,
+    read_mlp_kinds,
     read_normalisation,
     requirements,
     router,
     shared_experts,
     write_experts,
+    write_mlp_kinds,
 )
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import Architecture
@@ -30,8 +33,11 @@ from megatron.formats.huggingface.config_reader import (
     FULL,
     SLIDING,
     HFConfigReader,
+    agreed,
     layer_types,
     read_rope,
+    read_scaling,
+    read_windows,
     write_rope,
 )
 from megatron.formats.huggingface.decoders.granite import (
@@ -45,9 +51,13 @@ from megatron.formats.huggingface.llama import (
     FIXED,
     HEAD_DIM,
     KEYS,
+    LOCAL_UNSCALED,
     NO_BIASES,
     QK_NORMS,
+    by_kind,
     llama_entries,
+    local_base,
+    read_kinds,
 )
 
 _BIASED = {"attention_bias": "add_attention_bias"}
@@ -234,6 +244,68 @@ QWEN3_MOE = Architecture(
 """Qwen3 with experts. A window is in all blocks or in none."""
 
 
+_BASES = {FULL: {"rope_theta": 500_000.0}, SLIDING: {"rope_theta": 10_000.0}}
+"""RoPE of a Mellum's config.json that does not say it."""
+
+
+def _read_mellum(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    layers = fields["num_layers"]
+    given.content = given.content | {"rope_parameters": given.table("rope_parameters") or _BASES}
+    wide, narrow = read_kinds(given)
+    kinds = given.names("layer_types") or [FULL] * layers
+    lacking = set(kinds) - {kind for kind, form in ((FULL, wide), (SLIDING, narrow)) if form}
+    if lacking:
+        nested = given.content["rope_parameters"]
+        given.refuse("rope_parameters", nested, f"expected {' and '.join(sorted(lacking))} too")
+    base = agreed(given, ("rope_theta",), (wide or narrow).get("rope_theta"), 10_000.0)
+    local = agreed(given, (), narrow.get("rope_theta"), base)
+    scaling = read_scaling(given, fields, wide)
+    given.unused("num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types")
+    given.unused("mtp_mlp_layer_types")
+    separate = SLIDING in kinds and (local != base or scaling is not None)
+    return {
+        "rotary_base": base,
+        "rotary_base_local": local if separate else None,
+        "rope_scaling": scaling,
+        **read_windows(given, given.optional_whole("sliding_window"), [FULL] * layers),
+        **read_experts(
+            given,
+            fields,
+            ("num_local_experts", "num_experts"),
+            read_mlp_kinds(given, ["sparse"] * layers),
+        ),
+        **read_normalisation(given, fields),
+    }
+
+
+def _write_mellum(model: ModelConfig) -> dict[str, Any]:
+    keys = write_rope(model)
+    return {
+        **write_experts(model, "num_experts"),
+        **write_mlp_kinds(model),
+        "moe_intermediate_size": model.part(ExpertsConfig).moe_ffn_hidden_size,
+        "norm_topk_prob": normalised(model),
+        "sliding_window": model.attention.sliding_window,
+        "layer_types": layer_types(model),
+        "rope_parameters": by_kind(keys["rope_parameters"], local_base(model)),
+    }
+
+
+MELLUM = dataclasses.replace(
+    QWEN3_MOE,
+    title="Mellum 2",
+    model_type="mellum",
+    rewards=False,
+    model_class="MellumForCausalLM",
+    features=_FEATURES | {"sliding_window", "window_attn_skip_freq", "rotary_base_local"},
+    requirements=(*requirements(dense=True), LOCAL_UNSCALED),
+    write=_write_mellum,
+    read=_read_mellum,
+    predicting=lambda model: r"mtp\..*",
+)
+"""Qwen3-MoE with windows and experts in any blocks; RoPE has another base where a window is."""
+
+
 def _write_olmo(model: ModelConfig) -> dict[str, Any]:
     return {
         **_write_alike(model, "num_experts"),
@@ -350,4 +422,4 @@ GRANITE_MOE = Architecture(
 factors."""
 
 
-ARCHITECTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, FLEX_OLMO, GRANITE_MOE)
+ARCHITECTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, MELLUM, OLMOE, FLEX_OLMO, GRANITE_MOE)

@@ -169,6 +169,24 @@ def write_experts(
     }
 
 
+def read_mlp_kinds(given: HFConfigReader, default: list[str]) -> list[bool]:
+    """For each block, True if it has experts, by ``mlp_layer_types``; ``default`` where a file
+    lacks it. Raises CheckpointError if it is another list."""
+    kinds = given.names("mlp_layer_types") or default
+    if len(kinds) != len(default) or not {"sparse"} <= {*kinds} <= {"dense", "sparse"}:
+        given.refuse(
+            "mlp_layer_types", kinds, f"expected dense or sparse for each of {len(default)} "
+            "blocks, and one at least that is sparse"
+        )  # fmt: skip
+    return [kind == "sparse" for kind in kinds]
+
+
+def write_mlp_kinds(model: ModelConfig) -> dict[str, Any]:
+    """The inverse of :func:`read_mlp_kinds`."""
+    kinds = ["sparse" if experts_in(model, n) else "dense" for n in range(model.num_layers)]
+    return {"mlp_layer_types": kinds}
+
+
 def _short(value: float) -> float:
     """The nearest number of 15 decimal digits, so that one that is multiplied and divided again is
     as it was."""

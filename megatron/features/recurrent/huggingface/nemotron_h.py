@@ -110,9 +110,15 @@ def _among_experts(when: Condition) -> Condition:
     return lambda model: _sparse(model) and when(model)
 
 
+def _dense_biased(model: ModelConfig) -> bool:
+    return _any_dense(model) and model.mlp.bias
+
+
 _MLP = (
     Entry("mlp.up.weight", ("mixer.up_proj.weight",), when=_any_dense),
+    Entry("mlp.up.bias", ("mixer.up_proj.bias",), when=_dense_biased),
     Entry("mlp.down.weight", ("mixer.down_proj.weight",), when=_any_dense),
+    Entry("mlp.down.bias", ("mixer.down_proj.bias",), when=_dense_biased),
 )
 
 
@@ -150,7 +156,6 @@ def _pattern(given: HFConfigReader) -> str:
 
 _ONLY = {
     "attention_bias": "attention of such models has no biases",
-    "mlp_bias": "the MLP can have biases only where attention has them",
     "residual_in_fp32": "transformers does not read it",
     "mamba_proj_bias": "transformers reads use_bias",
     "sliding_window": "attention of such models has no window",
@@ -176,9 +181,13 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         given.refuse("time_step_min", least, "expected a number, 0 or more")
     if "M" not in pattern:
         given.refuse("layers_block_type", pattern, "no layer is Mamba-2")
+    biased = given.flag("mlp_bias")
+    if biased and "E" in pattern:
+        given.refuse("mlp_bias", biased, "next to experts the MLP cannot have biases")
     return {
         "num_layers": len(pattern),
         "hybrid_layer_pattern": pattern,
+        "add_mlp_bias": biased,
         "mamba_step_limits": shortest_limits(least, math.inf),
         **_read_experts(given, fields | {"num_layers": len(pattern)}, pattern),
     }
@@ -235,6 +244,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "layers_block_type": [_KINDS[letter] for letter in pattern],
         "time_step_min": model.part(MambaConfig).step_limits[0],
         "mamba_hidden_act": "silu",
+        "mlp_bias": model.mlp.bias,
         "pad_token_id": None,
     }
     part = model.part(ExpertsConfig)
@@ -299,7 +309,7 @@ NEMOTRON_H = Architecture(
     ),
     keys=_KEYS,
     fixed={"position_embedding_type": "none", "normalization": "RMSNorm", **NO_BIASES},
-    features=frozenset({"mixers", "layer_experts"}),
+    features=frozenset({"mixers", "layer_experts", "add_mlp_bias"}),
     requirements=(
         *MAMBA_LAYERS,
         Requirement(untied, "--untie-embeddings-and-output-weights"),
@@ -317,6 +327,7 @@ NEMOTRON_H = Architecture(
                     "--moe-router-enable-expert-bias"),
         Requirement(_groups_fit, f"--moe-router-topk {OF_GROUP} times --moe-router-group-topk"),
         Requirement(_shares, "--moe-shared-expert-intermediate-size"),
+        _where_sparse(Requirement(lambda m: not m.mlp.bias, "no --add-mlp-bias")),
     ),
     write=_write,
     read=_read,

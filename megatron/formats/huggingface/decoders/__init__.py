@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.decoders.gemma import GEMMA, VAULTGEMMA
-from megatron.formats.huggingface.decoders.glm import COHERE, COHERE2, GLM, GLM4
-from megatron.formats.huggingface.decoders.granite import GRANITE, HYPERCLOVAX
+from megatron.formats.huggingface.decoders.glm import COHERE, COHERE2, COHERE_COMPASS, GLM, GLM4
+from megatron.formats.huggingface.decoders.granite import (
+    GRANITE,
+    GRANITE4,
+    GRANITE_SWA,
+    HYPERCLOVAX,
+)
 from megatron.formats.huggingface.decoders.llamas import (
     BITNET,
     CWM,
@@ -30,7 +35,8 @@ from megatron.formats.huggingface.decoders.ungated import (
 
 DECODERS: tuple[Architecture, ...] = (
     MINISTRAL, MINISTRAL3, BITNET, CWM, SEED_OSS, HUNYUAN_V1_DENSE, ERNIE4_5, HELIUM, SMOLLM3,
-    OLMO, OLMO2, OLMO3, EXAONE4, GRANITE, HYPERCLOVAX, GLM, GLM4, COHERE, COHERE2, GEMMA,
-    VAULTGEMMA, ARCEE, JAIS2, NEMOTRON, APERTUS, NANOCHAT, INTERNLM3, IQUEST_CODER,
+    OLMO, OLMO2, OLMO3, EXAONE4, GRANITE, GRANITE4, GRANITE_SWA, HYPERCLOVAX, GLM, GLM4, COHERE,
+    COHERE2, COHERE_COMPASS, GEMMA, VAULTGEMMA, ARCEE, JAIS2, NEMOTRON, APERTUS, NANOCHAT,
+    INTERNLM3, IQUEST_CODER,
 )  # fmt: skip
 """In the order in which an export looks for one that fits."""

@@ -1,5 +1,5 @@
-"""GLM and GLM-4, and Cohere 1 and 2: decoders that rotate neighbouring channels of a head together,
-GLM a part of them, Cohere in blocks that compute attention and MLP from one norm."""
+"""GLM and GLM-4, and Cohere: decoders that rotate neighbouring channels of a head together, GLM a
+part of them, Cohere in blocks that compute attention and MLP from one norm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.config_reader import SLIDING, HFConfigReader, read_windows
+from megatron.formats.huggingface.config_reader import (
+    FULL,
+    SLIDING,
+    HFConfigReader,
+    read_rope,
+    read_windows,
+    write_rope,
+)
 from megatron.formats.huggingface.decoders.granite import short
 from megatron.formats.huggingface.decoders.relatives import (
     LAYER_NORM_SIZES,
@@ -15,10 +22,11 @@ from megatron.formats.huggingface.decoders.relatives import (
     all_but_every,
     relative,
     relative_entries,
+    rotating,
     without_rope,
 )
 from megatron.formats.huggingface.entries import norm, weight
-from megatron.formats.huggingface.llama import gated_mlp
+from megatron.formats.huggingface.llama import by_kind, gated_mlp, local_base
 
 _INTERLEAVED = {"rotary_interleaved": True}
 
@@ -106,6 +114,11 @@ COHERE = relative(
 )
 
 
+def _check_width(given: HFConfigReader, fields: dict[str, Any]) -> None:
+    width = fields["hidden_size"] // fields["num_attention_heads"]
+    given.only("head_dim", (width, None), f"heads of such models have {width} channels")
+
+
 def _read_cohere2(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     layers, window = fields["num_layers"], given.optional_whole("sliding_window")
     pattern = given.content.get("sliding_window_pattern", 4)
@@ -114,19 +127,19 @@ def _read_cohere2(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
         given.refuse("sliding_window_pattern", pattern, "expected a positive integer")
     given.only("use_qk_norm", (False, None), "transformers normalises no queries and keys")
     given.only("rotary_pct", (1.0, 1, None), "such models rotate whole heads")
-    width = fields["hidden_size"] // fields["num_attention_heads"]
-    given.only("head_dim", (width, None), f"heads of such models have {width} channels")
+    _check_width(given, fields)
     kinds = given.names("layer_types") or all_but_every(pattern)(layers)
     flags = _read_scale(given) | read_windows(given, window, kinds)
     return flags | without_rope(kind != SLIDING for kind in kinds)
 
 
+_COHERE_SIZES = {key: field for key, field in LAYER_NORM_SIZES.items() if key != "head_dim"}
 COHERE2 = relative(
     "Cohere 2",
     "cohere2",
     "Cohere2ForCausalLM",
     _ONE_NORM,
-    keys={key: field for key, field in LAYER_NORM_SIZES.items() if key != "head_dim"},
+    keys=_COHERE_SIZES,
     fixed=_COHERE,
     features=("logits_scaling", "no_rope_freq"),
     biases=("attention",),
@@ -138,3 +151,85 @@ COHERE2 = relative(
     rewards=False,
 )
 """Blocks with a window rotate heads, the others do not."""
+
+
+def _read_compass(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    """RoPE of each kind of blocks; null for blocks that rotate nothing."""
+    _check_width(given, fields)
+    given.unused("pooling", "head_dim")
+    nested, kinds = given.table("rope_parameters"), given.names("layer_types")
+    kinds = kinds or [FULL] * fields["num_layers"]
+    forms = {kind: nested.get(kind) for kind in (FULL, SLIDING) if kind in {*kinds, *nested}}
+    if not set(kinds) <= set(nested) or not all(isinstance(v, dict | None) for v in forms.values()):
+        each = " and ".join(sorted({*kinds}))
+        given.refuse("rope_parameters", nested, f"expected an object or null for {each}")
+    # Sections are for positions in images, of which a text has none.
+    mrope = ("mrope_section", "mrope_interleaved")
+    rotated = {
+        kind: {key: value for key, value in form.items() if key not in mrope}
+        for kind, form in forms.items()
+        if form is not None
+    }
+    wide, narrow = rotated.get(FULL), rotated.get(SLIDING)
+    given.content = given.content | {"rope_parameters": wide or narrow or {}}
+    flags = read_rope(given, fields)
+    if wide is not None and narrow is not None and narrow != wide:
+        given.content = given.content | {"rope_parameters": narrow}
+        local = read_rope(given, fields)
+        if local["rope_scaling"] is not None:
+            given.refuse("rope_parameters", nested, f"RoPE cannot be scaled in {SLIDING} alone")
+        flags["rotary_base_local"] = local["rotary_base"]
+    if given.content.get("logit_scale") is None:
+        given.content = given.content | {"logit_scale": 1.0}
+    flags |= _read_scale(given)
+    return flags | without_rope(kind not in rotated for kind in kinds)
+
+
+def _rotated_kinds(model: ModelConfig) -> dict[str, set[bool]]:
+    """True and False of the blocks of each kind, as they rotate heads; empty for no blocks."""
+    each = list(zip(model.windows, rotating(model), strict=True))
+    return {
+        FULL: {rotates for window, rotates in each if window is None},
+        SLIDING: {rotates for window, rotates in each if window is not None},
+    }
+
+
+def _write_compass(model: ModelConfig) -> dict[str, Any]:
+    wide, kinds = write_rope(model)["rope_parameters"], _rotated_kinds(model)
+    forms = dict.fromkeys(kinds, wide)
+    if model.positions.rotary_base_local is not None:
+        forms = by_kind(wide, local_base(model))
+    unscaled = {"logit_scale": None} if model.embedding.logits_scaling is None else {}
+    return (
+        _write_scale(model)
+        | unscaled
+        | {
+            "rope_parameters": {
+                kind: None if False in kinds[kind] else form for kind, form in forms.items()
+            }
+        }
+    )
+
+
+COHERE_COMPASS = relative(
+    "Cohere Compass",
+    "cohere_compass_text",
+    "CohereCompassForCausalLM",
+    _ONE_NORM,
+    keys=_COHERE_SIZES,
+    fixed={key: value for key, value in _COHERE.items() if key != "rotary_interleaved"},
+    features=("logits_scaling", "no_rope_freq", "rotary_base_local"),
+    biases=("attention",),
+    windows=lambda layers: [FULL] * layers,
+    rope=False,
+    read=_read_compass,
+    write=_write_compass,
+    requirements=(
+        Requirement(
+            lambda model: all(len(kind) < 2 for kind in _rotated_kinds(model).values()),
+            "--no-rope-freq with all blocks with a window, or all without one",
+        ),
+    ),
+    rewards=False,
+)
+"""Cohere 2 with halves of a head that are rotated together, and RoPE for each kind of blocks."""

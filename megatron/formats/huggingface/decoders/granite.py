@@ -1,15 +1,22 @@
-"""Granite, and HyperCLOVA X, which has norms after attention and MLP too: Llama with factors of
-embeddings, residual sums, attention scores and logits."""
+"""Granite 3, 4 and SWA, HyperCLOVA X: Llama with factors of embeddings, residual sums, scores and
+logits."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.formats.huggingface.config_reader import BIASES, HFConfigReader
-from megatron.formats.huggingface.decoders.relatives import relative, relative_entries
-from megatron.formats.huggingface.entries import Condition, norm
-from megatron.formats.huggingface.llama import DIVISIBLE
+from megatron.formats.features import Requirement
+from megatron.formats.huggingface.config_reader import BIASES, FULL, SLIDING, HFConfigReader
+from megatron.formats.huggingface.decoders.relatives import (
+    SIZES,
+    relative,
+    relative_entries,
+    rotating,
+    without_rope,
+)
+from megatron.formats.huggingface.entries import Condition, Entry, linear, norm
+from megatron.formats.huggingface.llama import DIVISIBLE, local_base
 
 MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
 FACTORS = frozenset({"query_pre_attn_scalar", *MULTIPLIERS})
@@ -55,6 +62,117 @@ GRANITE = relative(
     write=write_multipliers,
     rewards=False,
 )
+
+
+def _read_hybrid(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    kinds = given.names("layer_types") or given.names("layers_block_type") or ["linear_attention"]
+    given.unused("layer_types", "layers_block_type")
+    if not set(kinds) <= {FULL, "attention"}:
+        why = f"expected {FULL} alone; others are layers of Mamba"
+        given.refuse("layer_types", sorted(set(kinds)), why)
+    experts = given.content.get("num_local_experts", given.default("num_local_experts"))
+    given.unused("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    if experts != 0:
+        given.refuse("num_local_experts", experts, "expected 0, a dense model")
+    given.choice("position_embedding_type", {"rope": {}})
+    given.unused("intermediate_size", *(key for key in given.content if key.startswith("mamba_")))
+    given.unused("time_step_limit", "output_router_logits")
+    return read_multipliers(given)
+
+
+GRANITE4 = relative(
+    "Granite 4",
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    relative_entries(
+        mlp=(
+            *linear("mlp.up", "shared_mlp.input_linear"),
+            *linear("mlp.down", "shared_mlp.output_linear"),
+        )
+    ),
+    keys={
+        "shared_intermediate_size" if key == "intermediate_size" else key: field
+        for key, field in SIZES.items()
+    },
+    biases=("attention",),
+    features=FACTORS,
+    read=_read_hybrid,
+    write=lambda model: {
+        **write_multipliers(model),
+        "layer_types": [FULL] * model.num_layers,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 1,  # must divide the hidden size although no layer is one of Mamba
+    },
+    rewards=False,
+)
+"""The dense models, without layers of Mamba and without experts; gate and up are one tensor."""
+
+
+def _read_swa(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    """``layer_rope_theta``: a rotary base for each block, 0 for one that rotates nothing."""
+    layers, base = fields["num_layers"], fields["rotary_base"]
+    kinds = given.names("layer_types") or _all_but_first_of(layers)
+    thetas = given.content.get("layer_rope_theta") or [base] * layers
+    given.unused("layer_rope_theta")
+    numbers = isinstance(thetas, list) and all(isinstance(theta, int | float) for theta in thetas)
+    if not numbers or len(thetas) != layers or min(thetas) < 0:
+        given.refuse(
+            "layer_rope_theta", thetas, f"expected a number, 0 or more, for {layers} blocks"
+        )
+    wide, narrow = (
+        {theta for theta, each in zip(thetas, kinds, strict=True) if each == kind and theta}
+        for kind in (FULL, SLIDING)
+    )
+    if len(wide) > 1 or len(narrow) > 1:
+        given.refuse("layer_rope_theta", thetas, "all blocks of a kind must have the same, or 0")
+    scaled = fields["rope_scaling"] is not None
+    base = float(next(iter(wide or (narrow if scaled else ())), base))
+    local = float(next(iter(narrow), base))
+    if local != base and scaled:
+        given.refuse("layer_rope_theta", thetas, "RoPE with scaling must have one base")
+    return {
+        **read_multipliers(given),
+        **without_rope(not theta for theta in thetas),
+        "rotary_base": base,
+        "rotary_base_local": None if local == base else local,
+    }
+
+
+def _write_swa(model: ModelConfig) -> dict[str, Any]:
+    bases = [
+        local_base(model) if window else model.positions.rotary_base for window in model.windows
+    ]
+    rotated = zip(bases, rotating(model), strict=True)
+    return write_multipliers(model) | {"layer_rope_theta": [base * each for base, each in rotated]}
+
+
+def _all_but_first_of(layers: int) -> list[str]:
+    return [SLIDING if n % 4 else FULL for n in range(layers)]
+
+
+GRANITE_SWA = relative(
+    "Granite SWA",
+    "granite_swa",
+    "GraniteSWAForCausalLM",
+    relative_entries((Entry("attention.sinks", ("self_attn.sinks",)),)),
+    fixed={"softmax_type": "learnable"},
+    biases=BIASES,
+    features=FACTORS | {"no_rope_freq", "rotary_base_local"},
+    windows=_all_but_first_of,
+    read=_read_swa,
+    write=_write_swa,
+    requirements=(
+        Requirement(
+            lambda model: (
+                model.positions.rotary_base_local is None or model.positions.rope_scaling.is_default
+            ),
+            "no --rotary-base-local next to --rope-scaling",
+        ),
+    ),
+    rewards=False,
+)
+"""Granite with windows in some blocks, a rotary base or none for each, and attention sinks."""
 
 
 def _post_normed(model: ModelConfig) -> bool:
