@@ -23,8 +23,8 @@ import torch
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import FLAG_CLASSES, LegacyFlags, ModelConfig, ModelFlags, ParallelConfig
 from megatron.config.flags import flag_of
+from megatron.config.foreign_flags import NETWORKS, OF_2019, REFUSED
 from megatron.config.run import FLAG_FIELDS
-from megatron.config.unknown_flags import NETWORKS, OF_2019, REFUSED
 from megatron.engine.universal_info import Registered, registered_parameters
 from megatron.families import spec_of
 from megatron.model.layer_list import LayerSpec, LayerStack
@@ -46,6 +46,9 @@ _NAMES = (
     "qk_layernorm_per_head", "qk_layernorm_after_rope", "qk_l2_norm", "sub_norm",
     "apply_layernorm_1p", "embed_layernorm", "scale_embeddings", "embedding_multiplier",
     "logits_scaling", "residual_multiplier", "scale_head_input", "post_norm", "pre_norm",
+    "first_norm", "relative_attention_per_block", "separate_decoder_embedding",
+    "global_kv_channels", "global_num_query_groups", "global_keys_as_values", "value_norm",
+    "block_scalar",
     "apply_residual_connection_post_layernorm", "parallel_residual", "shared_parallel_norm",
     "num_tokentypes", "lm_head_activation", "lm_head_bias", "head", "retro_add_retriever",
     "layer_experts", "multi_latent_attention", "mixers", "mtp_num_layers",

@@ -180,7 +180,7 @@ class EngineFiles:
 
     def _find_slices(self, rank: int) -> dict[str, list[FlatSlice]]:
         """The slices of each parameter of a model-parallel rank, by its names."""
-        found: dict[str, list[FlatSlice]] = {}
+        by_name: dict[str, list[FlatSlice]] = {}
         files = self._optimizers.get(rank, {})
         for data_rank in sorted(files):
             state = self._zero(rank, data_rank)
@@ -199,8 +199,8 @@ class EngineFiles:
                 )
             with _refusing(files[data_rank]):
                 for name, each in slices:
-                    found.setdefault(self._of_all(name, rank, each, state), []).append(each)
-        return found
+                    by_name.setdefault(self._of_all(name, rank, each, state), []).append(each)
+        return by_name
 
     def _of_all(self, name: str, rank: int, place: FlatSlice, state: Mapping[str, Any]) -> str:
         """The name of a parameter with its expert's number among those of all ranks."""
@@ -279,10 +279,10 @@ class EngineFiles:
         ``registered`` gives the name of a parameter in a layer file, from its place and key. Raises
         CheckpointError if the ZeRO files lack it, or a part of it."""
         with _refusing(self.folder, f"{kind} of {name}"):
-            found = [self._share(each, name, kind) for each in range(self.tensor_size)]
-        shares = [share for share in found if share is not None]
+            parts = [self._share(each, name, kind) for each in range(self.tensor_size)]
+        shares = [share for share in parts if share is not None]
         # An expert that is not cut is on one of the tensor ranks, or on each.
-        if len(shares) == len(found) or (shares and _NUMBERED.search(name)):
+        if len(shares) == len(parts) or (shares and _NUMBERED.search(name)):
             return shares
         if kind == "weight":
             for place, files in self.layers.items():

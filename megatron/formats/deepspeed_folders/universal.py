@@ -28,7 +28,15 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_json, write_json
 from megatron.checkpoint.folder import replace_folder, tag, unfinished_folder
-from megatron.checkpoint.manifest import CONFIG, STATE, check_file, entries_of, file_facts
+from megatron.checkpoint.manifest import (
+    CONFIG,
+    KEPT_COUNTS,
+    MORE_STATES,
+    STATE,
+    check_file,
+    entries_of,
+    file_facts,
+)
 from megatron.checkpoint.source import TOKENIZER, Source, run_of
 from megatron.config import RunConfig
 from megatron.engine.universal_info import BUFFERS, UNIVERSAL_VERSION
@@ -130,8 +138,8 @@ class UniversalFolder(NamedFolder):
 
     def _step(self) -> int:
         files = (self.folder / "zero" / part / "step.pt" for part in self._present)
-        found = next((path for path in files if path.is_file()), None)
-        return 0 if found is None else int(load_pickle(found))
+        path_of_state = next((path for path in files if path.is_file()), None)
+        return 0 if path_of_state is None else int(load_pickle(path_of_state))
 
 
 def _file_name(kind: str) -> str:
@@ -190,15 +198,29 @@ def write_universal(
     """Writes any checkpoint as a universal one, one parameter at a time. It appears by a rename
     when it is complete; then ``latest_universal`` names it. Loaders of ``stage`` 3 do not pad the
     vocabulary, so for them the token embedding has as many rows as in the run. Raises
-    CheckpointError if the source is damaged; OSError if a file cannot be written. Nothing is left
-    behind then."""
+    CheckpointError if the source is damaged, or has states of another optimizer than those that
+    loaders know; OSError if a file cannot be written. Nothing is left behind then."""
     assert stage in (1, 2, 3)
+    _check_states(source)
     with unfinished_folder(folder) as written:
         (written / "zero").mkdir()
         run = source.run or run_of(source)
         facts = _write_files(source, run, written, stage, progress)
         write_json(written / MANIFEST, {"format": 1, "zero_stage": stage, "files": facts})
         replace_folder(written, folder, {UNIVERSAL_TRACKER: folder.name})
+
+
+def _check_states(source: Source) -> None:
+    kinds = {kind for name in source.names() for kind in source.kinds(name)}
+    others = kinds - {"weight", *MOMENTS, *source.state.get(KEPT_COUNTS, {})}
+    whole = source.run is not None and any(source.folder.glob(f"{MORE_STATES}-*"))
+    if others or whole:
+        name = "another optimizer" if source.run is None else source.run.optimizer.optimizer
+        raise CheckpointError(
+            f"{source.folder} has states of --optimizer {name} that universal checkpoints have no "
+            f"place for ({', '.join(sorted(others)) or f'{MORE_STATES}-*.safetensors'}); to-hf and "
+            "to-dcp write its weights"
+        )
 
 
 def _write_files(
@@ -221,7 +243,7 @@ def _write_files(
     for name in progress_bar("writing", source.names(), unit=" parameters"):
         place = written / "zero" / name
         place.mkdir()
-        kinds = source.kinds(name)
+        kinds = [kind for kind in source.kinds(name) if kind == "weight" or kind in MOMENTS]
         for kind in kinds:
             values = source.tensor(name, kind)
             if stage == 3:

@@ -211,7 +211,7 @@ class MegatronCheckpoint(Source):
             if self.folder.is_file():
                 raise CheckpointError(
                     f"{path} is the file of one of {math.prod(sizes)} ranks: leave it in its "
-                    "folder (mp_rank_00) beside those of the others"
+                    "folder (mp_rank_00) next to those of the others"
                 )
             require_ranks(self._files, self.folder, sizes)
             raise CheckpointError(

@@ -127,8 +127,8 @@ def _rank(
 
     def named(name: str, first_block: int = 0) -> str:
         if core:
-            beside_experts = f"{name.split('.mlp')[0]}.mlp.router.weight" in shards
-            theirs = to_core(name, first_block, beside_experts)
+            next_to_experts = f"{name.split('.mlp')[0]}.mlp.router.weight" in shards
+            theirs = to_core(name, first_block, next_to_experts)
         else:
             theirs = to_megatron(name, first_block, family)
         assert theirs is not None, name

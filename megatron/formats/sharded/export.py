@@ -55,7 +55,7 @@ def to_torch_dist(argv: Sequence[str]) -> None:
         LoadConfig, ToTorchDistConfig,
     )  # fmt: skip
     load, output = required(checkpoint, "load"), required(config, "output")
-    source = opened(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
+    source = opened(load, *checkpoint.choice)
     source.require_model()
     dtype = config.dtype or dtype_of(source)
 
@@ -106,7 +106,7 @@ def to_dcp(argv: Sequence[str]) -> None:
     load, output = required(checkpoint, "load"), Path(required(config, "output"))
     if output.exists():
         raise ConfigError(f"--output {output} exists already; name a new folder")
-    source = opened(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
+    source = opened(load, *checkpoint.choice)
     source.require_model()
     dtype = config.dtype or dtype_of(source)
     moments = write_dcp(source, output, dtype, config.optim, config.architecture)

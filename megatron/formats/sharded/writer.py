@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron.checkpoint.files import CheckpointError, write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, replace_folder, unfinished_folder
+from megatron.checkpoint.manifest import KEPT_COUNTS
 from megatron.checkpoint.source import DTYPES, Source
 from megatron.config import ModelConfig, RunConfig
 from megatron.formats.features import whole_shards
@@ -178,8 +179,9 @@ def write_torch_dist(
 
 def has_moments(source: Source) -> bool:
     """True if Adam trains every weight, and nothing of it is missing: Muon and SOAP leave only
-    some weights to it."""
-    return all({*MOMENTS} <= {*source.kinds(name)} for name in source.names())
+    some weights to it, and AdEMAMix has more."""
+    kept = {"weight", *source.state.get(KEPT_COUNTS, {})}
+    return all({*source.kinds(name)} - kept == {*MOMENTS} for name in source.names())
 
 
 def _write_parameter(
@@ -211,7 +213,7 @@ def _key(name: str, model: ModelConfig) -> tuple[str, int | None]:
     that it lacks."""
     blocks = {n for n in whole_shards(model) if is_of_experts(n)}
     stack = name.split(".mlp")[0]
-    beside_experts = any(each.startswith(f"{stack}.mlp.") for each in blocks)
+    next_to_experts = any(each.startswith(f"{stack}.mlp.") for each in blocks)
     if blocks and len({n.split(".mlp")[0] for n in blocks}) != model.num_layers:
         raise ValueError("torch_dist is written for networks with experts in every block, or none")
     if is_of_experts(name):
@@ -219,7 +221,7 @@ def _key(name: str, model: ModelConfig) -> tuple[str, int | None]:
         theirs = core_expert_name(inner.replace("experts.", "experts.0.", 1))
         assert theirs is not None, name
         return f"decoder.layers.{theirs.replace('local_experts.0', 'experts')}", int(number)
-    key = to_core(name, 0, bool(blocks) and (beside_experts or ".mlp_norm." in name))
+    key = to_core(name, 0, bool(blocks) and (next_to_experts or ".mlp_norm." in name))
     if key is None:
         raise ValueError(f"Megatron-Core has no {name}")
     if not key.startswith("decoder.layers."):

@@ -1,6 +1,7 @@
 """Folders of torch.distributed.checkpoint with a Hugging Face config.json in or above them: of FSDP
 and accelerate (``pytorch_model_fsdp_0``), with Hugging Face's names, and of torchtitan, with its
-own.
+own. Adam's moments are those of ``get_optimizer_state_dict`` of torch, by the names of weights:
+under ``optim`` or ``optimizer``, flattened or not; accelerate's are in ``optimizer_0``.
 
 torchtitan's folders do not describe the network: the config.json is that of the model which it was
 given, or of one of the same shape. Names and order of rows are those of
@@ -14,22 +15,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.formats.sharded.files import METADATA, ShardedFiles
 from megatron.formats.trainers.renamed import (
     CONFIG,
+    MOMENTS,
     FileTensor,
     TrainerFolder,
+    TrainerStates,
     config_near,
     halves_from_pairs,
     renamed,
 )
+from megatron.formats.unpickle import load_pickle
 
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 _STATE = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader", "ft_", "rng")
 """Beginnings of the names of what is not a weight."""
+_OPTIMIZER = re.compile(r"(?:optim|optimizer)\.state\.(.+)\.(\w+)")
+"""The name of a weight, and the kind of its state; the number of one in torch's own form."""
 _BARE = ("model.layers.", "model.decoder.", "model.embed_tokens.", "model.norm.")
 TITAN = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -74,11 +80,90 @@ class DcpFolder(TrainerFolder):
         return config_near(self.folder) or self.folder / CONFIG
 
     def _list(self, content: Mapping[str, Any]) -> tuple[Path, Mapping[str, FileTensor]]:
-        files = ShardedFiles(self.folder)
-        stored = {name: each for name, each in _weights(files).items() if name}
-        if "tok_embeddings.weight" in stored:
-            stored = _titan(stored, content, files.path)
-        return files.path, stored
+        self._files = files = ShardedFiles(self.folder)
+        self._native = {name: each for name, each in _weights(files).items() if name}
+        return files.path, self._renamed(self._native, content)
+
+    def _renamed(
+        self, stored: Mapping[str, FileTensor], content: Mapping[str, Any]
+    ) -> Mapping[str, FileTensor]:
+        """Tensors by Hugging Face's names."""
+        if "tok_embeddings.weight" in self._native:
+            return _titan(stored, content, self._files.path)
+        return stored
+
+    def _list_states(self, content: Mapping[str, Any]) -> TrainerStates | str | None:
+        apart = self.folder.parent / "optimizer_0"
+        files = ShardedFiles(apart) if (apart / METADATA).is_file() else self._files
+        native, step = states_of(files)
+        if not native:
+            return None
+        if not isinstance(step, int):
+            return step
+        tensors = {}
+        for kind, by_name in native.items():
+            named = {_WRAPPERS.sub("", name): each for name, each in by_name.items()}
+            named = {
+                f"model.{name}" if f"model.{name}" in self._native else name: each
+                for name, each in _unfused(named, content, files.path).items()
+            }
+            if other := sorted(named.keys() - self._native.keys()):
+                return f"its optimizer has {kind} of {other[0]}, which is no weight of it"
+            tensors[kind] = self._renamed(named, content)
+        iteration, scheduler = self._steps()
+        iteration = step if iteration is None else iteration
+        counters = {"iteration": iteration, "consumed_samples": 0, "optimizer_step": step}
+        return TrainerStates(tensors, counters, scheduler)
+
+    def _steps(self) -> tuple[int | None, int | None]:
+        """The steps of the run and of its learning-rate schedule, where they are stored."""
+        run = whole_number(self._files, "train_state.step")
+        scheduler = whole_number(self._files, "lr_scheduler.last_epoch")
+        for place in (self.folder, self.folder.parent):  # of transformers' Trainer
+            path = place / "trainer_state.json"
+            if run is None and path.is_file():
+                run = counter(read_json(path, lenient=True), "global_step")
+            path = place / "scheduler.pt"
+            if scheduler is None and path.is_file():
+                scheduler = counter(load_pickle(path), "last_epoch")
+        return run, scheduler
+
+
+def states_of(files: ShardedFiles) -> tuple[dict[str, dict[str, FileTensor]], int | str]:
+    """The optimizer's state by kind and name of the weight, and Adam's number of steps, or the
+    reason why it cannot be used."""
+    by_kind: dict[str, dict[str, FileTensor]] = {}
+    steps = set()
+    for name in (*files.tensors, *files.objects):
+        match = _OPTIMIZER.fullmatch(name)
+        if match is None:
+            continue
+        if match[1].isdecimal():
+            return {MOMENTS[0]: {}}, "its optimizer numbers the weights, in an order of its model"
+        if match[2] == "step":
+            steps.add(whole_number(files, name))
+        elif name in files.tensors:
+            by_kind.setdefault(match[2], {})[match[1]] = sharded(files, name)
+    if len(steps) != 1 or None in steps:
+        return by_kind, f"its weights have {len(steps)} numbers of Adam's steps"
+    return by_kind, steps.pop() or 0
+
+
+def whole_number(files: ShardedFiles, name: str) -> int | None:
+    """A number of a sharded checkpoint that counts; None if it is absent."""
+    if name in files:
+        value = files.tensor(name).item() if files.shape(name) in ((), (1,)) else None
+    else:
+        value = files.object(name) if name in files.objects else None
+    return counter({name: value}, name)
+
+
+def counter(content: Any, name: str) -> int | None:
+    """The whole number of a name in the content of a file; None if it is absent."""
+    value = content.get(name) if isinstance(content, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:
+        return None
+    return int(value) if value == int(value) else None
 
 
 def _sharded(path: Path) -> Path | None:
@@ -115,6 +200,23 @@ def sharded(files: ShardedFiles, name: str) -> FileTensor:
     return FileTensor(path, shape, dtype, lambda: files.tensor(name))
 
 
+def _unfused(
+    stored: Mapping[str, FileTensor], content: Mapping[str, Any], path: Path
+) -> dict[str, FileTensor]:
+    """torchtitan's tensors with queries, keys and values apart, as it saves weights: the optimizer
+    has them by group of heads, [groups, queries + 2, head width, ...]."""
+    result = dict(stored)
+    for name in [name for name in stored if ".qkv_linear.wqkv." in name]:
+        heads, groups = _heads(content, path)
+        fused = result.pop(name).changed(
+            lambda values, g=groups, h=heads: values.unflatten(0, (g, h // g + 2, -1))  # type: ignore[misc]
+        )
+        for part, cut in (("q", slice(0, -2)), ("k", slice(-2, -1)), ("v", slice(-1, None))):
+            theirs = name.replace(".wqkv.", f".w{part}.")
+            result[theirs] = fused.changed(lambda values, cut=cut: values[:, cut].flatten(0, 2))  # type: ignore[misc]
+    return result
+
+
 def _titan(
     stored: Mapping[str, FileTensor], content: Mapping[str, Any], path: Path
 ) -> dict[str, FileTensor]:
@@ -122,12 +224,19 @@ def _titan(
     result = renamed(stored, TITAN, path)
     if any(name.endswith("q_norm.weight") for name in result):
         return result  # Qwen3 has Hugging Face's order of rows
-    heads, hidden = content.get("num_attention_heads"), content.get("hidden_size")
-    if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
-        raise CheckpointError(f"{path}: config.json has no num_attention_heads and hidden_size")
-    groups = content.get("num_key_value_heads") or heads
+    heads, groups = _heads(content, path)
     for name, each in result.items():
         count = heads if name.endswith("q_proj.weight") else groups
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             result[name] = each.changed(lambda values, n=count: halves_from_pairs(values, n))  # type: ignore[misc]
     return result
+
+
+def _heads(content: Mapping[str, Any], path: Path) -> tuple[int, int]:
+    """Numbers of heads of queries, and of keys and values."""
+    heads = content.get("num_attention_heads")
+    groups = content.get("num_key_value_heads") or heads
+    for number in (heads, groups):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise CheckpointError(f"{path}: config.json has no num_attention_heads")
+    return heads, groups  # type: ignore[return-value]

@@ -209,6 +209,7 @@ def _pairs(text: str, path: Path) -> list[tuple[tuple[slice, ...], tuple[slice, 
 
 
 def _numbers(text: str, path: Path) -> tuple[int, ...]:
+    text = re.sub(r"np\.int64\((\d+)\)", r"\1", text)  # as numpy 2 writes them
     numbers = [each for each in text.strip("()").replace(" ", "").split(",") if each]
     if not numbers or not all(each.isdigit() and len(each) < 12 for each in numbers):
         raise CheckpointError(f"{path}: unsharded_shape is {text!r:.100}")

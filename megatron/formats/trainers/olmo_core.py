@@ -12,15 +12,17 @@ from typing import Any
 
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.formats.sharded.files import METADATA, ShardedFiles
-from megatron.formats.trainers.dcp import sharded
+from megatron.formats.trainers.dcp import counter, sharded, states_of
 from megatron.formats.trainers.renamed import (
     CONFIG,
     LLAMA_KEYS,
     FileTensor,
     Settings,
     TrainerFolder,
+    TrainerStates,
     renamed,
 )
+from megatron.formats.unpickle import load_pickle
 
 WEIGHTS = "model_and_optim"
 _NAMES = {
@@ -115,18 +117,32 @@ class OlmoCoreFolder(TrainerFolder):
         return {"model_type": "olmo2", "hidden_act": "silu", "attention_bias": False, **keys}
 
     def _list(self, content: Mapping[str, Any]) -> tuple[Path, Mapping[str, FileTensor]]:
-        files = ShardedFiles(self.folder / WEIGHTS)
+        self._files = files = ShardedFiles(self.folder / WEIGHTS)
         stored = {
             name.removeprefix("model."): sharded(files, name)
             for name in files.tensors
             if name.startswith("model.")
         }
+        return files.path, renamed(stored, self._names(), files.path)
+
+    def _names(self) -> dict[str, str]:
         attention, mlp = _NORMS[self._kind]
         norms = {
             "blocks.{}.attention_norm.weight": f"model.layers.{{}}.{attention}.weight",
             "blocks.{}.feed_forward_norm.weight": f"model.layers.{{}}.{mlp}.weight",
         }
-        return files.path, renamed(stored, _NAMES | norms, files.path)
+        return _NAMES | norms
+
+    def _list_states(self, content: Mapping[str, Any]) -> TrainerStates | str | None:
+        native, step = states_of(self._files)
+        if not native or not isinstance(step, int):
+            return step if native and isinstance(step, str) else None
+        path = self._files.path
+        tensors = {kind: renamed(each, self._names(), path) for kind, each in native.items()}
+        progress = self.folder / "train" / "rank0.pt"
+        run = counter(load_pickle(progress), "global_step") if progress.is_file() else None
+        counters = {"consumed_samples": 0, "optimizer_step": step}
+        return TrainerStates(tensors, {"iteration": step if run is None else run, **counters})
 
 
 def _settings(content: Any, name: str, path: Path) -> Settings:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -20,9 +20,12 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError, read_bytes, read_json
 from megatron.checkpoint.generation_settings import read_generation
 from megatron.config import ModelConfig
+from megatron.formats.features import buffers_of
 from megatron.formats.huggingface.source import HuggingFaceFolder
 
 CONFIG = "config.json"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's, by torch's names."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +84,98 @@ class FileTensors:
         return values
 
 
+class TrainerStates(NamedTuple):
+    """An optimizer's state: tensors by kind and Hugging Face's name of the weight, and counters as
+    those of :attr:`Source.state`. ``scheduler`` is the step of the learning-rate schedule, where it
+    is stored."""
+
+    tensors: Mapping[str, Mapping[str, FileTensor]]
+    counters: Mapping[str, int]
+    scheduler: int | None = None
+
+
 class TrainerFolder(HuggingFaceFolder):
-    """A folder of another trainer, read by the table of a Hugging Face architecture."""
+    """A folder of another trainer, read by the table of a Hugging Face architecture. Where it has
+    Adam's moments of every weight, a run continues from them."""
 
     read_by_transformers = False
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._moments: dict[str, FileTensors] = {}
+        states = self._list_states(self._whole)
+        reason = self._unusable(states) if isinstance(states, TrainerStates) else states
+        if reason is not None:
+            self.notes = (*self.notes, f"weights only: {reason}")
+        elif isinstance(states, TrainerStates):
+            path = self._weights.path
+            self._moments = {kind: FileTensors(path, states.tensors[kind]) for kind in MOMENTS}
+            self._continue(states)
 
     @abstractmethod
     def _list(self, content: Mapping[str, Any]) -> tuple[Path, Mapping[str, FileTensor]]:
         """Return the file that lists the tensors, and these by Hugging Face's names; ``content`` is
         what config.json has."""
+
+    def _list_states(self, content: Mapping[str, Any]) -> TrainerStates | str | None:
+        """Return the optimizer's state, the reason why it cannot be used, or None where the folder
+        has none that is read."""
+        return None
+
+    def _unusable(self, states: TrainerStates) -> str | None:
+        """Return the reason why moments cannot be used: other kinds, a weight without, or a weight
+        that is another number here. Raises CheckpointError if one has another shape."""
+        if other := sorted(states.tensors.keys() - {*MOMENTS}):
+            return f"its optimizer has {', '.join(other)}, which is not Adam's state"
+        for name in self._trained():
+            parameter = self._parameters[name]
+            for kind in MOMENTS:
+                for theirs in (self._stored[each] for each in parameter.theirs):
+                    each = states.tensors.get(kind, {}).get(theirs)
+                    if each is None:
+                        return f"no {kind} of {theirs} is stored"
+                    if each.shape != self._weights.shape(theirs):
+                        raise CheckpointError(
+                            f"{each.path}: {kind} of {theirs} has the shape {each.shape}; the "
+                            f"weight has {self._weights.shape(theirs)}"
+                        )
+            shapes = [self._weights.shape(self._stored[each]) for each in parameter.theirs]
+            if len(shapes) == 1 and len(shapes[0]) > 1:
+                continue  # other numbers are only in vectors, of norms and recurrences
+            for value in (0.0, 1.0):
+                if bool((parameter.from_hf(torch.full(s, value) for s in shapes) != value).any()):
+                    return f"{name} is another number than {parameter.theirs[0]}"
+        return None
+
+    def _continue(self, states: TrainerStates) -> None:
+        step, scheduler = states.counters["iteration"], states.scheduler
+        self.state = {**states.counters, "loss_scaler": {}}
+        if not states.counters["consumed_samples"]:
+            note = "it does not say how many samples it has seen: data begin with the first"
+            self.notes = (*self.notes, note)
+        if scheduler not in (None, step):
+            note = f"its learning-rate schedule is at step {scheduler}, and its run at {step}"
+            self.notes = (*self.notes, f"{note}; here the rate is that of {step}")
+
+    def _trained(self) -> list[str]:
+        frozen = buffers_of(self.model)
+        return [name for name in self._parameters if name not in frozen]
+
+    def kinds(self, name: str) -> Sequence[str]:
+        kinds = super().kinds(name)
+        return kinds if name in buffers_of(self.model) else (*kinds, *self._moments)
+
+    def dtype(self, name: str, kind: str = "weight") -> str:
+        if kind not in self._moments:
+            return super().dtype(name, kind)
+        first = self._parameter(name).theirs[0]
+        return str(self._moments[kind].dtype(self._stored[first])).removeprefix("torch.")
+
+    def tensor(self, name: str, kind: str = "weight") -> Tensor:
+        if kind not in self.kinds(name) or kind == "weight":
+            return super().tensor(name, kind)
+        parameter, moment = self._parameter(name), self._moments[kind]
+        return parameter.from_hf(moment.tensor(self._stored[t]).float() for t in parameter.theirs)
 
     def _open_weights(self, content: dict[str, Any]) -> FileTensors:
         return FileTensors(*self._list(content))

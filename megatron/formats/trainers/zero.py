@@ -1,5 +1,5 @@
 """Checkpoints of transformers' Trainer and of accelerate with DeepSpeed's ZeRO: the weights in
-float32, from the shards of the optimizer.
+float32 and Adam's moments, from the shards of the optimizer.
 
 ::
 
@@ -28,7 +28,7 @@ from megatron.formats.deepspeed_folders.folder import (
     is_of_transformers,
     locate,
 )
-from megatron.formats.trainers.renamed import CONFIG, FileTensor, TrainerFolder
+from megatron.formats.trainers.renamed import CONFIG, FileTensor, TrainerFolder, TrainerStates
 
 
 class ZeroFolder(TrainerFolder):
@@ -45,24 +45,48 @@ class ZeroFolder(TrainerFolder):
         return self.folder.parent / CONFIG
 
     def _list(self, content: Mapping[str, Any]) -> tuple[Path, Mapping[str, FileTensor]]:
-        files = EngineFiles(self.folder)
+        self._files = files = EngineFiles(self.folder)
         if files.tensor_size * files.pipeline_size != 1:
             raise CheckpointError(f"{self.folder} has files of several model-parallel ranks")
+        return self.folder, self._kind("weight")
+
+    def _kind(self, kind: str) -> dict[str, FileTensor]:
+        """The weights, or a moment of those that are trained."""
+        files, stored = self._files, {}
         shared = files.model_states().get("shared_params")
         copies = set(shared) if isinstance(shared, Mapping) else set()
         shapes = files.shapes_of(0)
-        stored = {}
         for name in files.names():
-            if name not in copies:
+            if name not in copies and (kind == "weight" or name in shapes):
                 theirs = name.removeprefix("module.")
-                stored[theirs] = self._tensor(files, name, shapes.get(name))
-        return self.folder, stored
+                stored[theirs] = self._tensor(name, kind, shapes.get(name))
+        return stored
 
-    def _tensor(self, files: EngineFiles, name: str, shape: tuple[int, ...] | None) -> FileTensor:
+    def _list_states(self, content: Mapping[str, Any]) -> TrainerStates | str | None:
+        files, states = self._files, self._files.model_states()
+        try:
+            kinds, step = files.moments(), files.optimizer_step()
+            scheduler = states.get("lr_scheduler")
+            last = scheduler.get("last_epoch") if isinstance(scheduler, Mapping) else None
+            counters = {
+                "iteration": int(states.get("global_steps", step)),
+                "consumed_samples": int(states.get("global_samples", 0)), "optimizer_step": step,
+            }  # fmt: skip
+            last = None if last is None else int(last)
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise CheckpointError(
+                f"{self.folder}: the optimizer's state is malformed ({reason})"
+            ) from None
+        if not kinds:
+            return None
+        return TrainerStates({kind: self._kind(kind) for kind in kinds}, counters, last)
+
+    def _tensor(self, name: str, kind: str, shape: tuple[int, ...] | None) -> FileTensor:
         def read() -> Tensor:
-            shares = files.shares(name, "weight", "{}.{}".format)
+            shares = self._files.shares(name, kind, "{}.{}".format)
             if not shares or not isinstance(shares[0], Tensor):
-                raise CheckpointError(f"{self.folder} has no weight of {name}")
+                raise CheckpointError(f"{self.folder} has no {kind} of {name}")
             values = shares[0]
             if shape is not None and values.numel() != math.prod(shape):
                 raise CheckpointError(

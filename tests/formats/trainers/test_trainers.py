@@ -33,12 +33,36 @@ def llama(tmp_path_factory):
 
 
 def require_same(source, llama):
-    assert list(source.names()) == list(llama.names()) and source.state == {}
+    assert list(source.names()) == list(llama.names())
     for name in llama.names():
         assert torch.equal(source.tensor(name), llama.tensor(name)), name
     assert source.model.shaping() == llama.model.shaping()
     assert source.model.norm == llama.model.norm
     assert source.model.positions.rotary_base == llama.model.positions.rotary_base
+
+
+STATES = {
+    "sharded checkpoint (DCP)": (10, 0), "checkpoint of OLMo-core": (7, 0),
+    "checkpoint of transformers' Trainer with DeepSpeed": (9, 72),
+}  # fmt: skip
+"""Iteration and samples of folders with moments."""
+
+
+def require_moments(source, llama, counters):
+    """The moments of a weight w are w / 2 and w squared."""
+    if counters is None:
+        kinds = {kind for name in source.names() for kind in source.kinds(name)}
+        assert source.state == {} and kinds == {"weight"}
+        return
+    iteration, samples = counters
+    assert source.state == {
+        "iteration": iteration, "consumed_samples": samples, "optimizer_step": 7,
+        "loss_scaler": {},
+    }  # fmt: skip
+    for name in llama.names():
+        weight = llama.tensor(name)
+        assert torch.equal(source.tensor(name, "exp_avg"), weight / 2), name
+        assert torch.equal(source.tensor(name, "exp_avg_sq"), weight**2), name
 
 
 @pytest.mark.parametrize("title", MAKERS)
@@ -47,6 +71,7 @@ def test_the_folder_is_the_llama(title, llama, tmp_path):
     source = open_checkpoint(tmp_path)
     assert source.title == title
     require_same(source, llama)
+    require_moments(source, llama, STATES.get(title))
     source.copy_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "hf").mkdir()
     assert "agree" in export_hf(source, tmp_path / "hf", 10**9)
@@ -68,7 +93,10 @@ def test_zero_shards_are_what_zero_to_fp32_makes_of_them(stage, ranks, llama, tm
         theirs = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "global_step5")
     for name, values in weights().items():
         assert torch.equal(theirs[name], values)
-    require_same(open_checkpoint(tmp_path), llama)
+    source = open_checkpoint(tmp_path)
+    require_same(source, llama)
+    require_moments(source, llama, (9, 72))
+    assert any("schedule is at step 8, and its run at 9" in note for note in source.notes)
 
 
 def test_float32_shards_are_read_next_to_16_bit_weights(llama, tmp_path):
@@ -212,4 +240,65 @@ def test_olmo_core_refuses_another_block(tmp_path):
     content["model"]["block"]["name"] = "peri_norm"
     path.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"config.json: model.block.name is 'peri_norm'"):
+        open_checkpoint(tmp_path)
+
+
+def test_moments_of_accelerate_are_in_their_own_folder(llama, tmp_path):
+    trainers.write_fsdp(tmp_path)
+    torch.save({"last_epoch": 9}, tmp_path / "scheduler.pt")
+    source = open_checkpoint(tmp_path)
+    require_same(source, llama)
+    require_moments(source, llama, (9, 0))
+    assert source.notes == (
+        "it does not say how many samples it has seen: data begin with the first",
+    )
+
+
+def numbered(state):
+    return {str(n): each for n, each in enumerate(state.values())}
+
+
+def without_a_norm(state):
+    return {name: each for name, each in state.items() if name != "model.norm.weight"}
+
+
+def with_largest(state):
+    return {name: {**each, "max_exp_avg_sq": each["exp_avg_sq"]} for name, each in state.items()}
+
+
+def of_two_steps(state):
+    return {**state, "model.norm.weight": {**state["model.norm.weight"], "step": torch.tensor(3.0)}}
+
+
+def of_another(state):
+    return {**state, "model.other": state["model.norm.weight"]}
+
+
+LEFT_OUT = {
+    numbered: "its optimizer numbers the weights",
+    without_a_norm: "no exp_avg of model.norm.weight is stored",
+    with_largest: "its optimizer has max_exp_avg_sq, which is not Adam's state",
+    of_two_steps: "its weights have 2 numbers of Adam's steps",
+    of_another: "its optimizer has exp_avg of model.other, which is no weight",
+}
+
+
+@pytest.mark.parametrize("change", LEFT_OUT, ids=lambda change: change.__name__)
+def test_states_that_are_not_adams_of_every_weight_are_named(change, llama, tmp_path):
+    state = {"state": change(trainers.moments(weights()))}
+    trainers.save_dcp(tmp_path, {"model": weights(), "optim": state})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    source = open_checkpoint(tmp_path)
+    require_same(source, llama)
+    require_moments(source, llama, None)
+    assert len(source.notes) == 1 and source.notes[0].startswith("weights only: ")
+    assert LEFT_OUT[change] in source.notes[0]
+
+
+def test_moments_of_another_shape_are_refused(tmp_path):
+    state = trainers.moments(weights())
+    state["model.norm.weight"]["exp_avg"] = torch.zeros(3)
+    trainers.save_dcp(tmp_path, {"model": weights(), "optim": {"state": state}})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(CheckpointError, match=r"exp_avg of model.norm.weight has the shape \(3,\)"):
         open_checkpoint(tmp_path)
