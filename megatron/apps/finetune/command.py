@@ -257,10 +257,10 @@ def training_data(run: Run, epochs: Epochs | None, held_out: dict[str, int]) -> 
     train, valid, test = plan.sample_counts
     each = plan.eval_iters * plan.global_batch_size
     valid += each  # before the first step
-    found = data.training_data((train, min(valid, each), test), plan.batch_sizes)
+    prepared = data.training_data((train, min(valid, each), test), plan.batch_sizes)
     same = {
         name: SameSamples(samples, held_out[name], each, valid)
-        for name, samples in found.datasets.valid.items()
+        for name, samples in prepared.datasets.valid.items()
     }
-    datasets = Datasets(found.datasets.train, same, found.datasets.test)
-    return found._replace(datasets=datasets)
+    datasets = Datasets(prepared.datasets.train, same, prepared.datasets.test)
+    return prepared._replace(datasets=datasets)

@@ -88,9 +88,9 @@ def export_model(
     alike. Its card says what the checkpoint does, or else ``summary``. Raises ValueError or OSError
     if the model fits no architecture, or the folder cannot be written."""
     assert config.model is not None and config.output is not None
-    output, found = Path(config.output), exported_checkpoint(run)
+    output, checkpoint = Path(config.output), exported_checkpoint(run)
     size, result, names = parse_size(config.max_shard_size), None, list[str]()
-    source = found.open()
+    source = checkpoint.open()
     try:
         if isinstance(source, AdaptedSource):
             _export_adapters(source, output / ADAPTER, config.model, run)
@@ -101,11 +101,13 @@ def export_model(
                 card = model_card(done_in(source, summary), output.resolve().name, has_template)
                 (folder / "README.md").write_text(card, "utf-8")
                 names = sorted(path.name for path in folder.iterdir())
-        write_json(found.folder.parent / EXPORTED, _export_note(config, found.folder, names))
+        write_json(
+            checkpoint.folder.parent / EXPORTED, _export_note(config, checkpoint.folder, names)
+        )
     except (CheckpointError, OSError) as error:
         raise CheckpointError(
-            f"{error}. The training is complete in {found.folder}: mend that and give the same "
-            "command again, which then only writes the model"
+            f"{error}. The training is complete in {checkpoint.folder}: mend that and give "
+            "the same command again, which then only writes the model"
         ) from error
     if result is not None:
         say(f"{output}: {result}")

@@ -132,7 +132,7 @@ class TuningSummary:
     def results(self) -> list[tuple[str, str, str]]:
         """Rows of numbers on held-out data: name, with the set's name where there are several, the
         value before the first step ("" if that was not evaluated) and at the end."""
-        found = []
+        comparisons = []
         kinds = dict.fromkeys(row["kind"] for row in self.rows)
         for kind in (k for k in kinds if k.partition(" ")[0] == "validation"):
             rows = [row for row in self.rows if row["kind"] == kind]
@@ -141,8 +141,10 @@ class TuningSummary:
             for name, value in numbers(rows[-1]).items():
                 shown = f"{name} ({set_name})" if set_name else name
                 before = first.get(name)
-                found.append((shown, "" if before is None else f"{before:.4f}", f"{value:.4f}"))
-        return found
+                comparisons.append(
+                    (shown, "" if before is None else f"{before:.4f}", f"{value:.4f}")
+                )
+        return comparisons
 
 
 _OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD", "muon": "Muon", "lion": "Lion"}

@@ -233,8 +233,8 @@ def first_difference(
         return difference
     for rank, record in enumerate(records):
         if not abs(record.norm - reference.norm) <= BOUND * reference.norm:
-            found = abs(record.norm - reference.norm)
-            return Difference("gradient norm", rank, found, BOUND * reference.norm)
+            apart = abs(record.norm - reference.norm)
+            return Difference("gradient norm", rank, apart, BOUND * reference.norm)
     return None
 
 

@@ -24,6 +24,7 @@ from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.distillation.teacher import find_teacher
 from megatron.features.preference import reference
 from megatron.features.preference.flags import PreferenceConfig
+from megatron.features.random_ltd.layers import begin_step
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Init, shard_of
@@ -142,6 +143,7 @@ class PlainTraining:
     def accumulate(self) -> float:
         """Compute the gradients of a step; return its loss."""
         plan = self._plan
+        begin_step(self.model.layers, self._iteration)
         count = plan.batch_size.micro_batches(self._consumed)
         batches = plan.lengths.cut(self._batches, self._iteration)
         micro = [next(batches) for _ in range(count)]

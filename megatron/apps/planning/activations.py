@@ -41,7 +41,7 @@ WHOLE = LongContextConfig()
 
 MLP_WIDTHS = {
     "gelu_tanh": 2, "gelu_erf": 2, "relu": 1, "squared_relu": 2, "swiglu": 4, "geglu": 4,
-    "quick_geglu": 5, "squared_reglu": 5, "xielu": 6,
+    "geglu_erf": 4, "quick_geglu": 5, "squared_reglu": 5, "xielu": 6,
 }  # fmt: skip
 """Inner widths that an MLP keeps, by activation: its input and output; of a ReLU the output only;
 of a gated MLP gate, up, activated gate and their product, and the sigmoid of quick_geglu; of xIELU

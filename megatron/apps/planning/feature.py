@@ -10,8 +10,8 @@ from megatron.config.features import Feature
 
 class PlanningFeature(Feature):
     needs = (
-        "adapters", "context", "experts", "float8", "latent", "low_bit_states", "optimizers",
-        "recurrent",
+        "adapters", "averages", "context", "experts", "float8", "latent", "low_bit_states",
+        "optimizers", "recurrent", "tiers",
     )  # fmt: skip
 
     def check_run(self, run: Any, mesh: Any, device: Any) -> None:

@@ -16,6 +16,7 @@ from megatron.config import ConfigError, RunConfig
 from megatron.config.layouts import Layout
 from megatron.engine.deepspeed_json import Json
 from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.averages.feature import AveragesConfig
 from megatron.features.context.flags import LongContextConfig
 from megatron.features.optimizers.memory import states_per_parameter
 from megatron.parallel.mesh import Mesh, coordinates_of
@@ -80,6 +81,7 @@ def _memories(config: RunConfig, layout: Layout) -> list[Memory]:
         model = replace(model, decoder_seq_length=model.seq_length)
     micro_batches = training.global_batch_size // (training.micro_batch_size * layout.data)
     float8 = config.fast_paths.float8_blocks(model.blocks)
+    averages = len(config.section(AveragesConfig).names)
     shares = rank_shares(model, layout, config.parallel.pipeline_partition, float8)
     return [
         rank_memory(
@@ -90,7 +92,7 @@ def _memories(config: RunConfig, layout: Layout) -> list[Memory]:
             share,
             adapters if adapters.lora else None,
             config.section(LongContextConfig),
-            2.0 if training.skip_train else states_per_parameter(config),
+            2.0 if training.skip_train else states_per_parameter(config) + averages,
         )
         for share in shares
     ]
@@ -110,7 +112,9 @@ def _on_device(config: RunConfig, layout: Layout, memory: Memory) -> MemoryNeed:
 
 def _on_machine(config: RunConfig, layout: Layout, memory: Memory, device: str) -> MemoryNeed:
     if device == "cpu":
-        everything = replace(layout, offload_optimizer=None, offload_param=None)
+        places = layout.offload_optimizer, layout.offload_param
+        states, weights = ("nvme" if place == "nvme" else None for place in places)
+        everything = replace(layout, offload_optimizer=states, offload_param=weights)
         together = replace(memory, activations=memory.activations + memory.host)
         return _on_device(config, everything, together)
     optimizer = _optimizer(config, layout, memory) if layout.offload_optimizer == "cpu" else 0.0

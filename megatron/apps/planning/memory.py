@@ -20,13 +20,14 @@ from megatron.apps.planning.parameters import (
     rank_shares,
 )
 from megatron.config import ModelConfig
-from megatron.config.layouts import Layout
+from megatron.config.layouts import BOTH_WAYS, WEIGHTS_LATER, Layout
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.adapters.nf4 import bytes_of
 from megatron.features.context.costs import GROUPS_ON_DEVICE, offloads
 from megatron.features.context.flags import LongContextConfig
 from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.low_bit_states.state_formats import state_formats
+from megatron.features.tiers.rules import ADAM, moved_bytes
 
 REDUCE_BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in elements
 
@@ -70,8 +71,8 @@ def state_bytes(layout: Layout, replicas: int | None = None, states: float = 2.0
     copied = 4 if zero == 3 or layout.precision == "fp16" else 0
     if zero == 1:
         # Whole until they are reduced. Its bf16 optimizer accumulates next to the 16-bit gradients.
-        beside = size if accumulated > size and layout.precision == "bf16" else 0
-        gradients = max(accumulated + beside, (size + copied) / data)
+        copy = size if accumulated > size and layout.precision == "bf16" else 0
+        gradients = max(accumulated + copy, (size + copied) / data)
     elif zero == 2 and accumulated > size:
         gradients = accumulated / data
     else:
@@ -124,20 +125,21 @@ def stages_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
     """Return the largest number of stage inputs that a pipeline rank has at once. 1F1B and
     interleaved by Narayanan et al. 2021 (arXiv:2104.04473, section 2.2): p - r, and 2 (p - r - 1) +
     (v - 1) p + 1 stages, all of them with a single group of micro batches. This project's DualPipeV
-    has 2 p + 1 stages on every rank."""
+    has 2 p + 1 stages on every rank, and ZB-H1 p with those that wait for gradients of weights."""
     p, v, m = layout.pipeline, layout.chunks, micro_batches
     if p == 1:
         return 1
-    if layout.schedule == "1f1b":
-        return min(m, p - rank)
-    if layout.schedule == "dualpipev":
+    if layout.schedule in ("1f1b", "zbh1"):
+        return min(m, p - rank if layout.schedule == "1f1b" else p)
+    if layout.schedule in BOTH_WAYS:
         return min(2 * m, 2 * p + 1)
     return m * v if m == p else min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the peak of a step: on its device, and of activations in host memory."""
+    """Bytes of one rank at the peak of a step: on its device, of activations and the optimizer in
+    host memory, and of the optimizer in files."""
 
     weights: float
     gradients: float
@@ -145,6 +147,7 @@ class Memory:
     buffers: float
     activations: float
     host: float = 0.0
+    disk: float = 0.0
 
     @property
     def total(self) -> float:
@@ -152,17 +155,19 @@ class Memory:
         state = self.weights + self.gradients + self.optimizer
         return state + self.buffers + self.activations
 
-    def with_optimizer_on_host(self, layout: Layout) -> Memory:
-        """Return the same with the optimizer's state in host memory, where from stage 2 on the
-        gradients go too, in float32, bucket by bucket."""
-        host = self.host + self.optimizer
+    def with_optimizer_elsewhere(self, layout: Layout) -> Memory:
+        """Return the same with the optimizer's state in host memory or in files, with the gradients
+        of its partition; from stage 2 on the device has them bucket by bucket."""
+        moved = moved_bytes(layout, self.optimizer / ADAM)
         gradients, buffers = self.gradients, self.buffers
         if layout.zero > 1:
             size = 4 if layout.precision == "fp32" else 2
             elements = gradients / state_bytes(layout).gradients
-            host += 4 * elements
             gradients, buffers = 0.0, max(buffers, 2.0 * size * min(REDUCE_BUCKET, elements))
-        return replace(self, optimizer=0.0, gradients=gradients, buffers=buffers, host=host)
+        elsewhere = replace(self, optimizer=0.0, gradients=gradients, buffers=buffers)
+        if layout.offload_optimizer == "nvme":
+            return replace(elsewhere, disk=moved)
+        return replace(elsewhere, host=self.host + moved)
 
 
 def rank_memory(
@@ -196,6 +201,14 @@ def rank_memory(
             share.stages, share.float8, share.routed or (0,) * len(share.stages), strict=True
         )
     )  # fmt: skip
+    if full and layout.schedule in WEIGHTS_LATER:
+        # Recomputed inputs of linear layers wait with the gradients of their outputs.
+        waiting = min(share.rank + 1, micro_batches) * (share.rank > 0 or layout.chunks > 1)
+        whole = replace(layout, recompute=None)
+        stage += waiting * max(
+            sum(activation_bytes(model, whole, micro_batch, n, saving).block for n in lengths)
+            for lengths in share.stages
+        )
     first = 0.0
     if share.first:
         first = -(-flying // layout.chunks) * kept[share.stages[0][0]].embedding

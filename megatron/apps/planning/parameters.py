@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 import torch
 
 from megatron.config import ModelConfig, RunConfig
-from megatron.config.layouts import Layout
+from megatron.config.layouts import BOTH_WAYS, Layout
 from megatron.config.memory import States, memory_of
 from megatron.families import BlockLengths, build_model, family_of, spec_of, trained_spec
 from megatron.features.adapters.flags import AdapterConfig
@@ -223,7 +223,7 @@ def head_shape(model: ModelConfig) -> tuple[int, float]:
 
 def stages_of(layout: Layout, rank: int) -> list[int]:
     """Return the stages of a pipeline rank, in layer order."""
-    if layout.schedule == "dualpipev":
+    if layout.schedule in BOTH_WAYS:
         return [rank, 2 * layout.pipeline - 1 - rank]
     return [rank + chunk * layout.pipeline for chunk in range(layout.chunks)]
 

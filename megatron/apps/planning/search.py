@@ -184,7 +184,7 @@ def estimate(
     moved = 2 * count * memory.host
     if layout.offload_optimizer is not None:
         moved += memory.optimizer / 2  # gradients in float32 there and weights in 16 bits back
-        memory = memory.with_optimizer_on_host(layout)
+        memory = memory.with_optimizer_elsewhere(layout)
     time = dataclasses.replace(time, host=exposed_on_host(moved, time, hardware))
     return Plan(layout, micro_batch, memory, sent, time, saving)
 
@@ -278,7 +278,8 @@ def layouts(work: Workload, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
 def _with_micro_batches(work: Workload, base: Layout) -> Iterator[tuple[Layout, int]]:
     for micro_batch in micro_batch_sizes(work, base.data):
         count = work.global_batch_size // (micro_batch * base.data)
-        for schedule, chunks in schedules(len(work.lengths), base.pipeline):
+        eager = work.fast_paths.torch_compile == "off"
+        for schedule, chunks in schedules(len(work.lengths), base.pipeline, eager):
             each = dataclasses.replace(
                 base, schedule=schedule, chunks=chunks, micro_batches=(count,)
             )
@@ -385,16 +386,17 @@ def micro_batch_sizes(work: Workload, data: int) -> list[int]:
     return [size for size in tried if samples % size == 0]
 
 
-def schedules(layers: int, pipeline: int) -> list[tuple[str, int]]:
+def schedules(layers: int, pipeline: int, eager: bool = False) -> list[tuple[str, int]]:
     """Return the schedules of a model of this many blocks with their stages per rank; every stage
-    needs one."""
+    needs one. Gradients of weights come later with ``eager`` blocks, which are not compiled."""
     if pipeline == 1:
         return [("1f1b", 1)]
     if pipeline > layers:
         return []
     interleaved = [v for v in range(2, layers // pipeline + 1) if layers % (pipeline * v) == 0]
     both_ways = [("dualpipev", 2)] if 2 * pipeline <= layers else []
-    return [("1f1b", 1), *(("interleaved", v) for v in interleaved), *both_ways]
+    later = [("zbh1", 1), *(("dualpipev_zb", 2) for _ in both_ways)] if eager else []
+    return [("1f1b", 1), *(("interleaved", v) for v in interleaved), *both_ways, *later]
 
 
 def divisors(number: int) -> list[int]:
@@ -410,9 +412,12 @@ def search(work: Workload, hardware: Hardware) -> list[Plan]:
             if saving.checkpoint_in_cpu and layout.recompute != "uniform":
                 continue
             plans.append(estimate(work, layout, micro_batch, hardware, saving))
-            offloaded = dataclasses.replace(layout, offload_optimizer="cpu")
-            if saving.checkpoint_in_cpu and layout.zero >= 2 and refusal(offloaded) is None:
-                plans.append(estimate(work, offloaded, micro_batch, hardware, saving))
+            for device in ("cpu", "nvme"):
+                offloaded = dataclasses.replace(layout, offload_optimizer=device)
+                if saving.checkpoint_in_cpu and layout.zero >= 2 and refusal(offloaded) is None:
+                    plans.append(estimate(work, offloaded, micro_batch, hardware, saving))
+                    if plans[-1].memory.host <= hardware.usable_host_memory:
+                        break  # files are for what main memory has no room for
     return sorted(plans, key=lambda plan: plan.rank)
 
 

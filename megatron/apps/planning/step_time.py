@@ -333,13 +333,20 @@ def rank_flops(
 def bubble_ratio(layout: Layout, micro_batches: int) -> float:
     """Return waiting time over working time of a pipeline: (p - 1) / (v m) by Narayanan et al. 2021
     (section 2.2); for this project's dualpipev, whose backward B takes two or more forwards F, ((p
-    - 1) B - F / 2) / (m (F + B))."""
+    - 1) B - F / 2) / (m (F + B)). Gradients of weights that come later take as long as F, those of
+    inputs B - F: with zbh1 (p - 1) (B - F) / (m (F + B)), with dualpipev_zb (p - 1) F / 2, and (3
+    (p - 1) F - F) / 2 where blocks are recomputed, counted."""
     p, m = layout.pipeline, micro_batches
     if p == 1:
         return 0.0
+    full = layout.recompute in ("uniform", "block")
+    backward = 3 if full else 2
     if layout.schedule == "dualpipev":
-        backward = 3 if layout.recompute in ("uniform", "block") else 2
         return ((p - 1) * backward - 0.5) / (m * (1 + backward))
+    if layout.schedule == "dualpipev_zb":
+        return ((3 * (p - 1) - 1) if full else (p - 1)) / 2 / (m * (1 + backward))
+    if layout.schedule == "zbh1":
+        return (p - 1) * (backward - 1) / (m * (1 + backward))
     return (p - 1) / (layout.chunks * m)
 
 

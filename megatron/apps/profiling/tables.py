@@ -94,7 +94,7 @@ def _collectives(found: Breakdown) -> str:
     exposed = found.of_category(COMMUNICATION)
     return (
         f"{aligned(rows)}\n"
-        f"beside other work {_ms(found.hidden)} ms, alone {_ms(exposed)} ms of a step"
+        f"next to other work {_ms(found.hidden)} ms, alone {_ms(exposed)} ms of a step"
     )
 
 

@@ -128,25 +128,25 @@ class AdaptedSource(Source):
         cls.locate_base(folder, base).verify(share, shares)
 
     def names(self) -> Sequence[str]:
-        mine, before = self.beside, self.base.names()
+        mine, before = self.whole, self.base.names()
         if self.model.head != self.base.model.head:
             # The head for tokens, in whose place there is another one next to the adapters.
             before = [name for name in before if not name.startswith("output_layer.")]
         return [*before, *(name for name in mine if name not in set(before))]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return (self.additions if name in self.beside else self.base).shape(name)
+        return (self.additions if name in self.whole else self.base).shape(name)
 
     def kinds(self, name: str) -> Sequence[str]:
         return ("weight",)
 
     def dtype(self, name: str, kind: str = "weight") -> str:
-        return "float32" if name in self.beside else self.base.dtype(name)
+        return "float32" if name in self.whole else self.base.dtype(name)
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
         if kind != "weight":
             raise CheckpointError(f"{self.folder} is merged with its base, and has no {kind}")
-        trained = name in self.beside
+        trained = name in self.whole
         whole = (self.additions if trained else self.base).tensor(name)
         parts = self.adapted.get(name, {})
         if parts:
@@ -167,7 +167,7 @@ class AdaptedSource(Source):
         return self.adapters.scale_of(rank, self.alpha_of(weight, part))
 
     def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
-        if name in self.adapted or name in self.beside or kind != "weight":
+        if name in self.adapted or name in self.whole or kind != "weight":
             return super().read(name, kind, wanted)
         return self.base.read(name, kind, wanted)
 
@@ -206,7 +206,7 @@ class AdaptedSource(Source):
         return by_weight
 
     @cached_property
-    def beside(self) -> list[str]:
+    def whole(self) -> list[str]:
         """The whole parameters that were trained next to the adapters."""
         return [name for name in self.additions.names() if adapter_name(name) is None]
 
@@ -247,6 +247,9 @@ class AdaptedCheckpoint(AdaptedSource):
         checkpoint = replace(own.config.checkpoint, save_optim=False)
         plain = own.config.with_sections(AdapterConfig())
         self.run = replace(plain, model=self.model, checkpoint=checkpoint)
+
+    def read_as_weights(self, kind: str) -> None:
+        self.additions.read_as_weights(kind)
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:

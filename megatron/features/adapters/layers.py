@@ -1,7 +1,7 @@
 """Low-rank additions to a linear layer that is cut over ranks: their parameters and outputs.
 
 An addition is that of one linear module of a Hugging Face model: to all outputs of a layer, or to
-some of the matrices fused in it. The parameters are the layer's own, beside its weight:
+some of the matrices fused in it. The parameters are the layer's own, next to its weight:
 
 - ``lora_a`` [r, I], drawn uniformly between -1/sqrt(I) and 1/sqrt(I), as peft does;
 - ``lora_b`` [O, r], zero at first, with the rows of the weight; where ranks share key and value

@@ -104,7 +104,7 @@ def chosen_adapters(engine: TrainEngine, folder: str, base: Source) -> AdaptedSo
     require_same(engine, source)
     require_same_scale(engine, source)
     trained = trained_shapes(engine)
-    frozen = [name for name in source.beside if name not in trained]
+    frozen = [name for name in source.whole if name not in trained]
     if frozen:
         raise CheckpointError(
             f"--load-adapter {folder} has whole parameters ({', '.join(frozen[:3])}), which are "

@@ -144,12 +144,12 @@ class _LowRankLinear(torch.autograd.Function):
             dropped_grad = _start_leaving(x_TI.unflatten(0, grads_BSO[0].shape[:2]), form)
         summed = []
         for piece, up, needed in zip(form.pieces, ups, up_needs, strict=True):
-            found = None
+            up_grad = None
             if needed:
                 part_TO = grads[piece.map].narrow(1, piece.start, piece.width)
-                found = part_TO.t() @ z_TR.narrow(1, piece.first, up.shape[1])
-                found = found.mul_(form.scale).to(up.dtype)
-            summed.append((found, piece.copies))
+                up_grad = part_TO.t() @ z_TR.narrow(1, piece.first, up.shape[1])
+                up_grad = up_grad.mul_(form.scale).to(up.dtype)
+            summed.append((up_grad, piece.copies))
         down_grads: list[Tensor | None] = [None] * form.downs
         if any(down_needs):
             joined_RI = dz_TR.t() @ finish_x().flatten(0, 1)
@@ -201,10 +201,10 @@ def _joined(downs: Any, like_TI: Tensor) -> Tensor:
 def _input_gradient(grads: list[Tensor], weights: list[Any]) -> Tensor:
     """Return the gradient of the input through the weights, [T, I]."""
     (first, *rest) = zip(grads, weights, strict=True)
-    found = first[0] @ first[1].to(first[0].dtype)
+    x_grad = first[0] @ first[1].to(first[0].dtype)
     for grad, weight in rest:
-        found.addmm_(grad, weight.to(grad.dtype))
-    return found
+        x_grad.addmm_(grad, weight.to(grad.dtype))
+    return x_grad
 
 
 def _sums(grads: list[tuple[Tensor | None, int]], group: Group) -> list[Tensor | None]:

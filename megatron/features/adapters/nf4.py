@@ -95,13 +95,13 @@ class QuantisedMatrix:
         scales_OK, kernel = self.scales(), _kernel(out_OI.device.type)
         shape = (len(out_OI), scales_OK.shape[1] * BLOCK)
         if kernel is not None and out_OI.dtype != torch.float64:
-            found = kernel(self.codes_OP, scales_OK, BLOCK, "nf4", shape, out_OI.dtype)
-            out_OI.copy_(found[:, self.columns])
+            weights = kernel(self.codes_OP, scales_OK, BLOCK, "nf4", shape, out_OI.dtype)
+            out_OI.copy_(weights[:, self.columns])
             return
         pairs = _pairs(out_OI.device)
         for rows in _some_rows(out_OI, shape[1]):
-            found = pairs.index_select(0, self.codes_OP[rows].flatten().int())
-            values = found.view(torch.float32).view(-1, BLOCK)
+            weights = pairs.index_select(0, self.codes_OP[rows].flatten().int())
+            values = weights.view(torch.float32).view(-1, BLOCK)
             values *= scales_OK[rows].reshape(-1, 1)
             out_OI[rows] = values.view(-1, shape[1])[:, self.columns]
 

@@ -45,14 +45,14 @@ def to_peft(argv: Sequence[str]) -> None:
         LoadConfig, ToPeftConfig,
     )  # fmt: skip
     load, output = required(checkpoint, "load"), Path(required(config, "output"))
-    found = located(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
-    if not found.form.on_base:
+    located_checkpoint = located(load, *checkpoint.choice)
+    if not located_checkpoint.form.on_base:
         raise ConfigError(
             f"--load {load} has a whole model, not adapters: to-hf writes it for transformers"
         )
-    source = found.open()
+    source = located_checkpoint.open()
     assert isinstance(source, AdaptedSource)
-    with published(output, config.overwrite, found.folder, marks=(CONFIG,)) as folder:
+    with published(output, config.overwrite, located_checkpoint.folder, marks=(CONFIG,)) as folder:
         count = write_adapters(source, folder, config.base_model, DTYPES[config.dtype])
     print(
         f"{output}: {count} tensors of {source.folder} in {config.dtype}, read back and equal; "

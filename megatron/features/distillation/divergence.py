@@ -1,8 +1,8 @@
-"""Divergence of a linear map's softmax over a vocabulary from a teacher's, beside cross entropy.
+"""Divergence of a linear map's softmax over a vocabulary from a teacher's, next to cross entropy.
 
 Hinton et al. 2015: both distributions are softened by a temperature, and their divergence is
 multiplied by its square, so that its gradients keep their size. As in cross_entropy.py no more
-logits than a chunk's are in memory, those of the teacher beside the student's, and the forward pass
+logits than a chunk's are in memory, the teacher's and the student's, and the forward pass
 computes the gradients.
 
 Shapes: those of cross_entropy.py; V columns of a rank that are tokens, N those of them that the
@@ -93,8 +93,8 @@ def linear_distillation(
     Of a teacher with more tokens than the student those that both have count, with their
     probabilities among themselves. The tokens that :class:`TopTokens` leave out count as one."""
     make = partial(_Distilled, targets=targets, head=head, teacher=teacher, terms=terms)
-    found = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
-    return DistilledLosses(*map(head.tp.context.sum, found))
+    losses = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
+    return DistilledLosses(*map(head.tp.context.sum, losses))
 
 
 @torch.no_grad()
@@ -104,8 +104,8 @@ def linear_top_tokens(teacher: TeacherHead, count: int, temperature: float) -> T
     run, whole = _chunks_of(teacher), teacher.head.tp.context.whole
     parts = [_top_of_chunk(run, chunk, count, temperature) for chunk in run.chunks]
     shape = (teacher.x_BPH.shape[0], -1)
-    found = (torch.cat(part).unflatten(0, shape) for part in zip(*parts, strict=True))
-    return TopTokens(*(whole(each, 1) for each in found))
+    wholes = (torch.cat(part).unflatten(0, shape) for part in zip(*parts, strict=True))
+    return TopTokens(*(whole(each, 1) for each in wholes))
 
 
 def _top_of_chunk(run: LogitChunks, chunk: slice, count: int, temperature: float) -> TopTokens:
@@ -114,12 +114,12 @@ def _top_of_chunk(run: LogitChunks, chunk: slice, count: int, temperature: float
     rows, used = soft_CN.shape
     values_CK = soft_CN.new_full((rows, count), -torch.inf)
     tokens_CK = torch.zeros_like(values_CK, dtype=torch.int64)
-    found = soft_CN.topk(min(count, used), dim=-1)
-    values_CK[:, : found.values.shape[1]] = found.values
-    tokens_CK[:, : found.values.shape[1]] = found.indices + run.first
+    top = soft_CN.topk(min(count, used), dim=-1)
+    values_CK[:, : top.values.shape[1]] = top.values
+    tokens_CK[:, : top.values.shape[1]] = top.indices + run.first
     group = run.group
     if group.size > 1:
-        values_CK, tokens_CK = (_beside(each, group) for each in (values_CK, tokens_CK))
+        values_CK, tokens_CK = (_gathered(each, group) for each in (values_CK, tokens_CK))
         values_CK, places_CK = values_CK.topk(count, dim=-1)
         tokens_CK = tokens_CK.gather(1, places_CK)
     weights_CN = soft_CN.sub_(values_CK[:, :1]).exp_()
@@ -137,11 +137,11 @@ def _top_of_chunk(run: LogitChunks, chunk: slice, count: int, temperature: float
     return TopTokens(tokens_CK.int(), probs_CK.float(), (rest_C / total_C).float())
 
 
-def _beside(own_CK: Tensor, group: Group) -> Tensor:
+def _gathered(own_CK: Tensor, group: Group) -> Tensor:
     """Gather the columns of all ranks, in order."""
-    found = [torch.empty_like(own_CK) for _ in range(group.size)]
-    dist.all_gather(found, own_CK.contiguous(), group=group.handle)
-    return torch.cat(found, dim=1)
+    parts = [torch.empty_like(own_CK) for _ in range(group.size)]
+    dist.all_gather(parts, own_CK.contiguous(), group=group.handle)
+    return torch.cat(parts, dim=1)
 
 
 class _Distilled(LogitChunks):

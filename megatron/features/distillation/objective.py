@@ -89,11 +89,11 @@ class DistillationLoss:
 
     def __call__(self, inputs: HeadInput, batch: Any) -> dict[str, Tensor]:
         total, cross_entropy, divergence = self._losses(inputs)
-        found = {LM_LOSS: cross_entropy, KD_LOSS: divergence, TOTAL_LOSS: total}
+        losses = {LM_LOSS: cross_entropy, KD_LOSS: divergence, TOTAL_LOSS: total}
         if self.weights_2 is None:
-            return found
+            return losses
         weight = self.weights_2[0].to(total.dtype)
-        return {name: loss * weight for name, loss in found.items()}
+        return {name: loss * weight for name, loss in losses.items()}
 
     def _losses(self, inputs: HeadInput) -> DistilledLosses:
         x_BPH, weight_VH, bias_V, targets, head = inputs

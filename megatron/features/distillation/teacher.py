@@ -80,16 +80,16 @@ def find_teacher(config: RunConfig, token_count: int | None = None) -> FoundTeac
     flags, student = config.section(DistillationConfig), config.model
     assert flags.load_teacher is not None
     shown = f"--load-teacher {flags.load_teacher}"
-    found = locate_checkpoint(flags.load_teacher)
-    if found is None:
+    checkpoint = locate_checkpoint(flags.load_teacher)
+    if checkpoint is None:
         raise CheckpointError(f"{shown}: {nothing_at(flags.load_teacher)}")
-    family = found.form.family(found.folder)
+    family = checkpoint.form.family(checkpoint.folder)
     if family != student.family:
         raise ConfigError(
             f"{shown} is of the family {family}, and the student of {student.family}: they have "
             "different inputs; name a teacher of the student's family"
         )
-    source = found.open(verify=False)
+    source = checkpoint.open(verify=False)
     source.require_model()
     _compare(flags, source.model, shown)
     model, notes = _fitted(source.model, config, token_count, shown)
@@ -111,7 +111,7 @@ def find_teacher(config: RunConfig, token_count: int | None = None) -> FoundTeac
         fast_paths=FastPathsConfig(torch_compile=compiling),
         engine=dataclasses.replace(config.engine, zero_stage=min(1, config.engine.zero_stage)),
     )
-    return FoundTeacher(found, config, partitions, notes)
+    return FoundTeacher(checkpoint, config, partitions, notes)
 
 
 def _compare(flags: DistillationConfig, model: ModelConfig, shown: str) -> None:
@@ -247,12 +247,12 @@ class Teacher:
         measure = _HeadInputs()
         with torch.no_grad():
             self.engine.prepare_evaluation()
-            found = self.engine.backend.evaluate(iter(batches), len(batches), measure)
-        if not found:
+            hidden = self.engine.backend.evaluate(iter(batches), len(batches), measure)
+        if not hidden:
             return []
         assert measure.taken is not None
         _, weight_VH, bias_V, _, head = measure.taken
-        return [TeacherHead(x_BPH, weight_VH, bias_V, head) for x_BPH in found]
+        return [TeacherHead(x_BPH, weight_VH, bias_V, head) for x_BPH in hidden]
 
 
 @dataclass(frozen=True)
@@ -316,15 +316,15 @@ class TeacherCache:
 
     def _compare(self, path: Path) -> None:
         try:
-            found = parse_json(path.read_bytes(), str(path))
+            written = parse_json(path.read_bytes(), str(path))
         except ValueError as error:
             raise CheckpointError(f"{error}; remove --kd-cache {self._folder}") from None
         for name, value in self._identity.items():
             # Folders of earlier versions do not say what the files were.
-            if found.get(name) != value and not (name == "files" and name not in found):
+            if written.get(name) != value and not (name == "files" and name not in written):
                 raise ConfigError(
                     f"--kd-cache {self._folder} is of another teacher: {name} is "
-                    f"{found.get(name)}, and here {value}; name another folder"
+                    f"{written.get(name)}, and here {value}; name another folder"
                 )
 
     def look(self) -> None:
@@ -414,9 +414,9 @@ class TeacherCache:
             )
         stop = min(place.stop, place.start + length)
         file = self._open[place.file]
-        found = [file.get_slice(name)[place.start : stop] for name in TopTokens._fields]
+        slices = [file.get_slice(name)[place.start : stop] for name in TopTokens._fields]
         missing = length - (stop - place.start)
-        return tuple(F.pad(each, (0, 0) * (each.dim() - 1) + (0, missing)) for each in found)
+        return tuple(F.pad(each, (0, 0) * (each.dim() - 1) + (0, missing)) for each in slices)
 
 
 class _Block:
@@ -466,5 +466,5 @@ def identity_of(source: Source, top_tokens: int, temperature: float) -> dict[str
     smallest = sorted(shapes, key=lambda name: (torch.Size(shapes[name]).numel(), name))
     read = (source.tensor(name).contiguous().numpy().data for name in smallest[:_DIGESTED])
     weights = digest_of_parts([json.dumps(sorted(shapes.items())), *read])
-    found = {"weights": weights, "tokens": top_tokens, "temperature": temperature}
-    return found | {"files": checkpoint_digest(source.folder)}
+    identity = {"weights": weights, "tokens": top_tokens, "temperature": temperature}
+    return identity | {"files": checkpoint_digest(source.folder)}

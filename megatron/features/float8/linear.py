@@ -26,6 +26,7 @@ from megatron.features.float8.casts import (
     Scaling,
     cast,
 )
+from megatron.parallel.later_products import Gradients, GradientsOf, now_or_later
 from megatron.parallel.tensor_parallel import autocast_dtype
 
 MULTIPLE = 16
@@ -103,8 +104,9 @@ class Float8:
         if trained:
             self.check_tokens(x_BSI.shape[:-1].numel())
         # Rows of tokens inside: a function's result may be overwritten unless it is a view.
+        gradients, params = now_or_later(weight_OI, bias_O)
         y_TO = _Float8Linear.apply(
-            x_BSI.flatten(0, -2), weight_OI, bias_O, kept.largest, self, trained, kept.measured,
+            x_BSI.flatten(0, -2), *params, kept.largest, self, trained, kept.measured, gradients,
             *kept.operands(),
         )  # fmt: skip
         return y_TO.unflatten(0, x_BSI.shape[:-1])
@@ -353,10 +355,12 @@ class _Float8Linear(torch.autograd.Function):
         float8: Float8,
         trained: bool,
         measured: bool,
+        gradients: GradientsOf,
         *operands: Tensor,
     ) -> Tensor:
         kept = _kept(largest, measured, operands)
         ctx.float8, ctx.measured = float8, measured
+        ctx.gradients = gradients
         ctx.input_dtype, ctx.weight_dtype = x_TI.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         x_TI = x_TI.to(autocast_dtype(x_TI))
@@ -373,21 +377,28 @@ class _Float8Linear(torch.autograd.Function):
         weight, x_values, x_scale, x_largest, largest, *operands = ctx.saved_tensors
         float8, kept = ctx.float8, _kept(largest, ctx.measured, operands)
         x_needs, weight_needs, bias_needs, largest_needs, *_ = ctx.needs_input_grad
-        x_grad = weight_grad = bias_grad = found = None
+        x_grad = maxima = None
         grad = float8.cast_gradient(
             grad_TO, kept.gradient_largest, rows=x_needs, columns=weight_needs
         )
         if x_needs:
             columns = float8.weight_columns(weight, kept)
             x_grad = float8.input_gradient(grad, columns, grad_TO.dtype).to(ctx.input_dtype)
-        if weight_needs:
-            x = Cast(columns=Operand(x_values, x_scale))
-            weight_grad = float8.weight_gradient(grad, x, grad_TO.dtype).to(ctx.weight_dtype)
-        if bias_needs:
-            bias_grad = grad_TO.sum(0).to(ctx.bias_dtype)
+        weight_dtype, bias_dtype = ctx.weight_dtype, ctx.bias_dtype
+
+        def products() -> Gradients:
+            weight_grad = bias_grad = None
+            if weight_needs:
+                x = Cast(columns=Operand(x_values, x_scale))
+                weight_grad = float8.weight_gradient(grad, x, grad_TO.dtype).to(weight_dtype)
+            if bias_needs:
+                bias_grad = grad_TO.sum(0).to(bias_dtype)
+            return weight_grad, bias_grad
+
+        of_params = ctx.gradients(products)
         if largest_needs:
-            found = torch.stack([x_largest, grad.known_largest])
-        return x_grad, weight_grad, bias_grad, found, *[None] * (3 + len(operands))
+            maxima = torch.stack([x_largest, grad.known_largest])
+        return x_grad, *of_params, maxima, *[None] * (4 + len(operands))
 
 
 def _kept(largest: Tensor | None, measured: bool, operands: Sequence[Tensor]) -> Kept:

@@ -136,8 +136,8 @@ class ExampleEncoder:
         places = [examples[number][0] for number in plain]
         counts = [_counts(examples[number][1]) for number in plain]
         texts = list(zip(plain.values(), counts, strict=True))
-        found = _naming(places, self._encode_plain, texts)
-        encoded.update(zip(plain, found, strict=True))
+        tokens = _naming(places, self._encode_plain, texts)
+        encoded.update(zip(plain, tokens, strict=True))
         return [encoded[number] for number in range(len(examples))]
 
     def text_of(self, example: Example) -> str:
@@ -179,8 +179,8 @@ class ExampleEncoder:
                 raise ValueError(f"{place}: {error}") from error
             plain[number] = list(plain_texts(example, alpaca=kind == "alpaca"))
         places = [examples[number][0] for number in plain]
-        found = _naming(places, self._tokenized, list(plain.values()))
-        for number, parts in zip(plain, found, strict=True):
+        tokenized = _naming(places, self._tokenized, list(plain.values()))
+        for number, parts in zip(plain, tokenized, strict=True):
             *before, (last, start) = parts
             tokens = np.concatenate([*(tokens for tokens, _ in before), last])
             start += sum(len(tokens) for tokens, _ in before)

@@ -70,7 +70,7 @@ class TokenizedExamples:
             "files": [file.identity for file in files],
             **identity,
         }
-        cache = cache or IndexCache.beside(files[0].path, None)
+        cache = cache or IndexCache.next_to(files[0].path, None)
         index = cache.arrays(name, depends_on, lambda: tokenize(file.path for file in files))
         if len(index["offsets"]) == 1:
             raise ValueError(f"{path} contains no example")

@@ -59,8 +59,8 @@ class StoredStates:
             optimizer.state.pop(wrapper.single_partition_of_fp32_groups[number], None)
             wrapper.single_partition_of_fp32_groups[number] = model
             group["params"] = [model]
-            beside = self._main.zeros(model.numel(), model.device)
-            optimizer.state[model] = dict(zip(self._names["weight"], beside, strict=True))
+            rest = self._main.zeros(model.numel(), model.device)
+            optimizer.state[model] = dict(zip(self._names["weight"], rest, strict=True))
             for param in wrapper.bit16_groups[number]:
                 param._hp_mapping = None  # views of the float32 copy
 
@@ -85,9 +85,9 @@ class StoredStates:
         # The comparison makes the length of a block a constant of compiled code.
         if self._scaled and stored[0].shape[1] != BLOCK and stored[0].shape[0] != 1:
             raise AssertionError(stored[0].shape)
-        weight, beside, exp_avg, exp_avg_sq = self._split(stored)
+        weight, rest, exp_avg, exp_avg_sq = self._split(stored)
         return Decoded(
-            self._main.decode(weight, beside),
+            self._main.decode(weight, rest),
             self._moments["exp_avg"].decode(exp_avg),
             self._moments["exp_avg_sq"].decode(exp_avg_sq),
         )
@@ -100,10 +100,10 @@ class StoredStates:
             places = torch.arange(count, dtype=torch.int32, device=elements.device)
             elements = places.view(new.weight.shape) + elements
         bits = self.bits(elements, step)
-        weight, beside = self._main.encode(new.weight, bits.weight)
+        weight, rest = self._main.encode(new.weight, bits.weight)
         exp_avg = self._moments["exp_avg"].encode(new.exp_avg, bits.exp_avg)
         exp_avg_sq = self._moments["exp_avg_sq"].encode(new.exp_avg_sq, bits.exp_avg_sq)
-        for old, found in zip(stored, (weight, *beside, *exp_avg, *exp_avg_sq), strict=True):
+        for old, found in zip(stored, (weight, *rest, *exp_avg, *exp_avg_sq), strict=True):
             old.copy_(torch.where(held, old, found))
 
     def bits(self, elements: Tensor, step: Tensor) -> Decoded:
@@ -149,8 +149,8 @@ class StoredPartition:
         form = self._form
         names = form._names[kind]
         if kind == "weight":
-            beside = tuple(self._state[name].narrow(0, start, count) for name in names)
-            return form._main.decode(self._model.narrow(0, start, count), beside)
+            rest = tuple(self._state[name].narrow(0, start, count) for name in names)
+            return form._main.decode(self._model.narrow(0, start, count), rest)
         first, end = start // BLOCK * BLOCK, start + count
         parts = [
             form._moments[kind].decode(
@@ -168,9 +168,9 @@ class StoredPartition:
         values = values.to(self._model.device, torch.float32)
         names = form._names[kind]
         if kind == "weight":
-            weight, beside = form._main.encode(values)
+            weight, rest = form._main.encode(values)
             self._model.narrow(0, start, count).copy_(weight)
-            for name, found in zip(names, beside, strict=True):
+            for name, found in zip(names, rest, strict=True):
                 self._state[name].narrow(0, start, count).copy_(found)
             return
         inner, last = -(-start // BLOCK) * BLOCK, (start + count) // BLOCK * BLOCK

@@ -28,11 +28,11 @@ class PreferenceFeature(Feature):
         from megatron.features.preference.reference import reference_checkpoint
         from megatron.run.fingerprint import model_input, text_inputs
 
-        found: dict[str, Mapping[str, str]] = {}
+        models: dict[str, Mapping[str, str]] = {}
         if flags.needs_reference:
             reference, flag = reference_checkpoint(config)
-            found["reference model"] = model_input(flag.partition(" ")[2], reference)
-        return {**found, **text_inputs(config, config.section(InstructionConfig).chat_template)}
+            models["reference model"] = model_input(flag.partition(" ")[2], reference)
+        return {**models, **text_inputs(config, config.section(InstructionConfig).chat_template)}
 
     def data_kind(self, section: str) -> Any:
         from megatron.features.preference.kind import KIND

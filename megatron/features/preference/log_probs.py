@@ -103,8 +103,8 @@ class _LinearLogProbs(torch.autograd.Function):
         if x_grad is not None:
             x_grad = summed(x_grad.view(ctx.shape), ctx.head.tp)
         factor = factor_of(largest)
-        found = (
+        grads = (
             None if grad is None else scaled(grad, factor, dtype)
             for grad, dtype in zip((x_grad, weight_grad, bias_grad), ctx.dtypes, strict=True)
         )
-        return *found, None, None, None
+        return *grads, None, None, None

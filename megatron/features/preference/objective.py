@@ -74,8 +74,8 @@ class PreferenceObjective:
         targets = inputs.targets.whole or inputs.targets
         # Log-probabilities of long answers are large, and their differences small.
         answers = self._answers(scores_RP.double(), targets.mask_BS > 0)
-        found = LOSSES[name](self.options, answers)
-        return {name: found[name].to(scores_RP.dtype) for name in self.losses}
+        losses = LOSSES[name](self.options, answers)
+        return {name: losses[name].to(scores_RP.dtype) for name in self.losses}
 
     def _answers(self, scores_RP: Tensor, counted_RP: Tensor) -> Answers:
         assert self.batch is not None
@@ -173,13 +173,13 @@ def _compared(
     with torch.no_grad():
         engine.prepare_evaluation()
         # Nothing on pipeline stages without the output head, which need nothing.
-        found: list[Any] = engine.backend.evaluate(others, count, TEXT_SCORES) or [None] * count
+        answered: list[Any] = engine.backend.evaluate(others, count, TEXT_SCORES) or [None] * count
     return (
         batch._replace(
             answers=_every_second(batch.answers, 0),
             others_N=None if scores is None else scores[:, 0],
         )
-        for batch, scores in zip(step, found, strict=True)
+        for batch, scores in zip(step, answered, strict=True)
     )
 
 

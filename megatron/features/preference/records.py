@@ -396,11 +396,11 @@ def encode_preferences(
     continued = iter(encoder.continued(conversations))
     encoded = []
     for _, each in preferences:
-        found = [next(continued) for _ in each.answers]
+        encodings = [next(continued) for _ in each.answers]
         # Nothing predicts the first token of all.
-        start = max(1, min(one.start for one in found))
-        answers = tuple(one.tokens[start:] for one in found)
-        encoded.append(EncodedPreference(found[0].tokens[:start], answers))
+        start = max(1, min(one.start for one in encodings))
+        answers = tuple(one.tokens[start:] for one in encodings)
+        encoded.append(EncodedPreference(encodings[0].tokens[:start], answers))
     return encoded
 
 

@@ -143,7 +143,7 @@ def log_probs_of(engine: Evaluator, run: Run, part: PreferenceDataset) -> npt.ND
     )
     collate = partial(family.scored_batch, config, run.tokenizer)
     with progress_bar("reference", total=len(rows), unit=" answers") as bar:
-        found = measure_samples(
+        measured = measure_samples(
             engine,
             rows,
             collate,
@@ -152,7 +152,7 @@ def log_probs_of(engine: Evaluator, run: Run, part: PreferenceDataset) -> npt.ND
             lengths,
             lambda done: bar.update(done - bar.n),
         )
-    log_probs = found["log_prob"].reshape(-1, 2).astype(np.float32)
+    log_probs = measured["log_prob"].reshape(-1, 2).astype(np.float32)
     wrong = np.flatnonzero(~np.isfinite(log_probs).all(1))
     if len(wrong):
         raise ValueError(
@@ -185,7 +185,7 @@ def _preferences(data: TrainingData) -> list[PreferenceDataset]:
 
 
 def _cache(run: Run, part: PreferenceDataset) -> IndexCache:
-    return IndexCache.beside(part.examples.prefix, run.config.data.data_cache_path)
+    return IndexCache.next_to(part.examples.prefix, run.config.data.data_cache_path)
 
 
 def _depends_on(config: RunConfig, weights: str, part: PreferenceDataset) -> dict[str, Any]:

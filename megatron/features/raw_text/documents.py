@@ -82,7 +82,7 @@ class RawTextDocuments:
             "delim": delim,
             "text": encoder.identity,
         }
-        cache = cache or IndexCache.beside(records[0].file.path, None)
+        cache = cache or IndexCache.next_to(records[0].file.path, None)
 
         def arrays() -> dict[str, np.ndarray]:
             say_what_changed(cache.folder, depends_on, "raw-text")

@@ -52,7 +52,7 @@ class NamedCorpora(Mapping[str, DataSource]):
         """The file of a corpus, which `DataSource.make` writes; ConfigError if its class cannot be
         used."""
         corpus = _Corpus(name, _classes()[name], str(self), self._arguments())
-        folder = IndexCache.beside(corpus.path, self.cache_path).folder
+        folder = IndexCache.next_to(corpus.path, self.cache_path).folder
         assert folder is not None
         file = folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-{corpus.digest()}.jsonl"
         kind = RawTextConfig.files

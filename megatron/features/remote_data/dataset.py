@@ -176,13 +176,13 @@ class RemoteFile:
         """A local copy of some bytes."""
         path = self._folder / f"{start}-{start + size}"
         try:
-            found = path.stat().st_size
+            length = path.stat().st_size
         except FileNotFoundError:
             self._fetch(path, start, size)
             return path
-        if found != size:
+        if length != size:
             raise ValueError(
-                f"{path}, the local copy of {self.url}, has {found} bytes, not {size}: it is "
+                f"{path}, the local copy of {self.url}, has {length} bytes, not {size}: it is "
                 "damaged; delete it, and it is fetched again"
             )
         return path

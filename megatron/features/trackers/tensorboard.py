@@ -223,7 +223,9 @@ class StepPoints(Callback):
         logging, result = self._config.logging, step.result
         for name, loss in result.losses.items():
             yield f"lm-loss-training/{name}", loss
-        yield "seqlen/actual_seq_length", step.seq_length
+        lengths = {"actual_seq_length": step.seq_length}
+        for name, length in (lengths | self._plan.lengths.shown(step.iteration - 1)).items():
+            yield f"seqlen/{name}", length
         if self._plan.lengths.grows:
             yield "seqlen/curriculum_seqlen", step.seq_length
         if logging.log_learning_rate_to_tensorboard:

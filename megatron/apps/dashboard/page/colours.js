@@ -21,7 +21,7 @@ export function lineStyle(number) {
   };
 }
 
-/** A piece of a line in its style, beside its name. */
+/** A piece of a line in its style, next to its name. */
 export function swatch({ colour, dash }) {
   const made = element("span", { class: dash.length ? "swatch dashed" : "swatch", "aria-hidden": "true" });
   made.style.setProperty("--colour", colour);

@@ -51,7 +51,7 @@ export class ConfigurationView {
     this.tools.hidden = !known;
     if (!rows.length) {
       const why = !known
-        ? "These runs have no record of their configuration beside their metrics."
+        ? "These runs have no record of their configuration next to their metrics."
         : word ? "Nothing is called so." : "The configurations are the same.";
       this.table.replaceChildren(element("p", { class: "note" }, why));
       return;

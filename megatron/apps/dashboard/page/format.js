@@ -48,7 +48,7 @@ export function duration(seconds) {
   return rest ? `${whole} ${name} ${rest} ${next[0]}` : `${whole} ${name}`;
 }
 
-/** How the values of each unit are written, beside a curve and on an axis. */
+/** How the values of each unit are written, next to a curve and on an axis. */
 export const UNITS = {
   number: plain,
   count: (value) => scaled(value, 1000, COUNTS, 4),

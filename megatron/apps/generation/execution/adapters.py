@@ -173,9 +173,9 @@ def _opened(name: str, folder: str, base: Path) -> AdaptedSource:
         )
     source = location._replace(base=str(base)).open()
     assert isinstance(source, AdaptedSource)
-    if source.beside:
+    if source.whole:
         raise ConfigError(
-            f"{flag}: it has whole parameters ({', '.join(source.beside[:3])}), which requests "
+            f"{flag}: it has whole parameters ({', '.join(source.whole[:3])}), which requests "
             "cannot have of their own: tools/convert_checkpoint.py to-hf merges it into a model"
         )
     stacked = [weight for weight in source.adapted if len(source.base.shape(weight)) > 2]

@@ -262,7 +262,7 @@ def _modules(folder: Path, flag: str) -> list[tuple[str, Path]]:
     if not isinstance(entries, list) or not all(map(_is_entry, entries)):
         raise ValueError(
             f"{flag}: {folder / _LIST} is not a list of modules, each with its type and the path "
-            "of a folder beside it"
+            "of a folder next to it"
         )
     kinds = [entry["type"].rpartition(".")[2] for entry in entries]
     if kinds[:2] != ["Transformer", "Pooling"]:

@@ -74,7 +74,7 @@ class NodeWriter(CheckpointWriter):
         free = free_bytes(self.folder)
         if needed > free:
             raise CheckpointError(
-                f"{self.folder} needs {needed / 1e6:,.0f} MB for a checkpoint beside the one "
+                f"{self.folder} needs {needed / 1e6:,.0f} MB for a checkpoint next to the one "
                 f"before it, and {free / 1e6:,.0f} MB are free; see --replication-factor "
                 f"{self.factor}, or leave out --non-persistent-save-interval"
             )

@@ -26,6 +26,7 @@ from megatron.checkpoint.folder import (
 from megatron.checkpoint.manifest import (
     BASE,
     MANIFEST,
+    MORE_STATES,
     IndexEntry,
     check_file,
     file_facts,
@@ -35,7 +36,7 @@ from megatron.checkpoint.manifest import (
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
 from megatron.engine.deepspeed_patches import partition_range
-from megatron.engine.state import MORE_STATES, owned_slices
+from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.features.resilience.node_memory.folders import (
     FileTransfer,

@@ -124,8 +124,8 @@ class Guardian:
         while True:
             if store is not None and self._rank:
                 # It may still name that of an earlier start, where nothing listens.
-                found = store.get(key).decode()
-                address, _, text = found.rpartition(" ")
+                entry = store.get(key).decode()
+                address, _, text = entry.rpartition(" ")
                 port = int(text)
             wait = 1.0 if store is not None else rules.patience
             try:

@@ -106,16 +106,16 @@ def wrong_ranks(
     if not suspects:
         return []
     most = max(suspects.values())
-    found = [each for each in own if suspects.get(each.rank) == most]
-    if len(found) > 1:
-        odd = {each.rank: 0.0 for each in found}
+    ranks = [each for each in own if suspects.get(each.rank) == most]
+    if len(ranks) > 1:
+        odd = {each.rank: 0.0 for each in ranks}
         for each in (*own, *exchanged):
             if each.rank in odd:
                 odd[each.rank] += min(each.oddness(usual), 1e3)
         largest = max(odd.values())
         if min(odd.values()) < 0.9 * largest:
-            found = [each for each in found if odd[each.rank] > 0.9 * largest]
-    return found
+            ranks = [each for each in ranks if odd[each.rank] > 0.9 * largest]
+    return ranks
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ def odd_batches(computed: Sequence[Computed], usual: float | None) -> OddBatches
     offs = {place: _off(loss, middle) for place, loss in losses.items()}
     typical = median_low(offs.values()) if offs else 0.0
     limit = FAR if typical > FAR else max(NEAR, TIMES * typical)
-    found = [place for place, off in offs.items() if off > limit]
-    return OddBatches(tuple(sorted(found)), len(losses), middle)
+    places = [place for place, off in offs.items() if off > limit]
+    return OddBatches(tuple(sorted(places)), len(losses), middle)
 
 
 class SecondLook(Callback):
@@ -294,19 +294,19 @@ class SecondLook(Callback):
         """The micro batches and seeds of the next data-parallel rank, and its number."""
         data, device = self._engine.mesh.samples, self._engine.device
         mine = [mapped(batch, Tensor, lambda values: values.cpu()) for batch in batches], seeds
-        found: list[Any] = [mine] * data.size
-        dist.all_gather_object(found, mine, group=data.handle)
+        of_ranks: list[Any] = [mine] * data.size
+        dist.all_gather_object(of_ranks, mine, group=data.handle)
         number = (data.rank + 1) % data.size
-        theirs, their_seeds = found[number]
+        theirs, their_seeds = of_ranks[number]
         moved = [mapped(batch, Tensor, lambda values: values.to(device)) for batch in theirs]
         return moved, their_seeds, number
 
     def _of_all(self, mine: Computed) -> list[Computed]:
         world = self._engine.mesh.world
-        found = [mine] * world.size
+        gathered = [mine] * world.size
         if world.size > 1:
-            dist.all_gather_object(found, mine)
-        return found
+            dist.all_gather_object(gathered, mine)
+        return gathered
 
     def _words(self, odd: OddBatches) -> str:
         resilience = self._run.config.section(ResilienceConfig)
@@ -341,12 +341,12 @@ class SecondLook(Callback):
         data = family_of(config.model.family).data(config, self._run.tokenizer)
         for number in numbers[:_SHOWN]:
             try:
-                found = train.origin(number)
+                origin = train.origin(number)
                 pieces = "; ".join(
                     f"{piece.source} {data.unit} {piece.sequence} tokens {piece.start}:{piece.stop}"
-                    for piece in found[:_SHOWN]
+                    for piece in origin[:_SHOWN]
                 )
-                pieces += f"; {len(found) - _SHOWN} more" * (len(found) > _SHOWN)
+                pieces += f"; {len(origin) - _SHOWN} more" * (len(origin) > _SHOWN)
                 views = data.views(train[number], self._seq_length)
                 text = " | ".join(view.text for view in views)[:_CHARACTERS]
             except (ValueError, OSError, AttributeError, NotImplementedError) as error:

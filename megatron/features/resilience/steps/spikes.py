@@ -295,8 +295,8 @@ class SpikeGuard(Callback):
             return words
         path = Path(save) / KEPT
         try:
-            found = parse_json(path.read_bytes(), str(path), lenient=True)["kept"]
-            kept = [each for each in found if each["iteration"] != iteration]
+            saved = parse_json(path.read_bytes(), str(path), lenient=True)["kept"]
+            kept = [each for each in saved if each["iteration"] != iteration]
         except (OSError, ValueError, KeyError, TypeError):
             kept = []
         kept.append({"checkpoint": tag(before), "iteration": iteration, "reason": text})

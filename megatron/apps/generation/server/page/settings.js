@@ -203,7 +203,7 @@ export class Settings {
     return control;
   }
 
-  /** For the mouse: the keyboard has the number beside it. */
+  /** For the mouse: the keyboard has the number next to it. */
   #slider({ min, max, step, name }, control) {
     const slider = element("input", {
       type: "range", min, max, step, tabindex: "-1", "aria-hidden": "true", id: `${name}-slider`,
