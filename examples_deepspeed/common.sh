@@ -6,7 +6,6 @@
 #     megatron_lm PROGRAM --flag value ... "$@"  as Megatron-LM's scripts of 2023 do
 #     megatron_lm_task PROCESSES TASK --flag value ... "$@"    those that run tasks/main.py
 #     oneflow_gpt NAME --flag value ... "$@"     as OneFlow GPT's scripts do
-#     waits_for CAPABILITY    ends here with status 1, unless DRY_RUN=1
 #
 # Settings, from the environment:
 #
@@ -61,13 +60,6 @@ declare -A MODEL=(
 fail() {
     echo "${0##*/}: error: $*" >&2
     exit 2
-}
-
-# Ends the script, unless it only prints its command.
-waits_for() { # CAPABILITY
-    [[ -z ${DRY_RUN:-} ]] || return 0
-    echo "${0##*/}: waits for $*; DRY_RUN=1 prints its command" >&2
-    exit 1
 }
 
 tokenizer() {

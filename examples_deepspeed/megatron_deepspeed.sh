@@ -160,14 +160,14 @@ folders() {
 }
 
 # DeepSpeed's flags with a JSON of the script's folder. Its "auto" are the flags'; "NAME" with its
-# quotes is replaced by a value, in a file next to the run's checkpoints.
+# quotes is replaced by a value or a list, in a file next to the run's checkpoints.
 deepspeed_flags() { # TEMPLATE NAME=VALUE ...
     local text pair value json=$1
     if (($# > 1)); then
         text=$(<"$1")
         for pair in "${@:2}"; do
             value=${pair#*=}
-            [[ $value =~ ^(-?[0-9.]+|true|false)$ ]] || value="\"$value\""
+            [[ $value =~ ^(-?[0-9.]+|true|false|\[.*\])$ ]] || value="\"$value\""
             text=${text//"\"${pair%%=*}\""/"$value"}
         done
         mkdir -p "$CHECKPOINT_PATH"
@@ -200,10 +200,15 @@ pretraining_flags() {
         --lr-decay-style "$LR_DECAY_STYLE" --split "$SPLIT" --log-interval "$LOG_INTERVAL"
         --eval-interval "$EVAL_INTERVAL" --eval-iters "$EVAL_ITERS"
         --save-interval "$SAVE_INTERVAL" --weight-decay "$WEIGHT_DECAY" --clip-grad 1.0
-        --num-workers "$NUM_WORKERS_OF_DATA" --seed "$SEED" --load "${LOAD:-$CHECKPOINT_PATH}"
-        --save "$CHECKPOINT_PATH" --tensorboard-queue-size 1 --log-timers-to-tensorboard
+        --num-workers "$NUM_WORKERS_OF_DATA" --seed "$SEED" --save "$CHECKPOINT_PATH" --tensorboard-queue-size 1 --log-timers-to-tensorboard
         --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard
         --tensorboard-dir "$TENSORBOARD_DIR")
+    # A run that starts from another model continues from its own checkpoints.
+    if [[ -n $LOAD && ! -e $CHECKPOINT_PATH/latest ]]; then
+        FLAGS+=(--load "$LOAD" --no-load-lr-state --reset-iteration)
+    else
+        FLAGS+=(--load "$CHECKPOINT_PATH")
+    fi
     either "--fp16 --bf16" --fp16
     where "$NO_PP" --no-pipeline-parallel
     where "$ACTIVATION_CHECKPOINT" --checkpoint-activations
@@ -324,8 +329,10 @@ student_gpt3() { # --flag value ...
 quantized_gpt3() { # --flag value ...
     defaults MODEL_SIZE=0.125 LR=6.0e-5 MIN_LR=6.0e-5 BATCH_SIZE=4 TRAIN_TOKENS=5250000000 \
         ACTIVATION_CHECKPOINT=false CL_ENABLED=false LOAD_PATH=trained
+    [[ -n ${DRY_RUN:-} || -d $LOAD_PATH ]] || given --load ||
+        fail "$LOAD_PATH does not exist: set LOAD_PATH to the checkpoints of a trained model"
     PROCESSES=64 LOAD=$LOAD_PATH PREFIX=gpt3-w4a8 TEMPLATE=$HERE/ds_config_gpt_TEMPLATE_compression.json
-    curriculum_gpt3 --no-load-lr-state --reset-iteration "$@"
+    curriculum_gpt3 "$@"
 }
 
 # Samples of N_K thousands of tokens, which MP_SIZE tensor-parallel ranks share.

@@ -14,6 +14,13 @@ TRAINED = (
 EVALUATED = {"CHECKPOINT_PATH": "{out}/trained", "RESULT_PATH": "{out}/results.json"}
 LAMBADA = "{source}/lambada/lambada_test_first1000.jsonl"
 WIKITEXT = "{source}/wikitext2/wiki.valid.raw"
+SOONER = (
+    'sed -e "s/\\(schedule_offset.: \\)50/\\13/" -e "s/.CONFIG_CL_ENABLED./false/" '
+    '-e "s/.CONFIG_CL_[A-Z]*./64/" '
+    "examples_deepspeed/compression/ds_config_gpt_TEMPLATE_compression.json "
+    "> {out}/quantized.json"
+)
+"""A JSON whose quantization begins within ten steps."""
 KD = {"CHECKPOINT_PATH_TEACHER": "{base}/trained"}
 
 
@@ -134,9 +141,16 @@ COMPRESSION = (
     ),
     *(
         Script(
-            *(f"compression/125M-{name}Int8-test-64gpu-distilled-group48.sh", "waits", 64),
-            waits="quantization-aware training",
-            note="4-bit weights and 8-bit activations in spite of its name",
+            *(f"compression/125M-{name}Int8-test-64gpu-distilled-group48.sh", "train", 64),
+            small=f"{GPT} --hidden-size 48 --deepspeed_config {{base}}/quantized.json",
+            settings={"LOAD_PATH": "{base}/trained"},
+            before=(f"{TRAINED} --hidden-size 48", SOONER),
+            prints=(
+                "Weight quantization is enabled at step 3",
+                "Activation quantization is enabled at step 3",
+            ),
+            note="4-bit weights and 8-bit activations in spite of its name; quantised from step 3 "
+            "on instead of 50",
         )
         for name in ("", "L10-", "L12-")
     ),
@@ -233,12 +247,19 @@ PILE = (
 SAVED = "--train-iters 10 --save {out}/saved --load {out}/saved --save-interval 10"
 OTHERS = (
     Script(
-        *("zero_bubble_pp/zbh1_pretrain_gpt_1.3b.sh", "waits", 8),
-        waits="the zero-bubble schedule",
+        *("zero_bubble_pp/zbh1_pretrain_gpt_1.3b.sh", "train", 8),
+        small=GPT,
+        settings={"PP_SIZE": "2"},
+        gpus=2,
+        prints=(r"zbh1",),
+        note="losses are those of 1F1B",
     ),
     Script(
-        *("offload_pp/ds_pretrain_gpt_350M.sh", "waits", 16),
-        waits="offload_optimizer.ratio below 1",
+        *("offload_pp/ds_pretrain_gpt_350M.sh", "train", 16),
+        small=GPT.replace("2560", "2048"),
+        settings={"RAMPUP_BATCH_SIZE": "4 4 16"},
+        gpus=2,
+        prints=(r"offload_optimizer.ratio 0.3: 1 of 2 sub-groups",),
         note="fp16, as its flags say; its JSON said bf16",
     ),
     *(

@@ -50,6 +50,33 @@ FILES = {"TRAIN_DATA": "{out}/race", "VALID_DATA": "{out}/race"}
 SELF = "megatron/detxoify_lm/self_generation/selfgenerate-1.3b-unconditional.sh"
 PROMPTS = """echo '{{"prompt": {{"text": "They saw"}}}}' >{out}/prompts.jsonl"""
 
+ICT = {"TEXT_DATA_PATH": "{bert}", "TITLE_DATA_PATH": "{titles}"}
+ICT |= {"PRETRAINED_BERT_PATH": "{base}/trained"}
+RETRIEVER = f"{MODEL} --max-position-embeddings 32 --retriever-seq-length 32 --micro-batch-size 4"
+FILES_OF_QUESTIONS = "python tests/retrieval_files.py {out}/files {data}/text.jsonl {wordpieces}"
+RETRIEVER_LINE = (
+    "CHECKPOINT_PATH={out}/ict TEXT_DATA_PATH={bert} TITLE_DATA_PATH={titles} "
+    "PRETRAINED_BERT_PATH={out}/trained bash examples_deepspeed/megatron/pretrain_ict.sh "
+    f"{RETRIEVER} --train-iters 1 --eval-iters 0"
+)
+DIALOGUES = {"WOW_DATA_FOLDER": "{out}/files", "WOI_DATA_FOLDER": "{out}/files"}
+DIALOGUES |= {"MODEL_FILE": "{out}/files/dpr"}
+DPR_NOTE = "its data sets are not distributed here; the encoder is a folder of transformers"
+MSDP = (
+    "WOW_DATA_FOLDER={out}/files WOI_DATA_FOLDER={out}/files bash examples_deepspeed/megatron/msdp/"
+)
+KNOWN = "cp {out}/files/output_testseen_knowledge_{{reference,generations}}.txt"
+SAID = (
+    "cp {out}/files/output_testseen_response_{{reference,generations}}.txt; "
+    "cp {out}/files/output_testseen_{{response,knowledge}}_reference.txt"
+)
+ANSWERED = f"{KNOWN}; {MSDP}prep_resp_gen.sh"
+SHOWN = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 2048"
+)
+SHOWN_GPT = TRAIN_GPT.format(sizes=f"{SHOWN} --micro-batch-size 2 --global-batch-size 2")
+
 TASKS = (
     Script(
         *("megatron/pretrain_gpt3_175B.sh", "train", 1024),
@@ -138,23 +165,59 @@ TASKS = (
         prints=("merged",),
         note="its program was missing; any layout loads any checkpoint",
     ),
-    *(
-        Script(f"megatron/{name}.sh", "waits", processes, waits="retrieval (ICT, REALM, ORQA)")
-        for name, processes in (
-            ("pretrain_ict", 1),
-            ("finetune_retriever_distributed", 8),
-            ("evaluate_retriever_nq", 1),
-        )
+    Script(
+        *("megatron/pretrain_ict.sh", "train", 1),
+        small=f"{TEN} --retriever-seq-length 32",
+        before=(BERT.replace("{out}", "{base}"),),
+        settings=ICT,
+        family="bert",
+    ),
+    Script(
+        *("megatron/finetune_retriever_distributed.sh", "run", 8),
+        small=f"{RETRIEVER} --eval-interval 2 --eval-iters 1 --epochs 2",
+        before=(BERT, FILES_OF_QUESTIONS),
+        settings={"BERT_LOAD_PATH": "{out}/trained", "CHECKPOINT_PATH": "{out}/tuned"}
+        | {"TRAIN_DATA": "{out}/files/nq.json", "VALID_DATA": "{out}/files/nq.json"},
+        family="bert",
+        gpus=2,
+        prints=(r"overall: top1_accuracy = [\d.]+", r"average_rank = [\d.]+"),
+        note="its data are files of DPR, not distributed here",
+    ),
+    Script(
+        *("megatron/evaluate_retriever_nq.sh", "run", 1),
+        small=RETRIEVER,
+        before=(BERT, FILES_OF_QUESTIONS, RETRIEVER_LINE),
+        settings={"CHECKPOINT_PATH": "{out}/ict", "EMBEDDING_PATH": "{out}/vectors"}
+        | {"EVIDENCE_DATA_DIR": "{out}/files/evidence.tsv"}
+        | {"QA_FILE": "{out}/files/questions.tsv"},
+        family="bert",
+        prints=(r"\d+ passages of \d+ elements", r"top-5: [\d.]+", r"top-20: [\d.]+"),
+        note="the search is exact; faiss is not needed",
     ),
     *(
-        Script(f"megatron/msdp/{name}.sh", "waits", n, waits="prompting for dialogues (MSDP)")
-        for name, n in (
-            ("data_processing", 1),
-            ("prompt_knwl_gen", 8),
-            ("prep_resp_gen", 1),
-            ("prompt_resp_gen", 8),
-            ("eval_knwl_generation", 1),
-            ("eval_resp_generation", 1),
+        Script(
+            *(f"megatron/msdp/{name}.sh", "run", processes),
+            small=f"{SHOWN} --out-seq-length 8" if "gen" in name and processes > 1 else "",
+            before=(FILES_OF_QUESTIONS, *before),
+            settings=DIALOGUES | settings,
+            prints=(prints,),
+            gpus=min(processes, 2),
+            note=note,
+        )
+        for name, processes, before, settings, prints, note in (
+            ("data_processing", 1, (), {}, "get_resp_gen_prompts: 20 lines", DPR_NOTE),
+            ("prompt_knwl_gen", 8, (SHOWN_GPT,), TRAINED, "4 texts", ""),
+            ("prep_resp_gen", 1, (KNOWN,), {}, "prepare_input: 4 lines", ""),
+            (
+                "prompt_resp_gen",
+                8,
+                (ANSWERED, SHOWN_GPT),
+                TRAINED,
+                "4 texts",
+                "",
+            ),
+            ("eval_knwl_generation", 1, (KNOWN,), {}, "Precision: .*; f1: 1.0000", ""),
+            ("eval_resp_generation", 1, (SAID,), {}, "Precision: .*; f1: 1.0000", ""),
         )
     ),
 )
@@ -338,35 +401,44 @@ LLAMAS = (
     ),
 )
 
-BY_TRUNCATION = (
-    "2.0e-4 300 false 2048 1 true 1 seqlen_truncate dummy dummy value single_cluster 8 32 8 8 1"
+DROPPING = "2.0e-4 300 true 16 8 true 1 seqlen_truncate dummy dummy value single_cluster 8 32 8 8 1"
+LTD = {"LTD_START": "16", "LTD_STEP": "8", "LTD_STEP_IN_MILLION": "8e-6"}
+KEPT = (r"random ltd reserved length: +16 \| actual seqlen: +24 ",)
+DEEPER = "--num-layers 4"
+BERT_TOKENS = (
+    "--train-tokens 2560 --lr-decay-tokens 2560 --lr-warmup-iters 2 --train-iters 20 "
+    "--num-workers 0"
 )
 DATA_EFFICIENCY = (
     Script(
         *("data_efficiency/gpt/pretrain/ds_pretrain_gpt_1.3B_dense_base_script.sh", "train", 8),
-        words=BY_TRUNCATION,
-        small=f"{SMALL} {TOKENS} --train-iters 10 --train-tokens 100000",
-        prints=("curriculum seqlen: +(8|16) ",),
-        note="`LTD_ENABLED` true waits for random layerwise token dropping; no index paths",
+        words=DROPPING,
+        small=f"{SMALL} {DEEPER} {TOKENS} --train-iters 10 --train-tokens 100000",
+        prints=("curriculum seqlen: +(8|16) ", "reserved length: +16 .*actual seqlen: +24 "),
+        note="layers drop tokens while the curriculum's length grows; no index paths",
     ),
     Script(
         *("data_efficiency/gpt/pretrain/ds_pretrain_gpt_1.3B_dense_run.sh", "train", 8),
-        words="baseline_150B",
-        small=f"{SMALL} {TOKENS} --train-samples 200",
+        words="ltd_150B",
+        small=f"{SMALL} {DEEPER} {TOKENS} --train-iters 10 --train-tokens 100000",
+        settings=LTD,
+        prints=KEPT,
         note="a recipe is an argument; all were commented out",
     ),
     Script(
         *("data_efficiency/bert/pretrain/ds_pretrain_bert_336M_base_script.sh", "train", 8),
-        small=f"{SMALL} --train-tokens 2560 --lr-decay-tokens 2560 --lr-warmup-iters 2 "
-        "--train-iters 20 --num-workers 0",
+        words="1e-4 2 true 16 8e-6",
+        small=f"{SMALL} {DEEPER} {BERT_TOKENS} --train-iters 10 --train-tokens 100000",
         family="bert",
-        note="`LTD_ENABLED` true waits for random layerwise token dropping; no index path",
+        prints=KEPT,
+        note="layers drop tokens; no index path",
     ),
     Script(
         *("data_efficiency/bert/pretrain/ds_pretrain_bert_336M_run.sh", "train", 8),
-        words="baseline_524B",
-        small=f"{SMALL} --train-tokens 2560 --lr-decay-tokens 2560 --lr-warmup-iters 2 "
-        "--train-iters 20 --num-workers 0",
+        words="ltd_524B",
+        small=f"{SMALL} {DEEPER} {BERT_TOKENS} --train-iters 10 --train-tokens 100000",
+        settings=LTD,
+        prints=KEPT,
         family="bert",
         note="a recipe is an argument; all were commented out",
     ),

@@ -44,8 +44,7 @@ class Script:
     """Under examples_deepspeed/."""
     kind: str
     """``train`` (ten steps, and five and five, with equal losses), ``run`` (one run, which prints
-    what ``prints`` says), ``serve`` (a server, which answers), ``waits`` (for a capability) or
-    ``none`` (the page alone)."""
+    what ``prints`` says) or ``serve`` (a server, which answers)."""
     processes: int = 8
     """Number of processes of the command at full size."""
     words: str = ""
@@ -61,7 +60,6 @@ class Script:
     cwd: str = ""
     leaves: tuple[str, ...] = ()
     """Files that the script leaves in ``cwd``."""
-    waits: str = ""
     note: str = ""
 
 
@@ -77,17 +75,21 @@ class Data:
             "source": str(source),
             "gpt": f"{folder}/gpt_text_document",
             "bert": f"{folder}/bert_text_sentence",
+            "titles": f"{folder}/bert_title_sentence",
             "vocab": f"{source}/gpt2_bpe/gpt2-vocab.json",
             "merges": f"{source}/gpt2_bpe/gpt2-merges.txt",
             "wordpieces": f"{source}/bert_wordpiece/bert-base-uncased-vocab.txt",
             "data": str(folder),
         }
         web = (source / "openwebtext" / "openwebtext-1000.decoded.jsonl").read_text()
-        (folder / "text.jsonl").write_text("\n".join(web.splitlines()[:100]) + "\n")
+        texts = [json.loads(line)["text"] for line in web.splitlines()[:100]]
+        rows = [{"text": text, "title": " ".join(text.split()[:6])} for text in texts]
+        (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         made = ["python", "tools/preprocess_data.py", "--input", f"{folder}/text.jsonl"]
         gpt = ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod", "--vocab-file"]
         gpt += [names["vocab"], "--merge-file", names["merges"], "--output-prefix", f"{folder}/gpt"]
         bert = ["--tokenizer-type", "BertWordPieceLowerCase", "--split-sentences", "--vocab-file"]
+        bert = ["--json-keys", "text", "title", *bert]
         bert += [names["wordpieces"], "--output-prefix", f"{folder}/bert"]
         for flags in (gpt, bert):
             finish([*made, *flags, "--workers", "1"], {})
@@ -124,21 +126,19 @@ def environment(settings: dict[str, str]) -> dict[str, str]:
     return kept | own | {"OMP_NUM_THREADS": "1"} | settings
 
 
-def finish(
-    command: list[str], settings: dict[str, str], status: int = 0, cwd: Path | str = ROOT
-) -> str:
-    """Return what a command prints on both streams; it has to end with the status."""
+def finish(command: list[str], settings: dict[str, str], cwd: Path | str = ROOT) -> str:
+    """Return what a command prints on both streams; it has to succeed."""
     done = subprocess.run(
         command, cwd=cwd, env=environment(settings),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900, check=False,
     )  # fmt: skip
-    assert done.returncode == status, f"{shlex.join(command)}\n{done.stdout[-6000:]}"
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-6000:]}"
     return done.stdout
 
 
-def start(row: Script, data: Data, out: Path, *flags: str, status: int = 0, **more: str) -> str:
+def start(row: Script, data: Data, out: Path, *flags: str, **more: str) -> str:
     command, settings = prepared(row, data, out, *flags, **more)
-    said = finish(command, settings, status, data.fill(row.cwd, out) or ROOT)
+    said = finish(command, settings, data.fill(row.cwd, out) or ROOT)
     for name in row.leaves:
         assert Path(data.fill(row.cwd, out), name).stat().st_size, said
     return said
@@ -197,10 +197,6 @@ def steps(printed: str) -> dict[int, dict[str, str]]:
 
 def run(row: Script, data: Data, out: Path) -> str:
     """Run a row; return its result in words."""
-    if row.kind == "waits":
-        said = start(row, data, out, status=1)
-        assert f"waits for {row.waits}" in said, said
-        return f"ends with status 1 and names what it waits for: {row.waits}"
     for line in row.before:
         settings = data.settings(row.family)
         finish(["bash", "-c", data.fill(line, out)], settings | {"GPUS": "1", "NUM_GPUS": "1"})
@@ -284,7 +280,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = None
         for row in rows():
-            if row.kind == "none" or not any(name in row.path for name in own.names):
+            if not any(name in row.path for name in own.names):
                 continue
             data = data or Data.of(source, Path(folder))
             out = Path(folder, "out", row.path)

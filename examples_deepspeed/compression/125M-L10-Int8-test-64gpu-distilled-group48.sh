@@ -3,6 +3,5 @@
 # which LOAD_PATH names: weights go from 12 to 4 bits in 48 groups, activations to 8 (not "Int8").
 source "$(dirname "$0")/../megatron_deepspeed.sh"
 
-waits_for "quantization-aware training (compression_training in the JSON)"
 defaults NUM_LAYERS=10
 quantized_gpt3 "$@"

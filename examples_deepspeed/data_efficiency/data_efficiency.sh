@@ -42,8 +42,7 @@ save_interval() { # STEPS
 
 # The curriculum and its JSON. Sample and metric paths are of ds_analyze_*_data_reduce.sh.
 data_efficiency() { # gpt|bert LENGTH
-    local name number values=()
-    [[ $LTD_ENABLED != true ]] || waits_for "random layerwise token dropping (--random-ltd)"
+    local name number values=() middle
     defaults CL_NUM_METRIC=1 SEED=1234
     TEMPLATE=$HERE/ds_config_$1_1clmetric_TEMPLATE.json OPTIONS=() JOB_CURRICULUM=''
     ((CL_NUM_METRIC == 1)) || TEMPLATE=$HERE/ds_config_$1_2clmetrics_TEMPLATE.json
@@ -56,8 +55,11 @@ data_efficiency() { # gpt|bert LENGTH
         curriculum "$name" "CL_${number,,}"
         ((CL_NUM_METRIC > 1)) || break
     done
+    # All layers but the first and the last one.
+    middle=$(seq -s ', ' 1 $((NUM_LAYERS - 2)))
     TEMPLATE_VALUES=(DATA_EFFICIENCY_SEED="$SEED" LTD_ENABLED="$LTD_ENABLED" LTD_MIN="$LTD_START"
-        LTD_MAX="$SEQ_LEN" LTD_STEP="$LTD_STEP" CL_ENABLED="$CL_ENABLED" "${values[@]}"
+        LTD_MAX="$SEQ_LEN" LTD_STEP="$LTD_STEP" LTD_TOTAL_LAYERS="$NUM_LAYERS"
+        LTD_LAYER_NUM=$((NUM_LAYERS - 2)) LTD_LAYER_ID="[$middle]" CL_ENABLED="$CL_ENABLED" "${values[@]}"
         DATA_SAMPLING_NUM_WORKERS="${num_workers:-0}")
     if [[ $LTD_ENABLED == true ]]; then
         OPTIONS+=(--random-ltd)

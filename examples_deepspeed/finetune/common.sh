@@ -5,7 +5,7 @@
 #     finetune NAME --flag value ... "$@"
 #
 # The result is in $RUNS/NAME: a Hugging Face folder, report.html, checkpoints. The same command
-# continues a run that was interrupted. Settings, beside those of ../common.sh (GPUS, LAUNCHER,
+# continues a run that was interrupted. Settings, next to those of ../common.sh (GPUS, LAUNCHER,
 # HOSTFILE, RUNS, DRY_RUN):
 #
 #     BASE         folder of the downloaded model

@@ -34,7 +34,6 @@ BIENCODER="--num-layers 12 --hidden-size 768 --num-attention-heads 12 --max-posi
 # A script of the retriever.
 retriever() { # PROCESSES PROGRAM --flag value ...
     local GPUS=${GPUS:-$1} LAUNCHER=${LAUNCHER:-python}
-    waits_for "retrieval (ICT, REALM, ORQA)"
     # shellcheck disable=SC2086
     start "$2" $BIENCODER --vocab-file "${VOCAB_FILE:-bert-vocab.txt}" "${@:3}"
 }

@@ -3,7 +3,6 @@
 # would wait (ZB-H1).
 source "$(dirname "$0")/../megatron_deepspeed.sh"
 
-waits_for "the zero-bubble schedule (--enable-zbh1-pipeline)"
 defaults MODEL_SIZE=1.3 PP_SIZE=8 ZERO_STAGE=0 GLOBAL_BATCH_SIZE=16 BATCH_SIZE=1 LOG_INTERVAL=1 \
     EVAL_ITERS=10100 EVAL_INTERVAL=10100 SAVE_INTERVAL=10100 ACTIVATION_CHECKPOINT=false
 DATA=my-gpt2_text_document TEMPLATE=examples_deepspeed/rebase/ds_config_gpt_TEMPLATE.json

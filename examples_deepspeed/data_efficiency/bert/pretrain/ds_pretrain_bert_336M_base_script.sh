@@ -9,7 +9,8 @@
 # dummy dummy dummy value single_cluster 512 512 1 1 1; ITERATIONS, LTD_STEP and STEPS are millions.
 # Each is a variable, too: LR, TRAIN_ITERS_IN_MILLION, LTD_ENABLED ... CL_1ST_METRIC ... CL_2ND_ROOT.
 # SAMPLES and VALUES are the files of ../ds_analyze_bert_data_reduce.sh. The run ends after as many
-# tokens as ITERATIONS of full length have. LTD_ENABLED true waits for random layerwise token dropping.
+# tokens as ITERATIONS of full length have. LTD_ENABLED true lets the layers but the first and the
+# last one drop tokens: they keep LTD_START of them at first, and all after LTD_STEP steps.
 source "$(dirname "$0")/../../data_efficiency.sh"
 
 mapfile -t first < <(metric CL_1ST TOTAL_STEP_IN_MILLION)

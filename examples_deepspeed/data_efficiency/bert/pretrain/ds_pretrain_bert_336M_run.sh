@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Recipes of ds_pretrain_bert_336M_base_script.sh: ds_pretrain_bert_336M_run.sh RECIPE [FLAG ...].
-# Without a recipe it names them and ends with status 1. Those with "ltd" wait for random layerwise
-# token dropping. INDEX_HOME is the folder that ../ds_analyze_bert_data_reduce.sh has written
-# (vocab_rarity/..., seqlen/..., seqlen_vocab_rarity/...); CL_START_SEQLEN and CL_STEPS_IN_MILLION are
-# the first length and the length of the curricula.
+# Without a recipe it names them and ends with status 1. INDEX_HOME is the folder that
+# ../ds_analyze_bert_data_reduce.sh has written (vocab_rarity/..., seqlen/..., seqlen_vocab_rarity/...);
+# CL_START_SEQLEN and CL_STEPS_IN_MILLION are the first length and the steps of the curricula,
+# LTD_START and LTD_STEP_IN_MILLION those of the layers that drop tokens.
 source "$(dirname "$0")/../../data_efficiency.sh"
 
 block baseline_1049B baseline_703B baseline_524B cl_ltd_1049B cl_ltd_524B ltd_1049B ltd_703B ltd_524B \
@@ -15,7 +15,8 @@ case $BLOCK in
     *_703B) lr=1.5e-4 million=134e-2 steps=64e-2 ;;
     *_524B) lr=2e-4 million=1 steps=48e-2 ;;
 esac
-defaults SEQ_LEN=512 CL_START_SEQLEN=128 CL_STEPS_IN_MILLION="$steps"
+defaults SEQ_LEN=512 CL_START_SEQLEN=128 CL_STEPS_IN_MILLION="$steps" LTD_START=128 \
+    LTD_STEP_IN_MILLION="$million"
 home=${INDEX_HOME:-$HERE/../output/analysis_pile_bert_5epoch}
 index() { # NAME METRIC CLUSTERING MULTIPLE
     printf '%s\n' "$1" "$home/$2/$2_index_to_sample_percentile_merged" "$home/$2/$2_index_to_metric" \
@@ -25,7 +26,7 @@ mapfile -t voc < <(index voc vocab_rarity schedule_based 1)
 mapfile -t rare < <(index seqlenvocabrarity seqlen_vocab_rarity schedule_based 1)
 mapfile -t long < <(index seqlen seqlen single_cluster 8)
 truncate=(seqlen_truncate dummy dummy value single_cluster "$CL_START_SEQLEN" "$SEQ_LEN" "$CL_STEPS_IN_MILLION" 8 1)
-ltd=(true 128 "$million" 0.1) full=(false "$SEQ_LEN" 1 0.1)
+ltd=(true "$LTD_START" "$LTD_STEP_IN_MILLION" 0.1) full=(false "$SEQ_LEN" 1 0.1)
 
 case ${BLOCK%_*} in
     baseline) arguments=() ;;

@@ -8,7 +8,8 @@
 # Arguments may be left out at the end, or empty: 2.0e-4 300 (billions) false 2048 1 false 1, and of
 # each metric dummy dummy dummy value single_cluster 2048 2048 1 1 1. Each is a variable, too: LR,
 # TRAIN_TOKENS_IN_BILLION, LTD_ENABLED ... CL_1ST_METRIC ... CL_2ND_ROOT. SAMPLES and VALUES are the
-# files of ../ds_analyze_gpt_data_reduce.sh. LTD_ENABLED true waits for random layerwise token dropping.
+# files of ../ds_analyze_gpt_data_reduce.sh. LTD_ENABLED true lets the layers but the first and the
+# last one drop tokens: they keep LTD_START of them at first, and all after LTD_STEP steps.
 source "$(dirname "$0")/../../data_efficiency.sh"
 
 mapfile -t first < <(metric CL_1ST TOTAL_STEP)
