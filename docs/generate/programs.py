@@ -29,7 +29,7 @@ PROGRAMS: tuple[tuple[str, ...], ...] = (
         ("tools/convert_checkpoint.py", command)
         for command in (
             *("to-hf", "from-hf", "to-peft", "to-megatron", "to-deepspeed", "to-universal"),
-            *("to-torch-dist", "to-dcp", "to-gguf", "upcycle"),
+            *("to-torch-dist", "to-dcp", "to-gguf", "upcycle", "clean"),
         )
     ),
     ("tools/checkpoint/util.py",),
@@ -41,6 +41,8 @@ PROGRAMS: tuple[tuple[str, ...], ...] = (
     ("tools/bert_embedding/embed.py",),
     ("tasks/main.py",),
     ("tasks/ensemble_classifier.py",),
+    ("tasks/msdp/main.py",),
+    ("tasks/msdp/preprocessing.py",),
     *(
         (f"tasks/eval_harness/{path.name}",)
         for path in sorted((ROOT / "tasks" / "eval_harness").glob("*.py"))
