@@ -13,7 +13,7 @@ ARG TORCH="torch==2.13.0"
 # Extras of setup.py, such as fast,s3,wandb.
 ARG EXTRAS=""
 
-# Packages go beside those of the base's own Python, so that its torch and torchrun find them.
+# Packages go next to those of the base's own Python, so that its torch and torchrun find them.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \

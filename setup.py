@@ -122,6 +122,7 @@ COMMANDS = [
     "megatron-pretrain-bert = pretrain_bert:main",
     "megatron-pretrain-t5 = pretrain_t5:main",
     "megatron-pretrain-retro = pretrain_retro:main",
+    "megatron-pretrain-ict = pretrain_ict:main",
     "megatron-finetune = finetune:main",
     "megatron-run-task = megatron.apps.tasks.command:main",
     "megatron-train-tokenizer = megatron.tools.train_tokenizer:main",
@@ -177,7 +178,7 @@ setup(
     package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
     py_modules=[
         *("pretrain_gpt", "pretrain_gpt2", "pretrain_bert", "pretrain_t5", "pretrain_retro"),
-        *("finetune", "finetune_llama"),
+        *("pretrain_ict", "finetune", "finetune_llama"),
     ],
     install_requires=REQUIRES,
     extras_require=EXTRAS,

@@ -129,15 +129,15 @@ class Benchmark:
         before = [self.step() for _ in range(3)]
         writer = self.writers["async"]
         writer.save(self.steps, {"consumed_samples": 0})
-        beside, results = [], list[SaveResult]()
+        alongside, results = [], list[SaveResult]()
         while not results:
-            beside.append(self.step())
+            alongside.append(self.step())
             results = writer.finished()
         self._take(results[0])
         self.clock.add("stall of an asynchronous save", results[0].stall_seconds, 0.0)
         self.clock.add("whole asynchronous save", results[0].seconds, 0.0)
         self.clock.add("step before it", statistics.mean(before), 0.0)
-        self.clock.add("step beside it", statistics.mean(beside), 0.0)
+        self.clock.add("step next to it", statistics.mean(alongside), 0.0)
 
     def _take(self, result: SaveResult) -> None:
         if result.error is not None:

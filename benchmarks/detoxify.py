@@ -6,7 +6,7 @@
 
 Every step is the command of examples_deepspeed/megatron/detxoify_lm/README.md, with
 alt-profanity-check as the scorer; what follows "--" is appended to the flags of the fine-tuning.
-Beside the least toxic half of the samples, an equally large random part of them is trained on,
+Next to the least toxic half of the samples, an equally large random part of them is trained on,
 which shows what the filter does. Data and models are kept in --folder, and what is there is used
 again. Printed are both measures over 25 continuations of each prompt, and the perplexities of
 held-out documents, as they are and without what was planted: medians over the seeds, and how they

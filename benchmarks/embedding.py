@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Chunks of text that each embedder of Retro embeds in a CPU second, beside sentence-transformers
+"""Chunks of text that each embedder of Retro embeds in a CPU second, next to sentence-transformers
 on the same encoder.
 
     python benchmarks/embedding.py --encoder hf --input corpus.jsonl

@@ -7,7 +7,7 @@
 One size is varied at a time, the others stay. The trainers of all its values are built once and
 take turns, one thread each.
 
-Time: CPU seconds of a step beside FLOPs / rate, where the rate is that of the step's own matrix
+Time: CPU seconds of a step next to FLOPs / rate, where the rate is that of the step's own matrix
 products at their own shapes, done by themselves in the same turn. What lies between the two is
 everything that is no matrix product. How it grows is the exponent of a power law, fitted to both.
 Memory: the most bytes that were resident beyond those before there was a model, less the same of a
@@ -103,7 +103,7 @@ def measure(
             group.run(2)
         # Before products are timed in the same processes.
         memory = [group.memory() for group in groups]
-        samples, floors = take_turns(groups, rounds, seconds, beside="products")
+        samples, floors = take_turns(groups, rounds, seconds, alongside="products")
     finally:
         for group in groups:
             group.close()

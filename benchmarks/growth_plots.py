@@ -1,4 +1,4 @@
-"""Plots of ``growth.py``: time and memory of a step beside their formulas."""
+"""Plots of ``growth.py``: time and memory of a step next to their formulas."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class LayoutFlags:
         processes: how many there are.
         replicas: data-parallel replicas.
         flags: what ``pretrain_gpt.py`` is given besides the model.
-        copies: how many such trainings run beside each other, knowing nothing of each other.
+        copies: how many such trainings run next to each other, knowing nothing of each other.
     """
 
     name: str

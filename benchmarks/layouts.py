@@ -9,7 +9,7 @@ Every layout is a group of processes of this trainer, of one thread each, that i
 groups then train in turns, one group at a time, for several rounds. Every process takes the same
 micro batch, so that more replicas mean more tokens a step and other layouts the same tokens in more
 processes. Shown are medians over the rounds; the ratio to one process is that of the same round.
-"2 x dp1" are two trainings of one process beside each other, which know nothing of each other:
+"2 x dp1" are two trainings of one process next to each other, which know nothing of each other:
 their ratio is what sharing memory and caches leaves of a core, and no layout can be expected above
 it.
 """

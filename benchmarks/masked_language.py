@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Trains a small BERT or T5 on given text; its losses on held-out text beside those of n-grams.
+"""Trains a small BERT or T5 on given text; its losses on held-out text next to those of n-grams.
 
     python benchmarks/masked_language.py --family bert --text web.jsonl articles.txt
     python benchmarks/masked_language.py --family t5 --text web.jsonl articles.txt --json t5.json
@@ -100,7 +100,7 @@ class Task:
     """Task of a family.
 
     Attributes:
-        flags: beside those of :data:`MODEL`.
+        flags: next to those of :data:`MODEL`.
         text: the hidden text of a sample.
         part: a sample with the losses of some of its tokens alone.
         loss_mask: of a sample.

@@ -8,7 +8,7 @@
 balancing loss, with a bias that balances them without a loss, and without either. ``layers``
 compares attention with latent attention, and with Gated DeltaNet in three of four blocks, each also
 with multi-token prediction, whose block is only there in training. ``optimizers`` compares AdamW
-at five learning rates with others at three, all of them with equal tokens.
+with others: the first seed trains each at several learning rates, the others at its best one.
 
 Each of several seeds draws other weights and another order of the texts, the same order for all
 models, and every model is evaluated on the same texts: the difference to the first model of the
@@ -23,7 +23,6 @@ import statistics
 import subprocess
 import sys
 from fnmatch import fnmatch
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -56,12 +55,13 @@ MUON = (
     "--muon-coefficient-type polar_express"
 )
 RATES = {
-    "AdamW": ("", (4e-3, 1e-3, 2e-3, 8e-3, 1.6e-2)),
-    "Muon": (MUON, (2e-3, 4e-3, 8e-3)),
+    "AdamW": ("", (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)),
+    "Muon": (MUON, (4e-3, 8e-3, 1.6e-2, 3.2e-2)),
     "Lion": ("--optimizer lion --lion-beta1 0.9 --lion-beta2 0.99 --weight-decay 0.5",
-             (4e-4, 8e-4, 1.6e-3)),
-    "SOAP": ("--optimizer soap", (2e-3, 4e-3, 8e-3)),
-    "schedule-free": ("--optimizer schedule_free --lr-decay-style constant", (4e-3, 8e-3, 1.6e-2)),
+             (8e-4, 1.6e-3, 3.2e-3)),
+    "SOAP": ("--optimizer soap", (8e-3, 1.6e-2)),
+    "schedule-free": ("--optimizer schedule_free --lr-decay-style constant",
+                      (1.6e-2, 3.2e-2)),
 }  # fmt: skip
 MODELS = {
     "optimizers": {
@@ -101,15 +101,28 @@ def main() -> int:
     options = parser().parse_args()
     rows = []
     names = [name for name in MODELS[options.models] if fnmatch(name, options.only)]
-    for seed, name in product(options.seeds, names):
-        rows.append({"model": name, "seed": seed, **trained(name, seed, options)})
-        print(f"{name}, seed {seed}: {rows[-1]['loss']:.4f}", flush=True)
+    for seed in options.seeds:
+        for name in names:
+            rows.append({"model": name, "seed": seed, **trained(name, seed, options)})
+            print(f"{name}, seed {seed}: {rows[-1]['loss']:.4f}", flush=True)
+            if options.json:
+                Path(options.json).write_text(json.dumps(rows, indent=1))
+        if options.models == "optimizers" and seed == options.seeds[0]:
+            names = best_rates(rows)
+    rows = [row for row in rows if row["model"] in names]
     print(table(rows))
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1))
     if options.picture:
         draw(rows, Path(options.picture))
     return 0
+
+
+def best_rates(rows: list[dict[str, Any]]) -> list[str]:
+    """Names of the models whose learning rate has the least loss of their optimizer."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        optimizer, _, _ = row["model"].rpartition(" ")
+        best[optimizer] = min(best.get(optimizer, row), row, key=lambda each: each["loss"])
+    return [row["model"] for row in best.values()]
 
 
 def trained(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -129,9 +142,11 @@ def trained(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
             str(metrics),
         ]
         command = [sys.executable, "pretrain_gpt.py", *argv]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(done.stdout[-2000:] + done.stderr[-2000:])
+        if not metrics.exists():
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                metrics.unlink(missing_ok=True)
+                sys.exit(done.stdout[-2000:] + done.stderr[-2000:])
         rows = read_metrics(str(metrics))
         curve = [
             (row["consumed_tokens"], row.get("lm loss", row["loss"]))
@@ -207,7 +222,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--steps", type=int, default=1000)
     result.add_argument("--only", default="*", help="models whose names match this pattern")
     result.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    result.add_argument("--metrics", help="keep the metrics of all trainings in this folder")
+    result.add_argument("--metrics", help="keep metrics here, and repeat no training that has them")
     result.add_argument("--picture", help="draw the losses of the seeds to this file")
     result.add_argument("--json", help="also write all losses to this file")
     return result

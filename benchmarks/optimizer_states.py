@@ -6,7 +6,7 @@
     python benchmarks/optimizer_states.py --text input.txt --seeds 1 --formats 'bf16*'
 
 The tokens are the bytes of the text, each seen once at most, so that losses are of unseen text.
-Formats are those of --use-precision-aware-optimizer, beside float32 states, and the same rounded to
+Formats are those of --use-precision-aware-optimizer, float32, and the same formats rounded to
 nearest instead of stochastically, which no flag does. All runs have the same initial weights and
 batches, but those with float32 states and other seeds: the spread of their losses is the noise to
 compare with.
@@ -139,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--steps", type=int, default=300)
     result.add_argument("--seeds", type=int, default=3, help="runs with float32 states")
     result.add_argument(
-        "--formats", nargs="+", default=["*"], metavar="PATTERN", help="rows beside float32 states"
+        "--formats", nargs="+", default=["*"], metavar="PATTERN", help="rows next to float32 states"
     )
     result.add_argument("--json", help="also write all losses to this file")
     return result

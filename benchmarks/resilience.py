@@ -8,7 +8,7 @@ Two measures follow from the same steps. The threads of the checks and what the 
 them have clocks of their own; their sum is shown as a share of the steps. Steps with and without
 the checks take turns, too, and the quotient of their CPU times has all that the clocks may miss,
 but the noise of the machine as well. The comparison of replicas, which precedes every save, is
-shown beside a step and a save.
+shown next to a step and a save.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python benchmarks/retro_step.py
     python benchmarks/retro_step.py --layers 12 --hidden-size 512 --rounds 9 --json out.json
 
-GPT and Retros are built once, each in a process, and take turns (trainer_group.py). Beside the
+GPT and Retros are built once, each in a process, and take turns (trainer_group.py). Next to the
 measured ratio is that of the FLOPs, attention counted whole.
 """
 

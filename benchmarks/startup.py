@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Seconds from the command to the end of the first step, and from kill -9 to the end of the first
-step of the run that is started again; where they go, by launcher, beside a peer.
+step of the run that is started again; where they go, by launcher, next to a peer.
 
     python benchmarks/startup.py
     python benchmarks/startup.py --rounds 7 --processes 1 --json out.json
@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--merge-file", help="GPT-2's")
     result.add_argument("--flags", default="", help="more flags of pretrain_gpt.py")
     result.add_argument("--no-peer", action="store_true", help="this project alone")
-    result.add_argument("--compare", help="another copy of this project, measured beside it")
+    result.add_argument("--compare", help="another copy of this project, measured next to it")
     result.add_argument("--json", help="file for the numbers")
     return result
 
@@ -214,7 +214,7 @@ def launch(
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(work / "site"),
-        # Compiled files as users have them, without writing beside the sources.
+        # Compiled files as users have them, without writing next to the sources.
         "PYTHONPYCACHEPREFIX": str(work / "compiled"),
         "STARTUP_STAMPS": str(stamps),
     }

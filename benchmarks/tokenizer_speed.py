@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Megabytes of text per CPU second of each tokenizer, beside its reference library.
+"""Megabytes of text per CPU second of each tokenizer, next to its reference library.
 
 python benchmarks/tokenizer_speed.py --folder DATA
 

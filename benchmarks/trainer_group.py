@@ -117,7 +117,7 @@ class TrainerGroup:
 
 
 def take_turns(
-    groups: Sequence[TrainerGroup], rounds: int, seconds: float, beside: str | None = None
+    groups: Sequence[TrainerGroup], rounds: int, seconds: float, alongside: str | None = None
 ) -> tuple[list[list[Sample]], list[list[Any]]]:
     """Has groups train one after the other, round by round, in another order in each.
 
@@ -125,7 +125,7 @@ def take_turns(
         groups: the groups.
         rounds: how often each has its turn.
         seconds: about how many CPU seconds a turn takes.
-        beside: a question to the first process of a group in each of its turns.
+        alongside: a question to the first process of a group in each of its turns.
 
     Returns:
         The samples of each group, one of each round, and the answers to the question.
@@ -139,8 +139,8 @@ def take_turns(
         order = range(len(groups)) if number % 2 == 0 else range(len(groups) - 1, -1, -1)
         for place in order:
             samples[place].append(groups[place].run(steps[place]))
-            if beside is not None:
-                answers[place].append(groups[place].ask(beside)[0])
+            if alongside is not None:
+                answers[place].append(groups[place].ask(alongside)[0])
     return samples, answers
 
 

@@ -1,4 +1,4 @@
-"""Writes the lists beside this file from setup.py: `make lock`, or with uv installed
+"""Writes the lists next to this file from setup.py: `make lock`, or with uv installed
 
     python requirements/lock.py [--upgrade]
 

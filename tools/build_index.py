@@ -5,7 +5,7 @@
     python tools/build_index.py --workers 8 --world-size 64 [the flags of pretrain_gpt.py]
 
 All files of training, validation and test are checked and indexed, several at a time, in the cache
-that the run uses (--data-cache-path, or index-cache/ beside the data); the run then starts without
+that the run uses (--data-cache-path, or index-cache/ next to the data); the run then starts without
 building anything. --world-size is the number of the run's processes, from which batch sizes may be
 derived.
 """
@@ -67,7 +67,7 @@ def check_writable(config: RunConfig) -> None:
     blends = parts_of(config).blends()
     paths = {path for blend in blends for source in blend.sources for path in source.paths}
     for path in sorted(paths):
-        folder = IndexCache.beside(path, config.data.data_cache_path).folder
+        folder = IndexCache.next_to(path, config.data.data_cache_path).folder
         try:
             assert folder is not None
             folder.mkdir(parents=True, exist_ok=True)

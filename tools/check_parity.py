@@ -13,7 +13,7 @@ this machine's CPU and compares
   2. some steps through DeepSpeed's engine: loss and gradient norm of each, and after the first
      one every gradient and every new weight.
 
-It prints the numbers beside those of one process and, for a layout that differs, the first
+It prints the numbers next to those of one process and, for a layout that differs, the first
 difference. docs/guides/parity.md explains them.
 """
 
@@ -55,7 +55,7 @@ layouts accept. A small model of the same kind finds the same differences as a l
 layers, a few heads, short sequences.
 
 Layouts are made of tpN (tensor parallel over N processes), sp (sequence parallel), ppN (pipeline),
-1f1b, interleaved or dualpipev (its schedule), vN (stages per process), dpN (replicas), epN and etp1
+a pipeline schedule such as zbh1, vN (stages per process), dpN (replicas), epN and etp1
 (experts divided over N processes, and whole), zero0 to zero3, fp32, bf16 or fp16, and selective,
 uniform or block (recomputation), joined by '-'.
 `python tools/layouts.py` shows which of them can be combined.
@@ -157,8 +157,8 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     for a in outcomes:
         numbers = ("",) * 4
         if a.largest and a.allowed:
-            found = (a.largest.loss, a.allowed.loss, a.largest.norm, a.allowed.norm)
-            numbers = tuple(f"{number:.1e}" for number in found)  # type: ignore[assignment]
+            figures = (a.largest.loss, a.allowed.loss, a.largest.norm, a.allowed.norm)
+            numbers = tuple(f"{number:.1e}" for number in figures)  # type: ignore[assignment]
         # The last line of a process says what happened.
         lines = a.reason.splitlines()
         reason = " ".join(dict.fromkeys((*lines[:1], *(line.strip() for line in lines[-1:]))))

@@ -11,6 +11,7 @@
     python tools/convert_checkpoint.py to-dcp --load checkpoints --output dcp
     python tools/convert_checkpoint.py to-gguf --load checkpoints --output model.gguf
     python tools/convert_checkpoint.py to-peft --load checkpoints --output adapters
+    python tools/convert_checkpoint.py clean --load quantized --output clean
     python tools/convert_checkpoint.py upcycle --load dense --output experts --num-experts 8
 
 Conversions to and from Hugging Face are compared with their source, logit by logit, before the

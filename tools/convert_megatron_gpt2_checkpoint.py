@@ -64,7 +64,7 @@ def parser() -> CommandParser:
 
 
 def convert(path: Path, config_file: Path | None, structure: bool, overwrite: bool) -> None:
-    """Writes the model and its tokenizer beside the checkpoint ``path``. Raises ConfigError if the
+    """Writes the model and its tokenizer next to the checkpoint ``path``. Raises ConfigError if the
     file or that of the configuration is not one of a GPT-2. Raises CheckpointError if the
     checkpoint is damaged, or the folder has a model. Raises ValueError if no architecture of
     Hugging Face fits."""
@@ -85,7 +85,7 @@ def convert(path: Path, config_file: Path | None, structure: bool, overwrite: bo
             require_agreement(source, described, f"--config_file {config_file}")
         for note in source.notes:
             print(f"{path}: {note}")
-        source.tokenizer = tokenizer_beside(folder) or source.tokenizer
+        source.tokenizer = tokenizer_next_to(folder) or source.tokenizer
         result = export_hf(source, written, SHARD_BYTES)
         if structure:
             for line in structure_of(written):
@@ -98,11 +98,11 @@ def convert(path: Path, config_file: Path | None, structure: bool, overwrite: bo
 
 
 def located(path: Path) -> Path:
-    """The checkpoint of a file: with the files of other ranks beside it, or in the archive. Raises
+    """The checkpoint of a file: with the files of other ranks next to it, or in the archive. Raises
     ConfigError if an archive has none."""
-    found = MegatronCheckpoint.locate(path, None)
-    if found is not None:
-        return found
+    checkpoint = MegatronCheckpoint.locate(path, None)
+    if checkpoint is not None:
+        return checkpoint
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             members = archive.namelist()
@@ -127,16 +127,16 @@ def description(path: Path) -> ModelConfig:
 
 def require_agreement(source: MegatronCheckpoint, described: ModelConfig, name: str) -> None:
     """Raises ConfigError if a checkpoint's own arguments describe another network."""
-    found = described.shaping()
+    shaping = described.shaping()
     for field, value in source.model.shaping().items():
-        if found[field] != value:
+        if shaping[field] != value:
             raise ConfigError(
-                f"{name} has {field} {found[field]}, but {source.folder} was trained with {value}; "
-                "the checkpoint describes itself, so leave --config_file out"
+                f"{name} has {field} {shaping[field]}, but {source.folder} was trained with "
+                f"{value}; the checkpoint describes itself, so leave --config_file out"
             )
 
 
-def tokenizer_beside(folder: Path) -> TokenizerConfig | None:
+def tokenizer_next_to(folder: Path) -> TokenizerConfig | None:
     """The tokenizer of a folder's vocab.json and merges.txt; None without them."""
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     if not (vocabulary.is_file() and merges.is_file()):

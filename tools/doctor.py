@@ -178,14 +178,14 @@ def interface(config: DoctorConfig) -> str:
     .deepspeed_env, or the shell's variable, which DeepSpeed does not pass to the nodes of a
     hostfile."""
     name = "GLOO_SOCKET_IFNAME"
-    found = "" if config.hostfile else os.environ.get(name, "")
+    address = "" if config.hostfile else os.environ.get(name, "")
     for folder in (os.path.expanduser("~"), "."):
         with suppress(OSError, UnicodeDecodeError):
             path = os.path.join(folder, os.environ.get("DS_ENV_FILE", ".deepspeed_env"))
             for line in Path(path).read_text().splitlines():
                 key, _, value = line.partition("=")
-                found = value.strip() if key.strip() == name else found
-    return found
+                address = value.strip() if key.strip() == name else address
+    return address
 
 
 def tell(text: str) -> None:

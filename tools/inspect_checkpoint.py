@@ -69,10 +69,10 @@ def parser() -> CommandParser:
 
 def open_alone(path: str, wanted: str | None) -> Source:
     """A checkpoint; of adapters those alone, as they are in its files."""
-    found = locate_checkpoint(path, wanted)
-    if found is not None and found.form is AdaptedCheckpoint:
-        source: Source = CheckpointReader(found.folder)
-        record = BaseRecord.read(found.folder)
+    checkpoint = locate_checkpoint(path, wanted)
+    if checkpoint is not None and checkpoint.form is AdaptedCheckpoint:
+        source: Source = CheckpointReader(checkpoint.folder)
+        record = BaseRecord.read(checkpoint.folder)
         source.notes = (f"adapters of {record.path} ({record.title}, {len(record.digests)} "
                         "parameters)",)  # fmt: skip
         return source
@@ -118,8 +118,8 @@ def as_json(source: Source, norms: bool) -> dict[str, Any]:
 
 
 def described(facts: TensorFacts) -> dict[str, Any]:
-    found = {key: value for key, value in vars(facts).items() if value is not None}
-    return found | {"shape": list(facts.shape)}
+    fields = {key: value for key, value in vars(facts).items() if value is not None}
+    return fields | {"shape": list(facts.shape)}
 
 
 def show_differences(first: Source, second: Source) -> int:
@@ -131,16 +131,16 @@ def show_differences(first: Source, second: Source) -> int:
             lines.append(f"{key.replace('_', ' ')}: {here.get(key)} and {there.get(key)}")
     for line in lines:
         print(line)
-    found = 0
+    differing = 0
     for difference in tensor_differences(first, second):
-        found += 1
+        differing += 1
         what = difference.what or (
             f"largest difference {difference.largest:.3g}, relative {difference.relative:.3g}"
         )
         kind = "" if difference.kind == "weight" else f".{difference.kind}"
         print(f"{difference.name}{kind}: {what}")
-    print(f"{found} tensors differ" if found else "all tensors are bitwise equal")
-    return 1 if found or lines else 0
+    print(f"{differing} tensors differ" if differing else "all tensors are bitwise equal")
+    return 1 if differing or lines else 0
 
 
 if __name__ == "__main__":

@@ -102,19 +102,19 @@ def document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) 
     first, stop = dataset.document_indices[number : number + 2].tolist()
     sequences: list[dict[str, Any]] = []
     for sequence in range(first, stop):
-        found: dict[str, Any] = {"sequence": sequence, "tokens": dataset[sequence].tolist()}
+        content: dict[str, Any] = {"sequence": sequence, "tokens": dataset[sequence].tolist()}
         if dataset.modes is not None:
-            found["mode"] = int(dataset.modes[sequence])
+            content["mode"] = int(dataset.modes[sequence])
         if tokenizer is not None:
-            largest = max(found["tokens"], default=0)
+            largest = max(content["tokens"], default=0)
             if largest >= tokenizer.vocab_size:
                 raise ValueError(
                     f"{dataset.prefix}.bin: sequence {sequence} contains the token id {largest}, "
                     f"but the tokenizer has {tokenizer.vocab_size} ids: the file was made with "
                     "another one"
                 )
-            found["text"] = tokenizer.detokenize(found["tokens"])
-        sequences.append(found)
+            content["text"] = tokenizer.detokenize(content["tokens"])
+        sequences.append(content)
     return {"prefix": dataset.prefix, "document": number, "sequences": sequences}
 
 

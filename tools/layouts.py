@@ -22,23 +22,29 @@ FAMILIES: tuple[tuple[str, Layout], ...] = (
     ("pipeline 1f1b", parse_layout("pp2-dp2")),
     ("pipeline interleaved", parse_layout("pp2-interleaved-dp2")),
     ("pipeline dualpipev", parse_layout("pp2-dualpipev-dp2")),
+    ("pipeline zbh1", parse_layout("pp2-zbh1-dp2")),
+    ("pipeline dualpipev_zb", parse_layout("pp2-dualpipev_zb-dp2")),
     ("tensor, pipeline 1f1b", parse_layout("tp2-pp2-dp2")),
     ("tensor, pipeline interleaved", parse_layout("tp2-pp2-interleaved-dp2")),
     ("tensor, pipeline dualpipev", parse_layout("tp2-pp2-dualpipev-dp2")),
+    ("tensor, pipeline zbh1", parse_layout("tp2-pp2-zbh1-dp2")),
     ("tensor, sequence, pipeline 1f1b", parse_layout("tp2-sp-pp2-dp2")),
     ("tensor, sequence, pipeline interleaved", parse_layout("tp2-sp-pp2-interleaved-dp2")),
     ("tensor, sequence, pipeline dualpipev", parse_layout("tp2-sp-pp2-dualpipev-dp2")),
+    ("tensor, sequence, pipeline zbh1", parse_layout("tp2-sp-pp2-zbh1-dp2")),
     ("context", parse_layout("cp2")),
     ("tensor, context", parse_layout("tp2-cp2")),
     ("tensor, sequence, context", parse_layout("tp2-sp-cp2")),
     ("pipeline 1f1b, context", parse_layout("pp2-cp2")),
     ("pipeline dualpipev, context", parse_layout("pp2-dualpipev-cp2")),
+    ("pipeline zbh1, context", parse_layout("pp2-zbh1-cp2")),
     ("experts", parse_layout("ep2-dp4")),
     ("tensor, experts", parse_layout("tp2-ep2-dp4")),
     ("tensor, sequence, experts whole", parse_layout("tp2-sp-ep4-etp1-dp4")),
     ("context, experts", parse_layout("cp2-ep2-dp4")),
     ("pipeline 1f1b, experts", parse_layout("pp2-ep2-dp4")),
     ("pipeline dualpipev, experts", parse_layout("pp2-dualpipev-ep2-dp4")),
+    ("pipeline zbh1, experts", parse_layout("pp2-zbh1-ep2-dp4")),
 )
 """Kinds of layouts; a size of 2 represents all larger ones."""
 
@@ -109,7 +115,7 @@ Tools name a layout by its tokens joined by `-`, without sizes of 1 and other de
 | `tpN` | `--tensor-model-parallel-size N` |
 | `sp` | `--sequence-parallel` |
 | `ppN` | `--pipeline-model-parallel-size N` |
-| `1f1b` `interleaved` `dualpipev` | `--pipeline-schedule` |
+| `1f1b` `interleaved` `dualpipev` `zbh1` `dualpipev_zb` | `--pipeline-schedule` |
 | `vN` | `--num-virtual-stages-per-pipeline-rank N` |
 | `dpN` | N replicas: the number of processes |
 | `epN` | `--expert-model-parallel-size N`, among the data-parallel processes: `ep2` is `ep2-dp2` |

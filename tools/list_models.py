@@ -41,6 +41,12 @@ SENSIBLE: Mapping[str, dict[str, Any]] = {
               "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "electra": {"embedding_size": 256},
     "glm4_moe": {"hidden_size": 6144},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": None}},
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "granitemoehybrid": {  # the dense models
+        "layer_types": ["full_attention"] * 32, "num_local_experts": 0,
+        "position_embedding_type": "rope",
+    },
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 128},
     "ministral": {"head_dim": 128},
@@ -246,7 +252,7 @@ def described(model_type: str, model_class: str) -> dict[str, list[str]]:
     import transformers
 
     config = config_of(model_type)
-    if getattr(config, "head_dim", 0) is None and config.num_attention_heads:  # Ministral has none
+    if config.to_dict().get("head_dim", 0) is None and config.num_attention_heads:  # Ministral
         config.head_dim = config.hidden_size // config.num_attention_heads
     with torch.device("meta"):
         model = getattr(transformers, model_class)(config)

@@ -23,6 +23,7 @@ Exit status: 0 if a layout fits; 1 if none fits; 2 if the command line is wrong.
 """
 
 import dataclasses
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -80,6 +81,7 @@ from megatron.config.memory import KeysAndValues, memory_of
 from megatron.config.optimizer import STATES
 from megatron.families import family_of, refuse_unused
 from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.averages.feature import AveragesConfig
 from megatron.features.context.costs import counts_half
 from megatron.features.context.flags import LongContextConfig
 from megatron.features.experts.costs import active_parameters
@@ -117,7 +119,7 @@ class PlanConfig:
     top: int = option(10)
     """Number of layouts to list."""
     like_table: bool = option(False)
-    """Print published numbers of models from 1.7B to 1T parameters beside the estimates, and the
+    """Print published numbers of models from 1.7B to 1T parameters next to the estimates, and the
     bytes per parameter, and exit. The layouts are the published ones; only machine flags apply."""
     propose: bool = option(False)
     """Print what published rules propose for tokens, learning rate and batch of the model, with
@@ -134,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     classes = (
         PlanConfig, Hardware, ModelFlags, PrecisionConfig, FastPathsConfig, AdapterConfig,
-        LongContextConfig, OptimizersConfig,
+        LongContextConfig, OptimizersConfig, AveragesConfig,
     )  # fmt: skip
     parser = FlagParser(*classes, description=__doc__)
     settings = parser.settings(argv)
@@ -224,12 +226,14 @@ def _model_at(folder: Path) -> ModelConfig:
 
 
 def _states(run: RunConfig, vocab_size: int) -> float:
-    """Numbers that the optimizer has next to a weight."""
+    """Numbers that the optimizer and averages have next to a weight."""
+    averages = len(run.section(AveragesConfig).names)
     if run.optimizer.optimizer == "adam":
-        return 2.0
+        return 2.0 + averages
     from megatron.features.optimizers.memory import states_per_parameter
 
-    return states_per_parameter(replace(run, model=run.model.with_vocabulary(vocab_size, 1)))
+    whole = replace(run, model=run.model.with_vocabulary(vocab_size, 1))
+    return states_per_parameter(whole) + averages
 
 
 def workload_of(config: PlanConfig, settings: Settings, gpus: int) -> Workload:
@@ -316,10 +320,17 @@ def long_sequences(plan: Plan, hardware: Hardware) -> str:
             f"{hardware.host_memory} of a node), pinned; {plan.time.host:.2f} s of its traffic are "
             "not hidden"
         )
-    if plan.layout.offload_optimizer is not None:
+    device = plan.layout.offload_optimizer
+    if device is not None:
+        section = {"device": device, **({"nvme_path": "DISK"} if device == "nvme" else {})}
         said.append(
-            'OFFLOAD.json is {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}; the '
-            "time of Adam on the CPU is not counted"
+            f"OFFLOAD.json is {json.dumps({'zero_optimization': {'offload_optimizer': section}})}; "
+            "the time of Adam on the CPU is not counted"
+        )
+    if plan.memory.disk:
+        said.append(
+            f"{plan.memory.disk / GIB:.1f} GiB of DISK for each GPU, which a step reads and "
+            "writes; its time is not counted"
         )
     return f"{plan.layout.name}: {'; '.join(said)}"
 
@@ -377,10 +388,10 @@ data: GB that a rank sends in a step."""
 
 def one_each(plans: Sequence[Plan]) -> list[Plan]:
     """Each layout once, with its best micro batch."""
-    found: dict[str, Plan] = {}
+    unique: dict[str, Plan] = {}
     for plan in plans:
-        found.setdefault(name(plan), plan)
-    return list(found.values())
+        unique.setdefault(name(plan), plan)
+    return list(unique.values())
 
 
 def name(plan: Plan) -> str:
@@ -391,7 +402,7 @@ def name(plan: Plan) -> str:
         "tiles" * (saving.mlp_chunks_for_training != 1),
         "host" * saving.in_host_memory,
         "fpdt" * saving.ds_sequence_parallel_fpdt,
-        "adam" * (plan.layout.offload_optimizer is not None),
+        {None: "", "cpu": "adam", "nvme": "disk"}[plan.layout.offload_optimizer],
     ]
     return "+".join(filter(None, (plan.layout.name, *words)))
 

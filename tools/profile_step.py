@@ -81,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def show(config: ProfileConfig, path: Path) -> None:
-    found = break_down(read_trace(path), config.least)
-    print(breakdown_text(found, config.top))
+    breakdown = break_down(read_trace(path), config.least)
+    print(breakdown_text(breakdown, config.top))
     if config.json is not None:
-        content = json.dumps(found.to_dict(), indent=1)
+        content = json.dumps(breakdown.to_dict(), indent=1)
         write_whole(Path(config.json), f"{content}\n".encode())
 
 

@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING
 
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.parallel.pipeline_schedules import SCHEDULES, Action, PipelineSchedule
+from megatron.config.layouts import complete_schedule
+from megatron.parallel.pipeline_schedules import (
+    INPUTS,
+    SCHEDULES,
+    WEIGHTS,
+    Action,
+    PipelineSchedule,
+)
 from megatron.parallel.timeline import Timeline, simulate, theory, transfer_of
 from megatron.util.errors import one_line
 from megatron.util.files import replacing
@@ -33,7 +40,9 @@ if TYPE_CHECKING:
 
 FORWARD_COLOURS = ("#2f5f98", "#a9c8e8")
 BACKWARD_COLOURS = ("#c9622c", "#f6cda4")
+WEIGHT_COLOURS = ("#3f8f5b", "#bfe3cb")
 """Colours of the first and the last chunk; the colours between them are mixed."""
+WEIGHT_LETTERS = "wx"
 WAITING = "#ececec"
 WIDTH = 13
 """Width of the picture in inches."""
@@ -48,7 +57,7 @@ class ScheduleConfig:
     pipeline_model_parallel_size: int = option(4)
     """Ranks of the pipeline."""
     num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, derived="1 for 1f1b, else 2; all gives it to interleaved alone"
+        None, derived="1 for 1f1b and zbh1, else 2; all gives it to interleaved alone"
     )
     """Stages per rank, also called chunks."""
     micro_batches: int = option(8)
@@ -57,6 +66,9 @@ class ScheduleConfig:
     """Time of the forward pass of one micro batch through all stages of a rank."""
     backward_time: float = option(2.0)
     """Time of the backward pass of one micro batch through the same stages."""
+    weight_time: float | None = option(None, derived="half of the backward time")
+    """Time within the backward pass of gradients of weights, which zbh1 and dualpipev_zb compute
+    later."""
     transfer_time: float = option(0.0)
     """Time of a message from one rank to another."""
     picture: str | None = option(None)
@@ -70,6 +82,12 @@ class ScheduleConfig:
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0 or (value == 0 and name != "transfer_time"):
                 raise ConfigError(f"{flag(name)} {value:g} must be a positive number")
+        weights, name = self.weight_time, flag("weight_time")
+        if weights is not None and not 0 < weights < self.backward_time:
+            raise ConfigError(
+                f"{name} {weights:g} must be positive and less than {flag('backward_time')} "
+                f"{self.backward_time:g}"
+            )
         chunks, most = self.num_virtual_stages_per_pipeline_rank, len(ascii_lowercase)
         if chunks is not None and chunks > most:
             name = flag("num_virtual_stages_per_pipeline_rank")
@@ -79,7 +97,7 @@ class ScheduleConfig:
 
     def chunks(self, name: str) -> int:
         """Chunks per rank of a schedule."""
-        usual = 1 if name == "1f1b" else 2
+        usual = complete_schedule(name, None)[1]
         if self.pipeline_schedule == "all" and name != "interleaved":
             return usual
         given = self.num_virtual_stages_per_pipeline_rank
@@ -95,7 +113,9 @@ class ScheduleConfig:
         schedule = PipelineSchedule(name, ranks, self.chunks(name), micro_batches)
         # Exact times: 0.1 is a tenth, and not the nearest binary fraction.
         times = (self.forward_time, self.backward_time, self.transfer_time)
-        return simulate(schedule, *(Fraction(str(time)) for time in times))
+        forward, backward, transfer = (Fraction(str(time)) for time in times)
+        weights = None if self.weight_time is None else Fraction(str(self.weight_time))
+        return simulate(schedule, forward, backward, transfer, weights)
 
 
 def flag(name: str) -> str:
@@ -129,6 +149,8 @@ def run(options: ScheduleConfig) -> None:
         f"A column is {float(unit):g} of time. 3a: micro batch 3 forward through the rank's first"
     )
     print("stage; 3A: backward; 3b, 3B: through its second stage; '.': waiting.")
+    if any(map(is_apart, timelines)):
+        print("3w, 3x: gradients of weights, apart from 3A and 3B, which are those of inputs then.")
     width = shutil.get_terminal_size((240, 24)).columns
     for timeline in timelines:
         print(f"\n{heading(timeline)}")
@@ -144,6 +166,21 @@ def heading(timeline: Timeline) -> str:
     schedule = timeline.schedule
     stages = f", {schedule.chunks} stages a rank" if schedule.chunks > 1 else ""
     return f"{schedule.name}{stages}"
+
+
+def is_apart(timeline: Timeline) -> bool:
+    """True if there are gradients of weights apart from backward passes."""
+    return any(slot.action.part for slot in timeline.slots)
+
+
+def by_formula(timeline: Timeline) -> Fraction | None:
+    """The bubble ratio of the schedule's paper; None without one."""
+    schedule = timeline.schedule
+    takes = {slot.action.part: slot.end - slot.start for slot in timeline.slots}
+    forward = next(slot.end - slot.start for slot in timeline.slots if not slot.action.backward)
+    times = forward, takes.get(INPUTS, Fraction(1)), takes.get(WEIGHTS, Fraction(1))
+    shape = schedule.name, schedule.ranks, schedule.chunks, schedule.micro_batches
+    return theory(*shape, times)
 
 
 def chunk_of(schedule: PipelineSchedule, action: Action) -> int:
@@ -170,8 +207,10 @@ def text_of(timeline: Timeline, unit: Fraction, width: int) -> list[str]:
     columns = column(timeline.span)
     rows = [[".".ljust(cell)] * columns for _ in range(schedule.ranks)]
     for slot in timeline.slots:
-        letter = ascii_lowercase[chunk_of(schedule, slot.action)]
-        label = f"{slot.action.micro_batch}{letter.upper() if slot.action.backward else letter}"
+        chunk = chunk_of(schedule, slot.action)
+        letter = ascii_lowercase[chunk].upper() if slot.action.backward else ascii_lowercase[chunk]
+        letter = WEIGHT_LETTERS[chunk] if slot.action.part == WEIGHTS else letter
+        label = f"{slot.action.micro_batch}{letter}"
         start, end = column(slot.start), column(slot.end)
         bar = label.ljust((end - start) * cell - 1, "-") + " "
         rows[slot.rank][start:end] = [bar[i : i + cell] for i in range(0, len(bar), cell)]
@@ -194,8 +233,7 @@ def table(timelines: Sequence[Timeline]) -> list[str]:
     )  # fmt: skip
     rows = [head]
     for timeline in timelines:
-        schedule = timeline.schedule
-        formula = theory(schedule.name, schedule.ranks, schedule.chunks, schedule.micro_batches)
+        schedule, formula = timeline.schedule, by_formula(timeline)
         messages = [
             sum(transfer_of(schedule, action) is not None for action in schedule.actions(rank))
             for rank in range(schedule.ranks)
@@ -247,9 +285,11 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
         draw_timeline(axes, timeline, span)
     panels[-1].set_xlabel("time")
     figure.legend(
-        handles=legend(max(timeline.schedule.chunks for timeline in timelines)),
+        handles=legend(
+            max(timeline.schedule.chunks for timeline in timelines), any(map(is_apart, timelines))
+        ),
         loc="outside lower center",
-        ncols=8,
+        ncols=4,
         frameon=False,
     )
     with replacing(path) as part:
@@ -265,7 +305,7 @@ def draw_timeline(axes: "Axes", timeline: Timeline, span: float) -> None:
     for slot in timeline.slots:
         start, duration = float(slot.start), float(slot.end - slot.start)
         chunk = chunk_of(schedule, slot.action)
-        colour, ink = colours(slot.action.backward, chunk, schedule.chunks)
+        colour, ink = colours(palette(slot.action), chunk, schedule.chunks)
         boxes[slot.rank, colour].append((start, duration))
         label = str(slot.action.micro_batch)
         if WIDTH * duration / span > 0.075 * len(label) + 0.03 and ranks <= 32:
@@ -279,7 +319,7 @@ def draw_timeline(axes: "Axes", timeline: Timeline, span: float) -> None:
         axes.broken_barh(
             spans, (rank - 0.43, 0.86), color=colour, edgecolor="white", linewidth=line, zorder=2
         )
-    formula = theory(schedule.name, ranks, schedule.chunks, schedule.micro_batches)
+    formula = by_formula(timeline)
     theirs = "" if formula is None else f" ({float(formula):.3f} by formula)"
     axes.set_title(heading(timeline), loc="left", fontsize=11, fontweight="bold")
     axes.set_title(
@@ -297,25 +337,31 @@ def draw_timeline(axes: "Axes", timeline: Timeline, span: float) -> None:
     axes.spines[:].set_visible(False)
 
 
-def colours(backward: bool, chunk: int, chunks: int) -> tuple[str, str]:
+def palette(action: Action) -> tuple[str, str]:
+    if action.part == WEIGHTS:
+        return WEIGHT_COLOURS
+    return BACKWARD_COLOURS if action.backward else FORWARD_COLOURS
+
+
+def colours(ends: tuple[str, str], chunk: int, chunks: int) -> tuple[str, str]:
     """Colour of a box, dark for the first chunk and light for the last, and of its text."""
     from matplotlib.colors import to_hex, to_rgb
 
-    dark, light = map(to_rgb, BACKWARD_COLOURS if backward else FORWARD_COLOURS)
+    dark, light = map(to_rgb, ends)
     share = chunk / (chunks - 1) if chunks > 1 else 0.0
     red, green, blue = (d + share * (b - d) for d, b in zip(dark, light, strict=True))
     return to_hex((red, green, blue)), "white" if red + green + blue < 1.8 else "#222222"
 
 
-def legend(chunks: int) -> list["Patch"]:
+def legend(chunks: int, apart: bool) -> list["Patch"]:
     from matplotlib.patches import Patch
 
     handles = []
-    for backward in (False, True):
-        what = "backward" if backward else "forward"
+    kinds = [("forward", FORWARD_COLOURS), ("backward", BACKWARD_COLOURS)]
+    for what, ends in [*kinds, *[("weights", WEIGHT_COLOURS)] * apart]:
         for chunk in sorted({0, chunks - 1}):
             which = f", {'last' if chunk else 'first'} stage of the rank" if chunks > 1 else ""
-            handles.append(Patch(color=colours(backward, chunk, chunks)[0], label=f"{what}{which}"))
+            handles.append(Patch(color=colours(ends, chunk, chunks)[0], label=f"{what}{which}"))
     return [*handles, Patch(color=WAITING, label="waiting")]
 
 

@@ -218,10 +218,10 @@ def launcher_options(
 def is_here(name: str) -> bool:
     """True if a name or address is this machine's."""
     try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except OSError:
         return name == socket.gethostname()
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         with suppress(OSError), socket.socket(family, kind, protocol) as tried:
             tried.bind(address)
             return True

@@ -123,12 +123,12 @@ def json_texts(batch: LineBatch, keys: Sequence[str]) -> list[str]:
     for number, line in enumerate(batch.lines, batch.first_line):
         if line.isspace():
             continue
-        found = texts_of_line(line, number, keys)
-        if isinstance(found, BadLine):
+        outcome = texts_of_line(line, number, keys)
+        if isinstance(outcome, BadLine):
             raise ValueError(
-                f"--input {batch.path}, line {number}: {found.reason} ({found.detail})"
+                f"--input {batch.path}, line {number}: {outcome.reason} ({outcome.detail})"
             )
-        texts += found
+        texts += outcome
     return texts
 
 

@@ -76,17 +76,17 @@ def verify(prefix: str, vocab_size: int | None, write: bool) -> int:
     """Checks a dataset and prints the result; returns 1 if it is damaged."""
     began = time.perf_counter()
     try:
-        found = check_dataset(prefix, vocab_size, write=write)
+        report = check_dataset(prefix, vocab_size, write=write)
     except (ValueError, OSError) as error:
         print(f"damaged: {one_line(error)}", file=sys.stderr)
         return 1
     sums = {"none": "no checksums", "equal": "checksums equal", "written": "checksums written"}
-    ids = "no token ids" if found.largest_id is None else f"largest id {found.largest_id}"
-    if found.largest_id is not None and vocab_size is not None:
+    ids = "no token ids" if report.largest_id is None else f"largest id {report.largest_id}"
+    if report.largest_id is not None and vocab_size is not None:
         ids += f" of {vocab_size}"
     print(
-        f"{prefix}: whole; {found.documents:,} documents, {found.sequences:,} sequences, "
-        f"{found.tokens:,} tokens of {found.dtype.name}, {ids}, {sums[found.checksums]}, "
+        f"{prefix}: whole; {report.documents:,} documents, {report.sequences:,} sequences, "
+        f"{report.tokens:,} tokens of {report.dtype.name}, {ids}, {sums[report.checksums]}, "
         f"{time.perf_counter() - began:.1f} seconds"
     )
     return 0

@@ -1,5 +1,5 @@
-"""A model of `transformers` in DeepSpeed's engine, as its documentation shows it: ZeRO 1, torch's
-fused AdamW, the model's own loss."""
+"""A model of `transformers` in DeepSpeed's engine, as its documentation shows it: ZeRO 1, or ZeRO 3
+with an offloaded optimizer, torch's fused AdamW or DeepSpeed's, the model's own loss."""
 
 from __future__ import annotations
 
@@ -36,13 +36,19 @@ def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None
         "bf16": {"enabled": bf16},
         "zero_optimization": {"stage": contestant.stage},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**62,
     }
     dtype = torch.bfloat16 if bf16 else torch.float32
     model = hf.load_model(setting, dtype, device, contestant.experts)
-    optimizer = torch.optim.AdamW(
-        hf.parameter_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True
-    )
+    if contestant.adam:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    groups, rates = hf.parameter_groups(model), {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS}
+    optimizer: torch.optim.Optimizer
+    if contestant.adam == "cpuadam":
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, **rates)
+    else:
+        optimizer = torch.optim.AdamW(groups, **rates, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     data = batches(setting, device)
     while True:

@@ -36,9 +36,11 @@ class Contestant:
         needs: modules without which it is skipped.
         stage: ZeRO stage.
         compiled: whether torch.compile is used.
-        flags: flags of the trainer beside those of the setting.
+        flags: flags of the trainer next to those of the setting.
         reference: of dpo, whether the reference runs in every step.
         experts: how transformers computes experts; empty for as it chooses.
+        adam: which Adam updates states in main memory at ZeRO 3, torch's or DeepSpeed's own, which
+            is compiled; empty where nothing is offloaded.
     """
 
     module: str
@@ -49,6 +51,7 @@ class Contestant:
     flags: tuple[str, ...] = ()
     reference: bool = False
     experts: str = ""
+    adam: str = ""
 
     def missing(self) -> list[str]:
         """Name the packages that it needs and that are not installed."""
@@ -81,6 +84,12 @@ CONTESTANTS: dict[str, Contestant] = {
             "hf_deepspeed", MAIN_WEIGHTS, ("transformers", "deepspeed"), stage=1, experts=kind
         )
         for kind in ("eager", "batched_mm", "grouped_mm")
+    },
+    **{
+        f"hf-deepspeed-offload-{adam}": Contestant(
+            "hf_deepspeed", MAIN_WEIGHTS, ("transformers", "deepspeed"), stage=3, adam=adam
+        )
+        for adam in ("torch", "cpuadam")
     },
     "hf-trainer": Contestant("hf_trainer", AUTOCAST, needs=("transformers", "accelerate")),
     "trl": Contestant("trl_dpo", AUTOCAST, needs=("trl", "datasets")),

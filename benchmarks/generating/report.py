@@ -39,7 +39,7 @@ def table(found: Mapping[tuple[str, int], Sequence[Found]], prompt: int, new: in
 
 
 def cache_line(sample: Found) -> str:
-    """Memory of keys and values after a round, beside its formula."""
+    """Memory of keys and values after a round, next to its formula."""
     pages, size = sample["cache_pages"], sample["page_bytes"]
     return (
         f"Keys and values: {sample['cache_resident_bytes'] / 1e6:,.1f} MB are in memory; at most "

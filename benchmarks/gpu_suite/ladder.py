@@ -54,7 +54,7 @@ CHOSEN_TESTS = (
     "test_attention_kernels_against_float64[llama-flash]",
     "test_every_stage_takes_one_graph[1]",
     "test_8_bit_products_against_float64[hybrid-tensorwise]",
-    "test_losses_beside_bf16[tensorwise-True]",
+    "test_losses_next_to_bf16[tensorwise-True]",
 )
 """Tests that say first whether the cells that follow are right: ZeRO 1, the update, the loss,
 attention, compilation and fp8, each as the base has it."""
@@ -211,7 +211,7 @@ def full() -> Iterator[Cell]:
     for kind, flags in (("10 bytes (A)", STATES_A), ("8 bytes (B)", STATES_B)):
         yield Cell(LARGE, "Qwen2.5-3B", f"bf16, {kind}", BASE + flags, micro_tokens=16_384)
     for kind, flags in states:
-        # 80 GB hardly hold them: 8-bit weights are kept beside those of 16 bits.
+        # 80 GB hardly hold them: 8-bit weights are kept next to those of 16 bits.
         flags += FP8
         yield Cell(LARGE, "Qwen2.5-7B", f"fp8, {kind}", BASE + flags, micro_tokens=2048)
     for length in (4096, 8192):

@@ -2,7 +2,7 @@
 Megatron's BERT and T5, and a Retro.
 
 LLMQ (https://github.com/IST-DASLab/llmq, benchmarks/H100x1.md) trains Qwen2.5 at sequence 1024 with
-524,288 tokens in a step. Only rows of these shapes may be set beside its figures. The shapes from
+524,288 tokens in a step. Only rows of these shapes may be set next to its figures. The shapes from
 1.3B on are also those of the estimates (``benchmarks/one_gpu.py``).
 """
 

@@ -7,7 +7,7 @@ r"""Evaluates what retrieval gives a model: perplexity with and without neighbou
     python tools/retro/evaluate.py --load retro-model --retro-project-dir retro \
         --neighbors own,none,shuffled --compare GPT=gpt.json --figure leakage.png
 
-Reads the validation samples of a project of tools/retro/preprocess_data.py. Beside the perplexity
+Reads the validation samples of a project of tools/retro/preprocess_data.py. Next to the perplexity
 of all of them it says that of chunks by the share of each that its nearest neighbours have word for
 word: a gain on chunks that share little is no copying (Borgeaud et al. 2022, section 2.6). --load
 takes a Retro or a GPT of any format, in any layout.
