@@ -24,14 +24,14 @@ FAMILY = "gpt"
 def completed(settings: Settings) -> Settings:
     """The settings with this program's defaults."""
     own = Setting(True, "this program")
-    found = {"family": Setting(FAMILY, "this program")} | settings
-    if "preference" not in found:
-        found = {"sft": own, "prompt_format": Setting("alpaca", "this program")} | found
-    if "load" in found:
-        found.setdefault("use_checkpoint_args", own)
-        if "save_interval" in found and "save" not in found:
-            found["save"] = Setting(f"{found['load'].value}-finetuned", "this program")
-    return found
+    merged = {"family": Setting(FAMILY, "this program")} | settings
+    if "preference" not in merged:
+        merged = {"sft": own, "prompt_format": Setting("alpaca", "this program")} | merged
+    if "load" in merged:
+        merged.setdefault("use_checkpoint_args", own)
+        if "save_interval" in merged and "save" not in merged:
+            merged["save"] = Setting(f"{merged['load'].value}-finetuned", "this program")
+    return merged
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
     make proof PART=2/4
 
-Every test is in exactly one part, the same one wherever it runs. ``seconds.txt`` beside this file
+Every test is in exactly one part, the same one wherever it runs. ``seconds.txt`` next to this file
 says what a test takes: a line has seconds and the beginning of the tests' names, the longest
 beginning counts. Junit files of any selection bring it up to date::
 

@@ -50,7 +50,7 @@ class Leg:
     Attributes:
         processes: how many.
         flags: those of pretrain_gpt.py beyond :data:`TRAINING`.
-        source: the folder, beside its own, whose newest checkpoint it loads; None for a start
+        source: the folder, next to its own, whose newest checkpoint it loads; None for a start
             from scratch, with a checkpoint after step :data:`HALF`.
     """
 

@@ -66,7 +66,7 @@ class Case:
         status: the exit status.
         typed: what a user types into it.
         serves: it is a server, which SIGTERM ends once it prints this pattern.
-        beside: the case of a server that runs meanwhile.
+        alongside: the case of a server that runs meanwhile.
         sample: whether ``make test`` runs it.
     """
 
@@ -89,7 +89,7 @@ class Case:
     status: int = 0
     typed: str = ""
     serves: str | None = None
-    beside: str | None = None
+    alongside: str | None = None
     sample: bool = False
 
     @property

@@ -115,7 +115,7 @@ class Runner:
         if case.is_script and sized_script(text):
             printed = self.printed(case, folder)
             text = f"{text} {small_flags(printed, sizes, case.id)}"
-        # Tests run beside each other; a launcher's documented port may be another's.
+        # Tests run next to each other; a launcher's documented port may be another's.
         text = re.sub(r"(?<=--master_port )\d+", free_port(), text)
         words = plain_program(text)
         if self.programs is not None and words is not None:
@@ -125,13 +125,13 @@ class Runner:
             with self._serving(case, folder, text) as served:
                 pass
             return served.done()
-        if case.beside:
-            return self._beside(case, folder, text)
+        if case.alongside:
+            return self._alongside(case, folder, text)
         return self._shell(text, folder, case.environment, case.typed)
 
-    def _beside(self, case: Case, folder: Path, text: str) -> Done:
+    def _alongside(self, case: Case, folder: Path, text: str) -> Done:
         """Runs a command while the server runs that it asks."""
-        server = case_of(f"{case.document}/{case.beside}")
+        server = case_of(f"{case.document}/{case.alongside}")
         theirs = self._fresh(server, re.sub(r"\W+", "-", f"{server.id}-for-{case.name}"))
         with self._serving(server, theirs, server.small()):
             return self._shell(text, folder, case.environment, case.typed)

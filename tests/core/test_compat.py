@@ -21,6 +21,6 @@ def test_every_name_is_installed_and_listed():
 
 
 def test_no_name_hides_another():
-    """They are installed beside the project's own."""
+    """They are installed next to the project's own."""
     ours = {path.stem for path in (*ROOT.glob("*.py"), *ROOT.glob("*/"))}
     assert not ours & {module.parts[0] for module in MODULES}

@@ -106,3 +106,15 @@ def test_public_class_names_are_unique():
     twice = {name: paths for name, paths in places.items() if len(paths) > 1}
     assert len(places) > 100
     assert not twice, f"class names in several files: {twice}"
+
+
+VAGUE = re.compile(r"^\s*(?:[\w, ]*, )?found(?:, \w+)*(?:: [^=\n]+)? = ", re.MULTILINE)
+
+
+def test_variables_are_named_for_what_they_are():
+    vague = [
+        f"{path.relative_to(ROOT)}: {match.group().strip()}"
+        for path in sources()
+        for match in VAGUE.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert vague == []

@@ -29,6 +29,7 @@ FAMILIES = {
         *ENCODER_DROPOUT.format(0).split(),
         *COMMON,
     ],
+    "biencoder": ["--model-family", "biencoder", "--num-layers", "8", *COMMON],
     **{
         name: ["--model-family", name, "--num-layers", "8", *COMMON]
         for name in ("classification", "regression", "multiple_choice", "span")
@@ -45,10 +46,20 @@ RELATIVE = (
     "--relative-attention-max-distance 12 --normalization RMSNorm --disable-bias-linear "
     "--query-pre-attn-scalar 1"
 ).split()
+MODERNBERT = (
+    "--use-rotary-position-embeddings --normalization UnbiasedLayerNorm --disable-bias-linear "
+    "--glu-activation geglu_erf --embed-layernorm --no-first-norm --bert-no-binary-head "
+    "--sliding-window 6 --window-attn-skip-freq 3 --rotary-base-local 100"
+).split()
+BART = (
+    "--position-embedding-offset 2 --separate-decoder-embedding --lm-head-bias "
+    "--no-bias-gelu-fusion"
+).split()
 UNTIED = ["--untie-embeddings-and-output-weights"]
 FULL = "--recompute-granularity full --recompute-num-layers 3".split()
 BLOCK = "--recompute-granularity full --recompute-method block".split()
 SELECTIVE = ["--recompute-activations"]
+SHARED = ["--biencoder-shared-query-context-model"]
 MODELS: dict[str, dict[str, list[str]]] = {
     "bert": {
         "pre-norm": [],
@@ -65,6 +76,7 @@ MODELS: dict[str, dict[str, list[str]]] = {
         "recompute-block": [*BLOCK, *POST_NORM],
         "recompute-selective": SELECTIVE,
         "next-sentence": [*POST_NORM, "--bert-pair-task", "next-sentence", *UNTIED],
+        "modernbert": MODERNBERT,
     },
     "t5": {
         "learned": [],
@@ -77,6 +89,9 @@ MODELS: dict[str, dict[str, list[str]]] = {
         "recompute-full": [*FULL, *RELATIVE, "--scale-head-input"],
         "recompute-block": [*BLOCK, *RELATIVE],
         "recompute-selective": [*SELECTIVE, *RELATIVE, *UNTIED],
+        "umt5": [*RELATIVE, *UNTIED, "--relative-attention-per-block"],
+        "bart": [*BART, *POST_NORM],
+        "mbart": [*BART, "--embed-layernorm", "--scale-embeddings"],
     },
     "retro": {
         "learned": [],
@@ -91,6 +106,14 @@ MODELS: dict[str, dict[str, list[str]]] = {
         "recompute-full": [*FULL, *MODERN],
         "recompute-block": BLOCK,
         "recompute-selective": [*SELECTIVE, *UNTIED],
+    },
+    "biencoder": {
+        "towers": ["--retriever-report-topk-accuracies", "1"],
+        "projected": ["--biencoder-projection-dim", "24"],
+        "shared": [*SHARED, *MODERN, "--num-query-groups", "2", "--retriever-score-scaling"],
+        "recompute-full": FULL,
+        "recompute-block": [*BLOCK, *SHARED],
+        "recompute-selective": SELECTIVE,
     },
     "classification": {
         "pre-norm": [],
@@ -111,6 +134,8 @@ def blocks(family: str, count: int) -> list[str]:
     if family == "retro":
         attending = [str(number) for number in range(max(1, count - 1), count + 1)]
         return ["--num-layers", str(count), "--retro-cross-attention-layers", *attending]
+    if family == "biencoder":  # each of two encoders has half of them
+        return ["--num-layers", str(max(1, count // 2))]
     if family != "t5":
         return ["--num-layers", str(count)]
     return ["--num-layers", str(count - count // 2), "--decoder-num-layers", str(count // 2)]
@@ -128,6 +153,6 @@ def flags(family: str, model: str, layout: str, times: int = 1) -> tuple[int, li
     parsed = parse_layout(layout)
     batch = 2 * parsed.fewest_micro_batches * times * parsed.data
     argv = [*FAMILIES[family], *MODELS[family][model], "--global-batch-size", str(batch)]
-    if family not in ("t5", "retro"):  # whose flags say which blocks have what
+    if family not in ("t5", "retro", "biencoder"):  # whose flags say which blocks have what
         argv += depth(layout)
     return parsed.processes, argv

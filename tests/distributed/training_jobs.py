@@ -13,10 +13,13 @@ from megatron.apps.parity import runs
 from megatron.apps.parity.gradients import GradientRecord
 from megatron.apps.parity.runs import RunRecord
 from megatron.config.layouts import parse_layout
+from megatron.engine.environment import distributed
+from megatron.run.run import parse_run
+from megatron.training.checkpoints import CheckpointManager
 
 __all__ = [
     *("CONTEXT_LAYOUTS", "LAYOUTS", "SAVED_LAYOUTS", "TINY"),
-    *("depth", "gradients", "run", "train", "train_plainly"),
+    *("depth", "gradients", "run", "saved_again", "train", "train_plainly"),
 ]
 
 TINY = (
@@ -32,13 +35,14 @@ LAYOUTS = (
     "pp2 pp4 pp2-dp2 tp2-pp2 tp2-sp-pp2 "
     "pp2-interleaved pp4-interleaved pp2-interleaved-dp2 tp2-pp2-interleaved "
     "tp2-sp-pp2-interleaved "
-    "pp2-dualpipev pp4-dualpipev pp2-dualpipev-dp2 tp2-pp2-dualpipev tp2-sp-pp2-dualpipev"
+    "pp2-dualpipev pp4-dualpipev pp2-dualpipev-dp2 tp2-pp2-dualpipev tp2-sp-pp2-dualpipev "
+    "pp4-zbh1 tp2-sp-pp2-zbh1 pp2-dualpipev_zb"
 ).split()
 """Every way of laying a model out over up to four processes, ZeRO and the context aside."""
 
 CONTEXT_LAYOUTS = (
     "cp2 cp2-a2a cp2-allgather cp4 cp4-a2a+p2p cp2-dp2 cp2-tp2 cp2-tp2-sp cp2-a2a-tp2-sp "
-    "cp2-pp2 cp2-pp2-interleaved cp2-pp2-dualpipev"
+    "cp2-pp2 cp2-pp2-interleaved cp2-pp2-dualpipev cp2-pp2-zbh1"
 ).split()
 """The same where ranks divide sequences."""
 
@@ -80,6 +84,16 @@ def run(
         except ValueError as error:
             return output.getvalue(), str(error)
     return output.getvalue(), None
+
+
+def saved_again(argv: list[str]) -> None:
+    """Load a checkpoint and save it; for the pool."""
+    options = parse_run(None, argv)
+    with distributed(options.config.parallel) as mesh:
+        trainer = runs.watched_trainer(options, mesh, lambda result: None)
+        manager = next(c for c in trainer.callbacks if isinstance(c, CheckpointManager))
+        manager.save(trainer.iteration, trainer.consumed_samples)
+        manager.writer.close()
 
 
 def train_plainly(argv: Sequence[str], order: Sequence[int] | None = None) -> RunRecord:

@@ -236,7 +236,7 @@ def test_tests_that_pages_name(path):
 @pytest.mark.parametrize("path", OWN_WORDS)
 def test_tests_in_tables(path):
     """Files in a column "test" exist, and so do tests (`file.py::test_it`) of them; a file without
-    a folder is beside the one before it."""
+    a folder is next to the one before it."""
     missing, column = [], None
     for number, line in read(path).prose:
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]

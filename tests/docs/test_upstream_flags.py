@@ -15,7 +15,7 @@ from upstream import (
 )
 
 from megatron.config import FLAG_CLASSES, FlagParser
-from megatron.config.unknown_flags import OWN_FLAGS, REFUSED, another_program
+from megatron.config.foreign_flags import OWN_FLAGS, REFUSED, another_program
 
 SIZES = {"megatron-deepspeed": 322, "megatron-lm-2023": 253, "megatron-lm": 807}
 EXAMPLES = {
@@ -117,6 +117,10 @@ def test_tools_and_training_say_whose_flag_it_is():
     )
     assert (
         another_program("--lr", "preprocess_data.py", of_training) == "is a flag of pretrain_gpt.py"
+    )
+    assert (
+        another_program("--architecture", "convert_checkpoint.py to-gguf", of_training)
+        == "is no flag of to-gguf, but of another command of tools/convert_checkpoint.py"
     )
     assert another_program("--learning-speed", "preprocess_data.py", of_training) is None
 

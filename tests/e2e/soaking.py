@@ -137,7 +137,7 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
         "reasoning_effort": ("low",),
     },
 }
-"""By path and field what is not a value of it, beside the values of `BASES`."""
+"""By path and field what is not a value of it, next to the values of `BASES`."""
 
 
 def wrong_field(draw: random.Random) -> bytes:

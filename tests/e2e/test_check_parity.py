@@ -140,7 +140,7 @@ def test_refused_layouts():
     assert result.returncode == 2
     refused = verdict(result, "pp2-zero2")
     assert refused.startswith("refused: --zero-stage 2, --pipeline-model-parallel-size 2: ")
-    assert "cannot be accumulated over a pipeline's micro batches" in refused
+    assert "for every micro batch and not once in a step" in refused
     assert "--tensor-model-parallel-size 3 must divide" in verdict(result, "tp3")
     assert "--global-batch-size 4 is not a multiple of" in verdict(result, "dp3")
 
@@ -148,7 +148,7 @@ def test_refused_layouts():
 def different(tmp_path, breaks: str, layout: str, *flags: object) -> str:
     result = check("--layouts", layout, *flags, breaks=breaks, folder=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
-    assert result.stdout.count("\n     1  ") == 1, "numbers are shown beside those of one process"
+    assert result.stdout.count("\n     1  ") == 1, "numbers are shown next to those of one process"
     status, reason = verdict(result, layout).split(": ", 1)
     assert status == "different"
     return reason

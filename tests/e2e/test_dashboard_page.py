@@ -209,7 +209,7 @@ def test_axes(visit, one_run):
 
 def test_runs_compared(visit, four_runs):
     """Four runs share charts, each with its colour; each is hidden and shown; broken lines are
-    counted; configurations and texts stand beside each other."""
+    counted; configurations and texts stand next to each other."""
     one = visit(four_runs, 4)
     page = one.page
     labels = page.locator(f"{LOSS} .values .label")

@@ -198,7 +198,7 @@ def test_a_disk_fills_during_a_run(small_disk, mode):
     assert (small_disk / "latest").read_text() == "global_step4"
     assert not list(small_disk.glob(".global_step*"))
     shutil.rmtree(small_disk / "global_step2")
-    # Each save needs room beside the checkpoint that it supersedes, and makes room again.
+    # Each save needs room next to the checkpoint that it supersedes, and makes room again.
     done = run("python", "--train-iters", 10, *flags, "--keep-last", 1)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "at iteration 4" in done.stdout

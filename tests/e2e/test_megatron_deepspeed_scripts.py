@@ -11,8 +11,6 @@ def data(realdata, tmp_path_factory):
     return Data.of(realdata, tmp_path_factory.mktemp("data"))
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in rows() if row.kind != "none"], ids=lambda row: row.path
-)
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.path)
 def test_script_runs_small(row, data, tmp_path):
     assert run(row, data, tmp_path)

@@ -84,7 +84,7 @@ def test_data_are_nanogpts(trained):
 
 @pytest.mark.proof
 def test_against_plain_pytorch(trained):
-    """Golden losses, written by make.py beside them: 50 steps in float32 on one thread, and the
+    """Golden losses, written by make.py next to them: 50 steps in float32 on one thread, and the
     evaluation after them. Whatever is made faster trains as before."""
     folder, _ = trained
     golden = [float(line) for line in (GOLDEN / "shakespeare_char.txt").read_text().split()]

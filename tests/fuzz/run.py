@@ -1,4 +1,4 @@
-"""Runs fuzzers for some minutes, several beside each other:
+"""Runs fuzzers for some minutes, several next to each other:
 
 python tests/fuzz/run.py --minutes 10 --jobs 4
 python tests/fuzz/run.py indexed gpt2-vocabulary --minutes 1
@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help=f"by default all: {', '.join(FUZZERS)}")
     parser.add_argument("--minutes", type=float, default=1.0, help="of each")
-    parser.add_argument("--jobs", type=int, default=1, help="fuzzers beside each other")
+    parser.add_argument("--jobs", type=int, default=1, help="fuzzers next to each other")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--edits", type=_edit, nargs="+", help="one input: FILE:SEED ...")
     args = parser.parse_args()

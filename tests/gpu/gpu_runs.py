@@ -89,7 +89,7 @@ def train(argv: Sequence[str]) -> RunRecord:
 
 
 def peak_of_update(update: Any, wrapper: Any, params: Sequence[Tensor]) -> int:
-    """Most bytes that an update makes beside what there was; of the second one, since the first
+    """Most bytes that an update makes next to what there was; of the second one, since the first
     makes the moments and compiles."""
     held = torch.zeros((), device=DEVICE)
     for _ in range(2):

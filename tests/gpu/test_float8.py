@@ -1,4 +1,4 @@
-"""8-bit layers of whole runs: losses beside those of bf16, resuming, and products by blocks."""
+"""8-bit layers of whole runs: losses next to those of bf16, resuming, and products by blocks."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def has_blocks() -> bool:
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_gpu)])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_losses_beside_bf16(recipe, compiled):
+def test_losses_next_to_bf16(recipe, compiled):
     """Every step's loss within 3 percent of that of bf16, and the last ones lower than the
     first."""
     if recipe == "blockwise" and not has_blocks():

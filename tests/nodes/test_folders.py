@@ -58,7 +58,7 @@ def counted(entry, built):
 cache._Entry.publish = counted
 pretrain_gpt.main()
 """
-"""The trainer; beside a cache it writes a list of the entries that processes have built."""
+"""The trainer; next to a cache it writes a list of the entries that processes have built."""
 
 
 def train(both, *flags, processes=1, program="pretrain_gpt.py"):

@@ -337,7 +337,7 @@ def test_losses_out_of_the_band_have_no_speed():
     assert not departures({PLAIN.name: base, longer.name: found(longer, losses=far), "b": broken})
 
 
-def test_rates_beside_the_ceilings():
+def test_rates_next_to_the_ceilings():
     """1.3B in bf16 at 1 s a step, where square products reach 800 TFLOP/s and fp8's 1,500."""
     ceilings = {
         "copy_bytes_per_second": 2.9e12, "square": {"bf16": 800e12, "fp8": 1500e12},

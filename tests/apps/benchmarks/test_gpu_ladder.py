@@ -207,7 +207,7 @@ def test_each_chosen_test_is_there_once():
     assert sorted(files) == sorted([f"tests/gpu/{file.name}"] for file in GPU_TESTS.glob("test_*"))
 
 
-def test_fp8_keeps_its_weights_beside_those_of_16_bits():
+def test_fp8_keeps_its_weights_next_to_those_of_16_bits():
     """7B in 8 bytes a parameter: 2 for each of its 6.53e9 in blocks; tried with few samples."""
     setting = SHAPES["Qwen2.5-7B"].setting(micro_tokens=2048)
     bf16, fp8 = (predicted(contestant(BASE + STATES_B + more), setting) for more in ("", FP8))

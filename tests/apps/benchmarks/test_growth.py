@@ -1,4 +1,4 @@
-"""How growth is fitted, set beside formulas and drawn."""
+"""How growth is fitted, set next to formulas and drawn."""
 
 import growth
 import growth_plots

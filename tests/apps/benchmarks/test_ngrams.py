@@ -9,7 +9,7 @@ import torch
 
 SIZE, MASK = 5, 4
 KNOWN = [1, 3, 0, 2, 2]
-"""Three hidden tokens and the visible ones beside them."""
+"""Three hidden tokens and the visible ones next to them."""
 
 
 @pytest.fixture

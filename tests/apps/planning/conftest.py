@@ -61,6 +61,25 @@ KINDS = {
         "glu_activation": "geglu",
         "untie_embeddings_and_output_weights": True,
     },
+    "umt5": T5 | RELATIVE | {"relative_attention_per_block": True},
+    "bart": T5
+    | {
+        "position_embedding_offset": 2,
+        "separate_decoder_embedding": True,
+        "lm_head_bias": True,
+        "apply_residual_connection_post_layernorm": True,
+    },
+    "modernbert": {
+        **BERT,
+        "bert_binary_head": False,
+        "first_norm": False,
+        "embed_layernorm": True,
+        "glu_activation": "geglu_erf",
+        "position_embedding_type": "rope",
+        "sliding_window": 32,
+        "window_attn_skip_freq": "[0,1,1,0]",
+        "normalization": "UnbiasedLayerNorm",
+    },
     "gpt2": {},
     "gpt2 untied": {"untie_embeddings_and_output_weights": True},
     "llama": LLAMA,
@@ -73,6 +92,16 @@ KINDS = {
     "bloom": BLOOM,
     "gemma2": GEMMA2,
     "gemma2 bounded": GEMMA2 | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0},
+    "gemma4": GEMMA2
+    | {
+        "apply_layernorm_1p": False,
+        "qk_layernorm": True,
+        "value_norm": True,
+        "block_scalar": True,
+        "global_kv_channels": 24,
+        "global_num_query_groups": 1,
+        "global_keys_as_values": True,
+    },
     "qwen3": QWEN3,
     "neox": NEOX,
     "gpt-oss": LLAMA

@@ -334,11 +334,12 @@ def test_activations_against_korthikanti(tensor, sequence):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 2), ("interleaved", 3),
-                                              ("dualpipev", 2)])  # fmt: skip
+                                              ("dualpipev", 2), ("zbh1", 1),
+                                              ("dualpipev_zb", 2)])  # fmt: skip
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 def test_stages_in_flight_against_the_timeline(schedule, chunks, ranks, rounds):
     timeline = pytest.importorskip("megatron.parallel.timeline")
-    count = ranks * rounds * (2 if schedule == "dualpipev" else 1)
+    count = ranks * rounds * (2 if schedule.startswith("dualpipev") else 1)
     pipeline = timeline.PipelineSchedule(schedule, ranks, chunks, count)
     peaks = timeline.simulate(pipeline).peak_activations
     layout = Layout(pipeline=ranks, schedule=schedule, chunks=chunks)

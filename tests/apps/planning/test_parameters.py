@@ -23,7 +23,7 @@ from megatron.parallel.tensor_parallel import TensorParallel
 KINDS = (
     "gpt2", "gpt2 untied", "llama", "llama tied", "one key head", "bias on qkv",
     "bias in attention", "wide heads",
-    "bloom", "gemma2", "qwen3", "neox", "gpt-oss", "opt",
+    "bloom", "gemma2", "gemma4", "qwen3", "neox", "gpt-oss", "opt",
 )  # fmt: skip
 
 
@@ -49,7 +49,8 @@ def test_against_built_layers(small, kind, tensor):
     assert share.blocks == (4,) and share.first and share.last
 
 
-OTHERS = ("bert", "bert post-norm", "bert lm only", "t5", "t5 relative", "t5 untied", "retro")
+OTHERS = ("bert", "bert post-norm", "bert lm only", "t5", "t5 relative", "t5 untied", "retro",
+          "umt5", "bart", "modernbert")  # fmt: skip
 
 
 @pytest.mark.parametrize("pipeline", [1, 2, 4])

@@ -90,6 +90,8 @@ def test_schedules_of_a_pipeline():
     assert schedules(4, 4) == [("1f1b", 1)]
     assert schedules(4, 8) == []
     assert schedules(7, 3) == [("1f1b", 1), ("dualpipev", 2)]
+    later = [("zbh1", 1), ("dualpipev_zb", 2)]
+    assert schedules(7, 3, eager=True) == [("1f1b", 1), ("dualpipev", 2), *later]
 
 
 def test_best_first(work):

@@ -45,14 +45,16 @@ def test_recomputation_against_korthikanti(small):
     assert flops["uniform"] / flops[None] == pytest.approx(4 / 3, rel=0.01)
 
 
-@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 2), ("dualpipev", 2)])
+@pytest.mark.parametrize("schedule, chunks", [
+    ("1f1b", 1), ("interleaved", 2), ("dualpipev", 2), ("zbh1", 1), ("dualpipev_zb", 2),
+])  # fmt: skip
 @pytest.mark.parametrize("ranks", [2, 4, 5])
 @pytest.mark.parametrize("recompute, backward", [(None, 2), ("uniform", 3)])
 def test_bubble_against_the_timeline(schedule, chunks, ranks, recompute, backward):
     timeline = pytest.importorskip("megatron.parallel.timeline")
     count = 3 * ranks
     real = timeline.PipelineSchedule(schedule, ranks, chunks, count)
-    waited = timeline.simulate(real, 1, backward).bubble_ratio
+    waited = timeline.simulate(real, 1, backward, weight_time=1).bubble_ratio
     layout = Layout(pipeline=ranks, schedule=schedule, chunks=chunks, recompute=recompute)
     assert Fraction(bubble_ratio(layout, count)).limit_denominator(1000) == waited
 

@@ -45,7 +45,7 @@ def found(tmp_path):
         event("aten::_local_scalar_dense", 70, 88),
         event("cudaStreamSynchronize", 72, 87, cat="cuda_runtime", correlation=99),
         # What the device does: 20-30 product, 30-36 attention, idle 36-40, 40-44 its product,
-        # 44-60 and 60-62 the two kernels of one product, beside them 50-70 a collective of which
+        # 44-60 and 60-62 the two kernels of one product, next to them 50-70 a collective of which
         # 62-70 stands alone, idle 70-80, 80-110 the update, idle 110-120.
         kernel("sm90_xmma_gemm_bf16", 1, 20, 30),
         kernel("flash_fwd_kernel<128>", 2, 30, 36),
@@ -81,7 +81,7 @@ def test_every_moment_of_the_device_is_counted_once(found):
     assert sum(found.cells.values()) == pytest.approx(100)
 
 
-def test_communication_beside_computing(found):
+def test_communication_next_to_computing(found):
     assert found.hidden == pytest.approx(12)
     (collective,) = found.collectives
     assert collective.name == "_reduce_scatter_base" and collective.time == pytest.approx(20)

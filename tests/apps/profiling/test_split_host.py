@@ -75,7 +75,7 @@ def test_every_moment_is_counted_once(tmp_path):
         }
     )
     assert sum(found.cells.values()) == pytest.approx(100)
-    assert found.hidden == pytest.approx(17 - 11 - 1), "beside the product"
+    assert found.hidden == pytest.approx(17 - 11 - 1), "next to the product"
     (collective,) = found.collectives
     assert (collective.name, collective.calls) == ("gloo:all_reduce", 1)
     assert (collective.time, collective.amount) == (pytest.approx(17), 2 * 1024 * 256)
@@ -112,7 +112,7 @@ def test_the_table_has_every_category_and_adds_up(tmp_path):
     lines = [line.split() for line in text.splitlines()]
     assert ["communication", "0.00", "0.00", "0.00", "0.00", "0.01", "0.01", "13.0%"] in lines
     assert any(line[0] == "step" and line[-1] == "100.0%" for line in lines if line)
-    assert "beside other work" in text and "reads a value" in text
+    assert "next to other work" in text and "reads a value" in text
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,12 @@ def test_table_and_file_of_one_checkpoint(tmp_path, capsys):
     assert list(output.parent.iterdir()) == [output]
 
 
+def test_a_task_without_probabilities_has_no_speed(capsys):
+    finish([ModelResults(MODEL, [TaskResult("NQ", {"top1": 0.5}, 8, 0, 0.5)])], None, None)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[2:] == [["NQ", "top1", "0.5", "8"]]
+
+
 def test_table_and_picture_of_several_checkpoints(tmp_path, capsys, monkeypatch):
     drawn = []
     original = Axes.plot
@@ -94,7 +100,7 @@ def test_table_and_picture_of_several_checkpoints(tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("save", ["runs", None])
-def test_a_fine_tuning_draws_beside_its_checkpoints_alone(save, tmp_path, monkeypatch):
+def test_a_fine_tuning_draws_next_to_its_checkpoints_alone(save, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = SimpleNamespace(config=run_config(checkpoint=CheckpointConfig(save=save)))
     epochs = [

@@ -22,7 +22,7 @@ FLAGS = (
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch) -> None:
-    """Indices of relative paths are beside them."""
+    """Indices of relative paths are next to them."""
     monkeypatch.chdir(tmp_path)
 
 

@@ -223,7 +223,7 @@ def test_there_and_back(tool, downloaded, tmp_path, capsys):
     generation = json.loads((back / "generation_config.json").read_text())
     assert generation == {"eos_token_id": [60, 7], "temperature": 0.6, "do_sample": True}
     assert AutoConfig.from_pretrained(back).eos_token_id == [60, 7]
-    # transformers 5 makes Qwen2's tokenizer of any files beside a config.json of Qwen2.
+    # transformers 5 makes Qwen2's tokenizer of any files next to a config.json of Qwen2.
     assert "warning: in a folder with model_type qwen2, AutoTokenizer" in said
     tokenizer = PreTrainedTokenizerFast.from_pretrained(back)
     assert tokenizer("3 7 59")["input_ids"] == [3, 7, 59]

@@ -69,13 +69,29 @@ def test_a_recipe_has_to_be_named(words):
     assert "baseline_1049B" in done.stderr
 
 
-def test_dropped_tokens_are_waited_for(tmp_path):
-    words = ("ltd_300B", "--lr", "1")
-    path = GPT / "ds_pretrain_gpt_1.3B_dense_run.sh"
-    done = script(path, *words, DRY_RUN="", OUTPUT_BASEPATH=str(tmp_path))
-    assert done.returncode == 1 and "waits for random layerwise token dropping" in done.stderr
-    done = script(path, *words, OUTPUT_BASEPATH=str(tmp_path), CHECKPOINT_PATH="")
-    assert done.returncode == 0 and "--random-ltd" in done.stdout
+@pytest.mark.parametrize(
+    ("path", "recipe", "length", "steps", "kind"),
+    [
+        (GPT / "ds_pretrain_gpt_1.3B_dense_run.sh", "cl_ltd_150B", 2048, 100_000, "decoder"),
+        (BERT / "ds_pretrain_bert_336M_run.sh", "ltd_703B", 512, 1_340_000, "encoder"),
+    ],
+)
+def test_layers_that_drop_tokens(path, recipe, length, steps, kind, tmp_path):
+    """All but the first and the last, of as many as the model has."""
+    values, section = parsed(path, recipe, OUTPUT_BASEPATH=str(tmp_path))
+    routing = section["data_efficiency"]["data_routing"]
+    dropping = routing["random_ltd"]
+    assert values["random_ltd"].value and routing["enabled"] and dropping["enabled"]
+    assert dropping["random_ltd_layer_id"] == list(range(1, 23))
+    assert (dropping["total_layer_num"], dropping["random_ltd_layer_num"]) == (24, 22)
+    assert dropping["model_type"] == kind
+    assert dropping["random_ltd_schedule"] == {
+        "min_value": 128, "max_value": length, "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": steps, "seq_per_step": 16},
+    }  # fmt: skip
+    small = parsed(path, recipe, "--num-layers", "4", OUTPUT_BASEPATH=str(tmp_path))[1]
+    dropping = small["data_efficiency"]["data_routing"]["random_ltd"]
+    assert dropping["random_ltd_layer_id"] == [1, 2] and dropping["total_layer_num"] == 4
 
 
 def gathered(program, folder, monkeypatch, capsys):

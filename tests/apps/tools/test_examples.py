@@ -349,7 +349,7 @@ def test_slurm_does_not_examine_a_container_from_outside(slurm):
 
 
 def test_slurm_script_with_pyxis(slurm, tmp_path):
-    """Submitted itself; the checkout is mounted beside what the user mounts."""
+    """Submitted itself; the checkout is mounted next to what the user mounts."""
     container = {"CONTAINER_IMAGE": "image.sqsh", "CONTAINER_MOUNTS": "/data:/data"}
     path = FOLDER / "pretrain_gpt3_175B.sh"
     launcher, flags = printed(path, "--lr", "1e-3", **slurm, **container)

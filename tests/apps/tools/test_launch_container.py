@@ -59,7 +59,7 @@ def test_oneflows_documented_command(printed, tmp_path):
 
 
 def test_the_way_of_2023(printed, tmp_path):
-    """A checkout at /workspace/megatron, data and checkpoints beside it."""
+    """A checkout at /workspace/megatron, data and checkpoints next to it."""
     (tmp_path / "data").mkdir()
     words, _ = printed(
         *("--runtime", "podman", "--gpus", "all", "--mount", ".:/workspace/megatron"),

@@ -30,7 +30,7 @@ def started(tmp_path, monkeypatch):
 
     def start(layout):
         devices = {key: getattr(layout, key) for key in ("offload_optimizer", "offload_param")}
-        zero = {key: {"device": device} for key, device in devices.items() if device}
+        zero = {key: {"device": d, "nvme_path": "/nvme"} for key, d in devices.items() if d}
         path = tmp_path / "ds.json"
         path.write_text(json.dumps({"zero_optimization": zero}))
         monkeypatch.setenv("WORLD_SIZE", str(layout.processes))

@@ -16,12 +16,11 @@ TRAINED = [
     for path, row in ROWS.items()
     if row.kind == "train" and "MEGATRON_PARAMS" not in row.settings
 ]
-WAITING = [path for path, row in ROWS.items() if row.kind == "waits"]
 SAMPLE = {
     "MoE/ds_pretrain_gpt_125M_MoE64.sh",
     *("MoE/ds_pretrain_gpt_1.3B_dense_cl.sh", "compression/ds_pretrain_gpt_125M_dense_kd.sh"),
     *("curriculum_learning/ds_train.sh", "rebase/ds_pretrain_gpt_1.3B_rope_slw.sh"),
-    *("bert_with_pile/ds_pretrain_bert.sh", "azure/run-1t.sh", "megatron/msdp/data_processing.sh"),
+    *("bert_with_pile/ds_pretrain_bert.sh", "azure/run-1t.sh", "megatron/pretrain_ict.sh"),
     *(
         "megatron/sc21/run_table_1.sh",
         "data_efficiency/gpt/pretrain/ds_pretrain_gpt_1.3B_dense_run.sh",
@@ -54,7 +53,8 @@ def test_full_size_command_resolves(path, printed_row):
         nodes = re.search(r"--num_nodes (\d+)", " ".join(launcher))
         per_node = int(launcher[launcher.index("--num_gpus") + 1])
         assert ROWS[path].processes == per_node * int(nodes[1] if nodes else 1)
-    family = next((name for name in ("bert", "t5") if f"pretrain_{name}" in path), "gpt")
+    families = {"bert": "bert", "t5": "t5", "ict": "biencoder"}
+    family = next((families[name] for name in families if f"pretrain_{name}" in path), "gpt")
     config = resolved(flags, ROWS[path].processes, family)
     assert config.training.global_batch_size % config.parallel.data_parallel_size == 0
 
@@ -131,17 +131,6 @@ def test_a_flag_replaces_those_that_say_the_same(printed_row):
     _, words = printed_row("rebase/ds_pretrain_gpt_1.3B.sh", *flags)
     assert not {"--train-samples", "--lr-warmup-tokens", "--fp16", "--lr-decay-tokens"} & {*words}
     assert "--train-tokens" in words
-
-
-@pytest.mark.parametrize("path", sampled(WAITING))
-def test_what_waits_says_so_and_prints_its_command(path, tmp_path):
-    row = ROWS[path]
-    done = script(FOLDER / path, DRY_RUN="")
-    assert done.returncode == 1 and not done.stdout
-    name = re.escape(path.rsplit("/", 1)[-1])
-    assert re.fullmatch(f"{name}: waits for {re.escape(row.waits)}.*DRY_RUN=1.*\n", done.stderr)
-    shown = script(FOLDER / path, OUTPUT_BASEPATH=str(tmp_path), CHECKPOINT_PATH="")
-    assert shown.returncode == 0 and re.match(r"(deepspeed|torchrun|python) .*--\w+", shown.stdout)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_the_columns_of_all_schedules_are_equally_wide(main, capsys):
                 times = 8 if block.startswith("1f1b") else 16
                 labels = [w.strip("-") for w in line[8:].split() if w != "."]
                 assert sum(label == direction(label) for label in labels) == times
-    assert ".  .  0a 1a 2a 0b 3a" in blocks[3]
+    assert ".  .  .  .  0a--- 1a--- 2a--- 0b--- 3a" in blocks[3]
 
 
 def test_odd_times_are_rounded_to_columns(main, capsys):
@@ -85,12 +85,27 @@ def test_a_narrow_terminal_gets_blocks(main, capsys, monkeypatch):
 def test_all_names_the_schedules_that_do_not_exist(main, capsys):
     main(["--micro-batches", "6"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2].startswith("interleaved: not possible. --pipeline-schedule interleaved")
-    assert lines[-1].startswith("dualpipev: not possible. --pipeline-schedule dualpipev")
-    assert "1f1b" in lines
+    assert lines[-3].startswith("interleaved: not possible. --pipeline-schedule interleaved")
+    assert lines[-2].startswith("dualpipev: not possible. --pipeline-schedule dualpipev")
+    assert lines[-1].startswith("dualpipev_zb: not possible. --pipeline-schedule dualpipev_zb")
+    assert "1f1b" in lines and "zbh1" in lines
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "dualpipev", "all"])
+def test_gradients_of_weights_apart(main, capsys):
+    main([*shape("zbh1", 3, 4), "--weight-time", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "3w, 3x: gradients of weights, apart from 3A and 3B" in lines[2]
+    at = lines.index("zbh1")
+    assert lines[at + 1 : at + 4] == [
+        "rank 0  0a 1a 2a .  .  0A--- 3a 1A--- 2A--- 3A---",
+        "rank 1  .  0a 1a .  0A 2a 1A 0w 3a 2A 1w 3A 2w 3w",
+        "rank 2  .  .  0a 0A 1a 1A 2a 2A 0w 3a 3A 1w 2w 3w",
+    ]
+    (row,) = [line.split() for line in lines if line.startswith("zbh1  ")]
+    assert row == ["zbh1", "14", "14.3%", "0.167", "0.167", *"333", *"484"]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "dualpipev", "zbh1", "all"])
 def test_picture(main, capsys, tmp_path, name):
     picture = tmp_path / "pictures" / "schedule.png"
     main([*shape(name, 4, 8), "--picture", str(picture)])
@@ -117,6 +132,7 @@ def test_picture(main, capsys, tmp_path, name):
         (shape("gpipe", 4, 8), "--pipeline-schedule: invalid choice: 'gpipe'"),
         (["--forward-time", "0"], "--forward-time 0 must be a positive number"),
         (["--backward-time", "nan"], "--backward-time nan must be a positive number"),
+        (["--weight-time", "2"], "--weight-time 2 must be positive and less than --backward-time"),
         (["--transfer-time", "-1"], "--transfer-time -1 must be "),
         (["--num-virtual-stages-per-pipeline-rank", "27"], "stages-per-pipeline-rank 27: "),
         (

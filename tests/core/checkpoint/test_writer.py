@@ -139,7 +139,7 @@ def test_a_failure_leaves_nothing(tmp_path, source):
 def test_a_converted_checkpoint_brings_its_tokenizer(
     tmp_path, gpt_config, random_gpt, write_checkpoint
 ):
-    """Where the configuration names none, the folder beside the weights is it."""
+    """Where the configuration names none, the folder next to the weights is it."""
     config = gpt_config()
     first = write_checkpoint(tmp_path / "a", config, random_gpt(config), NullTokenizer(60))
     found = open_checkpoint(write(tmp_path / "b", open_checkpoint(first)))

@@ -1,4 +1,4 @@
-"""What a new activation needs beside its function: each part of the code knows all of them."""
+"""What a new activation needs next to its function: each part of the code knows all of them."""
 
 import pytest
 from configs import model_config

@@ -156,7 +156,7 @@ def test_help_is_grouped_and_says_defaults(parser):
     assert "Random seed of initial weights, data order and dropout. (default: 1234)" in joined
     # argparse breaks lines at hyphens.
     assert "(default:hidden-size/num-attention-heads)" in "".join(text.split())
-    assert "megatron/config/legacy_flags.py lists them" in joined
+    assert "megatron/config/accepted_flags.txt lists them" in joined
     assert "--DDP-impl" not in text
     assert text.startswith("usage: pretrain_gpt.py [flags]\n")
 

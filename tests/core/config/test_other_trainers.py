@@ -8,7 +8,7 @@ from megatron.apps.finetune.settings import TuningConfig
 from megatron.config import FLAG_CLASSES, FlagParser
 from megatron.config.command_line import CommandParser
 from megatron.config.flags import edit_distance, nearest_flag
-from megatron.config.unknown_flags import OTHER_TRAINERS, refused_flag
+from megatron.config.foreign_flags import OTHER_TRAINERS, refused_flag
 
 PARSER = FlagParser(*FLAG_CLASSES, prog="pretrain_gpt.py")
 TUNING = FlagParser(TuningConfig, *FLAG_CLASSES, prog="finetune.py")

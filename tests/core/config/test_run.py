@@ -115,6 +115,9 @@ DERIVED = [
     ("--pipeline-model-parallel-size 2", 2, "parallel.stages", 2),
     (f"{PIPELINE} --pipeline-schedule interleaved", 2, "parallel.stages", 4),
     (f"{PIPELINE} --pipeline-schedule dualpipev", 2, "parallel.stages", 4),
+    (f"{PIPELINE} --pipeline-schedule zbh1", 2, "parallel.stages", 2),
+    (f"{PIPELINE} --pipeline-schedule dualpipev_zb", 2, "parallel.stages", 4),
+    (f"{PIPELINE} --enable-zbh1-pipeline", 2, "parallel.pipeline_schedule", "zbh1"),
     (f"{PIPELINE} {CHUNKS} 4", 2, "parallel.pipeline_schedule", "interleaved"),
     (f"{PIPELINE} {CHUNKS} 2 --pipeline-schedule dualpipev", 2, "parallel.stages", 4),
     (f"{PIPELINE} {BLOCKS} 1", 2, "parallel.pipeline_schedule", "interleaved"),
@@ -530,6 +533,22 @@ def test_accepted_flags_say_what_happens_instead():
         "--use-flash-attn",
     ]
     assert resolved().notes == ()
+
+
+def test_megatron_deepspeeds_names_of_zbh1():
+    flags = f"{PIPELINE} --enable-zbh1-pipeline"
+    (note,) = resolved(flags, 2).notes
+    assert "in the order of 1f1b, as with --enable-zbh1-exact-semantics" in note
+    for exact in (flags, f"{PIPELINE} --pipeline-schedule zbh1"):
+        assert resolved(f"{exact} --enable-zbh1-exact-semantics", 2).notes == ()
+    with pytest.raises(ConfigError, match="contradicts --pipeline-schedule 1f1b"):
+        resolved(f"{flags} --pipeline-schedule 1f1b", 2)
+    with pytest.raises(ConfigError, match="has an effect with --enable-zbh1-pipeline only"):
+        resolved(f"{PIPELINE} --enable-zbh1-exact-semantics", 2)
+    with pytest.raises(ConfigError, match="--pipeline-schedule zbh1.*two or more processes"):
+        resolved("--enable-zbh1-pipeline")
+    with pytest.raises(ConfigError, match="this schedule has one stage per process"):
+        resolved(f"{flags} {CHUNKS} 2", 2)
 
 
 def test_small_numeric_flags_of_megatron():

@@ -217,11 +217,11 @@ def test_pickles_as_its_path(tmp_path: Path) -> None:
     assert equal(pickle.loads(pickled))
 
 
-def test_folder_beside_the_data(tmp_path: Path) -> None:
-    assert IndexCache.beside(f"{tmp_path}/x", None) == IndexCache(tmp_path / "index-cache")
+def test_folder_next_to_the_data(tmp_path: Path) -> None:
+    assert IndexCache.next_to(f"{tmp_path}/x", None) == IndexCache(tmp_path / "index-cache")
     for pattern in ("x-*.jsonl", "*/x.jsonl", "a*/b?/x"):
-        assert IndexCache.beside(f"{tmp_path}/{pattern}", None).folder == tmp_path / "index-cache"
-    assert IndexCache.beside("data/x", "/c") == IndexCache(Path("/c"), required=True)
+        assert IndexCache.next_to(f"{tmp_path}/{pattern}", None).folder == tmp_path / "index-cache"
+    assert IndexCache.next_to("data/x", "/c") == IndexCache(Path("/c"), required=True)
 
 
 def test_digest_of_a_large_array(monkeypatch: pytest.MonkeyPatch) -> None:

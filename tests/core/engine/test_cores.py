@@ -65,7 +65,7 @@ def test_each_process_has_neighbouring_cores_of_its_own(monkeypatch, machine, pr
     ("device", "processes", "count"), [(CPU, 1, 8), (CPU, 16, 1), (GPU, 2, 4)], ids=str
 )
 def test_nothing_is_bound(monkeypatch, machine, device, processes, count):
-    """Alone on the machine, with fewer cores than processes, and beside a GPU."""
+    """Alone on the machine, with fewer cores than processes, and next to a GPU."""
     set_ranks(monkeypatch, 0, processes)
     with own_cores(device):
         assert len(machine) == 1 and threads == [count]

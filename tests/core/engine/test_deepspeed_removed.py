@@ -13,7 +13,7 @@ from megatron.engine import deepspeed_file
 from megatron.engine.deepspeed_file import file_notes, read_json
 from megatron.engine.deepspeed_json import REMOVED, complete, for_engine, merge
 
-OWN = {"curriculum_learning", "sequence_parallel_size"}
+OWN = {"curriculum_learning", "compression_training", "sequence_parallel_size"}
 """Keys that the trainer reads itself in some versions, and leaves out for DeepSpeed."""
 
 
@@ -27,21 +27,9 @@ FLAGS = (
     "--micro-batch-size 1 --train-iters 10 --deepspeed_config ds.json"
 ).split()
 
-WEIGHTS = {"shared_parameters": {"enabled": True}}
 OFF = [
     ("amp", {"enabled": False, "opt_level": "O1"}),
     ("amp", None),
-    ("compression_training", {}),
-    (
-        "compression_training",
-        {
-            "weight_quantization": {
-                "shared_parameters": {"enabled": False, "schedule_offset": 50},
-                "different_groups": {"wq1": {"params": {"start_bits": 8}, "modules": ["*"]}},
-            },
-            "layer_reduction": {"enabled": False, "keep_number_layer": 5},
-        },
-    ),
     ("eigenvalue", {"enabled": False, "verbose": True}),
     ("elasticity", {"enabled": False, "max_train_batch_size": 2000}),
     ("graph_harvesting", False),
@@ -56,17 +44,6 @@ OFF = [
 ]
 ON = [
     ("amp", {"enabled": True}, "amp.enabled is on"),
-    (
-        "compression_training",
-        {"weight_quantization": WEIGHTS, "layer_reduction": {"enabled": True}},
-        "compression_training.weight_quantization.shared_parameters.enabled and "
-        "compression_training.layer_reduction.enabled are on",
-    ),
-    (
-        "compression_training",
-        {"head_pruning": {"shared_parameters": {}}, "activation_quantization": WEIGHTS},
-        "compression_training.activation_quantization.shared_parameters.enabled is on",
-    ),
     ("eigenvalue", {"enabled": True}, "eigenvalue.enabled is on"),
     ("elasticity", {"enabled": True}, "elasticity.enabled is on"),
     ("graph_harvesting", True, "graph_harvesting is on"),
@@ -83,7 +60,6 @@ WRONG = [
     ("amp", {"enabled": "yes"}, 'amp.enabled is "yes"; it must be true or false'),
     ("sparse_gradients", 1, "sparse_gradients is 1; it must be true or false"),
     ("zero_optimization.mics_shard_size", "x", 'mics_shard_size is "x"; it must be an integer'),
-    ("compression_training", {"row_pruning": 3}, "row_pruning is 3; it must be true or false"),
 ]
 
 
@@ -112,6 +88,7 @@ def test_the_table_is_that_of_deepspeed():
         keys = lists["refused"] | {zero + key for key in lists["refused_zero"]}
         first = {key: version for key in keys} | first
     assert first.pop("curriculum_learning") == "0.19.8"
+    assert first.pop("compression_training") == "0.19.7"
     assert first == REMOVED
     assert list(VERSIONS) == [f"0.19.{number}" for number in range(9)]
 
@@ -122,7 +99,8 @@ def test_the_page_has_each_key_with_its_version():
     told = {
         key.strip("`"): row[1] for row in rows if len(row) == 3 for key in row[0][2:].split(", ")
     }
-    for key, version in (REMOVED | {"curriculum_learning": "0.19.8"}).items():
+    read = {"curriculum_learning": "0.19.8", "compression_training": "0.19.7"}
+    for key, version in (REMOVED | read).items():
         assert told[key] == version
 
 

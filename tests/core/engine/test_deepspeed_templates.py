@@ -29,7 +29,8 @@ METRIC = {
 VALUES = {
     "CONFIG_CL_ENABLED": "true", "CONFIG_CL_MIN": "8", "CONFIG_CL_MAX": "64",
     "CONFIG_CL_DURATION": "5", "LTD_ENABLED": "false", "LTD_MIN": "64", "LTD_MAX": "64",
-    "LTD_STEP": "1", "CL_ENABLED": "true", "CL_CLUSTER_PATH": '"clusters"',
+    "LTD_STEP": "1", "LTD_TOTAL_LAYERS": "2", "LTD_LAYER_NUM": "1", "LTD_LAYER_ID": "[1]",
+    "CL_ENABLED": "true", "CL_CLUSTER_PATH": '"clusters"',
     "DATA_EFFICIENCY_SEED": "1234", "DATA_SAMPLING_NUM_WORKERS": "0",
     **{f"CL_1st_{name}": value for name, value in METRIC.items()},
     **{f"CL_2nd_{name}": value for name, value in METRIC.items()},
@@ -47,11 +48,6 @@ FP16 = {
     "enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2,
     "min_loss_scale": 1, "initial_scale_power": 11,
 }  # fmt: skip
-CANNOT = {
-    "TEMPLATE_compression": "compression_training.weight_quantization.shared_parameters.enabled "
-    "and compression_training.activation_quantization.shared_parameters.enabled are on",
-    "offload_pp": "offload_optimizer.ratio 0.3",
-}
 
 
 def name_of(path):
@@ -78,10 +74,6 @@ def stage_of(path):
     return next((stage for part, stage in STAGES.items() if part in name_of(path)), None)
 
 
-def cannot(path):
-    return next((told for part, told in CANNOT.items() if part in name_of(path)), None)
-
-
 def dtypes(path):
     """Flags of precision that the template leaves open."""
     content = json.loads(filled(path))
@@ -96,10 +88,6 @@ def test_a_template_resolves_when_it_is_filled(path, processes, tmp_path):
     stages = (0, 1) if stage_of(path) is None else (stage_of(path),)
     for stage, dtype in itertools.product(stages, dtypes(path)):
         flags = f"--zero-stage {stage} {dtype}"
-        if cannot(path):
-            with pytest.raises(ConfigError, match=re.escape(cannot(path))):
-                resolved(filled(path), tmp_path, flags, processes)
-            continue
         config, content = resolved(filled(path), tmp_path, flags, processes)
         assert content["train_batch_size"] == 16
         assert content["gradient_accumulation_steps"] == 8 // processes
@@ -120,8 +108,7 @@ def test_a_placeholder_that_is_left_is_named(path):
     left = set(re.findall(r'"((?:CONFIG|LTD|CL|DATA|OFFLOAD)_\w+|SP)"', path.read_text()))
     assert left <= VALUES.keys()
     if not left:
-        if not cannot(path):
-            read_json(str(path))
+        read_json(str(path))
         return
     lines = path.read_text().splitlines()
     number = next(n for n, line in enumerate(lines, 1) if any(f'"{p}"' in line for p in left))
@@ -220,17 +207,13 @@ def test_scaling_before_the_reduction_is_for_low_stages(tmp_path):
         resolved('{"prescale_gradients": "auto"}', tmp_path, f"--zero-stage {stage}")
 
 
-@pytest.mark.parametrize("ratio, accepted", [(1, True), (1.0, True), (0.3, False), (0, False)])
-def test_a_share_of_the_optimizer_on_the_gpu(tmp_path, ratio, accepted):
+@pytest.mark.parametrize("ratio", [1, 1.0, 0.3, 0])
+def test_a_share_of_the_optimizer_on_the_gpu(tmp_path, ratio):
     offload = {"device": "cpu", "pin_memory": True, "ratio": ratio, "buffer_count": 4,
                "pipeline_read": False, "pipeline_write": False}  # fmt: skip
     text = json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": offload}})
-    if accepted:
-        config, content = resolved(text, tmp_path, "")
-        check_settings(for_engine(content, config, on_cpu=True), "ds.json")
-    else:
-        with pytest.raises(ConfigError, match=f"offload_optimizer.ratio {ratio}: .*Twin-Flow"):
-            resolved(text, tmp_path, "")
+    config, content = resolved(text, tmp_path, "")
+    check_settings(for_engine(content, config, on_cpu=True), "ds.json")
 
 
 @pytest.mark.parametrize("last", [True, False])

@@ -143,7 +143,7 @@ print(sum(faults() for _ in range(10)))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc's malloc")
 def test_memory_of_large_tensors_is_kept():
-    """A tensor finds the pages of one before it, at most two places beside the first. Without the
+    """A tensor finds the pages of one before it, at most two places next to the first. Without the
     setting each is faulted in again, 16,384 pages where they are not huge, ten times here."""
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True)
     assert int(done.stdout) < 2.5 * 2**14, done.stderr

@@ -117,6 +117,7 @@ ACTIVATIONS = [
     ({"bias_gelu_fusion": False}, F.gelu),
     ({"squared_relu": True}, lambda x: F.relu(x) ** 2),
     ({"relu": True}, F.relu),
+    ({"glu_activation": "geglu_erf"}, lambda x: F.gelu(x[..., :24]) * x[..., 24:]),
     ({"glu_activation": "geglu"}, lambda x: F.gelu(x[..., :24], approximate="tanh") * x[..., 24:]),
     ({"glu_activation": "swiglu"}, lambda x: F.silu(x[..., :24]) * x[..., 24:]),
     ({"quick_geglu": True}, lambda x: ACT2FN["quick_gelu"](x[..., :24]) * x[..., 24:]),

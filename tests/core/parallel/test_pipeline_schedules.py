@@ -1,14 +1,20 @@
 """Orders of forwards and backwards, against the schedules of DeepSpeed and torch."""
 
+from dataclasses import replace
+
 import pytest
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from megatron.config.layouts import Layout, refusal
-from megatron.parallel.pipeline_schedules import Action, PipelineSchedule
+from megatron.parallel.pipeline_schedules import INPUTS, WEIGHTS, Action, PipelineSchedule
 
 RANKS = (2, 3, 4, 6, 8)
-SHAPES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("dualpipev", 2)]
+PARTS = (INPUTS, WEIGHTS)
+SHAPES = [
+    ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("dualpipev", 2), ("zbh1", 1),
+    ("dualpipev_zb", 2),
+]  # fmt: skip
 
 
 def exists(name: str, ranks: int, chunks: int, micro_batches: int) -> bool:
@@ -24,8 +30,12 @@ def least(name: str, ranks: int) -> int:
 
 
 def words(actions: list[Action], stages: tuple[int, ...]) -> str:
-    """F or B, chunk, micro batch: "F0.0 F1.0 B1.0"."""
-    return " ".join(f"{'FB'[a.backward]}{stages.index(a.stage)}.{a.micro_batch}" for a in actions)
+    """F, B, I for inputs or W for weights, chunk, micro batch: "F0.0 F1.0 B1.0"."""
+    letters = {"": "B", INPUTS: "I", WEIGHTS: "W"}
+    return " ".join(
+        f"{letters[a.part] if a.backward else 'F'}{stages.index(a.stage)}.{a.micro_batch}"
+        for a in actions
+    )
 
 
 def deepspeed_order(schedule, micro_batches: int) -> list[tuple[bool, int, int]]:
@@ -130,12 +140,54 @@ def test_every_action_once_on_its_rank(name, chunks, forward_only):
                 assert len(stages) == chunks
                 actions = schedule.actions(rank)
                 assert len(actions) == len(set(actions))
-                assert set(actions) == {
+                parts = [[replace(a, part="") for a in actions if a.part == part] for part in PARTS]
+                assert sorted(parts[0], key=str) == sorted(parts[1], key=str)
+                assert {a.result for a in actions if a.part != WEIGHTS} == {
                     Action(backward, stage, micro_batch)
                     for backward in ([False] if forward_only else [False, True])
                     for stage in stages
                     for micro_batch in range(micro_batches)
                 }
+
+
+def test_zbh1_spelled_out():
+    """The order of Megatron-DeepSpeed's exact semantics, of which rank 0 has 1F1B's."""
+    schedule = PipelineSchedule("zbh1", 3, 1, 4)
+    plain = PipelineSchedule("1f1b", 3, 1, 4)
+    assert schedule.actions(0) == plain.actions(0)
+    assert words(schedule.actions(1), (1,)) == (
+        "F0.0 F0.1 I0.0 F0.2 I0.1 W0.0 F0.3 I0.2 W0.1 I0.3 W0.2 W0.3"
+    )
+    assert words(schedule.actions(2), (2,)) == (
+        "F0.0 I0.0 F0.1 I0.1 F0.2 I0.2 W0.0 F0.3 I0.3 W0.1 W0.2 W0.3"
+    )
+
+
+def test_dualpipev_zb_spelled_out():
+    """The calls of DeepSeek's dualpipev.py on two ranks, with ``_weight_chunk`` as W."""
+    schedule = PipelineSchedule("dualpipev_zb", 2, 2, 4)
+    assert words(schedule.actions(0), (0, 3)) == (
+        "F0.0 F0.1 F0.2 F1.0 I1.0 W1.0 F1.1 F0.3 B1.1 F1.2 B0.0 B1.2 F1.3 B0.1 B1.3 I0.2 W0.2 I0.3 "
+        "W0.3"
+    )
+    assert words(schedule.actions(1), (1, 2)) == (
+        "F0.0 F1.0 F0.1 F1.1 F0.2 B1.0 F1.2 B0.0 F0.3 B1.1 F1.3 B0.1 B1.2 B0.2 I1.3 I0.3 W1.3 W0.3"
+    )
+
+
+@pytest.mark.parametrize("name, base", [("zbh1", "1f1b"), ("dualpipev_zb", "dualpipev")])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_weights_are_summed_in_the_order_of_whole_backward_passes(name, base, ranks):
+    """So that the sums are the same bit by bit."""
+    chunks = 1 if name == "zbh1" else 2
+    for micro_batches in (2 * ranks, 2 * ranks + 3, 5 * ranks):
+        later = PipelineSchedule(name, ranks, chunks, micro_batches)
+        plain = PipelineSchedule(base, ranks, chunks, micro_batches)
+        for rank in range(ranks):
+            for stage in later.stages_of(rank):
+                sums = [a for a in later.actions(rank) if a.backward and a.part != INPUTS]
+                whole = [a for a in plain.actions(rank) if a.backward and a.stage == stage]
+                assert [replace(a, part="") for a in sums if a.stage == stage] == whole
 
 
 def test_where_the_stages_are():

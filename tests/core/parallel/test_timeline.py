@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 from samples import sampled
 
-from megatron.parallel.pipeline_schedules import Action, PipelineSchedule
+from megatron.parallel.pipeline_schedules import INPUTS, WEIGHTS, Action, PipelineSchedule
 from megatron.parallel.timeline import (
     Exchange,
     Transfer,
@@ -18,20 +18,27 @@ from megatron.parallel.timeline import (
     work_plan,
 )
 
-SHAPES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("dualpipev", 2)]
+SHAPES = [
+    ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("dualpipev", 2), ("zbh1", 1),
+    ("dualpipev_zb", 2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, chunks", SHAPES)
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_every_rule_of_a_timeline_holds(schedules, name, chunks, forward_only):
     for schedule in schedules(name, chunks, forward_only):
-        timeline = simulate(schedule, 1.0, 1.5, transfer_time=0.25)
-        slots = {slot.action: slot for slot in timeline.slots}
+        timeline = simulate(schedule, 1.0, 1.5, transfer_time=0.25, weight_time=0.5)
+        slots = {slot.action.result: slot for slot in timeline.slots}
         directions = 1 if forward_only else 2
-        assert len(slots) == directions * schedule.stages * schedule.micro_batches
-        for action, slot in slots.items():
+        passes = [action for action in slots if action.part != WEIGHTS]
+        assert len(passes) == directions * schedule.stages * schedule.micro_batches
+        halves = {"": 3, INPUTS: 2, WEIGHTS: 1}
+        for slot in slots.values():
+            action = slot.action
             assert slot.rank == schedule.rank_of(action.stage)
-            assert slot.end - slot.start == Fraction(3 if action.backward else 2, 2 * chunks)
+            takes = Fraction(halves[action.part] if action.backward else 2, 2 * chunks)
+            assert slot.end - slot.start == takes
             moments = [Fraction(0)]
             moments += [
                 slots[needed].end + Fraction(slots[needed].rank != slot.rank, 4)
@@ -39,7 +46,7 @@ def test_every_rule_of_a_timeline_holds(schedules, name, chunks, forward_only):
             ]
             own = schedule.actions(slot.rank)
             place = own.index(action)
-            moments += [slots[own[place - 1]].end] if place else []
+            moments += [slots[own[place - 1].result].end] if place else []
             assert slot.start == max(moments)
 
 
@@ -65,8 +72,38 @@ def test_bubble_figures():
         ("interleaved", 2): Fraction(57, 2),
         ("interleaved", 3): 27,
         ("dualpipev", 2): Fraction(59, 2),
+        ("zbh1", 1): 27,
+        ("dualpipev_zb", 2): Fraction(51, 2),
     }
-    assert theory("dualpipev", 4, 2, 8) is None
+    assert theory("dualpipev", 4, 2, 8) is None is theory("dualpipev_zb", 4, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "times", [(1, 1, 1), (1, 2, 1), (0.9, 1.1, 1), (1, 1, 3), (2, 1, 1.5), (1, 1, 0)]
+)
+def test_bubble_against_qi(schedules, times):
+    """(p - 1) (F + B - W) of 1F1B's (p - 1) (F + B + W), and F or B with a long W."""
+    for schedule in schedules("zbh1", 1):
+        ranks, count = schedule.ranks, schedule.micro_batches
+        forward, backward, weights = exact = tuple(Fraction(str(time)) for time in times)
+        timeline = simulate(schedule, forward, backward + weights, 0, weights)
+        if count < ranks:
+            assert theory("zbh1", ranks, 1, count, exact) is None
+            continue
+        assert timeline.bubble_ratio == theory("zbh1", ranks, 1, count, exact)
+        assert set(timeline.peak_activations) == {ranks}
+        if forward >= weights <= backward:
+            waited = timeline.span - count * sum(exact)
+            assert waited == (ranks - 1) * (forward + backward - weights)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_dualpipev_zb_bubble_as_counted(ranks):
+    """(p - 1) F / 2 with forwards, inputs and weights of equal times; docs/guides/planning.md."""
+    for count in (2 * ranks, 2 * ranks + 1, 5 * ranks):
+        timeline = simulate(PipelineSchedule("dualpipev_zb", ranks, 2, count))
+        assert timeline.bubble_ratio == Fraction(ranks - 1, 6 * count)
+        assert set(timeline.peak_activations) == {ranks + Fraction(1, 2)}
 
 
 def test_dualpipev_bubble_as_counted(schedules):
@@ -111,7 +148,8 @@ def test_evaluation_pipelines():
     for name, chunks in SHAPES:
         for ranks in (2, 4):
             timeline = simulate(PipelineSchedule(name, ranks, chunks, 6 * ranks, True))
-            lead = Fraction(timeline.schedule.stages if name == "dualpipev" else ranks, chunks)
+            both_ways = name.startswith("dualpipev")
+            lead = Fraction(timeline.schedule.stages if both_ways else ranks, chunks)
             assert timeline.span <= 6 * ranks + lead
 
 
@@ -172,7 +210,7 @@ def rendezvous(schedule: PipelineSchedule, programs: list[list[Action | Exchange
             while isinstance(action := current(rank), Action):
                 missing = [need for need in inputs(schedule, action) if need not in have[rank]]
                 assert not missing, (rank, action, missing)
-                have[rank].add(action)
+                have[rank].add(action.result)
                 at[rank] += 1
                 moved = True
             if current(rank) is None or (partners := group(rank)) is None:

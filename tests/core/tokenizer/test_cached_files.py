@@ -41,7 +41,7 @@ def test_gpt2(trained, trained_folder, tmp_path, place):
 
 
 def test_downloads_of_2019(trained, trained_folder, tmp_path):
-    """Named by a digest, beside a file with their address."""
+    """Named by a digest, next to a file with their address."""
     for number, name in enumerate(GPT2.values()):
         put(trained_folder / name, tmp_path / f"{number}.etag")
         note = {"url": f"https://models.example/bert/gpt2-{name}", "etag": "x"}

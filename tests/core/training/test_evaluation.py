@@ -10,7 +10,7 @@ from megatron.tokenizer.plain import NullTokenizer
 from megatron.training.evaluation import checkpoint_settings, evaluated_run, evaluation_settings
 
 
-def test_tokenizer_beside_the_checkpoint(tmp_path, gpt_config, random_gpt, write_checkpoint):
+def test_tokenizer_next_to_the_checkpoint(tmp_path, gpt_config, random_gpt, write_checkpoint):
     """Where the files that a run had have gone; a flag that names others is not overruled."""
     original = tmp_path / "original"
     NullTokenizer(60).save_pretrained(original)

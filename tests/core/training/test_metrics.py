@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from megatron.data.samples import SequenceLengths
 from megatron.engine.train_engine import StepResult
 from megatron.training.intervals import IntervalMeter, memory_use
 from megatron.training.metrics import Evaluation, perplexity
@@ -41,7 +42,8 @@ def add(interval: IntervalMeter, loss: float | torch.Tensor = 2.0, **changes) ->
     )
     step = Step(result, 1, 0, samples, length, values["learning_rate"], 0.1)
     flops = samples * length * 1e9 if values["flops"] is None else values["flops"]
-    interval.add(step, flops, values["again"], values["grows"])
+    lengths = SequenceLengths(length, [(0, length)] * values["grows"])
+    interval.add(step, flops, values["again"], lengths)
 
 
 def finish(interval: IntervalMeter):

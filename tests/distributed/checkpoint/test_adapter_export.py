@@ -17,7 +17,8 @@ RUN = (
     "--use-checkpoint-args --tokenizer-type NullTokenizer --vocab-size 60 --mock-data "
     "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 3e-2 "
     "--num-workers 0 --eval-iters 0 --peak-tflops 1 --log-interval 1000 --lora --lora-rank 3 "
-    "--lora-alpha 6 --use-dora --lora-targets q_proj v_proj o_proj gate_proj"
+    "--lora-alpha 6 --use-dora --lora-targets q_proj v_proj o_proj gate_proj "
+    "--ema-decay 0.5"
 ).split()
 LAYOUT = "--tensor-model-parallel-size 2 --zero-stage 1".split()
 
@@ -54,6 +55,22 @@ def test_to_peft_and_merged(trained, tmp_path, capsys):
     for name in ours.names():
         theirs_read = open_checkpoint(tmp_path / "to-peft").tensor(name)
         torch.testing.assert_close(theirs_read, ours.tensor(name), rtol=0, atol=0)
+
+
+def test_averages_of_adapters(trained, tmp_path):
+    """The average of the adapters is exported, alone and merged."""
+    convert = load_program("tools/convert_checkpoint.py")
+    for command in ("to-peft", "to-hf"):
+        flags = ["--average", "exponential", "--output", str(tmp_path / command)]
+        convert.main([command, "--load", str(trained / "run"), *flags])
+    run, written = open_checkpoint(trained / "run"), open_checkpoint(tmp_path / "to-peft")
+    for name in run.additions.names():
+        average = run.additions.tensor(name, "exponential_average")
+        assert torch.equal(written.additions.tensor(name), average)
+        assert not torch.equal(average, run.additions.tensor(name))
+    merged = open_checkpoint(tmp_path / "to-hf")
+    for name in written.names():
+        torch.testing.assert_close(merged.tensor(name), written.tensor(name), rtol=0, atol=1e-7)
 
 
 def test_a_base_elsewhere_is_named_by_a_flag(trained, tmp_path):

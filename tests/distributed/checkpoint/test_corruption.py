@@ -355,9 +355,9 @@ def explode(intact, scratch):
     with distributed(run.config.parallel) as groups:
         trainer = watched_trainer(run, groups, lambda result: None)
         inside = [path.relative_to(intact) for path in files_of(Path(intact) / NAMED)]
-        beside = [path.relative_to(intact) for path in Path(intact).glob("latest*")]
+        alongside = [path.relative_to(intact) for path in Path(intact).glob("latest*")]
         foreign = [Path(NAMED) / name for name in FOREIGN]
-        for name in [*inside, *beside, *foreign]:
+        for name in [*inside, *alongside, *foreign]:
             for number, bomb in enumerate(bombs(trace)):
                 for signed in (False, True):
                     save = Path(scratch) / "save"

@@ -31,6 +31,7 @@ FLAGS = {
         *"--normalization RMSNorm".split(),
         *RUN,
     ],
+    "biencoder": [*FAMILIES["biencoder"], *MODELS["biencoder"]["projected"], *RUN],
     "bert": [*FAMILIES["bert"], *MODELS["bert"]["post-norm"], "--num-layers", "4", *RUN],
     "t5": [
         *FAMILIES["t5"],
@@ -137,6 +138,7 @@ SEVEN = (
 NAMES = {
     "gpt": list(LAYOUTS),
     "bert": SEVEN,
+    "biencoder": SEVEN,
     "t5": [*SEVEN, SPLIT],
     "retro": SEVEN,
     "multi-token": SEVEN,
@@ -167,6 +169,7 @@ SAMPLE = {
 TITLES = {
     "gpt": "GPT",
     "bert": "BERT, post-norm, with both heads",
+    "biencoder": "retriever, two BERTs with a projection",
     "t5": "T5 with relative positions",
     "retro": "Retro",
     "multi-token": "GPT with multi-token prediction",

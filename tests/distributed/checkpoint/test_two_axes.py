@@ -61,7 +61,7 @@ def engine_of(sizes: dict[str, int], save: str) -> Any:
     engine = object.__new__(TrainEngine)
     vars(engine).update(
         stage=0, mesh=mesh, names=names, optimizer=built, config=config, device=CPU, data_rank=0,
-        engine=SimpleNamespace(optimizer=built), stored_states=None, kernels=NO_KERNELS,
+        engine=SimpleNamespace(optimizer=built), stored_states=None, kept={}, kernels=NO_KERNELS,
         buffers={}, base=None,
         trained=names, quantised=[],
     )  # fmt: skip

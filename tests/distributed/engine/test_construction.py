@@ -52,7 +52,7 @@ def in_new_processes(size, argv):
 
 @pytest.mark.parametrize("layout", [pytest.param("data", marks=pytest.mark.proof), "tensor"])
 def test_four_processes_share_what_one_would_need(layout):
-    """Weights, their float32 copies and gradients: a quarter each, beside the largest parameter."""
+    """Weights, their float32 copies and gradients: a quarter each, and the largest parameter."""
     tensor = ["--tensor-model-parallel-size", "2"] if layout == "tensor" else []
     # A folder in DeepSpeed's format is of stage 3: on one rank, too, the engine runs that then.
     at_stage_3 = ["--zero-stage", "3", "--checkpoint-format", "deepspeed"]

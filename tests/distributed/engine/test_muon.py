@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from training_jobs import TINY, run, train
+from training_jobs import TINY, run, saved_again, train
 
 from megatron.apps.parity.runs import watched_trainer
+from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import locate_checkpoint
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.config.layouts import parse_layout
@@ -30,12 +31,13 @@ from megatron.features.optimizers.newton_schulz import steps_of
 from megatron.features.optimizers.rules import RuledOptimizer
 from megatron.features.optimizers.soap import Soap, SoapSettings
 from megatron.features.optimizers.whole import Rows, in_order
+from megatron.formats.deepspeed_folders.universal import UniversalFolder, write_universal
+from megatron.formats.sharded.export import write_dcp
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.shard import Cut, Shard, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
-from megatron.training.checkpoints import CheckpointManager
 
 SHAPES = {
     "qkv": Shard((24, 10), (Cut(0, parts=(16, 4, 4)),)),
@@ -196,7 +198,7 @@ LAYOUTS = (
 OTHERS = {
     "adaptive_muon": "--adaptive-muon-moment2-method normuon", "soap": "--adam-eps 1e-6",
     "ademamix": "", "adam_mini": "", "lion": "", "schedule_free": "--lr-decay-style constant",
-    "adam": "--cautious-weight-decay --weight-decay-follows-lr",
+    "adam": "--cautious-weight-decay --weight-decay-follows-lr --cautious-update",
 }  # fmt: skip
 
 
@@ -430,16 +432,6 @@ def test_states_move_bitwise(pool, optimizer, experts, tmp_path):
             assert torch.equal(values, states[0][key]), key
 
 
-def saved_again(argv: list[str]) -> None:
-    """Load a checkpoint and save it; for the pool."""
-    run_ = parse_run(None, argv)
-    with distributed(run_.config.parallel) as mesh:
-        trainer = watched_trainer(run_, mesh, lambda result: None)
-        manager = next(c for c in trainer.callbacks if isinstance(c, CheckpointManager))
-        manager.save(trainer.iteration, trainer.consumed_samples)
-        manager.writer.close()
-
-
 def tensors_of(folder) -> dict[str, torch.Tensor]:
     """All weights and states of a checkpoint, whole, by name."""
     actual = locate_checkpoint(folder)
@@ -510,3 +502,25 @@ def error_of(argv: list[str]) -> str:
     with pytest.raises(ValueError) as raised:
         train(argv)
     return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["soap", *(pytest.param(n, marks=pytest.mark.proof) for n in ("ademamix", "muon"))]
+)
+def test_copies_have_no_partial_moments(pool, optimizer, tmp_path):
+    """DeepSpeed's universal checkpoint is refused with the optimizer's name, and torch's has the
+    weights alone, where the states are not Adam's; Muon's momentum has a place in the first."""
+    words = "--train-iters 1 --untie-embeddings-and-output-weights --position-embedding-type rope"
+    argv = [*FLAGS, *of_optimizer(optimizer), *words.split(), "--save", str(tmp_path / "run")]
+    pool.run(1, train, argv, timeout=300)
+    source = locate_checkpoint(tmp_path / "run").open()
+    if optimizer == "muon":
+        write_universal(source, tmp_path / "u")
+        kinds = {
+            kind for name in source.names() for kind in UniversalFolder(tmp_path / "u").kinds(name)
+        }
+        assert kinds == {"weight", "exp_avg", "exp_avg_sq", "momentum_buffer"}
+    else:
+        with pytest.raises(CheckpointError, match=f"has states of --optimizer {optimizer}"):
+            write_universal(source, tmp_path / "u")
+    assert not write_dcp(source, tmp_path / "dcp", "float32")

@@ -2,20 +2,26 @@
 
 import contextlib
 import json
+import time
 
 import pytest
 from samples import sampled
 from training_jobs import TINY, train, train_plainly
 
 from megatron.data.loader import MicroBatches
+from megatron.engine import pipeline_executor
 from megatron.engine.build import build_engine
 from megatron.engine.environment import distributed, training_device
 from megatron.families import spec_of
+from megatron.parallel.later_products import add_products
 from megatron.parallel.pipeline_schedules import PipelineSchedule
-from megatron.parallel.timeline import simulate_order, theory
+from megatron.parallel.timeline import simulate, simulate_order, theory
 from megatron.run.run import parse_run, run_data
 
+EXPERTS = "--num-experts 4 --moe-router-topk 2".split()
+FULL = "--recompute-granularity full --recompute-method uniform".split()
 FLAGS = [*TINY, "--num-layers", "8", "--global-batch-size", "8", "--train-iters", "1"]
+OTHERS = [("dualpipev_zb", 2), ("dualpipev", 2), ("zbh1", 1)]
 
 
 @contextlib.contextmanager
@@ -67,12 +73,81 @@ def test_interleaving_shrinks_the_bubble(pool):
     assert interleaved.bubble_ratio == theory("interleaved", 4, 2, 8) == 3 / 16
 
 
-def test_dualpipev_executes_its_order(pool):
-    timeline = executed_timeline(pool, "dualpipev", 2)
-    schedule = PipelineSchedule("dualpipev", 4, 2, 8)
+@pytest.mark.parametrize("name, chunks", sampled(OTHERS, OTHERS[0].__eq__))
+def test_every_pass_in_its_order(pool, name, chunks):
+    timeline = executed_timeline(pool, name, chunks)
+    schedule = PipelineSchedule(name, 4, chunks, 8)
     for rank in range(4):
         slots = [slot.action for slot in timeline.slots if slot.rank == rank]
         assert slots == list(schedule.actions(rank))
+
+
+def slept(argv, unit, chunks):
+    """Seconds of a step in which each pass of this rank also sleeps: a forward through all stages
+    of a rank for ``unit`` seconds, a backward for two, each part of one for one; for the pool."""
+    with engine_and_batches(argv) as (engine, batches):
+        executor = engine.engine
+
+        def sleeping(run):
+            def slow(action):
+                run(action)  # which waits for what it needs
+                time.sleep(unit * (2 if action.backward and not action.part else 1) / chunks)
+
+            return slow
+
+        engine.train_step(batches, 8, 0, 1e-3, 0)
+        for name in ("forward_pass", "backward_pass", "weight_pass"):
+            setattr(executor, name, sleeping(getattr(executor, name)))
+        start = time.perf_counter()
+        engine.train_step(batches, 8, 8, 1e-3, 0)
+        return time.perf_counter() - start
+
+
+@pytest.mark.proof
+def test_idle_time_of_runs(pool):
+    """Steps of four ranks whose passes mostly sleep, which several processes can do on one core:
+    they take the simulated times and what the passes really compute."""
+    unit, seconds, spans = 0.25, {}, {}
+    for name, chunks in [("1f1b", 1), ("interleaved", 2), *OTHERS]:
+        layout = ["--pipeline-model-parallel-size", "4", "--pipeline-schedule", name]
+        argv = [*FLAGS, "--train-iters", "2", *layout]
+        seconds[name] = max(pool.run(4, slept, argv, unit, chunks))
+        spans[name] = float(simulate(PipelineSchedule(name, 4, chunks, 8)).span)
+        print(f"{name}: {seconds[name]:.2f} s, simulated {unit * spans[name]:.2f} s")
+    for name, simulated in spans.items():
+        assert unit * simulated < seconds[name] < 1.25 * unit * simulated
+    first, *_, last = sorted(seconds, key=seconds.__getitem__)
+    assert (first, last) == ("dualpipev_zb", "1f1b") and seconds["zbh1"] < seconds["dualpipev"]
+
+
+def products(argv):
+    """The numbers of products that the passes of weights on this rank have left; for the pool."""
+    counts = []
+
+    def counted(left):
+        counts.append(len(left))
+        add_products(left)
+
+    pipeline_executor.add_products = counted
+    try:
+        with engine_and_batches(argv) as (engine, batches):
+            engine.train_step(batches, 8, 0, 1e-3, 0)
+    finally:
+        pipeline_executor.add_products = add_products
+    return counts
+
+
+@pytest.mark.parametrize("more, each", [([], 4), (EXPERTS, 3), (FULL, 4)])
+@pytest.mark.proof
+def test_every_linear_layer_is_left(pool, more, each):
+    """Two blocks a stage: queries with keys and values, their projection, and the MLP's two, which
+    are one function with experts."""
+    argv = [
+        *FLAGS,
+        *more,
+        *"--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule zbh1".split(),
+    ]
+    assert pool.run(2, products, argv) == [[], [2 * each] * 8]
 
 
 def tied_table(argv):

@@ -25,6 +25,7 @@ T5 = [*FAMILIES["t5"], *MODELS["t5"]["relative"], *"--num-layers 2 --decoder-num
 T5 += ["--eval-iters", "1", "--zero-stage", "1"]
 RETRO = [*FAMILIES["retro"], *blocks("retro", 4), *ENCODER_DROPOUT.format(0.1).split()]
 RETRO += ["--eval-iters", "1", "--zero-stage", "1"]
+BIENCODER = [*FAMILIES["biencoder"], *"--num-layers 2 --eval-iters 1 --zero-stage 1".split()]
 EXPERTS = [
     *"--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --zero-stage 1".split(),
     *"--moe-router-score-function sigmoid --moe-router-enable-expert-bias".split(),
@@ -111,6 +112,8 @@ CASES = {
     ),
     "bert-zero3-dp2-bf16": (2, [*BERT, "--zero-stage", "3", "--bf16"]),
     "bert-zero1-pp2-fp16": (2, [*BERT, *FP16, "--pipeline-model-parallel-size", "2"]),
+    "biencoder-zero3-dp2-bf16": (2, [*BIENCODER, "--zero-stage", "3", "--bf16"]),
+    "biencoder-zero1-pp2": (2, [*BIENCODER, "--pipeline-model-parallel-size", "2"]),
     "t5-zero0-pp2-fp16": (
         2,
         [*T5, *FP16, "--zero-stage", "0", "--pipeline-model-parallel-size", "2"],

@@ -1,4 +1,4 @@
-"""Encoder output and an auxiliary loss travel between pipeline stages beside the hidden states:
+"""Encoder output and an auxiliary loss travel between pipeline stages next to the hidden states:
 losses, gradients and evaluations of an encoder-decoder in float64, against one process."""
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def folder(tmp_path_factory):
 def generated(
     load: Path, layout: list[str], processes: int, alone: bool = False
 ) -> list[Played] | None:
-    """For the pool: what the main rank got, with prompts in pieces beside others' decoding, or each
-    alone."""
+    """For the pool: what the main rank got, with prompts in pieces between others' decoding, or
+    each alone."""
     argv = ["--load", str(load), "--kv-cache-gib", "0.001", *layout]
     argv += ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(load / "vocab.txt")]
     config, settings = RunToolParser(CacheConfig, None).parse(argv)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from megatron.config import FLAG_CLASSES, PART_FLAGS, FlagParser, RunConfig, Setting
 from megatron.config.flags import flag_of, value_type
-from megatron.config.legacy_flags import LegacyFlags
+from megatron.config.foreign_flags import LegacyFlags
 from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.latent.flags import LatentConfig
 from megatron.features.multi_token.flags import MultiTokenConfig
@@ -272,6 +272,7 @@ OF_THE_SAME_MEANING = {
     "recompute_activations": "--recompute-granularity",
     "checkpoint_activations": "--recompute-granularity",
     "activations_checkpoint_method": "--recompute-granularity",
+    "ds_sequence_parallel_size": "--context-parallel-size",
 }
 """Other names of a flag, under which the error shows it."""
 

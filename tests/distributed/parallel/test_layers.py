@@ -272,7 +272,7 @@ def dropout(sequence: bool) -> None:
 
 
 def kept_bytes(sequence: bool) -> tuple[int, int]:
-    """Bytes that a column layer keeps for its backward pass beside its parameters, and those of
+    """Bytes that a column layer keeps for its backward pass next to its parameters, and those of
     the input that this rank holds."""
     tp = TensorParallel(tensor_group(), sequence)
     layer = ColumnParallelLinear(INPUTS, OUTPUTS, bias=True, init=Init(0.5), tp=tp)

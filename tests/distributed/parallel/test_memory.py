@@ -5,14 +5,22 @@ moments after three steps, with dropout. In float64 the gradients of tiles are t
 on one process.
 """
 
+import math
+from itertools import product
+
 import numpy as np
 import pytest
+import torch
+from live_bytes import LiveBytes
+from pool import tensor_group
+from samples import sampled
 from training_jobs import TINY, gradients, train
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.config.layouts import parse_layout
 from megatron.families import trained_spec
 from megatron.features.context import offload
+from megatron.features.context.partition import DividedInputs
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
 
@@ -58,6 +66,51 @@ def test_offloaded_is_bitwise(pool, layout, kind):
         assert got.losses == expected.losses
         assert got.norms == expected.norms
         assert all(np.array_equal(got.state[k], x) for k, x in expected.state.items())
+
+
+DIVIDED = {
+    "device": ["--partition-activations"],
+    "host": ["--distribute-saved-activations", "--checkpoint-in-cpu"],
+    "pairs": ["--partition-activations", "--recompute-num-layers", "2"],
+}
+DIVIDED_LAYOUTS = ("tp2", "tp2-dp2-zero3-bf16", "tp2-pp2", "tp2-pp2-dualpipev", "cp2-tp2")
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    sampled(product(DIVIDED_LAYOUTS, DIVIDED), lambda case: case == ("tp2", "host")),
+)
+def test_divided_inputs_are_bitwise(pool, layout, kind):
+    """Each tensor-parallel rank keeps half of the inputs, which the backward pass gathers."""
+    parsed = parse_layout(layout)
+    layers = max(2, parsed.pipeline * parsed.chunks)
+    argv = [*FLAGS, "--num-layers", str(layers), *parsed.flags()]
+    argv += ["--recompute-granularity", "full"]
+    without = pool.run(parsed.processes, train, argv)
+    record = pool.run(parsed.processes, without_smallest, [*argv, *DIVIDED[kind]])
+    for expected, got in zip(without, record, strict=True):
+        assert got.losses == expected.losses
+        assert all(np.array_equal(got.state[k], x) for k, x in expected.state.items())
+
+
+def halves(shape):
+    """Bytes that are kept of a tensor that two operations save, and whether its gradient is right;
+    for the pool."""
+    divided = DividedInputs(tensor_group())
+    x = torch.arange(float(math.prod(shape))).view(shape).requires_grad_()
+    with LiveBytes() as live:
+        hidden = x * 1.0
+        with offload.Offload(torch.device("cpu")).saving((), True, divided, False):
+            y, z = hidden.square(), hidden.square()
+        del hidden
+        kept = live.bytes(without=[y, z])
+    (y + z).sum().backward()
+    return kept, torch.equal(x.grad, 4 * x)
+
+
+def test_half_of_an_input_is_kept_once(pool):
+    assert pool.run(2, halves, (6, 4)) == [(6 * 4 * 4 / 2, True)] * 2
+    assert pool.run(2, halves, (3, 5)) == [(3 * 5 * 4, True)] * 2  # not even: whole
 
 
 @pytest.mark.parametrize(("layout", "kind"), list(cells(["tiles"])))

@@ -41,6 +41,12 @@ MODELS = {
         *LLAMA, "--swiglu", *"--attention-temperature 0.5 --attention-temperature-floor 3".split(),
         "--attention-temperature-rotary",
     ],
+    "gemma4_text": [
+        *LLAMA, *"--glu-activation geglu --post-norm --scale-embeddings --qk-layernorm".split(),
+        *"--value-norm --block-scalar --query-pre-attn-scalar 1 --num-query-groups 2".split(),
+        *"--sliding-window 5 --window-attn-skip-freq 2 --rotary-base-local 100".split(),
+        *"--global-kv-channels 12 --global-num-query-groups 1 --global-keys-as-values".split(),
+    ],
     "seed_oss": [*LLAMA, "--swiglu", "--add-qkv-bias", "--add-mlp-bias"],
 }  # fmt: skip
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()

@@ -151,7 +151,7 @@ def test_a_checkpoint_says_its_family(pool, tmp_path):
     added_families.remove(FOLDER)
     try:
         with pytest.raises(
-            CheckpointError, match="'toy'.* known families are bert, gpt, retro, t5"
+            CheckpointError, match="'toy'.* known families are bert, biencoder, gpt, retro, t5"
         ):
             start(other + save)
     finally:

@@ -15,7 +15,9 @@ from megatron.config import ConfigError, ParallelConfig
 from megatron.features.context import offload as module
 from megatron.features.context.flags import LongContextConfig
 from megatron.features.context.offload import Offload, offload
+from megatron.features.context.partition import DividedInputs
 from megatron.parallel.loss_head import Targets
+from megatron.parallel.mesh import Group
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -218,11 +220,23 @@ def test_deepspeed_section():
     flags.check_section()
     assert flags.in_host_memory
     notes = check(activation_checkpointing=json)
-    assert "partition_activations changes nothing" in notes[0]
-    assert "without --recompute-granularity full" in notes[1]
+    assert "without --recompute-granularity full" in notes[0]
+    assert "partition_activations changes nothing: it is for the inputs of" in notes[1]
     assert not LongContextConfig(
         activation_checkpointing='{"enabled": false, "cpu_checkpointing": true}'
     ).in_host_memory
     for wrong in ('{"cpu_checkpoint": true}', '{"profile": 1}', '{"number_checkpoints": true}'):
         with pytest.raises(ConfigError, match="cpu_checkpointing|true or false|checkpoints or"):
             LongContextConfig(activation_checkpointing=wrong).check_section()
+
+
+def test_parts_of_views_of_one_tensor():
+    """Views share storage and version, and each has a part of its own."""
+    divided = DividedInputs(Group((0, 1), rank=1))
+    pack, _ = divided.around(lambda x: x, lambda x: x)
+    first, second = torch.arange(16.0).split(8)
+    parts = [pack(x).kept for x in (first, second, first.view(2, 4).t(), first)]
+    assert [part.tolist() for part in parts] == [
+        [4, 5, 6, 7], [12, 13, 14, 15], [2, 6, 3, 7], [4, 5, 6, 7],
+    ]  # fmt: skip
+    assert parts[3] is parts[0]

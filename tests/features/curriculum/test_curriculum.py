@@ -137,8 +137,6 @@ METRICS = "data_sampling/curriculum_learning/curriculum_metrics"
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("data_routing/enabled", True, r"data_routing: random layerwise token dropping"),
-        ("data_routing/random_ltd/enabled", True, r"random-LTD"),
         ("data_sampling/dynamic_batching", {"enabled": True}, "--global-batch-size samples here"),
         ("data_sampling/nmu_workers", 1, "the nearest known key is num_workers"),
         (METRICS, {}, "curriculum_metrics: name at least one metric"),
@@ -156,6 +154,16 @@ def test_wrong_sampling(path, value, message):
     with pytest.raises(ConfigError, match=message) as caught:
         CurriculumConfig(data_efficiency=json.dumps(changed(EFFICIENCY, path, value)))
     assert str(caught.value).startswith("data_efficiency")
+
+
+def test_a_difficulty_need_not_end_on_a_multiple():
+    """As in a recipe of Megatron-DeepSpeed: 5 to 100 in steps of 8; of lengths that is an error."""
+    path = f"{METRICS}/vocab_rarity"
+    section = changed(EFFICIENCY, f"{path}/min_difficulty", 5)
+    section = changed(section, f"{path}/max_difficulty", 100)
+    config = CurriculumConfig(data_efficiency=json.dumps(section))
+    (metric,) = data_sampling(config).metrics
+    assert (metric.schedule.highest, metric.schedule.increment) == (100, 8)
 
 
 def test_two_lengths_contradict():

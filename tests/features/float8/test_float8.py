@@ -201,7 +201,7 @@ def trained_in_bf16() -> list[float]:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
-def test_training_beside_bf16(recipe):
+def test_training_next_to_bf16(recipe):
     """From 4.2 nats down to about 1; the mean of the last steps within 3 %."""
     plain = trained_in_bf16()
     found = train(build(fp8_format="hybrid", fp8_recipe=recipe), 120, recipe)

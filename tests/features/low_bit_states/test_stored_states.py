@@ -134,8 +134,8 @@ def drawn(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def state_of(form: StoredStates, main: Tensor, first: Tensor, second: Tensor) -> tuple:
     model = main.bfloat16()
     state = form.create(model)
-    beside = form._main.zeros(COUNT, model.device)
-    state |= zip(form._names["weight"], beside, strict=True)
+    alongside = form._main.zeros(COUNT, model.device)
+    state |= zip(form._names["weight"], alongside, strict=True)
     partition = form.partition(model, state)
     for kind, values in (("weight", main), ("exp_avg", first), ("exp_avg_sq", second)):
         partition.set(kind, 0, values)

@@ -1,4 +1,4 @@
-"""Reward models: the loss of pairs, and the head that is trained beside adapters."""
+"""Reward models: the loss of pairs, and the head that is trained next to adapters."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_padding_after_a_text_changes_nothing():
     torch.testing.assert_close(*found)
 
 
-def test_the_head_is_trained_beside_adapters():
+def test_the_head_is_trained_next_to_adapters():
     flags = AdapterConfig(lora=True, lora_rank=2)
     config = RunConfig(model=reward_model(), sections=(flags,))
     spec = with_adapters(spec_of(config.model), config)

@@ -301,7 +301,7 @@ def test_loader_processes_read_the_same(gpt2: TokenizerConfig, tmp_path: Path) -
     path = write_lines(tmp_path / "text.jsonl", texts(40))
     raw = RawTextDocuments.open(str(path), TextEncoder(TextSettings(gpt2)))
     assert len(pickle.dumps(raw)) < 2000  # neither tokens nor tokenizer
-    cache = IndexCache.beside(str(path), None)
+    cache = IndexCache.next_to(str(path), None)
     dataset = RECIPE.build(raw, range(len(raw)), 20, "train", cache)
     loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     for i, sample in zip(range(20), loader, strict=False):

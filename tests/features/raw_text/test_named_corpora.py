@@ -1,4 +1,4 @@
-"""NAMED_CORPORA of data_utils/corpora.py: their texts, their errors, and what is beside them."""
+"""NAMED_CORPORA of data_utils/corpora.py: their texts, their errors, and what is next to them."""
 
 import json
 import logging
@@ -228,7 +228,7 @@ def test_an_unknown_name_lists_both_places(folder):
         parts(folder, train_data=("essays",), corpora_file="other.json")
 
 
-def test_a_split_beside_files_of_one_part(folder):
+def test_a_split_next_to_files_of_one_part(folder):
     """As in 2019, the parts without files of their own share the training data."""
     data = {"train_data": ("essays",), "valid_data": ("reviews",)}
     found = parts(folder, **data, split="80,10,20")

@@ -1,5 +1,5 @@
-"""What a guardian does with messages and signals, in a process of its own beside a coordinator that
-is the test."""
+"""A guardian's answers to messages and signals, in a process next to a coordinator, which is the
+test."""
 
 import contextlib
 import json

@@ -158,7 +158,7 @@ def test_in_a_child_after_use(tokenizer, python_sources, how):
     args = (tokenizer, text, count)
     child = multiprocessing.get_context(how).Process(target=_encode_or_exit, args=args)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside other libraries' threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork next to other libraries' threads
         child.start()
     child.join(60)
     if child.is_alive():

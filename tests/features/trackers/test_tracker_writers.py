@@ -27,7 +27,7 @@ from megatron.training.writers import (
 )
 
 
-def test_what_a_run_reports_beside_its_losses_has_tags():
+def test_what_a_run_reports_next_to_its_losses_has_tags():
     values = {"loss": 1.0, "dpo loss": 1.0, "rewards/margins": 2.0, "lm loss PPL": 3.0, "mfu": 0.5}
     assert dict(tagged("train", values)) == {
         "loss": 1.0, "dpo loss": 1.0, "rewards/margins": 2.0, "mfu": 0.5,

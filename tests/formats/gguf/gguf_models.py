@@ -21,6 +21,64 @@ FALCON = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_atte
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
 EXPERTS = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_WIDE = SIZES | {"head_dim": 12}
+_FACTORS = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22,
+            "attention_multiplier": 0.21}  # fmt: skip
+_WINDOW = SIZES | {"num_hidden_layers": 5, "sliding_window": 7}
+_ONE_KEY = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.5,
+        "original_max_position_embeddings": 16}  # fmt: skip
+_CORRECTED = _WIDE | {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+DECODERS = {
+    "olmo": ("olmo", SIZES | {"clip_qkv": 0.6}),
+    "olmo2": ("olmo2", SIZES),
+    "olmo2,yarn": ("olmo2", SIZES | {"rope_parameters": YARN}),
+    "olmo3": ("olmo3", _WINDOW),
+    "olmoe": ("olmoe", _ONE_KEY | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "starcoder2": ("starcoder2", SIZES | {"sliding_window": None}),
+    "phi2": ("phi", SIZES),
+    "stablelm": ("stablelm", SIZES | {"use_qkv_bias": True}),
+    "stablelm,12b": ("stablelm", SIZES | {"use_parallel_residual": True, "qk_layernorm": True}),
+    "nemotron": ("nemotron", SIZES | {"head_dim": 8}),
+    "arcee": ("arcee", SIZES),
+    "jais2": ("jais2", SIZES | {"attention_bias": True, "mlp_bias": True}),
+    "granite": ("granite", SIZES | _FACTORS),
+    "granite,tied": ("granite", SIZES | _FACTORS | {"tie_word_embeddings": True}),
+    "command-r": ("cohere", SIZES | {"logit_scale": 0.3, "tie_word_embeddings": True}),
+    "command-r,plus": ("cohere", SIZES | {"logit_scale": 0.3, "use_qk_norm": True,
+                                          "num_hidden_layers": 64}),
+    "cohere2": ("cohere2", _WINDOW | {"logit_scale": 0.3}),
+    "gemma": ("gemma", SIZES | {"head_dim": 12}),
+    "smollm3": ("smollm3", SIZES | {"num_hidden_layers": 4}),
+    "exaone4": ("exaone4", SIZES | {"sliding_window": None,
+                                    "layer_types": ["full_attention"] * 2}),
+    "seed_oss": ("seed_oss", _WIDE),
+    "chatglm": ("glm", SIZES | {"head_dim": 8} | {"eos_token_id": 2}),
+    "glm4": ("glm4", _WIDE | {"eos_token_id": 2}),
+    "ernie4_5": ("ernie4_5", _WIDE),
+    "hunyuan-dense": ("hunyuan_v1_dense", _WIDE),
+    "mpt": ("mpt", {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4,
+                    "max_seq_len": 40}),
+    "granitemoe": ("granitemoe", SIZES | _FACTORS | {"num_local_experts": 4}),
+    "gpt-oss": ("gpt_oss", _WIDE | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "dots1": ("dots1", _CORRECTED | {"num_key_value_heads": 4, "norm_topk_prob": True}),
+    "minimax-m2": ("minimax_m2", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2,
+                                          "head_dim": 8, "rotary_dim": 4}),
+    "hunyuan-moe": ("hunyuan_v1_moe", SIZES | {"num_experts": 4, "moe_topk": 2, "head_dim": 12}),
+    "glm4moe": ("glm4_moe", _CORRECTED | {"attention_bias": True, "use_qk_norm": True,
+                                          "num_mtp_layers": 0, "routed_scaling_factor": 2.5,
+                                          "norm_topk_prob": True}),
+    "internlm3": ("internlm3", SIZES),
+    "granite4": ("granitemoehybrid", _ONE_KEY | _FACTORS | {
+        "num_key_value_heads": 2, "layer_types": ["full_attention"] * 2, "num_local_experts": 0,
+        "shared_intermediate_size": 64, "mamba_n_heads": 1, "position_embedding_type": "rope"}),
+}  # fmt: skip
+"""Models whose files have the names of :mod:`megatron.formats.gguf.kinds`."""
 MODELS = {
     "llama": ("llama", SIZES),
     "llama,tied,head_dim": ("llama", SIZES | {"head_dim": 12, "tie_word_embeddings": True}),
@@ -45,6 +103,7 @@ MODELS = {
     "bloom": ("bloom", {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "qwen2moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 20}),
     "qwen3moe": ("qwen3_moe", EXPERTS | {"head_dim": 12, "norm_topk_prob": True}),
+    **DECODERS,
 }  # fmt: skip
 """A model_type and its settings by the name of a case."""
 
@@ -52,8 +111,8 @@ MODELS = {
 def theirs(name, **further):
     """A model of transformers with random weights, norms and biases too."""
     model_type, settings = MODELS[name]
-    ends = {"bos_token_id": None, "eos_token_id": None}
-    config = AutoConfig.for_model(model_type, **ends, **settings, **further)
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = AutoConfig.for_model(model_type, **(ends | settings | further))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     draw = torch.Generator().manual_seed(3)

@@ -207,13 +207,19 @@ MISFITS = {
     "an activation": ("llama", {"hidden_act": "gelu_pytorch_tanh"}, "cannot say glu_activation"),
     "scaled RoPE": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
                     "GGUF files have no such scaling"),
+    "wide heads": ("olmo2", {"head_dim": 12}, "attention.key_length is 12: expected 8"),
+    "biases": ("arcee", {"attention_bias": True, "mlp_bias": True}, "cannot say add_bias_linear"),
+    "norms": ("command-r", {"use_qk_norm": True}, "cannot say qk_layernorm = True"),
+    "a pattern": ("smollm3", {"no_rope_layers": [0, 1, 1, 1], "pad_token_id": None},
+                  "cannot say no_rope_freq"),
+    "no name": ("nanochat", {}, "nanochat cannot be written as GGUF; expected one of llama"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("why", sampled(MISFITS, lambda why: why == "a window"))
 def test_what_llama_cpp_cannot_say_is_refused(why, tmp_path):
     name, settings, message = MISFITS[why]
-    model_type, sizes = MODELS[name]
+    model_type, sizes = MODELS.get(name, (name, SIZES))
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(model_type, **sizes | settings)

@@ -45,7 +45,7 @@ def hf_model() -> Callable[..., PreTrainedModel]:
             corrections = (
                 (name, buffer)
                 for name, buffer in model.named_buffers()
-                if name.endswith(_CORRECTION)
+                if name.endswith((_CORRECTION, "layer_scalar"))
             )
             for name, param in (*model.named_parameters(), *corrections):
                 values = torch.randn(param.shape, generator=generator) * scale

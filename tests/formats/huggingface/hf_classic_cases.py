@@ -197,7 +197,7 @@ CLASSIC_REFUSED: list[tuple[str, Case, str]] = [
     ("mpt", {"attn_config": {"softmax_scale": 0}}, "softmax_scale is 0 .*positive number"),
     ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, "head must have its keys"),
     ("mpt", {"attn_config": {"sliding_window_size": 9}}, "effect of sliding_window_size = 9"),
-    ("stablelm", _GROUPED | {"hidden_act": "gelu"}, "hidden_act is 'gelu' .*gelu_pytorch_tanh"),
+    ("stablelm", _GROUPED | {"hidden_act": "mish"}, "hidden_act is 'mish' .*gelu_pytorch_tanh"),
     ("starcoder2", _GROUPED | {"mlp_type": "gated"}, "mlp_type is 'gated' .*no gate"),
     ("phi", _GROUPED | {"qk_layernorm": True, "head_dim": 12}, "head_dim is 12 .*it must be 8"),
     ("phi", _SIZES | {"hidden_act": "silu"}, "hidden_act is 'silu' .*gelu_new"),

@@ -3,6 +3,7 @@
 from typing import Any
 
 from hf_cases import BERT, LABELS, T5_11
+from hf_modern_cases import ROPES
 
 Case = dict[str, Any]
 
@@ -36,6 +37,48 @@ def _robertas(name: str) -> dict[str, Case]:
     }
 
 
+_MODERN_SIZES = {
+    "vocab_size": 61, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 5,
+    "num_attention_heads": 3, "max_position_embeddings": 40, "local_attention": 12,
+    "cls_token_id": None, "sep_token_id": None,
+}  # fmt: skip
+_ALL_BIASED = {"attention_bias": True, "mlp_bias": True, "classifier_bias": True}
+_LOCAL = {"rope_type": "default", "rope_theta": 500.0}
+_MODERN = {
+    case: _MODERN_SIZES | changes
+    for case, changes in {
+        "tied": {},
+        "untied": {"tie_word_embeddings": False, "norm_eps": 1e-2},
+        "biases": _ALL_BIASED | {"norm_bias": True},
+        "attention_biases": {"attention_bias": True, "hidden_activation": "silu"},
+        "mlp_biases": {"mlp_bias": True, "classifier_bias": True, "local_attention": 7},
+        "odd_heads": {"num_attention_heads": 9, "hidden_activation": "gelu_pytorch_tanh",
+                      "classifier_activation": "relu"},
+        "whole": {"layer_types": ["full_attention"] * 5},
+        "mixed": {"layer_types": ["sliding_attention", "full_attention", "full_attention",
+                                  "sliding_attention", "sliding_attention"]},
+        **{
+            kind: {"rope_parameters": {"full_attention": rope, "sliding_attention": _LOCAL}}
+            for kind, rope in ROPES.items()
+        },
+    }.items()
+}  # fmt: skip
+
+
+_BART = {
+    "vocab_size": 61, "d_model": 36, "encoder_ffn_dim": 50, "decoder_ffn_dim": 50,
+    "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3, "max_position_embeddings": 40, "dropout": 0.0,
+    "decoder_start_token_id": 2, "eos_token_id": 2, "pad_token_id": 1,
+}  # fmt: skip
+_BARTS = {
+    "tied": _BART,
+    "scaled,odd_heads": _BART
+    | {"scale_embedding": True, "encoder_attention_heads": 9, "decoder_attention_heads": 9},
+    "relu": _BART | {"activation_function": "relu", "encoder_layers": 3, "decoder_layers": 1},
+}
+
+
 ENCODER_CASES: dict[str, dict[str, Case]] = {
     "roberta": _robertas("Roberta"),
     "xlm-roberta": _robertas("XLMRoberta"),
@@ -54,6 +97,17 @@ ENCODER_CASES: dict[str, dict[str, Case]] = {
         "untied": _DISTIL | {"tie_word_embeddings": False},
         "relu,odd_heads": _DISTIL | {"activation": "relu", "n_heads": 9, "n_layers": 2},
         "gelu_new": _DISTIL | {"activation": "gelu_new"},
+    },
+    "modernbert": _MODERN,
+    "bart": _BARTS,
+    "mbart": _BARTS,
+    "plbart": _BARTS,
+    "umt5": {
+        "untied": T5_11 | {"num_layers": 3, "num_decoder_layers": 2},
+        "tied": T5_11 | {"tie_word_embeddings": True, "num_layers": 1, "num_decoder_layers": 2},
+        "odd": T5_11 | {"num_heads": 3, "d_kv": 5, "d_ff": 21, "feed_forward_proj": "gated-silu",
+                        "relative_attention_num_buckets": 7},
+        "relu": T5_11 | {"feed_forward_proj": "relu", "layer_norm_epsilon": 1e-2},
     },
     "mt5": {
         "untied": T5_11 | {"num_layers": 3, "num_decoder_layers": 1},
@@ -78,6 +132,17 @@ ENCODER_REFUSED: list[tuple[str, Case, str]] = [
     ("roberta", {"is_decoder": True}, "is_decoder is True .*cannot be represented"),
     ("electra", {}, "embedding_size is 128 .*the width of hidden states, 256"),
     ("electra", {"architectures": ["ElectraForPreTraining"]}, "read for MaskedLM, QuestionAnsw"),
+    ("modernbert", {"architectures": ["ModernBertForTokenClassification"]}, "read for MaskedLM$"),
+    ("modernbert", {"classifier_bias": True}, "classifier_bias is True .*mlp_bias is False"),
+    ("modernbert", {"decoder_bias": False}, "decoder_bias is False .*have a bias"),
+    ("modernbert", {"mlp_dropout": 0.1}, "mlp_dropout is 0.1 .*there is one dropout"),
+    ("modernbert", {"global_attn_every_n_layers": 0}, "every_n_layers is 0 .*positive integer"),
+    ("modernbert", {"local_rope_theta": None}, "local_rope_theta is None .*a number"),
+    ("bart", {"decoder_ffn_dim": 7}, "decoder_ffn_dim is 7 .*the encoder has 4096"),
+    ("bart", {"tie_word_embeddings": False}, "tie_word_embeddings is False .*a table of the enc"),
+    ("bart", {"encoder_layerdrop": 0.1}, "encoder_layerdrop is 0.1 .*never left out"),
+    ("bart", {"normalize_before": True}, "normalize_before is True"),
+    ("mbart", {"architectures": ["MBartForSequenceClassification"]}, "read for texts alone"),
     ("distilbert", {"architectures": ["DistilBertForSequenceClassification"]}, "for MaskedLM$"),
     ("distilbert", {"activation": "silu"}, "activation is 'silu' .*expected one of gelu"),
 ]  # fmt: skip

@@ -15,6 +15,12 @@ _QWEN2 = _MANY | {
     "use_sliding_window": False,
 }  # fmt: skip
 _QWEN3 = _MANY | {"num_hidden_layers": 3, "moe_intermediate_size": 20, "head_dim": 12}
+_BASE = {"rope_type": "default", "rope_theta": 50.0}
+_MELLUM = _QWEN3 | {
+    "sliding_window": 7, "norm_topk_prob": True,
+    "rope_parameters": {"full_attention": _BASE, "sliding_attention": _BASE},
+}  # fmt: skip
+_MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _SUMMING = {"norm_topk_prob": True}
 _TIED = {"tie_word_embeddings": True, "num_key_value_heads": 4}
 _MULTIPLIERS = {
@@ -49,6 +55,17 @@ EXPERT_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "tied": _QWEN3 | _TIED,
         "window": _QWEN3 | {"use_sliding_window": True, "sliding_window": 7},
         "one_choice": _QWEN3 | {"num_experts_per_tok": 1},
+    },
+    "mellum": {
+        "plain": _MELLUM,
+        "dense": _MELLUM | _MIXED | {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+        "unnormalised": _MELLUM | {"norm_topk_prob": False, "attention_bias": True},
+        "default_bases": _MELLUM | _MIXED | {"rope_parameters": None},
+        "tied": _MELLUM | _TIED | {"layer_types": ["sliding_attention"] * 3},
+        "scaled": _MELLUM | _MIXED | {"rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.5,
+                               "original_max_position_embeddings": 16},
+            "sliding_attention": _BASE}},
     },
     "olmoe": {
         "plain": _MANY,

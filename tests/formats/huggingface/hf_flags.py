@@ -16,6 +16,19 @@ MEGATRON_BERT = {"family": "bert"}
 BERT = MEGATRON_BERT | {"apply_residual_connection_post_layernorm": True}
 ELECTRA = BERT | {"bert_binary_head": False}
 ROBERTA = ELECTRA | {"position_embedding_offset": 2, "num_tokentypes": 1}
+BART = {
+    "family": "t5", "encoder_decoder": True, "position_embedding_offset": 2,
+    "separate_decoder_embedding": True, "apply_residual_connection_post_layernorm": True,
+}  # fmt: skip
+MBART = {key: value for key, value in BART.items() if "post_layernorm" not in key} | {
+    "embed_layernorm": True
+}
+MODERNBERT = {
+    "llama": True, "family": "bert", "normalization": "UnbiasedLayerNorm", "swiglu": False,
+    "glu_activation": "geglu_erf", "bert_binary_head": False, "first_norm": False,
+    "embed_layernorm": True, "sliding_window": 9, "window_attn_skip_freq": "[0,1]",
+    "rotary_base_local": 7.0,
+}  # fmt: skip
 MIXTRAL = {"llama": True, "num_experts": (4,)}
 CORRECTED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 DEEPSEEK = MIXTRAL | CORRECTED | {
@@ -50,12 +63,14 @@ BASES = {
     "falcon": NEOX | {"shared_parallel_norm": True},
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True, "ffn_hidden_size": 128},
     "t5": T5, "bert": BERT, "megatron-bert": MEGATRON_BERT, "mt5": T5_11,
+    "umt5": T5_11 | {"relative_attention_per_block": True}, "modernbert": MODERNBERT,
+    "bart": BART, "mbart": MBART, "plbart": BART,
     "roberta": ROBERTA, "xlm-roberta": ROBERTA, "camembert": ROBERTA, "electra": ELECTRA,
     "distilbert": ELECTRA | {"num_tokentypes": 0, "norm_epsilon": 1e-12},
     "mixtral": MIXTRAL,
     "qwen2_moe": MIXTRAL | QWEN2 | {
         "moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
-    "qwen3_moe": MIXTRAL | {"qk_layernorm": True},
+    "qwen3_moe": MIXTRAL | {"qk_layernorm": True}, "mellum": MIXTRAL | {"qk_layernorm": True},
     "olmoe": OLMOE, "flex_olmo": OLMOE | {"pre_norm": False, "post_norm": True},
     "granitemoe": MIXTRAL,
     "gpt_oss": MIXTRAL | {
@@ -63,6 +78,7 @@ BASES = {
         "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0, "moe_router_bias": True,
         "softmax_type": "learnable", "sliding_window": 9, "window_attn_skip_freq": 3},
     "glm4_moe": DEEPSEEK | {"rotary_percent": 0.75}, "dots1": DEEPSEEK | {"qk_layernorm": True},
+    "solar_open": DEEPSEEK,
     "minimax_m2": OLMOE | CORRECTED | {"moe_router_normalize": True},
     "ernie4_5_moe": MIXTRAL | {
         "moe_router_pre_softmax": True, "moe_router_normalize": True,

@@ -57,7 +57,7 @@ HYBRID_CASES: dict[str, dict[str, dict[str, Any]]] = {
     "nemotron_h": NEMOTRON_EXPERTS | {
         "dense": _DENSE | {"use_bias": True, "use_conv_bias": False, "time_step_min": 0.7},
         "gelu": _DENSE | {"layers_block_type": ["mlp", "mamba", "attention"], "n_groups": 1,
-                          "conv_kernel": 3, "mlp_hidden_act": "gelu"},
+                          "conv_kernel": 3, "mlp_hidden_act": "gelu", "mlp_bias": True},
     },
     "qwen3_next": {
         "plain": _NEXT,

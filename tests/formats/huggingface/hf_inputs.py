@@ -63,7 +63,10 @@ def _padded(length: int, short: int) -> Tensor:
 
 
 def _t5(model: ModelConfig, length: int) -> Pair:
-    encoder_BE, decoder_BD = random_tokens(length), random_tokens(length * 2 // 3, 2)
+    encoder_BE, decoder_BD = (
+        _without_padding(tokens_BS, model)
+        for tokens_BS in (random_tokens(length), random_tokens(length * 2 // 3, 2))
+    )
     mask_BE, mask_BD = _padded(length, 3), _padded(decoder_BD.shape[1], 2)
     labels_BD = random_tokens(decoder_BD.shape[1], 3).where(mask_BD > 0, NO_LABEL)
     batch = T5Batch(encoder_BE, decoder_BD, labels_BD, mask_BD.float(), mask_BE, mask_BD)

@@ -23,6 +23,8 @@ _DEEPSEEK = _SIZES | {
     "n_routed_experts": 8, "moe_intermediate_size": 20, "head_dim": 12, "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }  # fmt: skip
+_SOLAR = {key: value for key, value in _DEEPSEEK.items()
+          if key not in ("first_k_dense_replace", "intermediate_size")}  # fmt: skip
 _GLM = _DEEPSEEK | {"num_mtp_layers": 0, "use_qk_norm": True, "attention_bias": True}
 _GROUPS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
 _SCALED = {"routed_scaling_factor": 2.5, "norm_topk_prob": True}
@@ -99,6 +101,12 @@ MORE_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "pattern": _DEEPSEEK | {"sliding_window": 7, "layer_types": [
             "sliding_attention", "full_attention", "sliding_attention"]},
         "tied": _DEEPSEEK | _TIED | {"first_k_dense_replace": 0},
+    },
+    "solar_open": {
+        "plain": _SOLAR,
+        "groups": _SOLAR | _GROUPS | _SCALED,
+        "biases": _SOLAR | {"attention_bias": True, "n_shared_experts": 2},
+        "tied": _SOLAR | _TIED | _LINEAR | {"norm_topk_prob": False},
     },
     "minimax_m2": {
         "plain": _MINIMAX,

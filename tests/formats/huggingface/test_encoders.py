@@ -10,7 +10,11 @@ from hf_encoder_cases import ENCODER_CASES
 from safetensors.torch import load_file, save_file
 from samples import sampled
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForMaskedLM,
+    PreTrainedTokenizerFast,
+    UMT5ForConditionalGeneration,
+)
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.formats.conversion.commands import from_hf, to_hf
@@ -58,6 +62,49 @@ def test_a_tied_mt5(hf_folder, tmp_path):
     assert torch.equal(tensors["lm_head.weight"], tensors["shared.weight"])
     assert not json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"]
     assert agreed(tmp_path / "back").model.embedding.tied
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("model_type", ["bart", "mbart"])
+def test_bias_of_the_logits(model_type, hf_folder, tmp_path):
+    """A buffer of transformers, which old files lack: a parameter here where it is not zero."""
+    folder = hf_folder(model_type, **ENCODER_CASES[model_type]["tied"])
+    path, name = folder / "model.safetensors", "final_logits_bias"
+    tensors = load_file(path)
+    assert not tensors[name].any()
+    bias = {name: torch.randn(1, 61, generator=torch.Generator().manual_seed(7))}
+    for further, biased in ((bias, True), ({}, False)):
+        del tensors[name]
+        save_file(tensors | further, path)
+        assert agreed(folder).model.embedding.lm_head_bias is biased
+        back = tmp_path / f"back{biased}"
+        to_hf(["--load", str(folder), "--output", str(back)])
+        tensors = load_file(back / "model.safetensors")
+        assert torch.equal(tensors[name], bias[name] if biased else torch.zeros(1, 61))
+        assert agreed(back).model.embedding.lm_head_bias is biased
+
+
+@pytest.mark.proof
+def test_heads_of_umt5(hf_folder, tmp_path):
+    """transformers 4 scales the input of tied heads alone, transformers 5 that of all: a file that
+    says it is not tied is one of transformers 4, whose logits are larger."""
+    folder = hf_folder("umt5", **ENCODER_CASES["umt5"]["untied"])
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    for tied in (True, False):
+        path.write_text(json.dumps(content | {"tie_word_embeddings": tied}))
+        source = agreed(folder)
+        assert not source.model.embedding.tied
+        assert source.model.embedding.scale_head_input is tied
+        back = tmp_path / f"back{tied}"
+        to_hf(["--load", str(folder), "--output", str(back)])
+        assert agreed(back).model == source.model
+        inputs = source.architecture.task.inputs(source.model, 3)
+        state = model_of(source, torch.float32, torch.device("cpu"))(inputs.ours)
+        theirs = UMT5ForConditionalGeneration.from_pretrained(back).eval()
+        with torch.no_grad():
+            wanted = theirs(**inputs.theirs).logits * (1 if tied else 32**0.5)
+        torch.testing.assert_close(state.hidden[..., :61], wanted)
 
 
 def test_special_tokens_of_roberta(hf_folder, tmp_path):

@@ -17,6 +17,7 @@ from megatron.features.multi_token.flags import MultiTokenConfig
 from megatron.features.recurrent.delta_flags import DeltaConfig
 from megatron.features.recurrent.mamba_flags import MambaConfig
 from megatron.features.recurrent.pattern import PatternConfig
+from megatron.features.retrieval.flags import BiencoderConfig
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.formats.huggingface import architecture_named, architectures
 
@@ -34,7 +35,9 @@ TRAINING = {
     "init_method_xavier_uniform", "fp32_residual_connection",
 }  # fmt: skip
 """Fields that make no difference to logits."""
-RETRIEVAL = {field.name for field in dataclasses.fields(RetrievalConfig)}
+RETRIEVAL = {
+    field.name for part in (RetrievalConfig, BiencoderConfig) for field in dataclasses.fields(part)
+}
 EXPERTS = {field.name for field in dataclasses.fields(ExpertsConfig)}
 """All but one are written or refused where there are experts; see :mod:`test_experts`."""
 LATENT = {field.name for field in dataclasses.fields(LatentConfig)}
@@ -84,7 +87,9 @@ UNUSUAL = {
     "attention_output_gate": True, "rotary_interleaved": True, "no_rope_freq": 2,
     "attention_temperature": 0.5, "attention_temperature_floor": 4, "attention_chunk_size": 5,
     "attention_temperature_rotary": True, "xielu": True, "sub_norm": True,
-    "qk_layernorm_per_head": True,
+    "qk_layernorm_per_head": True, "first_norm": False, "relative_attention_per_block": True,
+    "separate_decoder_embedding": True, "global_kv_channels": 14, "global_num_query_groups": 1,
+    "global_keys_as_values": True, "value_norm": True, "block_scalar": True,
 }  # fmt: skip
 """Another value of each field that changes the network."""
 AGAIN = {"position_embedding_type": "rope", "rotary_percent": 0.25}
@@ -95,7 +100,11 @@ FURTHER = {
     "hybrid_layer_pattern",
 }  # fmt: skip
 """Fields of models of which a sample is tested by default."""
-RELATIVES = {"roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mt5"}
+RELATIVES = {
+    "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mt5", "umt5", "bart", "mbart",
+    "plbart",
+    "modernbert",
+}  # fmt: skip
 """Architectures of which the same is so, because others have almost their tables."""
 
 
@@ -175,7 +184,8 @@ NO_EFFECT = {
     **dict.fromkeys(
         ("roberta", "xlm-roberta", "camembert", "electra", "distilbert"),
         _ROTARY | _WINDOWS | _BIASES | {"shared_parallel_norm"}),
-    "mt5": _ROTARY | _WINDOWS | _GATED,
+    **dict.fromkeys(("mt5", "umt5"), _ROTARY | _WINDOWS | _GATED), "modernbert": _GATED,
+    **dict.fromkeys(("bart", "mbart", "plbart"), _ROTARY | _WINDOWS | _BIASES | {"lm_head_bias"}),
     "gpt2": _ROTARY | _WINDOWS | _BIASES | {"shared_parallel_norm"},
     "opt": _ROTARY | _WINDOWS | _BIASES,
     "bloom": _ROTARY | _WINDOWS | _BIASES | {"relu"},
@@ -186,10 +196,12 @@ NO_EFFECT = {
     "gemma2": _GATED | {"rotary_base_local"}, "gemma3_text": _GATED,
     "t5": _ROTARY | _WINDOWS | {"bias_gelu_fusion"},
     "mixtral": _GATED | _WINDOWS, "qwen2_moe": _GATED | _WINDOWS, "qwen3_moe": _GATED | _WINDOWS,
+    "mellum": _GATED | _WINDOWS,
     "olmoe": _GATED | _WINDOWS, "flex_olmo": _GATED | _WINDOWS, "granitemoe": _GATED | _WINDOWS,
     "gpt_oss": _GATED | _BIASES | {"rotary_base_local"},
     **dict.fromkeys(
-        ("glm4_moe", "dots1", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "phimoe"),
+        ("glm4_moe", "dots1", "solar_open", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe",
+         "phimoe"),
         _GATED | _WINDOWS),
     **dict.fromkeys(
         ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "youtu", "minicpm3"),

@@ -122,6 +122,7 @@ def test_a_field_is_written_or_refused(model_type, field):
 REFUSED = [
     ("nemotron_h", {"layers_block_type": ["linear_attention", "conv"]}, "layers_block_type is"),
     ("nemotron_h", {"layers_block_type": ["full_attention", "mlp"]}, "no layer is Mamba-2"),
+    ("nemotron_h", {"mlp_bias": True}, "mlp_bias is True .*next to experts"),
     ("nemotron_h", {"hybrid_override_pattern": "M*"}, "hybrid_override_pattern is 'M.*says ME"),
     ("nemotron_h", {"attention_bias": True}, "attention_bias is True.*no biases"),
     ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act is 'gelu'.*SiLU"),

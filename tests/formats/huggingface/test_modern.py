@@ -78,6 +78,9 @@ def test_float64_against_hf(model_type, shape, hf_model, tmp_path, wide):
     }
     wanted = gradients_of(theirs, tmp_path / "gradients")
     for parameter in source.architecture.parameters(source.model):
+        if parameter.ours not in gradients:
+            assert parameter.ours.endswith(".scalar")  # a buffer of Gemma 4
+            continue
         for name, gradient in parameter.to_hf(gradients[parameter.ours]).items():
             torch.testing.assert_close(gradient, wanted[name], **EXACT, msg=f"{name} {{}}".format)
 
@@ -132,11 +135,20 @@ def test_older_files_are_read_alike(model_type, older, newer):
     assert read(model_type, older) == read(model_type, newer)
 
 
-@pytest.mark.parametrize("model_type", sampled(MODERN, lambda name: name in ("cwm", "olmo3")))
+NO_DEFAULT = ("granitemoehybrid", "cohere_compass_text")
+"""Architectures of which the default is refused: layers of Mamba; no RoPE."""
+
+
+@pytest.mark.parametrize("model_type", sampled(
+    [name for name in MODERN if name not in NO_DEFAULT],
+    lambda name: name in ("cwm", "olmo3"),
+))  # fmt: skip
 def test_defaults_are_those_of_transformers(model_type):
     """A file with nothing but sizes is what the configuration class makes of it."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64,
              "num_hidden_layers": 5}  # fmt: skip
+    if model_type == "gemma4_text":
+        sizes["hidden_size_per_layer_input"] = 0
     content = json.loads(AutoConfig.for_model(model_type, **sizes).to_json_string())
     plain = {key: content[key] for key in ("model_type", *sizes)}
     assert read(model_type, plain) == read(model_type, content | sizes)

@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from samples import sampled
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CompressedTensorsConfig, LlamaConfig, LlamaForCausalLM
 
 from megatron.checkpoint.files import CheckpointError
+from megatron.formats.conversion.commands import to_hf
 from megatron.formats.huggingface.packed import packing_of
 from megatron.formats.huggingface.packed.form import StoredParts
+from megatron.formats.huggingface.packed.writing import _config, quantised
 from megatron.formats.huggingface.source import HuggingFaceFolder
 
 SIZES = {
@@ -390,6 +392,103 @@ def test_against_compressed_tensors(form, settings):
     expected = compressor.decompress(tensors, scheme)["weight"]
     config = ct(form, **settings)
     assert torch.equal(unpacked(config, tensors), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_against_compressed_tensors(dtype):
+    """Its scales, its numbers, and the weight that it makes of them, bit by bit."""
+    quantization = pytest.importorskip(
+        "compressed_tensors.quantization", reason="compressed-tensors is not installed"
+    )
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[5] = 0
+    written, scales = quantised(weight)
+    scheme = quantization.preset_name_to_scheme("FP8_DYNAMIC", ["Linear"])
+    rows = weight.float().amin(1, keepdim=True), weight.float().amax(1, keepdim=True)
+    expected, _ = calculate_qparams(*rows, scheme.weights)
+    assert torch.equal(scales, expected)
+    compressor = BaseCompressor.get_value_from_registry("float-quantized")
+    tensors = compressor.compress({"weight": weight.float(), "weight_scale": scales}, scheme)
+    assert torch.equal(tensors["weight"].float(), written.float())
+    read = unpacked(_config([]), {"weight": written, "weight_scale": scales})
+    assert torch.equal(compressor.decompress(tensors, scheme)["weight"], read)
+    plain = quantization.QuantizationConfig(
+        config_groups={"group_0": scheme}, ignore=[], format="float-quantized",
+        quantization_status="compressed",
+    ).to_dict()  # fmt: skip
+    group, known = (each["config_groups"]["group_0"] for each in (_config([]), plain))
+    assert all(
+        known[part][key] == value
+        for part in ("weights", "input_activations") for key, value in group[part].items()
+    )  # fmt: skip
+    assert {**_config([]), "config_groups": 0} | plain == plain | {
+        key: plain[key] for key in _config([])
+    }
+
+
+@pytest.mark.parametrize("model_type", sampled(["llama", "mixtral"], "llama".__eq__))
+def test_folders_in_float8_for_serving(model_type, hf_folder, tmp_path, capsys):
+    """Half a unit of three mantissa bits is lost of linear layers, and nothing of other weights;
+    transformers, where it can read such folders, computes what we read."""
+    settings = SIZES | {"num_local_experts": 3, "num_experts_per_tok": 2}
+    theirs = hf_folder(model_type, **(settings if model_type == "mixtral" else SIZES))
+    out = tmp_path / "out"
+    to_hf(["--load", str(theirs), "--output", str(out), "--quantize", "fp8",
+           "--max-shard-size", "20KB"])  # fmt: skip
+    assert "in 8 bits logits differ" in capsys.readouterr().out
+    before, after = HuggingFaceFolder(theirs), HuggingFaceFolder(out)
+    assert after.model == before.model and len([*out.glob("*.safetensors")]) > 1
+    linear = (".qkv.weight", ".proj.weight", ".up.weight", ".down.weight")
+    for name in before.names():
+        exact, near = before.tensor(name), after.tensor(name)
+        if not name.endswith(linear):
+            assert torch.equal(exact, near), name
+            continue
+        bound = exact.abs() / 16 + exact.abs().amax(-1, keepdim=True) / 448 / 512
+        assert ((near - exact).abs() <= bound * 1.0001).all(), name
+        assert not torch.equal(near, exact)
+    stored = {k: v for f in out.glob("*.safetensors") for k, v in load_file(f).items()}
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == stored.keys()
+    kept = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    gates = ["model.layers.0.block_sparse_moe.gate"] if model_type == "mixtral" else []
+    assert kept == ["lm_head", *gates]
+    eight = {name for name, values in stored.items() if values.dtype == torch.float8_e4m3fn}
+    assert all("proj" in name or ".experts." in name for name in eight)
+    assert {f"{name}_scale" for name in eight} == {n for n in stored if n.endswith("_scale")}
+
+
+def test_transformers_reads_what_is_written(hf_folder, tmp_path):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    theirs, out = hf_folder("llama", **SIZES), tmp_path / "out"
+    to_hf(["--load", str(theirs), "--output", str(out), "--quantize", "fp8"])
+    read = LlamaForCausalLM.from_pretrained(
+        out, quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    source = HuggingFaceFolder(out)
+    values = read.state_dict()
+    for name in source.names():
+        parameter = source._parameters[name]
+        expected = parameter.from_hf([values[each] for each in parameter.theirs])
+        assert torch.equal(source.tensor(name), expected.float()), name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "message"),
+    [("gpt2", {"n_embd": 32, "n_layer": 1, "n_head": 4}, "GPT-2 has .*, which is transposed"),
+     ("granitemoe", SIZES | {"num_local_experts": 3, "num_experts_per_tok": 2},
+      "Granite-MoE has .*, which is of all experts")],
+)  # fmt: skip
+def test_weights_of_no_linear_module_are_refused(
+    model_type, settings, message, hf_folder, tmp_path
+):
+    theirs = hf_folder(model_type, **settings)
+    with pytest.raises(ValueError, match=message):
+        to_hf(["--load", str(theirs), "--output", str(tmp_path / "out"), "--quantize", "fp8"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_against_autoawq():

@@ -133,6 +133,8 @@ NARROW = SMALL.copy()
 """The same for those that have no such keys."""
 for key in ("head_dim", "num_key_value_heads"):
     del NARROW[key]
+_GEMMA4 = SMALL | {"hidden_size_per_layer_input": 0, "layer_types": [
+    "sliding_attention", "sliding_attention", "full_attention"]}  # fmt: skip
 REFUSED = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "all blocks must scale scores in the same"),
     ("gpt2", {"scale_attn_weights": False}, "attention scores are always scaled"),
@@ -175,11 +177,18 @@ REFUSED = [
     ("t5", {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"}, "dense_act_fn is 'gelu'"),
     *CLASSIC_REFUSED,
     ("gemma3n_text", {}, "model_type is 'gemma3n_text' .*AltUp"),
-    ("gemma4_text", {}, "model_type is 'gemma4_text' .*heads have another width"),
+    ("gemma4_text", {}, "hidden_size_per_layer_input is 256 .*embeddings of each layer"),
+    ("gemma4_text", _GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2 .*share"),
+    ("gemma4_text", _GEMMA4 | {"enable_moe_block": True}, "enable_moe_block is True .*experts"),
+    ("gemma4_text", _GEMMA4 | {"use_bidirectional_attention": "all"}, "must be causal"),
+    ("gemma4_text", _GEMMA4 | {"layer_types": ["sliding_attention"] * 3}, "the last block full"),
+    ("gemma4_text", _GEMMA4 | {"per_layer_config": {"2": {"head_dim": 9, "v_dim": 3}}}, "v_dim"),
+    ("gemma4_text", _GEMMA4 | {"per_layer_config": {"0": {"head_dim": 9}}}, "for the blocks 2$"),
+    ("gemma4_text", _GEMMA4 | {"rope_parameters": {"full_attention": {
+        "rope_type": "proportional"}}}, "needs partial_rotary_factor"),
     ("ctrl", {}, "model_type is 'ctrl' .*other frequencies"),
     *MODERN_REFUSED,
     *ENCODER_REFUSED,
-    ("umt5", {}, "model_type is 'umt5' .*each block"),
     ({"a": 1}, {}, "model_type is {'a': 1}; expected one of"),
     ("paligemma", {}, "model_type is 'paligemma' .*both sides of a prompt"),
 ]  # fmt: skip

@@ -53,6 +53,12 @@ MODELS = {
     | {"vision_config": _QWEN_SIGHT | {"embed_dim": 16, "hidden_size": 32}},
     "qwen2_5_vl": _QWEN | {"tie_word_embeddings": True, "vision_config": _QWEN_SIGHT | {
         "intermediate_size": 24, "out_hidden_size": 32, "fullatt_block_indexes": [0]}},
+    "gemma4": {"text_config": TEXT | {
+        "head_dim": 8, "global_head_dim": 12, "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True, "layer_types": ["sliding_attention", "full_attention"]},
+        "audio_config": None, "vision_config": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 16}},
     "qwen3_vl": {"text_config": TEXT | {"head_dim": 8, "rope_parameters": _mrope(2, 1, 1)},
                  "vision_config": _QWEN3_SIGHT} | _TOKENS,
     "qwen3_vl_moe": {"text_config": TEXT | {
@@ -139,7 +145,7 @@ def test_read_and_written_back(name, saved, tmp_path):
     assert before.keys() == after.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert all(torch.equal(after[key], before[key] * 1.5) for key in changed)
-    sights = ("vis", "multi_modal", "connector", "image_newline")
+    sights = ("vis", "multi_modal", "connector", "image_newline", "embed_vis")
     assert {key for key in before if key not in changed} == {
         key for key in before if key.removeprefix("model.").startswith(sights)
     }

@@ -194,7 +194,7 @@ NAMES = {
 
 
 HEADS = ("lm_head", "binary_head", "classification_head", "multichoice_head")
-"""Beside the language model; the last two of its fine-tuned models, whose embedding has no copy."""
+"""Next to the language model; the last two in fine-tuned models, whose embedding has no copy."""
 
 
 def chunk_of(weights, model, version, tensor, layers, first, last, spelling):

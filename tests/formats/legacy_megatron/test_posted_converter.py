@@ -127,9 +127,9 @@ def codeparrot(tmp_path, legacy_model, random_weights, write_legacy, vocabulary)
     return written / "mp_rank_00"
 
 
-@pytest.mark.parametrize("where", ["arguments", "beside"])
+@pytest.mark.parametrize("where", ["arguments", "next to"])
 def test_the_tokenizer(where, tool, codeparrot, tmp_path, monkeypatch, capsys):
-    """Of the files that the arguments name, from the folder of the run, or of those beside it."""
+    """Of the files that the arguments name, from the folder of the run, or of those next to it."""
     if where == "arguments":
         monkeypatch.chdir(tmp_path)
     else:

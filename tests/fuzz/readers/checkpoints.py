@@ -112,7 +112,7 @@ ADAPTER = {
 
 
 def write_peft(folder: Path) -> None:
-    """With its base in a folder of it, which is found beside the working directory."""
+    """With its base in a folder of it, which is found next to the working directory."""
     (folder / "base").mkdir()
     write_huggingface(folder / "base")
     (folder / "adapters").mkdir()

@@ -41,13 +41,18 @@ _WIDE_KEYS = {"embedding_length": 32, "feed_forward_length": 32, "rope.dimension
 """Sizes with rows of whole blocks."""
 
 
-def write_gguf_file(folder: Path, kind: str = "F32") -> None:
-    """A Llama with byte-level tokens, its matrices in a type of ggml."""
-    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
-    wide = kind != "F32"
-    for key, value in (_KEYS | (_WIDE_KEYS if wide else {})).items():
+_FACTORS = {
+    name: 0.5 for name in ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+}
+
+
+def write_gguf_file(folder: Path, kind: str = "F32", name: str = "llama") -> None:
+    """A Llama or Granite with byte-level tokens, its matrices in a type of ggml."""
+    writer = gguf.GGUFWriter(folder / "model.gguf", name)
+    wide, further = kind != "F32", _FACTORS if name == "granite" else {}
+    for key, value in (_KEYS | further | (_WIDE_KEYS if wide else {})).items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        add[type(value)](f"llama.{key}", value)
+        add[type(value)](f"{name}.{key}", value)
     tokens = [*"abcdefghijklmnopqrstuvwxyz", "ab", "abc", "\u0120", "\u0120a", "<|end|>", "!"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -55,16 +60,16 @@ def write_gguf_file(folder: Path, kind: str = "F32") -> None:
     writer.add_token_types([1] * 30 + [3, 1])
     writer.add_token_merges(["a b", "ab c", "\u0120 a"])
     writer.add_eos_token_id(30)
-    for name, values in weights().items():
+    for tensor, values in weights().items():
         for theirs, stored in _NAMES.items():
-            name = name.replace(theirs, stored)
+            tensor = tensor.replace(theirs, stored)
         form, array = gguf.GGMLQuantizationType[kind], values.numpy()
         if wide:
             array = np.ones([_WIDE.get(size, size) for size in values.shape], np.float32)
         if array.ndim > 1:
-            writer.add_tensor(name, quants.quantize(array, form), raw_dtype=form)
+            writer.add_tensor(tensor, quants.quantize(array, form), raw_dtype=form)
         else:
-            writer.add_tensor(name, array)
+            writer.add_tensor(tensor, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -158,6 +163,7 @@ def quantised(name: str) -> Callable[[Path], None]:
 _GGUF = (
     Fuzzer("gguf", write_gguf_file, read_all, heavy=True),
     Fuzzer("gguf-q8_0", partial(write_gguf_file, kind="Q8_0"), read_all, heavy=True),
+    Fuzzer("gguf-granite", partial(write_gguf_file, name="granite"), read_all, heavy=True),
 )
 FUZZERS = (
     *(Fuzzer(f"packed-{name}", quantised(name), read_all, heavy=True) for name in _FORMS),

@@ -35,6 +35,8 @@ from megatron.formats.sharded.writer import ShardedWriter, write_torch_dist
 
 D = H // HEADS
 BLOCK = "model.layers.0"
+STEP = 7.0
+"""Adam's number of steps where there are moments."""
 
 
 def save_dcp(folder: Path, state: dict[str, object]) -> None:
@@ -43,6 +45,14 @@ def save_dcp(folder: Path, state: dict[str, object]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def moments(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Adam's state of each weight, from which tests know the weight."""
+    return {
+        name: {"exp_avg": values / 2, "exp_avg_sq": values**2, "step": torch.tensor(STEP)}
+        for name, values in tensors.items()
+    }
 
 
 def pairs_from_halves(values: Tensor, heads: int) -> Tensor:
@@ -76,12 +86,21 @@ def titan_weights() -> dict[str, Tensor]:
 
 
 def write_titan(folder: Path) -> None:
-    save_dcp(folder / "step-10", {**titan_weights(), "train_state": {"step": 10}})
+    tensors = titan_weights()
+    fused = dict(tensors)
+    parts = [fused.pop(f"layers.0.attention.qkv_linear.w{part}.weight") for part in "qkv"]
+    groups = [part.unflatten(0, (GROUPS, -1)) for part in parts]
+    fused["layers.0.attention.qkv_linear.wqkv.weight"] = torch.cat(groups, 1).flatten(0, 1)
+    flat = {f"state.{n}.{kind}": v for n, s in moments(fused).items() for kind, v in s.items()}
+    counters = {"train_state": {"step": 10}, "lr_scheduler": {"last_epoch": 10}}
+    save_dcp(folder / "step-10", {**tensors, "optimizer": flat, **counters})
     (folder / "config.json").write_text(json.dumps(CONFIG))
 
 
 def write_fsdp(folder: Path) -> None:
     save_dcp(folder / "pytorch_model_fsdp_0", {"model": weights()})
+    save_dcp(folder / "optimizer_0", {"optimizer": {"state": moments(weights())}})
+    (folder / "trainer_state.json").write_text('{"global_step": 9}')
     (folder / "config.json").write_text(json.dumps(CONFIG))
 
 
@@ -302,8 +321,7 @@ def write_olmo_core(folder: Path, reordered: bool = False) -> None:
         inner = name.removeprefix(f"{BLOCK}.").removesuffix(".weight")
         place = f"blocks.0.{theirs[inner]}" if inner in theirs else outside[inner]
         state[f"{place}.weight"] = values
-    optim = {"state": {n: {"exp_avg": torch.zeros_like(v)} for n, v in state.items()}}
-    save_dcp(folder / "model_and_optim", {"model": state, "optim": optim})
+    save_dcp(folder / "model_and_optim", {"model": state, "optim": {"state": moments(state)}})
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -325,7 +343,8 @@ def write_zero(folder: Path, stage: int = 3, ranks: int = 2) -> None:
                 part = -(-values.numel() // ranks)
                 piece = values.reshape(-1)[rank * part : (rank + 1) * part]
                 pieces.append(torch.nn.functional.pad(piece, (0, part - piece.numel())))
-            state |= {"partition_count": ranks, "fp32_flat_groups": [torch.cat(pieces)]}
+            mine = torch.cat(pieces)
+            state |= {"partition_count": ranks, "fp32_flat_groups": [mine]}
         else:
             from deepspeed.utils.tensor_fragment import fragment_address
 
@@ -341,10 +360,17 @@ def write_zero(folder: Path, stage: int = 3, ranks: int = 2) -> None:
                 "partition_count": [ranks], "single_partition_of_fp32_groups": [mine],
                 "param_slice_mappings": [mapping],
             }  # fmt: skip
+        inner = {"exp_avg": mine / 2, "exp_avg_sq": mine**2}
+        groups = [{"step": int(STEP), "params": [0]}]
+        if stage == 3:
+            state["optimizer_state_dict"] = {"state": {0: inner}, "param_groups": groups}
+        else:
+            state["base_optimizer_state"] = {"state": {0: inner}, "param_groups": groups}
         model = {
             "module": {n: v.bfloat16() for n, v in tensors.items()} if stage < 3 else {},
             "param_shapes": sizes, "dp_world_size": ranks, "shared_params": {}, "buffer_names": [],
-            "global_steps": 5, "frozen_param_shapes": None, "frozen_param_fragments": None,
+            "global_steps": 9, "global_samples": 72, "lr_scheduler": {"last_epoch": 8},
+            "frozen_param_shapes": None, "frozen_param_fragments": None,
             "ds_version": "0.19.8", "ds_config": {},
         }  # fmt: skip
         prefix = f"zero_pp_rank_{rank}_mp_rank_00"

@@ -1,4 +1,4 @@
-"""Writes golden.json beside it with megatron-core (made with 0.16.1): the three indices and tokens.
+"""Writes golden.json next to it with megatron-core (0.16.1): the three indices and tokens.
 
     pip install torch megatron-core==0.16.1 packaging numpy     # an environment of its own
     python tests/golden/gpt_sample_order/make.py

@@ -1,4 +1,4 @@
-"""Writes the golden indexed files beside it with megatron-core (made with 0.16.1 and torch 2.13).
+"""Writes the golden indexed files next to it with megatron-core (made with 0.16.1 and torch 2.13).
 
 pip install torch megatron-core==0.16.1 packaging numpy     # an environment of its own
 python tests/golden/indexed/make.py

@@ -1,4 +1,4 @@
-"""Writes, beside it, input.txt, a made-up text, and shakespeare_char.txt, the losses of the first
+"""Writes, next to it, input.txt, a made-up text, and shakespeare_char.txt, the losses of the first
 50 steps of examples_deepspeed/pretrain_shakespeare_char.sh on it and the validation loss after
 them, all as a program of plain PyTorch has them (made with torch 2.13.0, one thread, float32).
 

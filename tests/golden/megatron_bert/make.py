@@ -1,5 +1,5 @@
 """Turns an exported checkpoint into a MegatronBertForPreTraining by transformers' own converter,
-unchanged, and computes the logits of both heads; golden.json beside it is what it wrote. It is run
+unchanged, and computes the logits of both heads; golden.json next to it is what it wrote. It is run
 as megatron_gpt2/make.py is, on a model with --layernorm-epsilon 1e-12 and --no-bias-gelu-fusion,
 which the converter assumes.
 """

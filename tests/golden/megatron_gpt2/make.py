@@ -1,5 +1,5 @@
 """Turns an exported checkpoint into a GPT-2 by transformers' own converter, unchanged, and computes
-logits; golden.json beside it is what it wrote (transformers 4.46.3, torch 2.13.0).
+logits; golden.json next to it is what it wrote (transformers 4.46.3, torch 2.13.0).
 
     python3 -m venv old && old/bin/pip install torch transformers==4.46.3
     MEGATRON_OLD_TRANSFORMERS=old/bin/python python -m pytest \\

@@ -1,5 +1,5 @@
 """Logits of Meta's own program, and the tensors and configuration of transformers' own script, for
-the files of meta_files.py; golden.json beside it is what it wrote.
+the files of meta_files.py; golden.json next to it is what it wrote.
 
     python3 -m venv old
     old/bin/pip install torch accelerate transformers==4.46.3 llama-models==0.3.0 fairscale==0.4.13

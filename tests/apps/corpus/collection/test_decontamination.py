@@ -304,7 +304,7 @@ RACE = {
 
 
 def test_the_layouts_of_race_glue_and_wikitext(files):
-    """Each has one text with the planted question, beside one that the corpus does not have."""
+    """Each has one text with the planted question, next to one that the corpus does not have."""
     other = sentences(3, 60)
     files.lines("race/1.txt", [RACE])
     files.lines("race/2.txt", [RACE | {"article": other, "questions": [other], "options": [["x"]]}])

@@ -31,7 +31,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "lone surrogate": (b'{"text": "a\\ud83d b"}', "a lone surrogate in a text"),
     "low surrogate": (b'{"text": "\\udc00"}', "a lone surrogate in a text"),
     "deep nesting": (b"[" * 3000 + b"]" * 1900, "nested too deeply"),
-    "deep nesting beside the text": (
+    "deep nesting next to the text": (
         b'{"text": "a", "b": ' + b"[" * 1025 + b"]" * 1025 + b"}",
         "nested too deeply",
     ),
@@ -197,7 +197,7 @@ def test_longest_line(tmp_path, tokenizer, monkeypatch, size, ending, block, pac
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak in /proc")
 @pytest.mark.parametrize("packing", ["plain", "zstd"])
 def test_memory_is_bounded(tmp_path, packing):
-    """An endless line of 400 MB (1.5 GB unpacked from zstd) beside a limit of 8 MB."""
+    """An endless line of 400 MB (1.5 GB unpacked from zstd) next to a limit of 8 MB."""
     path = tmp_path / "in.jsonl"
     if packing == "plain":
         with path.open("wb") as file:

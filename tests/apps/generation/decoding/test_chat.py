@@ -214,7 +214,7 @@ def test_a_forked_copy_has_a_process_of_its_own(process):
     assert process.render("{{ 1 }}", {}) == "1"
     before = process._process.pid
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside other threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork next to other threads
         child = multiprocessing.get_context("fork").Process(target=_renders, args=(process,))
         child.start()
     child.join(60)

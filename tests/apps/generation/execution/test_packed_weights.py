@@ -1,4 +1,4 @@
-"""Products with packed weights, beside F.linear."""
+"""Products with packed weights, next to F.linear."""
 
 import pytest
 import torch

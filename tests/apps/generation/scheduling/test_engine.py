@@ -185,7 +185,7 @@ def test_no_page_leaks(draw, pages, slots):
     crowd.check()
 
 
-def test_new_tokens_beside_a_long_prompt():
+def test_new_tokens_next_to_a_long_prompt():
     crowd = Crowd(engine_of(max_positions=200, pages=100))
     first = crowd.submit(request([1], 30))
     crowd.step()

@@ -1,4 +1,4 @@
-"""Requests whose texts must match something, beside others."""
+"""Requests whose texts must match something, next to others."""
 
 import asyncio
 import re
@@ -37,7 +37,7 @@ def text(completion):
     return TOKENIZER.detokenize([token for token in completion.tokens if token != 258])
 
 
-def test_constrained_texts_beside_free_ones():
+def test_constrained_texts_next_to_free_ones():
     asked = [request(PATTERN if seed % 2 else None, seed=seed) for seed in range(10)]
     found = engine_of().complete(asked)
     for each, completion in zip(asked, found, strict=True):

@@ -81,7 +81,7 @@ def test_pre_norm_models(tmp_path):
 
 
 def test_a_process_embeds_alone(encoder, monkeypatch):
-    """Beside a run of several processes the others need not load the model, too."""
+    """Next to a run of several processes the others need not load the model, too."""
     monkeypatch.setattr(loading, "first_reason", lambda *args: pytest.fail("it asks other ranks"))
     embedder = build_embedder(EmbedderFlags(bert_load=str(encoder)))
     assert np.isfinite(embedder.embed(TEXTS)).all()

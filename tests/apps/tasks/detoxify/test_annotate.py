@@ -1,4 +1,4 @@
-"""Scores beside the rows that they are of, and runs that continue."""
+"""Scores next to the rows that they are of, and runs that continue."""
 
 import json
 import threading
@@ -44,7 +44,7 @@ def test_rows_of_megatron(written, loud, capsys):
     ]
 
 
-def test_every_score_is_beside_its_text(written, tmp_path):
+def test_every_score_is_next_to_its_text(written, tmp_path):
     """Calls that end in another order than they began, and blank texts between."""
     texts = ["" if n % 7 == 3 else f"text {n}" + "!" * (n % 10) for n in range(60)]
     rows = read_rows("--data-path", written("a.jsonl", [row(n, t) for n, t in enumerate(texts)]))

@@ -1,4 +1,4 @@
-"""What the tests of SQuAD share: files beside them, a small vocabulary."""
+"""What the tests of SQuAD share: files next to them, a small vocabulary."""
 
 import sys
 from pathlib import Path
