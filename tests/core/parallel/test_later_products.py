@@ -92,7 +92,7 @@ def test_what_stands_in_for_a_parameter_has_its_gradient_at_once():
 
 
 def test_the_graph_is_not_kept():
-    """Of a stage's activations only inputs of linear layers are, which the products need."""
+    """A stage keeps only the inputs of linear layers, which the products need."""
     left, weight = [], nn.Parameter(torch.randn(5, 5))
     x_BSI = torch.randn(3, 4, 5, requires_grad=True)
     with products_later(left):

@@ -220,7 +220,7 @@ def largest_after(argv: list[str]) -> list[float]:
                  ("heads", "fp16"), ("heads", "stored"))
 ])  # fmt: skip
 def test_logits_obey_after_the_clip(pool, kind, precision):
-    """Those of the same samples, from weights that nothing but the clip has changed."""
+    """Logits of the same samples, from weights that nothing but the clip has changed."""
     flags, processes, error = PRECISIONS[precision]
     argv = [*FLAGS, *KINDS[kind], *CLIP, *flags]
     results = pool.run(processes, largest_after, argv, timeout=300)
@@ -242,7 +242,7 @@ KEYS_AS_VALUES = "--global-keys-as-values --sliding-window 5 --window-attn-skip-
 
 @pytest.mark.parametrize("words", [[], KEYS_AS_VALUES], ids=["heads", "keys-as-values"])
 def test_log_lines_have_the_largest_logit(words):
-    """Of a run that measures and does not clip, which trains as without."""
+    """A run that measures and does not clip trains as without."""
     argv = [*FLAGS, "--zero-stage", "0", "--log-interval", "1", *words]
     text, error = run([*argv, "--log-max-attention-logit"])
     assert error is None

@@ -47,7 +47,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def places(folder: Path, stage, **zero):
-    """What is offloaded in main memory, and in files."""
+    """The same states in main memory and in files."""
     tier = {"device": "nvme", "nvme_path": str(folder)}
     names = ("offload_optimizer", *["offload_param"] * (stage == 3))
     return [

@@ -115,7 +115,7 @@ def test_room_is_reserved_on_the_disk(tmp_path):
     "groups, share, first", [(2, 0.3, 1), (5, 0.3, 3), (10, 0.5, 5), (3, 0.0, 3), (4, 1, 0)]
 )
 def test_the_first_sub_groups_move_to_the_device(groups, share, first, monkeypatch, capsys):
-    """Which ones is DeepSpeed's rule (``_create_fp32_partitions``): int((1 - ratio) N)."""
+    """DeepSpeed chooses them (``_create_fp32_partitions``): int((1 - ratio) N)."""
     # A parameter of the CPU cannot be set to meta, as it can to CUDA.
     mains = [
         types.SimpleNamespace(data=torch.ones(4), grad=torch.ones(4), numel=lambda: 4)

@@ -129,7 +129,7 @@ def codeparrot(tmp_path, legacy_model, random_weights, write_legacy, vocabulary)
 
 @pytest.mark.parametrize("where", ["arguments", "next to"])
 def test_the_tokenizer(where, tool, codeparrot, tmp_path, monkeypatch, capsys):
-    """Of the files that the arguments name, from the folder of the run, or of those next to it."""
+    """Files that the arguments name, from the folder of the run, or of those next to it."""
     if where == "arguments":
         monkeypatch.chdir(tmp_path)
     else:
