@@ -8,56 +8,49 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config.blocks import MLPConfig
+from megatron.kernels.swiglu import GATES, gated, gelu_tanh
+from megatron.kernels.switches import uses
+from megatron.parallel.shard import Init, Shard, parameter
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    if not torch.compiler.is_compiling():
-        return F.gelu(x, approximate="tanh")
-    # 1 + tanh(u) = 2 sigmoid(2u), which compiles to a third of the instructions.
-    z = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (z * torch.sigmoid(z * (_TWICE * (1.0 + 0.044715 * z * z)))).to(x.dtype)
+class XIELU(nn.Module):
+    """xIELU (Huang and Schlag 2024, arXiv:2411.13010): p x^2 + x/2 for x > 0, else
+    n (expm1(x) - x) + x/2, where p = softplus(alpha_p) and n = 1/2 + softplus(alpha_n) are learned
+    in each block, from 0.8 on."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        super().__init__()
+        self.share = tp.over_heads
+        for name, value in (("alpha_p", 0.8), ("alpha_n", 0.3)):
+            start = Init(constant=math.log(math.expm1(value)))
+            setattr(self, name, parameter(Shard((1,)), start, tp.coordinates, summed=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., F / tensor size] to the same shape."""
+        p, n = (F.softplus(alpha.to(x.dtype)) for alpha in self.share(*self.parameters()))
+        # The bound keeps the unused branch from overflowing, and is that of the first code.
+        below = (torch.expm1(x.clamp(max=-1e-6)) - x) * (0.5 + n)
+        return torch.where(x > 0, p * x * x, below) + 0.5 * x
 
 
-_TWICE = 2 * math.sqrt(2 / math.pi)
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    """Approximates GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2)."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-def _gated(
-    x_BSF: Tensor,
-    activation: Callable[[Tensor], Tensor],
-    clamp: float | None = None,
-    offset: float = 0.0,
-) -> Tensor:
+def _gated(x_BSF: Tensor, kind: str, clamp: float | None, offset: float) -> Tensor:
+    if uses("swiglu", x_BSF):
+        return gated(x_BSF, kind, clamp, offset)
     gate, up = x_BSF.chunk(2, dim=-1)
     if clamp is not None:
         gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-    return activation(gate) * (up + offset if offset else up)
+    return GATES[kind](gate) * (up + offset if offset else up)
 
-
-_GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": F.silu,
-    "geglu": _gelu_tanh,
-    "geglu_erf": F.gelu,
-    "quick_geglu": _quick_gelu,
-    "squared_reglu": _squared_relu,
-}
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh": gelu_tanh,
     "gelu_erf": F.gelu,
     "relu": F.relu,
-    "squared_relu": _squared_relu,
+    "squared_relu": GATES["squared_reglu"],
 }
 """Activations without a gate, by the names of :class:`MLPConfig`."""
 
@@ -71,7 +64,7 @@ def activation_of(mlp: MLPConfig) -> Callable[[Tensor], Tensor]:
         return ACTIVATIONS[mlp.activation]
     return partial(
         _gated,
-        activation=_GATES[mlp.activation],
+        kind=mlp.activation,
         clamp=mlp.activation_func_clamp_value,
         offset=mlp.glu_linear_offset,
     )

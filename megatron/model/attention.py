@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ConfigError, ModelConfig
 from megatron.config.features import taking_part
+from megatron.kernels.rope import PackedHeads, rotated
+from megatron.kernels.switches import uses
 from megatron.model.attention_backends import attention_backend
-from megatron.model.attention_masks import AttentionKind, AttentionMasks, AttentionScoring
+from megatron.model.attention_masks import AttentionKind, AttentionMasks, AttentionScoring, Folding
 from megatron.model.caches import LayerCache
 from megatron.model.layer_list import LayerState
 from megatron.model.norm import AllHeadsNorm, build_qk_norm, l2_norm
@@ -25,21 +27,6 @@ from megatron.parallel.layers import (
 )
 from megatron.parallel.shard import Cut, Init, Shard, initial, parameter
 from megatron.parallel.tensor_parallel import TensorParallel
-
-
-class Folding(Protocol):
-    """Cuts sequences into parts that attend by themselves: between projections and kernel, so that
-    tensor and sequence parallelism know nothing of it."""
-
-    def fold(self, q_BSND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of parts: as many samples as there are parts. The positions in
-        a part are 0, 1, 2, ..., and it has no masks."""
-        ...
-
-    def unfold(self, y_PSND: Tensor, samples: int, length: int) -> Tensor:
-        """The output of the parts as that of so many samples with so many queries,
-        [B, S, N, D]."""
-        ...
 
 
 class Attention(nn.Module):
@@ -95,6 +82,11 @@ class Attention(nn.Module):
             self.qkv = QKVParallelLinear(*sizes, bias=bias, init=init, tp=tp, gated=self.gated)
         qk_norm, self.clip = config.norm.qk_layernorm, attention.clip_qkv
         self.norms_last = config.norm.qk_layernorm_after_rope and kind != "cross"
+        self.packed: PackedHeads | None = None  # what is rotated as the projection writes it
+        bare = folding is self.clip is None and (self.norms_last or not qk_norm)
+        if bare and self.rotation and self.qkv and self.qkv.kv_weight is None:
+            ours = heads // tp.group.size, groups // tp.group.size, self.head_dim
+            self.packed = PackedHeads(*ours, self.gated, self.rotation.interleaved)
         self.q_norm = build_qk_norm(config, tp, heads) if qk_norm else None
         self.k_norm = build_qk_norm(config, tp, groups) if qk_norm else None
         self.sub_norm = AllHeadsNorm.of(config, heads, tp) if config.norm.sub_norm else None
@@ -109,16 +101,14 @@ class Attention(nn.Module):
     def forward(self, x_BSH: Tensor, state: LayerState) -> Tensor:
         """[B, S, H] to [B, S, H]; positions, masks, cache and encoder output come from
         ``state``."""
+        packs = self.packed is not None and state.cache is None
         if self.qkv is not None:
-            projected = self.qkv(x_BSH)
+            projected = self.qkv(x_BSH, apart=False) if packs else self.qkv(x_BSH)
         elif state.cache is None:
             projected = self.q(x_BSH), *self.kv(state.encoder)
         else:
             return self._attend_encoded(x_BSH, state, state.cache)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
-        gate_BSND: Tensor | None = None
-        if self.gated:
-            q, gate_BSND = q.unflatten(2, (-1, 2)).unbind(3)
+        q, k, v, gate_BSND, turned = self._heads(projected, state)
         samples, length = q.shape[:2]
         positions, masks = state.position_ids, state.masks
         if self.folding is not None:
@@ -129,10 +119,9 @@ class Attention(nn.Module):
         norms = (None, None) if self.norms_last else (self.q_norm, self.k_norm)
         q, k, v = self._bounded(q, norms[0]), self._bounded(k, norms[1]), self._bounded(v)
         if self.rotation is not None:
-            lengths = None if state.cache is None else state.cache.lengths_BS
-            whole = q.shape[1] * self.tp.context.size
-            angles = self.rotation.angles(whole, positions, lengths, q.device, q.dtype)
-            q, k = self.rotation.rotate(q, angles), self.rotation.rotate(k, angles)
+            if not turned:
+                angles = self._angles(self.rotation, q, positions, state)
+                q, k = self.rotation.rotate(q, angles), self.rotation.rotate(k, angles)
             if self.l2_epsilon is not None:
                 q, k = l2_norm(q, self.l2_epsilon), l2_norm(k, self.l2_epsilon)
         if self.temperature is not None:
@@ -163,6 +152,28 @@ class Attention(nn.Module):
         if self.folding is not None:
             y_BSND = self.folding.unfold(y_BSND, samples, length)
         return self._projected(y_BSND, gate_BSND)
+
+    def _heads(
+        self, projected: Sequence[Tensor], state: LayerState
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+        """Queries, keys, values and gates, if there are any; True if RoPE is applied already."""
+        if self.packed is not None and self.rotation is not None and len(projected) == 1:
+            if not uses("rope", projected[0]):
+                return *self.packed.views(projected[0]), False
+            angles = self._angles(self.rotation, projected[0], state.position_ids, state)
+            return *rotated(projected[0], *angles, self.packed), True
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
+        if not self.gated:
+            return q, k, v, None, False
+        q, gate_BSND = q.unflatten(2, (-1, 2)).unbind(3)
+        return q, k, v, gate_BSND, False
+
+    def _angles(
+        self, rotation: RotaryEmbedding, x: Tensor, positions_BS: Tensor | None, state: LayerState
+    ) -> tuple[Tensor, Tensor]:
+        lengths = None if state.cache is None else state.cache.lengths_BS
+        whole = x.shape[1] * self.tp.context.size
+        return rotation.angles(whole, positions_BS, lengths, x.device, x.dtype)
 
     def _projected(self, y_BSND: Tensor, gate_BSND: Tensor | None) -> Tensor:
         if gate_BSND is not None:

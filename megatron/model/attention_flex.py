@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.config.blocks import Window
+from megatron.kernels.compiler import allow_graphs, missing_compiler
 from megatron.model.attention_masks import (
     AttentionScoring,
     first_key,
@@ -27,7 +28,6 @@ from megatron.model.attention_masks import (
     narrows,
     slopes_on,
 )
-from megatron.parallel.compiler import allow_graphs, missing_compiler
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -288,3 +288,18 @@ def distance_biases(
     places_T = torch.arange(keys, device=device, dtype=dtype)
     distances_ST = places_T[keys - queries :, None] - places_T
     return -slopes_on(slopes, device, dtype)[:, None, None] * distances_ST
+
+
+class Folding(Protocol):
+    """Cuts sequences into parts that attend by themselves: between projections and kernel, so that
+    tensor and sequence parallelism know nothing of it."""
+
+    def fold(self, q_BSND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of parts: as many samples as there are parts. The positions in
+        a part are 0, 1, 2, ..., and it has no masks."""
+        ...
+
+    def unfold(self, y_PSND: Tensor, samples: int, length: int) -> Tensor:
+        """The output of the parts as that of so many samples with so many queries,
+        [B, S, N, D]."""
+        ...

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from megatron.config import ConfigError, ModelConfig
 from megatron.config.features import taking_part
-from megatron.model.attention import Attention, Folding
-from megatron.model.attention_masks import AttentionKind
+from megatron.model.attention import Attention
+from megatron.model.attention_masks import AttentionKind, Folding
 from megatron.model.layer_list import LayerState
 from megatron.model.mlp import MLP
 from megatron.model.norm import build_norm

@@ -49,6 +49,8 @@ class TransformerShape:
     in scores and the mix of values."""
     value_channels: int | None = None
     """Size of a value head, None for that of the others."""
+    full_channels: int | None = None
+    """Channels of a key and a value head in blocks without a window, None for those of others."""
     additions: float | None = None
     """Forward FLOPs of a token in the low-rank additions to this stack, next to which no weight has
     a gradient; None where all weights are trained."""
@@ -202,7 +204,7 @@ class TransformerShape:
         """Forward FLOPs of one token in the scores of all blocks, and the mix of values."""
         if self.shorter is not None:
             return self._of_lengths(lambda shape: shape._attention(causal))
-        own = 2 * self.num_attention_heads * self._channels * self._keys(causal)
+        own = 2 * self.num_attention_heads * self._channels_and_keys(causal)
         return own + self.within[1] / self.seq_length
 
     def _of_lengths(self, per_token: Callable[[TransformerShape], float]) -> float:
@@ -216,17 +218,20 @@ class TransformerShape:
         whole = per_token(replace(self, shorter=None))
         return (1 - share) * whole + share * kept * per_token(fewer)
 
-    @property
-    def _channels(self) -> int:
-        """Channels of a key and a value head together."""
-        values = self.kv_channels if self.value_channels is None else self.value_channels
-        return self.kv_channels + values
-
-    def _keys(self, causal: bool) -> float:
-        """Keys that a query attends to, averaged over the sequence and summed over the blocks."""
+    def _channels_and_keys(self, causal: bool) -> float:
+        """Keys that a query attends to, averaged over the sequence, times the channels of their
+        heads, summed over the blocks."""
         # The first queries of a causal window have fewer keys before them.
         halved = causal and not self.sees_later
-        return sum(self._seen(w, halved) for w in self.windows or (None,) * self.num_layers)
+        windows = self.windows or (None,) * self.num_layers
+        return sum(self._channels_of(w) * self._seen(w, halved) for w in windows)
+
+    def _channels_of(self, window: Window) -> int:
+        """Channels of a key and a value head together, in blocks with a window."""
+        if window is None and self.full_channels is not None:
+            return self.full_channels
+        values = self.kv_channels if self.value_channels is None else self.value_channels
+        return self.kv_channels + values
 
     def _seen(self, window: Window, halved: bool) -> float:
         length = self.seq_length
@@ -245,7 +250,7 @@ class TransformerShape:
         sum of l^2 over s^2."""
         full = self.windows.count(None) if self.windows else self.num_layers
         keys = 0.0 if self.sees_later else full * self.seq_length / 2
-        return 2 * self.num_attention_heads * self._channels * keys
+        return 2 * self.num_attention_heads * self._channels_of(None) * keys
 
     def flops_per_step(self, samples: int, *, causal: bool) -> float:
         """Model FLOPs of an optimizer step on ``samples`` sequences, over all devices."""

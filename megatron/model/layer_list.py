@@ -17,14 +17,9 @@ from megatron.model.caches import LayerCache
 from megatron.parallel.context import Context
 from megatron.parallel.loss_head import Objective, Targets, TokenScores
 from megatron.parallel.mesh import ALONE, Coordinates
+from megatron.parallel.random import derive_seed, generator, seed_devices
 from megatron.parallel.shard import Buffer, init_of, shard_of
-from megatron.parallel.tensor_parallel import (
-    TensorParallel,
-    autocast_dtype,
-    derive_seed,
-    generator,
-    seed_devices,
-)
+from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype
 
 
 class EmbeddingNoise(NamedTuple):
@@ -290,6 +285,10 @@ def layer_sequence(
         chunk = layers[begin:end]
         steps += [(None, RecomputedLayers(chunk))] if recomputed else chunk
     blocks = [module for _, spec, module in running if spec.block]
+    # A block may have others inside.
+    for mlp in (getattr(module, "mlp", None) for block in blocks for module in block.modules()):
+        if mlp is not None and hasattr(mlp, "recomputes_activation"):
+            mlp.recomputes_activation = "mlp_act" in parallel.recomputed_modules
     return LayerSequence(steps, blocks)
 
 

@@ -1,44 +1,41 @@
-"""The MLP of a block."""
+"""The MLP of a block.
+
+Shapes: B batch, S sequence, H hidden size, F inner channels of this rank.
+"""
 
 from __future__ import annotations
 
-import math
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
-from megatron.model.activations import activation_of
+from megatron.model.activations import XIELU, activation_of
 from megatron.model.norm import AllHeadsNorm
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.shard import Init, Shard, initial, parameter
+from megatron.parallel.shard import initial
 from megatron.parallel.tensor_parallel import TensorParallel
 
 
-class XIELU(nn.Module):
-    """xIELU (Huang and Schlag 2024, arXiv:2411.13010): p x^2 + x/2 for x > 0, else
-    n (expm1(x) - x) + x/2, where p = softplus(alpha_p) and n = 1/2 + softplus(alpha_n) are learned
-    in each block, from 0.8 on."""
-
-    def __init__(self, tp: TensorParallel) -> None:
-        super().__init__()
-        self.share = tp.over_heads
-        for name, value in (("alpha_p", 0.8), ("alpha_n", 0.3)):
-            start = Init(constant=math.log(math.expm1(value)))
-            setattr(self, name, parameter(Shard((1,)), start, tp.coordinates))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., F / tensor size] to the same shape."""
-        p, n = (F.softplus(alpha.to(x.dtype)) for alpha in self.share(*self.parameters()))
-        # The bound keeps the unused branch from overflowing, and is that of the first code.
-        below = (torch.expm1(x.clamp(max=-1e-6)) - x) * (0.5 + n)
-        return torch.where(x > 0, p * x * x, below) + 0.5 * x
-
-
 class MLP(nn.Module):
-    """Up, activation, down; the inner width, by default that of the configuration, is cut over
-    ranks. A gate and the up projection are one GEMM, gate first."""
+    """Up, activation, down; the inner width is cut over ranks.
+
+    With U, G and D the weights of up, gate and down and f the activation, y = f(x U^T) D^T, or with
+    a gate y = (f(x G^T) * (x U^T)) D^T (Shazeer 2020, arXiv:2002.05202), where gate and up are one
+    GEMM, gate first. Each product adds its bias, if there is one.
+
+    With a sub-norm f(...) is normalised over all inner channels (Wang et al. 2022,
+    arXiv:2210.06423).
+
+    Args:
+        config: of the model.
+        tp: the ranks that the weights are cut over.
+        inner: width between the projections, of all ranks; by default the configuration's.
+
+    Attributes:
+        recomputes_activation: the backward pass computes the activation again.
+    """
+
+    recomputes_activation = False
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, inner: int | None = None) -> None:
         super().__init__()
@@ -62,7 +59,14 @@ class MLP(nn.Module):
         )
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        inner_BSF = self.activation(self.up(x_BSH))
+        """[B, S, H] to the same shape."""
+        up_BSF = self.up(x_BSH)
+        if self.recomputes_activation and up_BSF.requires_grad:
+            return checkpoint(self._down, up_BSF, use_reentrant=False)  # type: ignore[no-any-return]
+        return self._down(up_BSF)
+
+    def _down(self, up_BSF: Tensor) -> Tensor:
+        inner_BSF = self.activation(up_BSF)
         if self.sub_norm is not None:
             inner_BSF = self.sub_norm(inner_BSF.unsqueeze(-1)).squeeze(-1)
         return self.down(inner_BSF)

@@ -38,9 +38,10 @@ class Norm(nn.Module, ABC):
         super().__init__()
         self.width, self.epsilon, self.offset = width, epsilon, offset
         self.share = tp.over_heads if heads else tp.shared
-        start = Init(constant=1.0 - offset)
-        self.weight = parameter(Shard((width,)), start, tp.coordinates) if self.weighted else None
-        self.bias = parameter(Shard((width,)), Init(), tp.coordinates) if self.biased else None
+        start, summed = Init(constant=1.0 - offset), heads or tp.split
+        shard, at = Shard((width,)), tp.coordinates
+        self.weight = parameter(shard, start, at, summed) if self.weighted else None
+        self.bias = parameter(shard, Init(), at, summed) if self.biased else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] to the same shape; to the same dtype unless it ``narrows``."""
@@ -138,7 +139,8 @@ class EachHeadNorm(Norm):
     ) -> None:
         super().__init__(head_dim, epsilon, tp, heads=True)
         self.group, self.copies, self.centred = tp.group, max(1, tp.group.size // heads), centred
-        self.weight = parameter(Shard((heads, head_dim)), Init(constant=1.0), tp.coordinates)
+        start = Init(constant=1.0)
+        self.weight = parameter(Shard((heads, head_dim)), start, tp.coordinates, summed=True)
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         assert weight is not None

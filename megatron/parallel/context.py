@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron.parallel.collectives import start_all_reduce, start_gather
 from megatron.parallel.mesh import SINGLE, Group
 
 
@@ -88,9 +88,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.size = group.size
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group.handle)
-        return total
+        return start_all_reduce(x.clone(memory_format=torch.contiguous_format), group)()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -101,9 +99,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: Context, dim: int) -> Tensor:
         ctx.context, ctx.dim = context, dim
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(context.size)]
-        dist.all_gather(parts, x, group=context.group.handle)
+        parts = start_gather(x[None], context.group)()
         halves = [part.chunk(2, dim) for part in parts]
         first, second = zip(*halves, strict=True)
         return torch.cat((*first, *reversed(second)), dim)

@@ -12,14 +12,26 @@ Shapes: B batch, S sequence (outside the region a rank's slice of it if that is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels.sums import (
+    add_product,
+    add_wider,
+    adds_products,
+    rows_of_work,
+    scaled,
+    sum_of,
+)
+from megatron.parallel.collectives import (
+    start_all_reduce,
+    start_gather_sequence,
+    start_scatter_sequence,
+)
 from megatron.parallel.loss_head import LossHead, Targets, TokenScores
 from megatron.parallel.mesh import Group
 from megatron.parallel.softmax_loss import (
@@ -28,17 +40,11 @@ from megatron.parallel.softmax_loss import (
     compiled_loss,
     compiles_for,
     eager_loss,
-    rows_of_work,
+    of_ranks,
     score_chunk,
     slices,
 )
-from megatron.parallel.tensor_parallel import (
-    TensorParallel,
-    autocast_dtype,
-    start_all_reduce,
-    start_gather_sequence,
-    start_scatter_sequence,
-)
+from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype
 
 LOGITS_CHUNK_MIB = {"cpu": 64, "cuda": 256}
 """Default of ``--logits-chunk-mib`` where the loss is not compiled. Each chunk adds to the gradient
@@ -148,6 +154,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(run.x_grad_TH, run.weight_grad_PH, run.bias_grad_P)
         ctx.head, ctx.shape, ctx.counted = head, whole.shape, run.counted
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.place = sum_of(weight)
         return loss, *others
 
     @staticmethod
@@ -158,7 +165,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if x_grad is not None:
             # In place: a second backward pass is an error.
             x_grad = summed(x_grad.view(ctx.shape), ctx.head.tp).mul_(factor).to(ctx.dtypes[0])
-        if weight_grad is not None:
+        if weight_grad is not None and ctx.place is not None:
+            weight_grad = ctx.place.add_scaled(weight_grad, factor)
+        elif weight_grad is not None:
             weight_grad = scaled(weight_grad, factor, ctx.dtypes[1])
         if bias_grad is not None:
             bias_grad = scaled(bias_grad, factor, ctx.dtypes[2])
@@ -266,7 +275,7 @@ class LogitChunks:
             return loss, self.log_T.square() @ self.mask_T / self.counted
         if best is None:
             return (loss,)
-        best_T = best.over_ranks(None, self.first, self.group)
+        best_T = best.over_ranks(self.first, self.group)
         return loss, ((best_T == self.targets.labels_BS.flatten()) & (self.mask_T > 0)).sum()
 
     def losses_of(
@@ -302,7 +311,7 @@ class LogitChunks:
         best.largest_T = softmax.largest_C
         if self.group.size > 1:
             softmax = softmax.over_ranks(self.group)
-        return -softmax.loss(), best.over_ranks(softmax.largest_C, self.first, self.group)
+        return -softmax.loss(), best.over_ranks(self.first, self.group)
 
     def _logits(self, chunk: slice) -> Tensor:
         """[C, P], with the padding, whose width suits GEMMs, in memory that the next overwrites."""
@@ -329,12 +338,12 @@ class LogitChunks:
             x_CH = (x_CH * weight_C1).to(x_CH.dtype)
         if len(self.chunks) == 1:
             torch.mm(grad_CP.t(), x_CH, out=self.weight_grad_PH)
-        elif _adds_products(x_CH.device, x_CH.dtype):
-            _add_product(self.weight_grad_PH, grad_CP, x_CH, 0 if chunk.start == 0 else 1)
+        elif adds_products(x_CH.device, x_CH.dtype, self.weight_grad_PH.dtype):
+            add_product(self.weight_grad_PH, grad_CP, x_CH, 0 if chunk.start == 0 else 1)
         elif chunk.start == 0:
             self.weight_grad_PH.copy_(grad_CP.t() @ x_CH)
         else:
-            _add(self.weight_grad_PH, grad_CP.t() @ x_CH)
+            add_wider(self.weight_grad_PH, grad_CP.t() @ x_CH)
 
 
 class _BestTokens:
@@ -350,17 +359,19 @@ class _BestTokens:
             largest_C, self.best_T[chunk] = logits_CV.max(-1)
             self.largest_T[chunk] = largest_C
 
-    def over_ranks(self, largest_T: Tensor | None, first: int, group: Group) -> Tensor:
+    def over_ranks(self, first: int, group: Group) -> Tensor:
         """Return the columns of the largest logits of all ranks, where this rank's columns begin at
-        ``first``; ``largest_T`` are these logits, if they are known."""
+        ``first``."""
         best_T = self.best_T + first
-        if group.size > 1:
-            if largest_T is None:
-                largest_T = self.largest_T.clone()
-                dist.all_reduce(largest_T, op=dist.ReduceOp.MAX, group=group.handle)
-            best_T[self.largest_T < largest_T] = torch.iinfo(best_T.dtype).max
-            dist.all_reduce(best_T, op=dist.ReduceOp.MIN, group=group.handle)
-        return best_T
+        if group.size == 1:
+            return best_T
+        # Integers and the bits of numbers in one collective; float64 has every float32.
+        bits_RT, best_RT = of_ranks(group, self.largest_T.double().view(torch.int64), best_T)
+        largest_RT = bits_RT.view(torch.float64)
+        best_RT = best_RT.masked_fill(
+            largest_RT < largest_RT.amax(0), torch.iinfo(best_T.dtype).max
+        )
+        return best_RT.amin(0)
 
 
 _fitting: dict[torch.device, int] = {}
@@ -392,35 +403,6 @@ def logits_chunk(
     return max(1, size // token_bytes), 1
 
 
-@cache
-def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if this torch adds a product of 16-bit matrices to a float32 matrix. On GPUs it does
-    since 2.12 or so; on CPUs never."""
-    if device.type == "cpu":
-        return False
-    left, right = (torch.zeros(16, 16, dtype=dtype, device=device) for _ in range(2))
-    work = torch.promote_types(dtype, torch.float32)
-    try:
-        _add_product(torch.zeros(16, 16, dtype=work, device=device), left, right, 1)
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-def _add_product(sum_PH: Tensor, grad_CP: Tensor, x_CH: Tensor, keep: int) -> None:
-    """Adds to the sum if ``keep`` is 1, and replaces it, whatever was there, if it is 0."""
-    torch.addmm(sum_PH, grad_CP.t(), x_CH, out_dtype=sum_PH.dtype, beta=keep, out=sum_PH)
-
-
-def _add(sum_PH: Tensor, addend_PH: Tensor) -> None:
-    """In place. On a CPU torch would first copy the whole addend into the dtype of the sum."""
-    rows = len(sum_PH)
-    if sum_PH.device.type == "cpu":
-        rows = rows_of_work(sum_PH.shape[1])
-    for at in slices(len(sum_PH), rows):
-        sum_PH[at] += addend_PH[at]
-
-
 def factor_of(scalar: Tensor) -> Tensor:
     """A number that gradients are multiplied by."""
     # One dimension, since torch on GPUs rounds a factor without dimensions to the dtype of what it
@@ -435,14 +417,6 @@ def summed(x_grad_BSH: Tensor, tp: TensorParallel) -> Tensor:
         return x_grad_BSH
     start = start_scatter_sequence if tp.split else start_all_reduce
     return start(x_grad_BSH, tp.group)()
-
-
-def scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient times a factor, rounded once; it may be overwritten."""
-    if grad.dtype == dtype or grad.device.type == "cpu":
-        return grad.mul_(factor).to(dtype)
-    # One kernel of 6 bytes an element instead of two of 14; CPUs would copy it all the same.
-    return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
 
 
 def _column_sums(grad_CP: Tensor, weight_C1: Tensor | None, dtype: torch.dtype) -> Tensor:

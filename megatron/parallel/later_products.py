@@ -73,13 +73,17 @@ def add_products(left: LaterProducts) -> None:
     sums: dict[int, Tensor] = {}
     for params, compute in left:
         for param, grad in zip(params, compute(), strict=True):
-            if param is None or grad is None:
+            if param is None or not param.requires_grad:
                 continue
             key = id(param)
             uses[key] -= 1
-            total = sums.pop(key) + grad if key in sums else grad
+            if grad is not None:
+                sums[key] = sums.pop(key) + grad if key in sums else grad
             if uses[key]:
-                sums[key] = total
-            else:
-                torch.autograd.backward(param, total)
+                continue
+            if key in sums:
+                torch.autograd.backward(param, sums.pop(key))
+            else:  # added to their sum as they were computed
+                for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+                    hook(param)
     left.clear()

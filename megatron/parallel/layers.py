@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.kernels.sums import looked_up
 from megatron.parallel.cross_entropy import linear_cross_entropy, linear_scores
 from megatron.parallel.linear import LinearKernel, LinearMap, column_linear, linear
 from megatron.parallel.loss_head import LossHead, Targets
@@ -60,9 +61,10 @@ class ParallelLinear(nn.Module):
         names = ("weight", "bias") if part else (None, None)
         weight = Shard((outputs, inputs), (cut,), whole=names[0])
         of_bias = Shard((outputs,), () if cut.dim else (cut,), whole=names[1])
+        at, apart = self.tp.coordinates, cut.dim > 0 and self.tp.split
         return (
-            parameter(weight, init, self.tp.coordinates),
-            parameter(of_bias, Init(), self.tp.coordinates) if bias else None,
+            parameter(weight, init, at),
+            parameter(of_bias, Init(), at, summed=apart) if bias else None,
         )
 
 
@@ -124,9 +126,9 @@ class QKVParallelLinear(ParallelLinear):
                 rows, inputs, cut, bias, init, part=True
             )
 
-    def forward(self, x_BSI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x_BSI: Tensor, apart: bool = True) -> Sequence[Tensor]:
         """[B, S, I] to this rank's queries, keys and values of the whole sequence, each with its
-        heads side by side in the last dimension."""
+        heads side by side in the last dimension; not ``apart``, those of one weight together."""
         maps = [LinearMap(self.weight, self.bias, 1, self.kernel, self.weight_kept)]
         if self.kv_weight is not None:
             both = self.kv_weight, self.kv_bias
@@ -135,6 +137,8 @@ class QKVParallelLinear(ParallelLinear):
             outputs = self.adapters.outputs(self, x_BSI, maps)
         else:
             outputs = column_linear(x_BSI, maps, self.tp)
+        if not apart:
+            return outputs
         if len(outputs) == 2:
             q, kv = outputs
             k, v = kv.chunk(2, dim=-1)
@@ -208,8 +212,9 @@ class WholeLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.weight = parameter(Shard((outputs, inputs)), init, tp.coordinates)
-        self.bias = parameter(Shard((outputs,)), Init(), tp.coordinates) if bias else None
+        at = tp.coordinates
+        self.weight = parameter(Shard((outputs, inputs)), init, at, tp.split)
+        self.bias = parameter(Shard((outputs,)), Init(), at, tp.split) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
@@ -281,10 +286,10 @@ class VocabParallelEmbedding(nn.Module):
 
     def _looked_up(self, ids_BS: Tensor) -> Tensor:
         if self.tp.group.size == 1:
-            return F.embedding(ids_BS, self.weight)
+            return looked_up(ids_BS, self.weight)
         rows_BS = ids_BS - self.first_row
         elsewhere_BS = (rows_BS < 0) | (rows_BS >= self.rows_local)
-        found_BSH = F.embedding(rows_BS.masked_fill(elsewhere_BS, 0), self.weight)
+        found_BSH = looked_up(rows_BS.masked_fill(elsewhere_BS, 0), self.weight)
         return self.tp.leave(found_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0))
 
 
@@ -309,7 +314,7 @@ class WholeEmbedding(nn.Module):
     def __init__(self, rows: int, width: int, *, init: Init, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
-        self.weight = parameter(Shard((rows, width)), init, tp.coordinates)
+        self.weight = parameter(Shard((rows, width)), init, tp.coordinates, tp.split)
 
     def forward(self, ids_S: Tensor) -> Tensor:
         """Ids of the whole sequence, [S] or [B, S], to rows of this rank's slice of it, [S, H] or

@@ -21,6 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels.sums import add_later, key_of
+from megatron.parallel.collectives import (
+    Finish,
+    after,
+    start_all_reduce,
+    start_gather_sequence,
+    start_scatter_sequence,
+    start_sum_over_copies,
+)
 from megatron.parallel.later_products import (
     Gradients,
     GradientsOf,
@@ -29,15 +38,7 @@ from megatron.parallel.later_products import (
     now_or_later,
 )
 from megatron.parallel.mesh import SINGLE, Group
-from megatron.parallel.tensor_parallel import (
-    Finish,
-    TensorParallel,
-    autocast_dtype,
-    start_all_reduce,
-    start_gather_sequence,
-    start_scatter_sequence,
-    start_sum_over_copies,
-)
+from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype
 
 
 class LinearKernel(Protocol):
@@ -196,7 +197,8 @@ def linear(
 ) -> Tensor:
     """x A^T + b on one rank, [B, S, O]. Raises ValueError if the kernel cannot sum weight gradients
     over so many tokens."""
-    if kernel is None and leaves_products() and weight_OI.requires_grad:
+    adds = torch.is_grad_enabled() and key_of(weight_OI) is not None
+    if kernel is None and (adds or (leaves_products() and weight_OI.requires_grad)):
         return _column_linear(x_BSI, SINGLE, False, (LinearMap(weight_OI, bias_O),))[0]
     if kernel is None:
         return F.linear(x_BSI, weight_OI, bias_O)
@@ -224,9 +226,14 @@ def _column_linear(
     if trained:
         kernel.check_tokens(x_BSI.shape[:-1].numel() * (group.size if split else 1))
     leaves = [kernel.leaf(each) for each in kept]
+    # Sums over copies come before those over micro batches.
+    keys = tuple(
+        key_of(weight) if trained and kernel is PLAIN and count == 1 else None
+        for weight, count in zip(weights, copies, strict=True)
+    )
     gradients, params = now_or_later(*weights, *biases)
     return _ColumnLinear.apply(
-        x_BSI, group, split, copies, kernel, kept, trained, gradients, *params, *leaves
+        x_BSI, group, split, copies, kernel, kept, keys, trained, gradients, *params, *leaves
     )
 
 
@@ -304,12 +311,13 @@ class _ColumnLinear(torch.autograd.Function):
         copies: tuple[int, ...],
         kernel: LinearKernel,
         kept: tuple[Any, ...],
+        keys: tuple[Tensor | None, ...],
         trained: bool,
         gradients: GradientsOf,
         *params: Any,
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.sequence, ctx.copies, ctx.input_dtype = group, sequence, copies, x.dtype
-        ctx.kernel, ctx.kept, ctx.gradients = kernel, kept, gradients
+        ctx.kernel, ctx.kept, ctx.keys, ctx.gradients = kernel, kept, keys, gradients
         count = len(copies)
         weights, biases = params[:count], params[count : 2 * count]
         x = mine = x.to(autocast_dtype(x))
@@ -328,12 +336,13 @@ class _ColumnLinear(torch.autograd.Function):
         mine, *tensors = ctx.saved_tensors
         saved, params = tensors[: ctx.saved], tensors[ctx.saved :]
         kernel, kept, group, count = ctx.kernel, ctx.kept, ctx.group, len(ctx.copies)
+        keys = ctx.keys
         weights, biases = params[:count], params[count : 2 * count]
-        x_needs, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[8:]
+        x_needs, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[9:]
         gathers, every_copies = ctx.sequence and any(needs[:count]), ctx.copies
         finish_x: Finish | None = None
         if gathers and ctx.gradients is compute_now:
-            finish_x = start_gather_sequence(mine, group)
+            finish_x = start_gather_sequence(after(mine, grads_BSO[0]), group)
         gradients = kernel.gradients(grads_BSO, kept, x_needs, needs[:count])
         finish_x_grad: Finish | None = None
         if x_needs:
@@ -344,12 +353,17 @@ class _ColumnLinear(torch.autograd.Function):
         def products() -> Gradients:  # without ctx, which would keep the graph
             x: Any = None
             if any(needs[:count]):
-                finish = finish_x or (start_gather_sequence(mine, group) if gathers else None)
+                finish = finish_x
+                if finish is None and gathers:
+                    finish = start_gather_sequence(mine, group)
                 x = kernel.whole_input(None if finish is None else finish(), saved, kept)
             pending = []
             for place, (grad_BSO, copies) in enumerate(zip(grads_BSO, every_copies, strict=True)):
                 weight_grad = bias_grad = None
-                if needs[place]:
+                key = keys[place]
+                if needs[place] and key is not None:
+                    add_later(key, gradients[place].flatten(0, -2), x.flatten(0, -2))
+                elif needs[place]:
                     weight_grad = kernel.weight_gradient(gradients[place], x, grad_BSO.dtype)
                     weight_grad = weight_grad.to(weights[place].dtype)
                 if needs[count + place]:
@@ -364,7 +378,7 @@ class _ColumnLinear(torch.autograd.Function):
             for gradient, needed in zip(gradients, needs[2 * count :], strict=True)
         ]
         x_grad = None if finish_x_grad is None else finish_x_grad().to(ctx.input_dtype)
-        return x_grad, *[None] * 7, *of_params, *leaves
+        return x_grad, *[None] * 8, *of_params, *leaves
 
 
 def _start_sums(

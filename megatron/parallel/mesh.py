@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,11 @@ class Group:
     """This process's index among them."""
     handle: dist.ProcessGroup | None = None
     """torch's group; None for a single process without torch.distributed."""
+    name: str = field(init=False, default="")
+    """Its name to torch's compiler, in whose graphs a group is a string."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", getattr(self.handle, "group_name", ""))
 
     @property
     def size(self) -> int:
@@ -71,6 +76,10 @@ class Mesh:
     world: Group = SINGLE
     sizes: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[tuple[str, ...], Group] = field(default_factory=dict)
+    handles: Mapping[tuple[int, ...], Any] = field(default_factory=dict)
+    """torch's groups by their ranks, those of other ranks too; the same keys on every rank."""
+    transfers: Group = SINGLE
+    """The ranks of the pipeline, for what stages send each other."""
 
     @cached_property
     def coordinates(self) -> Coordinates:
@@ -147,13 +156,14 @@ def build_mesh(sizes: Mapping[str, int], timeout: timedelta | None = None) -> Me
     """Creates the groups on every rank; torch.distributed must be initialised. ``sizes`` are the
     ranks along each axis but ``data``, which gets the rest of the world. Groups of the same ranks
     share one group of torch: each costs connections and threads (gloo), or memory on the device
-    (NCCL)."""
+    (NCCL). Only what stages send each other never waits for a collective of all ranks: on GPUs all
+    that a group sends is on one stream."""
     world, rank = tuple(range(dist.get_world_size())), dist.get_rank()
     data_size, rest = divmod(len(world), math.prod(sizes.values()))
     assert rest == 0, "the configuration checks divisibility"
     assert "data" not in sizes and set(sizes) <= set(AXES), sizes
     sizes = {**sizes, "data": data_size}
-    handles = {world: dist.group.WORLD}
+    handles: dict[tuple[int, ...], Any] = {world: dist.group.WORLD}
     groups = {}
     for axes in _COMBINATIONS:
         wide = _wide(axes, sizes)
@@ -165,7 +175,11 @@ def build_mesh(sizes: Mapping[str, int], timeout: timedelta | None = None) -> Me
                 handles[ranks] = dist.new_group(list(ranks), timeout=timeout)
             if rank in ranks:
                 groups[wide] = Group(ranks, ranks.index(rank), handles[ranks])
-    return Mesh(Group(world, rank, dist.group.WORLD), sizes, groups)
+    transfers = groups["pipeline",] if sizes.get("pipeline", 1) > 1 else SINGLE
+    if transfers.ranks == world and dist.get_backend() == "nccl":
+        handle = dist.new_group(list(world), timeout=timeout)
+        transfers = Group(world, transfers.rank, handle)
+    return Mesh(Group(world, rank, dist.group.WORLD), sizes, groups, handles, transfers)
 
 
 def _wide(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -245,12 +245,15 @@ class Buffer:
         self.values = torch.zeros(self.shard.full_shape, dtype=torch.float32, device=device)
 
 
-def parameter(shard: Shard, init: Init, coordinates: Coordinates = ALONE) -> nn.Parameter:
+def parameter(
+    shard: Shard, init: Init, coordinates: Coordinates = ALONE, summed: bool = False
+) -> nn.Parameter:
     """An uninitialised parameter: the share of the rank at ``coordinates``, with ``shard`` and
-    ``init`` attached."""
+    ``init`` attached; ``summed``: each tensor-parallel rank computes an addend of its gradient."""
     param = nn.Parameter(torch.empty(shard.local_shape(coordinates)))
     param.shard = shard  # type: ignore[attr-defined]
     param.init = init  # type: ignore[attr-defined]
+    param.summed = summed  # type: ignore[attr-defined]
     # DeepSpeed's gradient norm counts a parameter without this mark on tensor rank 0 only.
     param.tensor_model_parallel = shard.counted(coordinates, ("tensor",))  # type: ignore[attr-defined]
     return param

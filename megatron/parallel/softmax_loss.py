@@ -11,26 +11,18 @@ are tokens and no padding, N blocks of columns.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.compiler import allow_graphs, missing_compiler
+from megatron.kernels.compiler import allow_graphs, missing_compiler
+from megatron.kernels.sums import rows_of_work
+from megatron.parallel.collectives import start_gather
 from megatron.parallel.mesh import Group
 from megatron.util.processes import is_main_process
-
-WORK_BYTES = 2 * 2**20
-"""Size of the float32 work space on CPUs, which fits into a core's caches."""
-
-BLOCK = 1024
-"""Columns that one group of GPU threads reduces while it holds them in registers, so that their
-maximum and their sum of exponentials take one read."""
-
 
 GRAPHS = 64
 """Number of versions of a function that are compiled. Over torch's default, 8, a run whose numbers
@@ -78,21 +70,19 @@ class Softmax(NamedTuple):
         """Logarithm of the sum of exponentials: [C]."""
         return self.largest_C + self.total_C.log()
 
-    def joined(self, other: Softmax) -> Softmax:
-        """Return the softmax of the columns of both."""
-        largest_C = torch.maximum(self.largest_C, other.largest_C)
-        total_C, more_C = (
-            part.total_C * (part.largest_C - largest_C).exp() for part in (self, other)
-        )
-        return Softmax(largest_C, total_C + more_C, self.target_C + other.target_C)
-
     def over_ranks(self, group: Group) -> Softmax:
         """Return the softmax of all ranks' columns, where this is of one rank's."""
-        largest_C = self.largest_C.clone()
-        dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group.handle)
-        sums_2C = torch.stack([self.total_C * (self.largest_C - largest_C).exp(), self.target_C])
-        dist.all_reduce(sums_2C, group=group.handle)
-        return Softmax(largest_C, sums_2C[0], sums_2C[1])
+        largest_TC, total_TC, target_TC = of_ranks(group, *self)
+        largest_C = largest_TC.amax(0)
+        total_C = (total_TC * (largest_TC - largest_C).exp()).sum(0)
+        return Softmax(largest_C, total_C, target_TC.sum(0))
+
+
+def of_ranks(group: Group, *rows_C: Tensor) -> tuple[Tensor, ...]:
+    """The rows of one dtype of every rank, [ranks, C] each, in one collective. What is computed of
+    them is the same on every rank, bit for bit, in whatever order a library would add."""
+    parts = start_gather(torch.stack(rows_C)[None], group)()
+    return parts.unbind(1)
 
 
 @cache
@@ -117,31 +107,27 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def softmax_of(logits_CP: Tensor, labels_C: Tensor, columns: Columns) -> Softmax:
     """One read of the logits. A label that is no column of this rank must be negative."""
-    width = logits_CP.shape[1]
-    # The rest is a block of its own: torch's compiler for GPUs copies what is padded, in float32.
-    whole = width - width % BLOCK
-    places = [slice(start, stop) for start, stop in ((0, whole), (whole, width)) if start < stop]
-    return functools.reduce(
-        Softmax.joined, (_of_blocks(logits_CP, at, labels_C, columns) for at in places)
-    )
+    # torch's compiler takes a maximum and a sum of exponentials over one dimension for one loop
+    # (online softmax; Milakov and Gimelshein 2018, arXiv:1805.02867).
+    capped_CP = _used(capped(_wide(logits_CP), columns.softcap), columns)
+    largest_C1 = capped_CP.amax(-1, keepdim=True)
+    total_C1 = (capped_CP - largest_C1).exp().sum(-1, keepdim=True)
+    target_C = _wide(logits_CP.gather(1, labels_C.clamp(min=0)[:, None])).squeeze(1)
+    target_C = torch.where(labels_C >= 0, capped(target_C, columns.softcap), 0.0)
+    return Softmax(largest_C1.squeeze(1), total_C1.squeeze(1), target_C)
 
 
-def _of_blocks(logits_CP: Tensor, at: slice, labels_C: Tensor, columns: Columns) -> Softmax:
-    """Return the softmax of some columns, block by block."""
-    work = torch.promote_types(logits_CP.dtype, torch.float32)
-    low = torch.finfo(work).min
-    number_K = torch.arange(at.start, at.stop, device=logits_CP.device)
-    # No -inf, whose difference from itself is not a number.
-    capped_CK = capped(logits_CP[:, at].to(work), columns.softcap).clamp(min=low)
-    capped_CK = torch.where(number_K < columns.used, capped_CK, low)
-    target_CK = torch.where(number_K == labels_C[:, None], capped_CK, 0.0)
-    block = min(BLOCK, at.stop - at.start)
-    capped_CNB, target_CNB = (each.unflatten(1, (-1, block)) for each in (capped_CK, target_CK))
-    largest_CN = capped_CNB.amax(-1)
-    total_CN = (capped_CNB - largest_CN[..., None]).exp().sum(-1)
-    largest_C = largest_CN.amax(-1)
-    total_C = (total_CN * (largest_CN - largest_C[:, None]).exp()).sum(-1)
-    return Softmax(largest_C, total_C, target_CNB.sum(-1).sum(-1))
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _used(capped_CP: Tensor, columns: Columns) -> Tensor:
+    """Hides the padding. No -inf, whose difference from itself is not a number."""
+    width = capped_CP.shape[1]
+    if columns.used == width:
+        return capped_CP
+    number_P = torch.arange(width, device=capped_CP.device)
+    return torch.where(number_P < columns.used, capped_CP, torch.finfo(capped_CP.dtype).min)
 
 
 def write_gradient(
@@ -149,18 +135,20 @@ def write_gradient(
 ) -> None:
     """Replaces the logits by the gradient of each token's loss times its weight, and padding by
     zeros: one read and one write."""
-    number_P = torch.arange(logits_CP.shape[1], device=logits_CP.device)
-    capped_CP = capped(logits_CP.to(softmax.total_C.dtype), columns.softcap)
+    capped_CP = capped(_wide(logits_CP), columns.softcap)
     slope_CP = _slope(capped_CP, columns.softcap)
     # From the largest logit and not from the logarithm of the sum, which rounds more.
     share_C = softmax.total_C.reciprocal()
     if columns.z_coeff:
         share_C = share_C * (1.0 + 2.0 * columns.z_coeff * softmax.log_denominator())
-    grad_CP = (capped_CP - softmax.largest_C[:, None]).exp() * share_C[:, None]
-    grad_CP = grad_CP - (number_P == labels_C[:, None]).to(grad_CP.dtype)
+    number_P = torch.arange(logits_CP.shape[1], device=logits_CP.device)
+    softmax_CP = (capped_CP - softmax.largest_C[:, None]).exp() * share_C[:, None]
+    grad_CP = softmax_CP - (number_P == labels_C[:, None]).to(softmax_CP.dtype)
     if slope_CP is not None:
         grad_CP = grad_CP * slope_CP
-    grad_CP = torch.where(number_P < columns.used, grad_CP * weight_C[:, None], 0.0)
+    grad_CP = grad_CP * weight_C[:, None]
+    if columns.used < logits_CP.shape[1]:
+        grad_CP = torch.where(number_P < columns.used, grad_CP, 0.0)
     logits_CP.copy_(grad_CP)
 
 
@@ -285,18 +273,10 @@ def _write(
 
 def _loss_over_ranks(norm_C: Tensor, target_C: Tensor, group: Group) -> Tensor:
     if group.size > 1:
-        largest_C = norm_C.clone()
-        dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group.handle)
-        sums_2C = torch.stack([(norm_C - largest_C).exp(), target_C])
-        dist.all_reduce(sums_2C, group=group.handle)
-        target_C = sums_2C[1]
-        norm_C.copy_(largest_C + sums_2C[0].log())
+        norm_TC, target_TC = of_ranks(group, norm_C, target_C)
+        largest_C, target_C = norm_TC.amax(0), target_TC.sum(0)
+        norm_C.copy_(largest_C + (norm_TC - largest_C).exp().sum(0).log())
     return norm_C - target_C
-
-
-def rows_of_work(columns: int) -> int:
-    """Rows of float32 numbers that a CPU works on at a time."""
-    return max(1, WORK_BYTES // (4 * columns))
 
 
 def slices(length: int, step: int) -> Iterator[slice]:

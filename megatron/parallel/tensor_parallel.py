@@ -1,8 +1,7 @@
 """The tensor-parallel region: how activations enter and leave layers that are cut over ranks.
 
 Outside, every rank has the whole activations or, with sequence parallelism, its slice of the
-sequence; inside, the whole sequence and a share of the features. Collectives are started here and
-finished by the caller, or have their own gradient.
+sequence; inside, the whole sequence and a share of the features.
 
 Shapes: B batch, S sequence, a slice of it S/t long on each of t ranks.
 """
@@ -10,25 +9,23 @@ Shapes: B batch, S sequence, a slice of it S/t long on each of t ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config import ParallelConfig
+from megatron.parallel.collectives import (
+    start_all_reduce,
+    start_gather_sequence,
+    start_scatter_sequence,
+    traced,
+)
 from megatron.parallel.context import Context
 from megatron.parallel.mesh import SAMPLES, SINGLE, Coordinates, Group, Mesh
-from megatron.util.digests import hash64
-
-Finish = Callable[[], Tensor]
-"""Waits for a collective and returns its result; work done before the call overlaps with it."""
-
-# The names before torch 2.13.
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from megatron.parallel.random import tensor_parallel_random
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -39,62 +36,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def start_all_reduce(x: Tensor, group: Group) -> Finish:
-    """Sums contiguous ``x`` over the ranks, in place."""
-    work = dist.all_reduce(x, group=group.handle, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return x
-
-    return finish
-
-
-def start_gather_sequence(x: Tensor, group: Group) -> Finish:
-    """The slices [B, S/t, ...] of all ranks as [B, S, ...]; without a copy when B is 1."""
-    x = x.contiguous()
-    slices = x.new_empty(group.size, *x.shape)
-    work = all_gather_flat(slices.view(-1), x.view(-1), group=group.handle, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return slices.transpose(0, 1).flatten(1, 2)
-
-    return finish
-
-
-def start_scatter_sequence(x: Tensor, group: Group) -> Finish:
-    """This rank's slice [B, S/t, ...] of the sum of all ranks' [B, S, ...]; without a copy when B
-    is 1."""
-    assert x.shape[1] % group.size == 0, (x.shape, group.size)
-    slices = x.unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()
-    total = torch.empty_like(slices[0])
-    work = reduce_scatter_flat(total.view(-1), slices.view(-1), group=group.handle, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return total
-
-    return finish
-
-
-def start_sum_over_copies(x: Tensor, copies: int, group: Group) -> Finish:
-    """Sums flat ``x`` over each ``copies`` neighbouring ranks; no group of their own is needed."""
-    slots = x.new_zeros(group.size // copies, x.numel())
-    mine = slots[group.rank // copies].copy_(x)
-    finish_all = start_all_reduce(slots, group)
-
-    def finish() -> Tensor:
-        finish_all()
-        return mine
-
-    return finish
-
-
 class _ReduceFromRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.mark_dirty(x)
+        if not traced():
+            ctx.mark_dirty(x)
         return start_all_reduce(x, group)()
 
     @staticmethod
@@ -181,14 +127,39 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat, group=ctx.group.handle)
-        sums = flat.split([grad.numel() for grad in grads])
+        sums = start_all_reduce(flat, ctx.group)().split([grad.numel() for grad in grads])
         return None, *(total.view_as(grad) for total, grad in zip(sums, grads, strict=True))
 
 
 def sum_gradients(group: Group, *params: Tensor) -> tuple[Tensor, ...]:
-    """Parameters whose gradients are summed over the group, in one collective."""
-    return _SumGradients.apply(group, *params) if group.size > 1 else params
+    """Parameters whose gradients are summed over the group: in one collective, but for those that
+    the engine sums once a step, :func:`sum_later`."""
+    if group.size == 1:
+        return params
+    now = [param for param in params if not getattr(param, "summed_later", False)]
+    sums = iter(_SumGradients.apply(group, *now) if now else ())
+    return tuple(p if getattr(p, "summed_later", False) else next(sums) for p in params)
+
+
+def summed_as(stand_in: Tensor, param: nn.Parameter) -> None:
+    """Make the gradient of what stands in for a parameter be summed when the parameter's is."""
+    stand_in.summed_later = getattr(param, "summed_later", False)  # type: ignore[attr-defined]
+
+
+def sum_later(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return those of which each tensor-parallel rank computes an addend of the gradient. From then
+    on backward passes leave these addends, and the caller sums them."""
+    summed = [param for param in params if getattr(param, "summed", False)]
+    for param in summed:
+        param.summed_later = True  # type: ignore[attr-defined]
+    return summed
+
+
+def sum_at_once(params: Iterable[nn.Parameter]) -> None:
+    """Sum the gradients of these in every backward pass again, as where layers use what is computed
+    from a parameter in its place."""
+    for param in params:
+        param.summed_later = False  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -301,8 +272,8 @@ class TensorParallel:
 
     def shared(self, *params: Tensor) -> tuple[Tensor, ...]:
         """Parameters for use outside: where every rank applies them to its slice only, their
-        gradients are summed over the ranks, in one collective for all of a call."""
-        return _SumGradients.apply(self.group, *params) if self.split else params
+        gradients are summed over the ranks, see :func:`sum_gradients`."""
+        return sum_gradients(self.group, *params) if self.split else params
 
     def over_heads(self, *params: Tensor) -> tuple[Tensor, ...]:
         """Parameters for use inside that every rank applies to each of its heads alike: their
@@ -331,58 +302,3 @@ def _rows(x_BSH: Tensor, positions_GP: Tensor) -> Tensor:
     first_G = torch.arange(0, groups * length, length, device=positions_GP.device)
     rows = (positions_GP + first_G[:, None]).flatten()
     return x_TH.index_select(0, rows).unflatten(0, (groups, -1))
-
-
-def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from anything printable, stable over processes and versions."""
-    return hash64("\0".join(map(str, parts)).encode()) >> 1
-
-
-def generator(seed: int, name: str) -> torch.Generator:
-    """The CPU generator of the initial values of the parameter ``name``."""
-    return torch.Generator().manual_seed(derive_seed(seed, name))
-
-
-def dropout_seed(seed: int, first_sample: int) -> int:
-    """Seed of the dropout masks of the micro batch that starts at a sample."""
-    return derive_seed(seed, "dropout", first_sample)
-
-
-def seed_devices(seed: int) -> None:
-    """Seeds the generators of the CPU and of every GPU that this process uses.
-    ``torch.manual_seed`` gives the same numbers, but also formats the stack for each absent
-    accelerator (0.3 ms a call)."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        for of_device in torch.cuda.default_generators:
-            of_device.manual_seed(seed)
-
-
-@contextlib.contextmanager
-def tensor_parallel_random(*groups: Group) -> Iterator[None]:
-    """Random numbers inside the block differ between the ranks of the groups. Outside, all ranks
-    that have the same samples draw the same numbers, so that they draw a common seed here; the
-    state outside is restored on leaving."""
-    ranks = [group.rank for group in groups if group.size > 1]
-    if not ranks:
-        yield
-        return
-    common = int(torch.randint(2**62, (), dtype=torch.int64))
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        seed_devices(derive_seed(common, *ranks))
-        yield
-
-
-def random_state() -> dict[str, Tensor]:
-    """The states of torch's generators on this process, as tensors."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
