@@ -28,7 +28,9 @@ from megatron.engine.deepspeed_patches import (
 from megatron.engine.environment import Mpu
 from megatron.engine.pipeline_executor import PipelineExecutor, PipelinePasses
 from megatron.engine.pipeline_module import StageModule
-from megatron.model.layer_list import LayerSequence, LayerStack, initialise
+from megatron.engine.update.shared_gradients import SharedGradients
+from megatron.engine.update.zero_optimizer import ParameterUse
+from megatron.model.layer_list import LayerSequence, LayerStack, canonical_parameters, initialise
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline_schedules import Action, PipelineSchedule
@@ -47,6 +49,8 @@ class Backend(ABC):
     losses: Sequence[Tensor] = ()
     """Losses of each micro batch of the last step, in order, float64 [N]; empty on pipeline stages
     that do not compute them."""
+    shared: SharedGradients | None = None
+    """Gradients that are summed over tensor-parallel ranks once a step."""
 
     def __init__(
         self,
@@ -71,6 +75,11 @@ class Backend(ABC):
         """Groups of ranks that all layers are cut over."""
         return self._tp
 
+    def uses(self) -> dict[nn.Parameter, ParameterUse]:
+        """The use of each parameter of this process."""
+        params = (param for _, param in canonical_parameters(self.model, self.layers))
+        return {param: ParameterUse(number) for number, param in enumerate(params)}
+
     @property
     @abstractmethod
     def sequences(self) -> list[LayerSequence]:
@@ -93,6 +102,11 @@ class Backend(ABC):
         """Forward and backward of a step's micro batches, gradients averaged over data ranks;
         ``seeds`` are those of the dropout masks. Returns sums of the named losses in order, float64
         [N]; zeros on pipeline stages that do not compute them."""
+
+    def _sum_shared(self) -> None:
+        """The end of :meth:`accumulate`."""
+        if self.shared is not None:
+            self.shared.sum()
 
     @abstractmethod
     def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> list[Tensor]:
@@ -150,6 +164,7 @@ class PlainBackend(Backend):
 
     def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
         engine, measure = self._engine, self._spec.loss_measure
+        reduction = getattr(engine.optimizer, "reduction", None)
         sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self._device)
         self.losses = losses_of_batches = list[Tensor]()
         for number, seed in enumerate(seeds):
@@ -166,11 +181,16 @@ class PlainBackend(Backend):
             with record_function("megatron::forward"):
                 losses = engine(begin).losses
             with record_function("megatron::backward"):
+                if reduction is not None:
+                    reduction.begin_pass(last)
                 engine.backward(self._spec.total(losses))
+                if reduction is not None:
+                    reduction.end_pass()
             losses_of_batches.append(measure.of(begin.changed(losses=losses), batch))
             sums += losses_of_batches[-1]
             if not last:
                 engine.step()
+        self._sum_shared()
         return sums
 
     def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> list[Tensor]:
@@ -197,7 +217,7 @@ def runs_graphs(config: RunConfig, device: torch.device) -> bool:
 
 
 class PipelineBackend(Backend):
-    """Layers cut over the ranks of a pipeline, at ZeRO stage 0 or 1; ``executor``, once it is
+    """Layers cut over the ranks of a pipeline, at ZeRO stage 0, 1 or 2; ``executor``, once it is
     started, is DeepSpeed's engine where they are trained."""
 
     model: StageModule
@@ -222,7 +242,19 @@ class PipelineBackend(Backend):
     def sequences(self) -> list[LayerSequence]:
         return list(self.model.sequences.values())
 
+    def uses(self) -> dict[nn.Parameter, ParameterUse]:
+        uses, tied = super().uses(), dict(self.model.tied_parameters())
+        stages = dict(self.model.parameters_of_stages())
+        for param, use in uses.items():
+            passes = tuple(stage for stage, params in stages.items() if param in params)
+            uses[param] = use._replace(passes=passes, tied=tied.get(param))
+        # Copies of a parameter have one place on all stages, before all others.
+        return uses | {p: uses[p]._replace(position=n - len(tied)) for n, p in enumerate(tied)}
+
     def start(self, optimizer: torch.optim.Optimizer, settings: Json) -> Any:
+        if self.stage == 2:  # only this trainer's reduction knows it, not DeepSpeed's engine
+            zero = {**settings["zero_optimization"], "stage": 1}
+            settings = {**settings, "zero_optimization": zero}
         self.executor = PipelineExecutor(
             self.model, optimizer, settings, self._spec, self._tp, self._mesh
         )
@@ -237,6 +269,7 @@ class PipelineBackend(Backend):
         plan = _plan(self._schedule(len(seeds)), self._mesh.pipeline.rank)
         measure = self._spec.loss_measure
         results = self.executor.run(plan, batches, seeds, measure)
+        self._sum_shared()
         sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self._device)
         self.losses = [results[number] for number in sorted(results)]
         return reduce(add, results.values(), sums)

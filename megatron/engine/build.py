@@ -12,27 +12,27 @@ import torch
 from torch import nn
 
 from megatron.config import ConfigError, RunConfig
+from megatron.config.engine import MOST_BUCKET, bucket_size
 from megatron.config.features import taking_part
 from megatron.config.layouts import StateDtypes
-from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
+from megatron.engine.backend import Backend, PipelineBackend, PlainBackend, runs_graphs
 from megatron.engine.compilation import compile_blocks, to_compile
 from megatron.engine.deepspeed_file import check_settings
-from megatron.engine.deepspeed_json import Json, for_engine, stage_of
+from megatron.engine.deepspeed_json import Json, for_engine, offloads, stage_of
 from megatron.engine.deepspeed_patches import (
-    QUEUED_PARTITIONED,
     allow_fp16,
     check_fewer_replicas,
     fewer_replicas_apart,
     fp16_optimizer,
     guard,
-    keep_gradients_in_place,
     leave_norm_to_us,
     measure_fewer_replicas,
+    own_reduction,
+    reduces,
     refuse_what_is_wrong,
-    require,
     take_out,
-    without_zero_gradients,
 )
+from megatron.engine.state import gradients_of
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.adam import StateStore
 from megatron.engine.update.async_step import can_defer
@@ -43,11 +43,17 @@ from megatron.engine.update.optimizer import (
     fewer_replicas,
     partition_ranks,
 )
+from megatron.engine.update.shared_gradients import SharedGradients
+from megatron.engine.update.zero_optimizer import (
+    ReducingOptimizer,
+    cut_into_buckets,
+    sum_in_place,
+)
+from megatron.kernels.compiler import missing_compiler
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.spec import ModelSpec
 from megatron.model.torch_kernels import describe_attention
-from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.linear import KernelStates, SeveralStates
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
@@ -92,27 +98,41 @@ def build_engine(
     factors = factors_of(trained, config, {} if plan is None else plan.rules)
     for line in group_lines(trained, factors, config.optimizer, mesh):
         _say(line)
-    optimizer = build_optimizer(trained, config.optimizer, factors, apart, plan)
-    asynchronous = _adapt_settings(settings, config, trained, mesh, plan is None)
+    most = _adapt_settings(settings, config, trained, mesh)
+    asynchronous = plan is None and can_defer(config, settings)
+    uses, make, cut = backend.uses(), None, {}
+    if reduces(settings, config):
+        make = partial(
+            ReducingOptimizer,
+            uses=uses,
+            mesh=mesh,
+            stage=backend.stage,
+            sums_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
+            overlapped=config.engine.overlap_grad_reduce,
+        )
+        settings.pop("data_types", None)
+        cut = {"cut": partial(cut_into_buckets, uses=uses, most=most)}
+    optimizer = build_optimizer(trained, config.optimizer, factors, apart, plan, **cut)
+    if asynchronous:
+        leave_norm_to_us(settings)
     if apart:
-        in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
-        accumulates = backend.stage == 1 and in_fp32 and config.precision.bf16
-        check_fewer_replicas(settings, backend.stage, accumulates and not asynchronous)
-    if (factors or mesh.group("expert").size > 1) and not asynchronous and backend.stage:
+        check_fewer_replicas(settings, backend.stage)
+    if (factors or mesh.group("expert").size > 1) and backend.stage == 1 and make is None:
         check_groups(optimizer, mesh)
     with (
-        without_zero_gradients(unused=asynchronous),
+        own_reduction(make),
         fp16_optimizer(_fp16_maker(config, mesh)),
         fewer_replicas_apart(apart, mesh, backend.stage),
     ):
         engine = backend.start(optimizer, settings)
     _outlast_monitor(engine)
+    if not runs_graphs(config, device):
+        sum_in_place(trained, engine.optimizer)
     take_out(engine, mesh.dense.size)
     guard(engine.optimizer)
     measure_fewer_replicas(engine.optimizer, apart, mesh)
     stored = _stored_states(config)
     if stored is not None:
-        require(QUEUED_PARTITIONED)
         ranks = partition_ranks(engine.optimizer, mesh)
         stored.take_main_weights(engine.optimizer, optimizer, ranks)
     kernels = kernel_states(blocks, names, config, mesh, backend.stage == 3)
@@ -128,9 +148,12 @@ def build_engine(
         asynchronous,
         kernels,
         stored,
-        groups_differ=bool(factors) or mesh.group("expert").size > 1,
     )
     built.content = content
+    # DeepSpeed measures what it offloads while backward passes run: there each of them sums.
+    if not any(offloads(settings, key) for key in ("offload_optimizer", "offload_param")):
+        kept = partial(gradients_of, built)
+        backend.shared = SharedGradients(built.trained, kept, mesh.tensor)
     for feature in taking_part():
         feature.built(built)
     return built
@@ -213,26 +236,19 @@ def attention_line(config: RunConfig, device: torch.device, kind: AttentionKind 
 
 
 def _adapt_settings(
-    settings: Json, config: RunConfig, params: Iterable[nn.Parameter], mesh: Mesh, core: bool
-) -> bool:
-    """Turns off what this run does not need of DeepSpeed, or does itself; returns whether the
-    optimizer step is asynchronous. ``core``: the optimizer is none of a feature."""
-    stage = stage_of(settings)
+    settings: Json, config: RunConfig, params: Iterable[nn.Parameter], mesh: Mesh
+) -> int:
+    """Turns off what this run does not need of DeepSpeed; returns the largest number of elements of
+    a collective."""
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
-    refuse_what_is_wrong(stage, in_fp32)
-    # DeepSpeed allocates its gradient buckets whole in every step: 5e8 elements by default, 1 to 2
-    # GB in 16 bits. This process's gradients need no more than their own size.
+    refuse_what_is_wrong(stage_of(settings), in_fp32 and not reduces(settings, config))
     count = sum(math.prod(shard_of(param).local_shape(mesh.coordinates)) for param in params)
     zero = settings.setdefault("zero_optimization", {})
-    zero.setdefault("reduce_bucket_size", min(count, 500_000_000))
+    # DeepSpeed allocates its gradient buckets whole in every step: 5e8 elements by default.
+    zero.setdefault("reduce_bucket_size", bucket_size(count))
     # It synchronizes before and after every micro batch; the trainer has its own clock.
     settings.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
-    asynchronous = core and can_defer(config, settings)
-    if asynchronous:
-        leave_norm_to_us(settings, stage, in_fp32)
-    if mesh.dense.size == 1:
-        keep_gradients_in_place(settings, stage)
-    return asynchronous
+    return min(zero["reduce_bucket_size"], zero.get("allgather_bucket_size", MOST_BUCKET))
 
 
 def states_line(states: StateDtypes, device: torch.device) -> str:

@@ -13,10 +13,11 @@ from megatron.config import RunConfig
 from megatron.config.engine import GRAPH_MODES, FastPathsConfig
 from megatron.config.features import taking_part
 from megatron.config.layouts import WEIGHTS_LATER
+from megatron.kernels.compiler import allow_graphs, missing_compiler
 from megatron.model.attention_masks import slopes_on
 from megatron.model.layer_list import LayerSequence
 from megatron.model.rope import rope_table
-from megatron.parallel.compiler import allow_graphs, missing_compiler
+from megatron.parallel.collectives import keep_between_graphs
 from megatron.util.processes import is_main_process
 
 LONG_ENOUGH = 200
@@ -105,6 +106,8 @@ def compile_blocks(
     for table in (rope_table, slopes_on):
         torch.compiler.assume_constant_result(table)
     mode = paths.torch_compile_mode
+    if mode in GRAPH_MODES:
+        keep_between_graphs()
     for sequence in sequences:
         sequence.hand_on()
     for block in (block for sequence in sequences for block in sequence.blocks):

@@ -25,7 +25,7 @@ from megatron.engine.universal_info import (
     registered_parameters,
     universal_info,
 )
-from megatron.parallel.tensor_parallel import random_state
+from megatron.parallel.random import random_state
 from megatron.util.files import sync_path
 
 

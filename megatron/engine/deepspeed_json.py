@@ -118,6 +118,8 @@ PAIRS = (
             "allgather_bucket_size",
         )
     ),
+    # On by default: left to DeepSpeed where it reduces, which does so at stage 3.
+    Pair("zero_optimization.overlap_comm", "overlap_grad_reduce", encode=lambda on: on and None),
     Pair("zero_optimization.offload_param.device", "remote_device"),
     Pair("zero_optimization.offload_param.pin_memory", "use_pin_memory"),
     Pair("bf16.enabled", "bf16"),

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.torch import TorchBackend
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import compiler
+from deepspeed.runtime import engine as ds_engine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -21,9 +24,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as ds_groups
 from torch import Tensor, nn
 
-from megatron.config import ConfigError
-from megatron.engine.deepspeed_json import Json, get, offloads
+from megatron.config import ConfigError, RunConfig
+from megatron.engine.deepspeed_json import Json, get, offloads, stage_of
 from megatron.engine.deepspeed_replacements import (
+    FEW_GROUPS,
     FEWER_REPLICAS,
     FEWER_REPLICAS_3,
     FP16_ON_CPUS,
@@ -32,11 +36,8 @@ from megatron.engine.deepspeed_replacements import (
     NO_COMPILER,
     NO_COPIES,
     NO_OPERATORS,
-    NO_SECOND_VIEWS,
-    NO_ZERO_GRADIENTS,
+    OWN_REDUCTION,
     OWN_SCHEDULES,
-    QUEUED_ACCUMULATED,
-    QUEUED_PARTITIONED,
     QUEUED_PARTITIONED_3,
     QUEUED_UNPARTITIONED,
     SCALE_GROWS_LATER,
@@ -52,11 +53,12 @@ from megatron.parallel.mesh import Group, Mesh
 from megatron.parallel.shard import shard_of
 
 
-def refuse_what_is_wrong(stage: int, grads_in_fp32: bool) -> None:
-    """Raises ConfigError if this run needs what some DeepSpeed versions compute incorrectly."""
+def refuse_what_is_wrong(stage: int, sums_in_fp32: bool) -> None:
+    """Raises ConfigError if this run needs what some DeepSpeed versions compute incorrectly;
+    ``sums_in_fp32``: DeepSpeed sums gradients in float32."""
     if stage == 3:
         require(GUARD_OF_PARTITIONS)
-    if grads_in_fp32:
+    if sums_in_fp32:
         require(SUMS_IN_FP32)
 
 
@@ -80,43 +82,67 @@ def allow_fp16() -> None:
         get_accelerator().is_fp16_supported = lambda: True
 
 
-def keep_gradients_in_place(settings: Json, stage: int) -> None:
-    """Sets DeepSpeed's keys for gradients that stay where the backward pass writes them; for one
-    data-parallel rank. Offloaded optimizer state needs DeepSpeed's copies."""
-    zero = settings.setdefault("zero_optimization", {})
-    if stage in (1, 2) and not offloads(settings, "offload_optimizer") and made(NO_COPIES):
-        zero["contiguous_gradients"] = False
-        zero["overlap_comm"] = False
+@contextmanager
+def sharing_groups(handles: Mapping[tuple[int, ...], Any]) -> Iterator[None]:
+    """Gives DeepSpeed the groups that exist, by their ranks, where it would make others inside.
+    Every rank must have the same keys, of groups of which it is no member too."""
+    # DeepSpeed's own counts the ranks of torch's world group without end.
+    vars(deepspeed.comm)["get_all_ranks_from_group"] = dist.get_process_group_ranks
+    if not made(FEW_GROUPS):
+        yield
+        return
+    make, known = TorchBackend.new_group, dict(handles)
+
+    def shared(backend: Any, ranks: Iterable[int]) -> Any:
+        key = tuple(ranks)
+        if key not in known:
+            known[key] = make(backend, list(key))
+        return known[key]
+
+    TorchBackend.new_group = shared
+    try:
+        yield
+    finally:
+        TorchBackend.new_group = make
 
 
 def take_out(engine: Any, replicas: int) -> None:
     """Removes work without effect from DeepSpeed's engine with this number of data-parallel
     ranks."""
-    wrapper = engine.optimizer
-    partitioned = isinstance(wrapper, DeepSpeedZeroOptimizer)
-    if partitioned and made(NO_SECOND_VIEWS):
-        wrapper._update_model_bit16_weights = _nothing
-    if replicas > 1 or not made(NO_COPIES):
-        return
-    if not partitioned:
+    partitioned = isinstance(engine.optimizer, DeepSpeedZeroOptimizer)
+    if replicas == 1 and not partitioned and made(NO_COPIES):
         engine.buffered_allreduce_fallback = _nothing
-    elif not wrapper.contiguous_gradients:
-        wrapper.buffered_reduce_fallback = _nothing
+
+
+def reduces(settings: Json, config: RunConfig) -> bool:
+    """True if this trainer reduces the gradients, and not DeepSpeed. Raises ConfigError if this is
+    needed, and was not tested with this DeepSpeed."""
+    stage = stage_of(settings)
+    if stage not in (1, 2) or offloads(settings, "offload_optimizer"):
+        return False
+    precision, pipelined = config.precision, config.parallel.pipeline_model_parallel_size > 1
+    in_fp32 = precision.bf16 and precision.accumulate_allreduce_grads_in_fp32
+    if precision.states is not None or (pipelined if stage == 2 else in_fp32):
+        require(OWN_REDUCTION)
+    return made(OWN_REDUCTION)
 
 
 @contextmanager
-def without_zero_gradients(unused: bool) -> Iterator[None]:
-    """Makes ZeRO 1 and 2 build their optimizer inside without gradients of zeros, if those are
-    ``unused``: with an Adam that makes its states in its first step, and nothing offloaded."""
-    if not unused or not made(NO_ZERO_GRADIENTS):
+def own_reduction(make: Callable[..., Any] | None) -> Iterator[None]:
+    """Makes an engine that is built inside get its optimizer of ZeRO 1 or 2 from ``make``, which
+    takes DeepSpeed's arguments; None for DeepSpeed's."""
+    if make is None:
         yield
         return
-    initialize = DeepSpeedZeroOptimizer.initialize_optimizer_states
-    DeepSpeedZeroOptimizer.initialize_optimizer_states = _nothing
+    stock = vars(ds_engine)[_ZERO]
+    vars(ds_engine)[_ZERO] = make
     try:
         yield
     finally:
-        DeepSpeedZeroOptimizer.initialize_optimizer_states = initialize
+        vars(ds_engine)[_ZERO] = stock
+
+
+_ZERO = DeepSpeedZeroOptimizer.__name__
 
 
 @contextmanager
@@ -136,11 +162,11 @@ def fp16_optimizer(make: Callable[[Any, Any], Any] | None) -> Iterator[None]:
         DeepSpeedEngine._configure_fp16_optimizer = configure
 
 
-def check_fewer_replicas(settings: Json, stage: int, accumulates: bool) -> None:
+def check_fewer_replicas(settings: Json, stage: int) -> None:
     """Raises ConfigError where DeepSpeed does something else with parameters that have fewer
-    replicas than others; ``accumulates``: its own step updates with sums in float32."""
+    replicas than others."""
     defaults: dict[str, Any] = {}
-    if stage in (1, 2):
+    if stage in (1, 2) and offloads(settings, "offload_optimizer"):
         defaults = {"contiguous_gradients": True, "reduce_scatter": True}
     elif stage == 3:
         defaults = {"zero_hpz_partition_size": 1, "zero_quantized_gradients": False}
@@ -151,11 +177,6 @@ def check_fewer_replicas(settings: Json, stage: int, accumulates: bool) -> None:
                 f"zero_optimization.{name} {json.dumps(value)} of the DeepSpeed JSON: experts that "
                 f"are divided over ranks need {json.dumps(default)} at ZeRO {stage}; leave it out"
             )
-    if accumulates:
-        raise ConfigError(
-            "--optimizer sgd with --accumulate-allreduce-grads-in-fp32 at ZeRO 1 and experts that "
-            "are divided over ranks: DeepSpeed's norm of the gradients is wrong; use --zero-stage 2"
-        )
 
 
 @contextmanager
@@ -256,26 +277,17 @@ def keep_smallest_scale(wrapper: Any) -> Callable[[], bool]:
     )
 
 
-def queues(stage: int, grads_in_fp32: bool) -> bool:
-    """True if norm and clipping of a ZeRO stage can be taken over from DeepSpeed;
-    ``grads_in_fp32``: bf16 gradients are summed in float32."""
-    partitioned = QUEUED_ACCUMULATED if stage == 1 and grads_in_fp32 else QUEUED_PARTITIONED
-    return made((QUEUED_UNPARTITIONED, partitioned, partitioned, QUEUED_PARTITIONED_3)[stage])
+def queues(stage: int) -> bool:
+    """True if norm and clipping of a ZeRO stage can be taken over from DeepSpeed."""
+    kinds = (QUEUED_UNPARTITIONED, OWN_REDUCTION, OWN_REDUCTION, QUEUED_PARTITIONED_3)
+    return made(kinds[stage])
 
 
-def leave_norm_to_us(settings: Json, stage: int, grads_in_fp32: bool) -> None:
+def leave_norm_to_us(settings: Json) -> None:
     """Sets DeepSpeed's keys for neither norm, nor clipping, nor a check for infinities."""
     settings["gradient_clipping"] = 0.0
     if get(settings, "bf16.enabled"):
         settings["bf16"]["check_grad_overflow"] = False
-    if stage == 2 or (stage == 1 and not grads_in_fp32):
-        settings.setdefault("zero_optimization", {})["compute_grad_norm"] = False
-
-
-def take_step_over(wrapper: Any, step: Callable[[], None]) -> None:
-    """Replaces the step of a ZeRO optimizer of stage 1 or 2."""
-    wrapper._global_grad_norm = None  # as DeepSpeed has it where it computes none
-    wrapper.step = lambda closure=None: step()
 
 
 def take_clipping_over(
@@ -291,7 +303,9 @@ def take_clipping_over(
 
 def drop_gradients(optimizer: Any) -> None:
     """Forgets the gradients of a step before its update, as DeepSpeed does after an overflow."""
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+    if hasattr(optimizer, "reduction"):
+        optimizer.forget_gradients()
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
         for number in range(len(optimizer.bit16_groups)):
             optimizer._release_preflattened_grad_buffers(number)
             optimizer.averaged_gradients[number] = None

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.torch import TorchBackend
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import compiler
-from deepspeed.runtime import utils as zero_utils
+from deepspeed.runtime import engine as ds_engine
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -98,33 +99,22 @@ FP16_ON_CPUS = Replacement(
     lambda: _takes(get_accelerator(), "is_fp16_supported"),
 )
 NO_COPIES = Replacement(
-    # With one data-parallel rank there is nothing to average. Nevertheless ZeRO 1 and 2 copy every
-    # gradient into a bucket, divide it by one, reduce it over one rank, and copy it back and into a
-    # partition; stage 0 flattens, reduces and copies back. All of that is the identity.
+    # With one data-parallel rank there is nothing to average. Nevertheless stage 0 flattens,
+    # reduces and copies back, which is the identity.
     "leaving out copies and reductions of gradients among one data-parallel rank",
     "steps are slower and take more memory",
     f"{_TESTS}/test_async_optimizer_step.py::test_against_deepspeed",
-    lambda: (
-        _takes(
-            DeepSpeedEngine, "buffered_allreduce_fallback", "self", "grads", "elements_per_buffer"
-        )
-        and has(DeepSpeedZeroOptimizer, "buffered_reduce_fallback")
+    lambda: _takes(
+        DeepSpeedEngine, "buffered_allreduce_fallback", "self", "grads", "elements_per_buffer"
     ),
 )
-NO_SECOND_VIEWS = Replacement(
-    # After every step ZeRO 1 and 2 set every parameter to the view that it has already.
-    "keeping the parameters' views after a step (ZeRO 1 and 2)",
-    "steps are slower",
-    f"{_TESTS}/test_async_optimizer_step.py::test_against_deepspeed",
-    lambda: _takes(DeepSpeedZeroOptimizer, "_update_model_bit16_weights", "self", "group_index"),
-)
-NO_ZERO_GRADIENTS = Replacement(
-    # ZeRO 1 and 2 make gradients of zeros, 4 bytes per number of the partition, for Adagrad's
-    # states and for offloading, and drop them at once otherwise: the largest peak of a start.
-    "leaving out gradients of zeros when the optimizer is built (ZeRO 1 and 2)",
-    "a start takes 4 bytes more for each number that a rank updates",
-    f"{_TESTS}/test_async_optimizer_step.py::test_against_deepspeed",
-    lambda: _takes(DeepSpeedZeroOptimizer, "initialize_optimizer_states", "self"),
+FEW_GROUPS = Replacement(
+    # DeepSpeed's grid of a pipeline makes groups of its own, of ranks that have one already: five
+    # more communicators per rank, each with hundreds of MB on a GPU, and without our timeout.
+    "sharing process groups of the same ranks with DeepSpeed",
+    "starts take longer, and more memory of GPUs",
+    f"{_TESTS}/test_process_groups.py::test_no_group_is_made_twice",
+    lambda: _takes(TorchBackend, "new_group", "self", "ranks"),
 )
 SCALE_GROWS_LATER = Replacement(
     # DeepSpeed doubles the dynamic scale before it divides the gradients by it, so that a step in
@@ -157,29 +147,26 @@ _QUEUED = "norm, clipping and the guard against infinities on the device"
 _WAITS = "the CPU synchronizes with the device in every step"
 _AGAINST_DEEPSPEED = f"{_TESTS}/test_async_optimizer_step.py::test_against_deepspeed"
 QUEUED_UNPARTITIONED = Replacement(f"{_QUEUED} (stage 0)", _WAITS, _AGAINST_DEEPSPEED, lambda: True)
-QUEUED_PARTITIONED = Replacement(
-    f"{_QUEUED} (ZeRO 1 and 2)",
-    _WAITS,
+OWN_REDUCTION = Replacement(
+    # DeepSpeed sums with all-reduce, twice the bytes: at stage 1 after the last backward pass, at
+    # stage 2 in every one, in which the CPU waits. Its pipeline engine refuses stage 2. In bf16
+    # with sums in float32 it has another optimizer at stage 1, with all sums on every rank.
+    "this trainer's reduction of gradients (ZeRO 1 and 2)",
+    "gradients are reduced after the backward pass, and as whole ones: use --zero-stage 3, or "
+    "leave out --use-precision-aware-optimizer and --accumulate-allreduce-grads-in-fp32, and "
+    "ZeRO 2 in pipelines",
     _AGAINST_DEEPSPEED,
     lambda: (
-        "compute_grad_norm" in DeepSpeedZeroConfig.model_fields
-        and _takes(DeepSpeedZeroOptimizer, "step", "self", "closure")
+        has(ds_engine, "DeepSpeedZeroOptimizer")
+        and _takes(DeepSpeedZeroOptimizer, "create_gradient_handling_hooks", "self")
+        and _takes(DeepSpeedZeroOptimizer, "initialize_optimizer_states", "self")
+        and _takes(DeepSpeedZeroOptimizer, "reduce_gradients", "self", "pipeline_parallel")
         and _takes(
-            DeepSpeedZeroOptimizer, "_release_preflattened_grad_buffers", "self", "group_idx"
+            DeepSpeedZeroOptimizer, "overlapping_partition_gradients_reduce_epilogue", "self"
         )
+        and _takes(DeepSpeedZeroOptimizer, "scaled_global_norm", "self", "norm_type")
+        and _takes(DeepSpeedZeroOptimizer, "step", "self", "closure")
         and _takes(DeepSpeedZeroOptimizer, "_lazy_init_hp_params_optimizer_state", "self")
-        and has(zero_utils, "all_gather_dp_groups")
-    ),
-)
-QUEUED_ACCUMULATED = Replacement(
-    f"{_QUEUED} (ZeRO 1 with sums in fp32)",
-    _WAITS,
-    f"{_AGAINST_DEEPSPEED}_with_sums_in_fp32",
-    lambda: (
-        _takes(BF16_Optimizer, "step", "self", "closure")
-        and _takes(BF16_Optimizer, "update_lp_params", "self")
-        and _takes(BF16_Optimizer, "clear_hp_grads", "self")
-        and _takes(BF16_Optimizer, "_lazy_init_hp_params_optimizer_state", "self")
     ),
 )
 QUEUED_PARTITIONED_3 = Replacement(

@@ -221,6 +221,11 @@ def _process_groups(
 ) -> Iterator[Mesh]:
     import deepspeed
 
+    from megatron.engine.deepspeed_patches import sharing_groups
+
+    # Under matrix products that fill a GPU a collective begins only when its stream goes first.
+    if backend == "nccl":
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     with _meeting(config):
         deepspeed.init_distributed(
@@ -238,7 +243,9 @@ def _process_groups(
     healthy = False
     try:
         with within():
-            yield build_mesh(config.axes, timeout)
+            mesh = build_mesh(config.axes, timeout)
+            with sharing_groups(mesh.handles):
+                yield mesh
             # A process that exits while another is still in a collective can crash that one.
             dist.barrier(device_ids=[torch.cuda.current_device()] if backend == "nccl" else None)
             healthy = True

@@ -34,8 +34,9 @@ from megatron.engine.state import (
 from megatron.engine.train_engine import ModelEngine, TrainEngine
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import first_reason
+from megatron.parallel.random import set_random_state
 from megatron.parallel.shard import shard_of
-from megatron.parallel.tensor_parallel import TensorParallel, set_random_state
+from megatron.parallel.tensor_parallel import TensorParallel
 
 T = TypeVar("T")
 

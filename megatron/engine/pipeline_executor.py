@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.environment import Mpu
 from megatron.engine.pipeline_module import Boundary, StageModule, check_agreement
+from megatron.engine.update.reduction import GradientReduction
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.later_products import LaterProducts, add_products, products_later
@@ -40,8 +41,8 @@ class PipelinePasses:
     """The passes of a process through its stages, in the order of any schedule with several stages
     per process; by itself without gradients. Only the tensors of the boundaries, and their
     gradients, travel between stages. Sends and receives of one moment are one batch, in the same
-    order on all processes. A receive is awaited where its result is needed, a send two batches
-    later. ``executed`` are the passes of the last run."""
+    order on all processes. A receive is awaited where its result is needed; what was sent is kept
+    until it has left. ``executed`` are the passes of the last run."""
 
     module: StageModule
     device: torch.device
@@ -56,7 +57,9 @@ class PipelinePasses:
         self._agreed: set[tuple[Boundary, ...]] = set()
         self.executed: list[Action] = []
         # NCCL needs every rank of a group in its first call; later batches involve only some.
-        dist.barrier(group=mesh.pipeline.handle)
+        handle = mesh.transfers.handle
+        on_gpus = dist.get_backend(handle) == "nccl"
+        dist.barrier(group=handle, device_ids=[torch.cuda.current_device()] if on_gpus else None)
 
     def run(
         self,
@@ -78,7 +81,9 @@ class PipelinePasses:
         self._queue: list[tuple[dist.P2POp, _Arrival | None]] = []
         self._arriving: dict[_Arrival, list[dist.Work]] = {}
         self._leaving: list[list[tuple[dist.Work, Tensor]]] = []
-        later = (a for a in plan if isinstance(a, Action) and a.part == WEIGHTS)
+        passes = [entry for entry in plan if isinstance(entry, Action)]
+        self._last_passes = {a.stage: a for a in passes if a.backward}
+        later = (a for a in passes if a.part == WEIGHTS)
         self._later: dict[_Key, LaterProducts] = {(a.stage, a.micro_batch): [] for a in later}
         numbers: dict[int, Tensor] = {}
         self._found = numbers
@@ -181,8 +186,7 @@ class PipelinePasses:
             self._send(transfer)
         for transfer in exchange.receives:
             self._receive(transfer)
-        # What was sent two batches ago should have arrived, and can be freed.
-        self.wait_for_sends(keep=2)
+        self._free_what_was_sent()
         operations = [operation for operation, _ in self._queue]
         works = dist.batch_isend_irecv(operations)
         if len(works) < len(operations):  # NCCL returns one for the whole batch
@@ -219,9 +223,18 @@ class PipelinePasses:
             self._post(dist.irecv, tensor.detach(), transfer.source, (transfer.gradient, key))
 
     def _post(self, operation: Any, tensor: Tensor, rank: int, key: _Arrival | None) -> None:
-        pipeline = self._mesh.pipeline
-        peer = dist.P2POp(operation, tensor, pipeline.ranks[rank], group=pipeline.handle)
+        group = self._mesh.transfers
+        peer = dist.P2POp(operation, tensor, group.ranks[rank], group=group.handle)
         self._queue.append((peer, key))
+
+    def _free_what_was_sent(self) -> None:
+        """Lets go of tensors that have left. On a GPU to wait would be to let all that is computed
+        from now on wait for a slow neighbour. gloo says that a send has ended to who waits only:
+        what was sent two batches ago should have arrived."""
+        if self.device.type != "cuda":
+            self.wait_for_sends(keep=2)
+        while self._leaving and all(work.is_completed() for work, _ in self._leaving[0]):
+            self._leaving.pop(0)
 
     @record_function("megatron::receive")
     def wait_for_sends(self, keep: int = 0) -> None:
@@ -271,8 +284,14 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
         return autocast_if_enabled(self)
 
     def reduce_gradients(self) -> None:
-        self._reduce_tied_gradients()
+        if self._reduction is None:
+            self._reduce_tied_gradients()
         self._exec_reduce_grads()
+
+    @property
+    def _reduction(self) -> GradientReduction | None:
+        """None where DeepSpeed reduces: without ZeRO, and where it offloads."""
+        return getattr(self.optimizer, "reduction", None)
 
     @record_function("megatron::backward")
     def backward_pass(self, action: Action) -> None:
@@ -296,26 +315,33 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
             kept = [(x, grad) for x, grad in pairs if x.requires_grad and grad is not None]
             # None does where all that came before is frozen.
             outputs, gradients = zip(*kept, strict=True) if kept else ((), ())
-        with self._backward(), self.leaving_weights(key):
+        complete = key not in self._later
+        with self._backward(action, complete), self.leaving_weights(key):
             if outputs:
                 torch.autograd.backward(outputs, gradients)
         self.executed.append(action)
 
     @record_function("megatron::backward")
     def weight_pass(self, action: Action) -> None:
-        with self._backward():
+        with self._backward(action, complete=True):
             add_products(self._later.pop((action.stage, action.micro_batch)))
         self.executed.append(action)
 
     @contextlib.contextmanager
-    def _backward(self) -> Iterator[None]:
-        """A backward pass to DeepSpeed, which accumulates what it adds to gradients."""
+    def _backward(self, action: Action, complete: bool) -> Iterator[None]:
+        """A backward pass to DeepSpeed, which accumulates what it adds to gradients; ``complete``:
+        no later one adds to those of its stage and micro batch."""
+        reduction = self._reduction if complete else None
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.clear_backward_seen_flag()
         self._running_engine_backward = True
         try:
             self._backward_prologue()
+            if reduction is not None:
+                reduction.begin_pass(self._last_passes[action.stage] == action, action.stage)
             yield
+            if reduction is not None:
+                reduction.end_pass()
             self._backward_epilogue()
         finally:
             self._running_engine_backward = False
@@ -338,8 +364,6 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
             dist.all_reduce(gradient, group=tied_group)
 
     def _accumulated(self, weight: torch.nn.Parameter) -> Tensor:
-        if self.using_bf16_optimizer:
-            return weight._hp_grad  # type: ignore[attr-defined]
         if isinstance(self.optimizer, ZeROOptimizer):
             return self.optimizer.get_gradient_for_reduction(weight)
         assert weight.grad is not None

@@ -61,6 +61,12 @@ class StageModule(PlacedModule):
     def forward(self, stage: int, state: LayerState) -> LayerState:
         return self.sequences[stage](state)
 
+    def parameters_of_stages(self) -> Iterator[tuple[int, set[nn.Parameter]]]:
+        """The parameters of each stage of this process, by its number."""
+        for stage in self.sequences:
+            layers = self.stage_modules[self.parts[stage]]
+            yield stage, {param for layer in layers for param in layer.parameters()}
+
     def tied_parameters(self) -> Iterator[tuple[nn.Parameter, dist.ProcessGroup]]:
         """The parameters of tied layers of this process, each with the processes that have it."""
         for key, tied in self.tied_comms.items():

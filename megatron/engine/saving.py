@@ -42,8 +42,8 @@ from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.adam import StateStore
 from megatron.engine.update.optimizer import owned
 from megatron.parallel.mesh import AXES, MODEL, Group, any_rank, first_reason
+from megatron.parallel.random import random_state
 from megatron.parallel.shard import shard_of
-from megatron.parallel.tensor_parallel import random_state
 from megatron.util.files import Lock
 from megatron.util.phases import background_groups, phase
 

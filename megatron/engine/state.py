@@ -3,14 +3,13 @@ Only this file knows where DeepSpeed has them at each ZeRO stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
 from megatron.checkpoint.manifest import KEPT_COUNTS
@@ -152,11 +151,10 @@ def has_main_weights(engine: TrainEngine) -> bool:
 
 def _flat_partition(engine: TrainEngine) -> _PlaceOf:
     wrapper = engine.optimizer_wrapper
-    accumulated = isinstance(wrapper, BF16_Optimizer)
     # DeepSpeed's own map from parameters to partitions (_hp_mapping) ignores the order of
     # round_robin_gradients.
-    groups = wrapper.bf16_groups if accumulated else wrapper.round_robin_bit16_groups
-    # BF16_Optimizer and DeepSpeed 0.19.0 have no offsets: parameters are contiguous.
+    groups = wrapper.round_robin_bit16_groups
+    # DeepSpeed 0.19.0 has no offsets: parameters are contiguous.
     offsets = getattr(wrapper, "round_robin_bit16_offsets", None) or [
         list(accumulate((p.numel() for p in params), initial=0)) for params in groups
     ]
@@ -197,8 +195,6 @@ def holders(engine: TrainEngine) -> list[Tensor]:
     wrapper = engine.optimizer_wrapper
     if engine.stage == 3:
         return list(wrapper.fp32_partitioned_groups_flat)
-    if isinstance(wrapper, BF16_Optimizer):  # stage 1, bf16 gradients accumulated in float32
-        return list(wrapper.fp32_groups_flat_partition)
     return list(wrapper.single_partition_of_fp32_groups)
 
 
@@ -217,15 +213,25 @@ def owned_gradients(engine: TrainEngine) -> Iterator[tuple[OwnedSlice, Tensor]]:
         for piece in slices:
             if piece.holder.grad is not None:
                 yield piece, piece.of_holder(piece.holder.grad)
-    elif isinstance(wrapper, BF16_Optimizer):
-        flat = dict(zip(holders(engine), wrapper.fp32_groups_gradient_flat_partition, strict=True))
-        for piece in slices:
-            yield piece, piece.of_holder(flat[piece.holder])
     else:
         by_param = dict(_partitioned_gradients(wrapper, engine.stage))
         for piece in slices:
             if piece.param in by_param:
                 yield piece, by_param[piece.param].reshape(-1)[: piece.slice.numel]
+
+
+def gradients_of(engine: TrainEngine, params: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return what this rank keeps of the gradients of these parameters, in their order, as in
+    :func:`owned_gradients`; of whole parameters all of it. Nothing must be offloaded."""
+    wrapper = engine.optimizer_wrapper
+    grads: Iterable[Tensor | None]
+    if _unpartitioned_main_weights(engine):
+        grads = map(wrapper.get_gradient_for_reduction, params)
+    elif engine.stage == 0:
+        grads = (param.grad for param in params)
+    else:
+        grads = map(dict(_partitioned_gradients(wrapper, engine.stage)).get, params)
+    return [grad for grad in grads if grad is not None]
 
 
 def _partitioned_gradients(wrapper: Any, stage: int) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -31,8 +31,8 @@ from megatron.model.layer_list import LayerSequence, canonical_buffers
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.linear import KernelStates
 from megatron.parallel.mesh import Group, Mesh
+from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import shard_of
-from megatron.parallel.tensor_parallel import dropout_seed
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,6 @@ class TrainEngine(ModelEngine):
 
     Args:
         asynchronous: whether steps are :class:`AsyncOptimizerStep`.
-        groups_differ: whether pipeline stages may have other groups of parameters.
 
     Attributes:
         look_ahead: makes a step's micro batches of the next ones, before their first pass; None for
@@ -230,7 +229,6 @@ class TrainEngine(ModelEngine):
         asynchronous: bool,
         kernels: KernelStates,
         stored_states: StateStore | None = None,
-        groups_differ: bool = False,
     ) -> None:
         super().__init__(config, spec, mesh, device, backend, names, kernels)
         self.marks: list[Any] = []
@@ -249,7 +247,6 @@ class TrainEngine(ModelEngine):
                 device,
                 clip_grad=config.optimizer.clip_grad,
                 hold=config.training.check_for_nan_in_loss_and_grad,
-                groups_differ=groups_differ,
                 form=stored_states,
                 keys={
                     param: stored_states.key(

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.engine.deepspeed_json import Json, offloads, stage_of
-from megatron.engine.deepspeed_patches import queues, take_clipping_over, take_step_over
+from megatron.engine.deepspeed_patches import queues, take_clipping_over
 from megatron.engine.update.adam import Float32States, StateFormat
 from megatron.engine.update.optimizer import (
     clipping_factor,
@@ -30,7 +29,7 @@ from megatron.engine.update.optimizer import (
     partition_ranks,
 )
 from megatron.engine.update.partition_update import partition_update
-from megatron.parallel.mesh import MODEL, SHARDED, Mesh
+from megatron.parallel.mesh import MODEL, Mesh
 
 
 def can_defer(config: RunConfig, settings: Json) -> bool:
@@ -39,8 +38,7 @@ def can_defer(config: RunConfig, settings: Json) -> bool:
     adam = config.optimizer.optimizer == "adam"
     if not adam or config.precision.fp16 or offloaded:
         return False
-    in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
-    return queues(stage_of(settings), in_fp32)
+    return queues(stage_of(settings))
 
 
 class AsyncOptimizerStep:
@@ -52,7 +50,6 @@ class AsyncOptimizerStep:
             trainer learns of that step, the weights are still those before it.
         form: how ZeRO 1 and 2 store main weights and moments; None for float32.
         keys: see :class:`~megatron.engine.update.partition_update.PartitionUpdate`.
-        groups_differ: whether pipeline stages may have other groups of parameters.
 
     Attributes:
         norm: of the last step, before clipping; infinite when not finite. A scalar on the device.
@@ -70,14 +67,9 @@ class AsyncOptimizerStep:
         hold: bool,
         form: StateFormat | None = None,
         keys: Mapping[nn.Parameter, int] | None = None,
-        groups_differ: bool = False,
     ) -> None:
-        self._groups_differ = groups_differ
         self._wrapper, self._optimizer = wrapper, optimizer
         self._params, self._mesh = list(params), mesh
-        whole = wrapper is optimizer or isinstance(wrapper, BF16_Optimizer)
-        among = SHARDED if whole else MODEL
-        self._counted = {param for param in self._params if owned(param, mesh, among)}
         self._device, self._clip_grad, self._hold = device, clip_grad, hold
         self.norm: Tensor
         self.held: Tensor | None = None
@@ -85,10 +77,8 @@ class AsyncOptimizerStep:
         self._measure: Callable[[], Tensor]
         if wrapper is optimizer:
             self._measure = self._whole_norm
-        elif isinstance(wrapper, BF16_Optimizer):
-            self._measure = self._accumulated_norm
-            take_step_over(wrapper, self._step_accumulated)
         elif isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+            self._counted = {param for param in self._params if owned(param, mesh, MODEL)}
             self._measure = self._partitioned_norm_3
             take_clipping_over(wrapper, self._clip)
         else:
@@ -97,7 +87,7 @@ class AsyncOptimizerStep:
             self._update = partition_update(
                 wrapper, optimizer, ranks, device, form or Float32States(), keys or {}
             )
-            take_step_over(wrapper, self._step_partitioned)
+            wrapper.update_by(self._step_partitioned)
 
     @torch.no_grad()
     def measure(self) -> Tensor:
@@ -130,13 +120,7 @@ class AsyncOptimizerStep:
         return norm
 
     def _partitioned_norm(self) -> Tensor:
-        wrapper, partials = self._wrapper, []
-        for number in range(len(wrapper.bit16_groups)):
-            grads = wrapper.averaged_gradients[number]
-            grads = (grad for grad in grads if not getattr(grad, "_zero_padding", False))
-            params = wrapper.params_in_partition[number]
-            partials.append([g for g, p in zip(grads, params, strict=False) if p in self._counted])
-        return self._scaled_norm(partials, torch.float32)
+        return self._clipped(self._wrapper.norm())
 
     def _partitioned_norm_3(self) -> Tensor:
         wrapper, counted = self._wrapper, self._counted
@@ -144,53 +128,17 @@ class AsyncOptimizerStep:
             [g for p, g in zip(params, wrapper.averaged_gradients[n], strict=True) if p in counted]
             for n, params in enumerate(wrapper.fp16_groups)
         ]
-        return self._scaled_norm(partials, torch.float64)
-
-    def _accumulated_norm(self) -> Tensor:
-        """Stage 1 with float32 sums: gradients of whole parameters, of which a part is updated."""
-        wrapper = self._wrapper
-        partials = [
-            grad
-            for params, grads, there in zip(
-                wrapper.bf16_groups,
-                wrapper.fp32_groups_gradients,
-                wrapper.fp32_groups_has_gradients,
-                strict=True,
-            )
-            for param, grad, has in zip(params, grads, there, strict=True)
-            if has and param in self._counted
-        ]
-        single = torch.float32
-        norm = norm_of_groups(
-            [partials], single, single, [self._mesh.group(*SHARDED)], self._device
-        )
-        if self._clip_grad > 0:
-            self._factor = clipping_factor(norm, self._clip_grad)
-        return norm
-
-    def _scaled_norm(self, grads: list[list[Tensor]], result: torch.dtype) -> Tensor:
-        groups = [self._mesh.dense, self._mesh.model]
-        if self._groups_differ:
-            grads = [[grad for group in grads for grad in group]]
         # DeepSpeed makes float64 copies of all gradients for this: 5% of a small step.
-        norm = norm_of_groups(grads, torch.float32, result, groups, self._device)
+        groups = [self._mesh.dense, self._mesh.model]
+        return self._clipped(
+            norm_of_groups(partials, torch.float32, torch.float64, groups, self._device)
+        )
+
+    def _clipped(self, norm: Tensor) -> Tensor:
         if self._clip_grad > 0:
             # DeepSpeed's formula; a shorter one rounds differently.
             self._factor = 1.0 / ((norm + 1e-6) / self._clip_grad).clamp(min=1.0)
         return norm
-
-    @torch.no_grad()
-    def _step_accumulated(self) -> None:
-        """BF16_Optimizer.step without its reads; clips only the part that it updates."""
-        wrapper = self._wrapper
-        grads = wrapper.fp32_groups_gradient_flat_partition
-        self._clip(grads)
-        for weights, grad in zip(wrapper.fp32_groups_flat_partition, grads, strict=True):
-            weights.grad = grad
-        self._optimizer.step()
-        wrapper._lazy_init_hp_params_optimizer_state()
-        wrapper.update_lp_params()
-        wrapper.clear_hp_grads()
 
     def _step_partitioned(self) -> None:
         assert self.held is not None

@@ -48,11 +48,13 @@ def build_optimizer(
     factors: Mapping[nn.Parameter, Factors] = MappingProxyType({}),
     apart: Collection[nn.Parameter] = (),
     plan: OptimizerPlan | None = None,
+    cut: Callable[[list[nn.Parameter]], list[list[nn.Parameter]]] = lambda params: [params],
 ) -> Optimizer:
     """AdamW, SGD or that of a plan over two groups: matrices, which decay, and vectors, which do
     not; two for each of the ``factors``, by default 1, and of the plan's rules, and as many of the
-    parameters ``apart``, see :func:`fewer_replicas`. The schedule sets learning rate and decay
-    before every step."""
+    parameters ``apart``, see :func:`fewer_replicas`. ``cut`` makes several of a group; those of a
+    plan have the same number as ``together``: one call updates them, so that a rule can divide
+    its work over ranks. The schedule sets learning rate and decay before every step."""
     _keep_compiler_out()
     rules = {} if plan is None else plan.rules
     names = sorted({*rules.values()}) or [""]
@@ -67,7 +69,7 @@ def build_optimizer(
         sorted_params[param in separate, rule, _plain(factor), decays].append(param)
     groups = [
         {
-            "params": params,
+            "params": part,
             "weight_decay": config.weight_decay * factor.decay if decays else 0.0,
             "decays": decays,
             "wd_factor": factor.decay,
@@ -77,9 +79,11 @@ def build_optimizer(
             **({"eps": config.adam_eps * factor.epsilon} if factor.epsilon != 1.0 else {}),
             # DeepSpeed's words for groups that it partitions among other ranks.
             **({"moe": True, "name": EXPERTS} if others else {}),
+            **({"together": number} if rule else {}),
         }
-        for (others, rule, factor, decays), params in sorted_params.items()
+        for number, ((others, rule, factor, decays), params) in enumerate(sorted_params.items())
         if params
+        for part in cut(params)
     ]
     optimizer: Optimizer
     if plan is not None:

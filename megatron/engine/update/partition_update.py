@@ -8,8 +8,6 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.runtime.utils import all_gather_dp_groups
-from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_ALLGATHER_TIMER, OPTIMIZER_STEP_TIMER
 from torch import Tensor, nn
 
 from megatron.engine.update.adam import (
@@ -19,7 +17,7 @@ from megatron.engine.update.adam import (
     FusedAdam,
     StateFormat,
 )
-from megatron.parallel.compiler import missing_compiler
+from megatron.kernels.compiler import missing_compiler
 
 LEAST = 2**16
 """Number of elements of one gradient that are worth a kernel of their own. Others are collected in
@@ -147,26 +145,19 @@ class PartitionUpdate:
     def step(self, factor: Tensor | None, held: Tensor) -> None:
         """Updates with the gradients times ``factor``, or nothing where ``held`` is 1; both float32
         on the device."""
-        wrapper, timers = self._wrapper, self._wrapper.timers
-        timers(OPTIMIZER_STEP_TIMER).start()
-        for number, main in enumerate(wrapper.single_partition_of_fp32_groups):
+        wrapper = self._wrapper
+        gathers = []
+        for number in wrapper.order_of_use:
+            main = wrapper.single_partition_of_fp32_groups[number]
             self._update(number, main, factor, held)
-            wrapper._release_preflattened_grad_buffers(number)
-            wrapper.averaged_gradients[number] = wrapper.all_grad_tensors[number] = None
+            # While the next ones are updated.
+            gathers.append(wrapper.start_gather(number))
+            wrapper.averaged_gradients[number] = None
             for param in wrapper.bit16_groups[number]:
-                param.grad = param.grad_accum = None
+                param.grad = None
         wrapper._lazy_init_hp_params_optimizer_state()
-        timers(OPTIMIZER_STEP_TIMER).stop()
-        timers(OPTIMIZER_ALLGATHER_TIMER).start()
-        all_gather_dp_groups(
-            groups_flat=wrapper.bit16_groups_flat,
-            partitioned_param_groups=wrapper.parallel_partitioned_bit16_groups,
-            dp_process_group=wrapper.real_dp_process_group,
-            start_alignment_factor=wrapper.nccl_start_alignment_factor,
-            allgather_bucket_size=wrapper.allgather_bucket_size,
-        )
-        timers(OPTIMIZER_ALLGATHER_TIMER).stop()
-        timers.log([OPTIMIZER_STEP_TIMER, OPTIMIZER_ALLGATHER_TIMER])
+        for gather in gathers:
+            gather()
 
     def _update(self, number: int, main: Tensor, factor: Tensor | None, held: Tensor) -> None:
         wrapper, state = self._wrapper, self._optimizer.state[main]

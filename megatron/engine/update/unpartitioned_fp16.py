@@ -51,18 +51,13 @@ class UnpartitionedFp16Optimizer(ZeROOptimizer):
         self.dynamic_loss_scale: bool = self.loss_scaler.dynamic
         self.overflow = False
         self._global_grad_norm: Tensor | float = 0.0
-        self._groups: list[list[nn.Parameter]] = []
         self.main_weights: dict[nn.Parameter, Tensor] = {}
         for group in optimizer.param_groups:
             params = list(group["params"])
             mains = [param.detach().float().requires_grad_() for param in params]
-            self._groups.append(params)
             self.main_weights |= zip(params, mains, strict=True)
             group["params"] = mains
         self._apart = set(fewer_replicas(self.main_weights, mesh))
-        differ = config.optimizer.lr_group or mesh.group("expert").size > 1
-        if differ and mesh.pipeline.size > 1:  # stages may have other groups
-            self._groups = [list(self.main_weights)]
         self._sums_in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
         self._hooks = [
             param.register_post_accumulate_grad_hook(self._accumulate)
@@ -129,14 +124,10 @@ class UnpartitionedFp16Optimizer(ZeROOptimizer):
         self.loss_scaler.update_scale(self.overflow)
 
     def _scaled_norm(self) -> Tensor:
-        grads = [
-            [self.get_gradient_for_reduction(p) for p in group if owned(p, self._mesh, SHARDED)]
-            for group in self._groups
-        ]
+        counted = [p for p in self.main_weights if owned(p, self._mesh, SHARDED)]
+        grads, groups = map(self.get_gradient_for_reduction, counted), [self._mesh.group(*SHARDED)]
         device = next(iter(self.main_weights)).device
-        return norm_of_groups(
-            grads, torch.float64, torch.float32, [self._mesh.group(*SHARDED)], device
-        )
+        return norm_of_groups([[*grads]], torch.float32, torch.float32, groups, device)
 
     def _update(self, norm: Tensor, scale: float) -> None:
         factor: Tensor | float = scale
