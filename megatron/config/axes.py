@@ -108,8 +108,14 @@ class ParallelFlags:
     recompute_activations: bool = option(False)
     """Same as --recompute-granularity selective."""
     recompute_granularity: str | None = option(None, choices=("selective", "full"))
-    """Activation recomputation in the backward pass: of attention only (selective), or of whole
+    """Activation recomputation in the backward pass: of parts of layers (selective), or of whole
     layers (full)."""
+    recompute_modules: tuple[str, ...] = option(
+        (), choices=("core_attn", "mlp_act"), derived="core_attn with selective recomputation"
+    )
+    """Parts of layers that selective recomputation computes again: attention without its matrices
+    (core_attn), the activation of an MLP (mlp_act), whose output is a fifth of what a block with a
+    gated MLP keeps. They imply --recompute-granularity selective."""
     recompute_method: str | None = option(None, choices=("uniform", "block"))
     """With --recompute-granularity full: recompute all layers, in chunks of --recompute-num-layers
     (uniform), or only the first --recompute-num-layers layers of each stage (block)."""

@@ -290,14 +290,16 @@ class _Record(argparse.Action):
             and previous.value != values
         ):
             parser.error(
-                f"{previous.origin.removeprefix('flag ')} {_words(previous.value)} and "
-                f"{option_string} {_words(values)} set the same thing; give one of them"
+                f"{previous.origin.removeprefix('flag ')}{_words(previous.value)} and "
+                f"{option_string}{_words(values)} set the same thing; give one of them"
             )
         setattr(namespace, self.dest, Setting(values, f"flag {option_string}"))
 
 
 def _words(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    # The name of a flag without a value says what it sets.
+    values = value if isinstance(value, tuple) else () if isinstance(value, bool) else (value,)
+    return "".join(f" {each}" for each in values)
 
 
 def _parser(parse: type, spellings: Mapping[str, str], name: str) -> Callable[[str], Any]:

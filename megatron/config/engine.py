@@ -28,6 +28,16 @@ _MARGIN = Bounds(
     "must be in [0, 16]: E4M3 has 18 powers of two, of which it leaves that many unused",
 )
 
+LEAST_BUCKET, MOST_BUCKET = 25_000_000, 200_000_000
+"""Elements of a bucket of gradients: small ones cost time to start, large ones overlap with little
+and take memory."""
+
+
+def bucket_size(count: int) -> int:
+    """Elements that are reduced at once, by default, of ``count`` in a process."""
+    return min(max(count // 8, LEAST_BUCKET), MOST_BUCKET)
+
+
 _ZERO = needs_value("zero_stage", 1, 2, 3, refused=False)
 
 
@@ -52,10 +62,19 @@ class _Engine:
     DeepSpeed JSON, which is DeepSpeed's default)."""
     zero_reduce_bucket_size: int | None = option(None, bounds=POSITIVE, needs=_ZERO)
     """ZeRO: number of elements that are reduced at once (reduce_bucket_size in the DeepSpeed
-    JSON)."""
+    JSON); by default an eighth of a rank's, at least 25e6 and at most 2e8."""
     zero_allgather_bucket_size: int | None = option(None, bounds=POSITIVE, needs=_ZERO)
     """ZeRO 1 and 2: number of elements that are gathered at once (allgather_bucket_size in the
     DeepSpeed JSON)."""
+    overlap_grad_reduce: bool = option(
+        True,
+        flag="--overlap-grad-reduce",
+        off="--no-overlap-grad-reduce",
+        role="layout",
+        needs=_ZERO,
+    )
+    """ZeRO 1 to 3: reduce gradients within the backward pass (overlap_comm of
+    zero_optimization in the DeepSpeed JSON)."""
     remote_device: str | None = option(None, choices=("none", "cpu", "nvme"), role="layout")
     """ZeRO 3: where the weights are kept between uses (device of offload_param in the DeepSpeed
     JSON)."""

@@ -45,7 +45,8 @@ class Layout:
     """The values of a run that decide whether its combination of features is supported.
 
     ``states`` is None where main weights and moments are tensors of their own, in float32;
-    ``chunks`` are pipeline stages per process; ``recompute`` is None where nothing is recomputed;
+    ``chunks`` are pipeline stages per process; ``recompute`` is None where nothing is recomputed
+    but, with ``mlp_act``, the activations of MLPs;
     ``micro_batches`` per step has each number in a ramp-up of the batch size, and is empty when it
     is not known, or nothing is trained; ``float8`` is whether the blocks multiply in 8 bits.
     ``expert`` ranks divide the experts of a layer: they are among the ``data`` ones, and among the
@@ -65,6 +66,7 @@ class Layout:
     grads_in_fp32: bool = False
     states: StateDtypes | None = None
     recompute: str | None = None
+    mlp_act: bool = False
     offload_optimizer: str | None = None
     offload_param: str | None = None
     micro_batches: tuple[int, ...] = ()
@@ -95,10 +97,9 @@ class Layout:
     @property
     def running_zero(self) -> int:
         """ZeRO stage that the engine runs: it partitions over the data-parallel and the context
-        ranks. Over one rank nothing can be partitioned,
-        and stage 1 computes what 2 and 3 would without their copies, hooks and waits. Not where
-        something is offloaded; nor at stage 2 with float32 sums, which stage 1 keeps next to the
-        16-bit gradients."""
+        ranks. Over one rank nothing can be partitioned, and stage 1 computes what 2 and 3 would
+        without their copies, hooks and waits. Not where something is offloaded; nor at stage 2 with
+        float32 sums, which stage 1 keeps next to the 16-bit gradients."""
         offloaded = self.offload_optimizer or self.offload_param
         sums_only = self.zero == 2 and self.grads_in_fp32
         if self.data * self.context > 1 or self.zero < 2 or offloaded or sums_only:
@@ -164,7 +165,9 @@ class Layout:
                 words += [f"--{name.replace('_', '-')}-dtype", dtype] * (dtype != "fp32")
         if self.recompute == "selective":
             words += ["--recompute-granularity", "selective"]
-        elif self.recompute:
+        if self.mlp_act:
+            words += ["--recompute-modules", *["core_attn"] * bool(self.recompute), "mlp_act"]
+        if self.recompute in ("uniform", "block"):
             words += ["--recompute-granularity", "full", "--recompute-method", self.recompute]
         return words
 
@@ -303,12 +306,12 @@ RULES = (
         "with --rampup-batch-size the first size must be large enough already",
     ),
     Rule(
-        "pipelines with ZeRO 2 or 3",
+        "pipelines with ZeRO 3",
         ("zero", "pipeline"),
-        lambda a: a.pipeline > 1 and a.zero > 1,
-        "gradients would be sent, and parameters gathered, for every micro batch and not once in a "
-        "step, which costs more time than the memory is worth",
-        "use --zero-stage 0 or 1",
+        lambda a: a.pipeline > 1 and a.zero == 3,
+        "parameters would be gathered for every micro batch and not once in a step, which costs "
+        "more time than the memory is worth",
+        "use --zero-stage 0, 1 or 2",
     ),
     Rule(
         "precision-aware optimizer in other dtypes or stages",
@@ -319,18 +322,19 @@ RULES = (
         "use --bf16 with --zero-stage 1 or 2, or leave it out",
     ),
     Rule(
-        "precision-aware optimizer with gradients in fp32 at stage 1",
-        ("states", "grads_in_fp32", "zero"),
-        lambda a: a.states is not None and a.grads_in_fp32 and a.zero == 1,
-        "DeepSpeed's optimizer for this has float32 main weights of its own",
-        "use --zero-stage 2, or leave one of the flags out",
-    ),
-    Rule(
         "offload_optimizer without ZeRO",
         ("offload_optimizer", "zero"),
         lambda a: a.offload_optimizer is not None and a.zero == 0,
         "only ZeRO separates optimizer state from the parameters",
         "use --zero-stage 1, 2 or 3, or remove the key",
+    ),
+    Rule(
+        "pipelines with ZeRO 2 and offload",
+        ("zero", "pipeline", "offload_optimizer"),
+        lambda a: a.pipeline > 1 and a.zero == 2 and a.offload_optimizer is not None,
+        "DeepSpeed reduces the gradients where it offloads, and its pipeline engine keeps them "
+        "whole",
+        "use --zero-stage 1, or remove the key",
     ),
     Rule(
         "offload_param below ZeRO 3",

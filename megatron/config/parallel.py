@@ -38,6 +38,7 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int = 1
     pipeline_partition: str = "blocks"
     recompute_granularity: str | None = None
+    recompute_modules: tuple[str, ...] = ()
     recompute_method: str | None = None
     recompute_num_layers: int = 1
     logits_chunk_mib: int | None = None
@@ -83,11 +84,17 @@ class ParallelConfig:
         return self.pipeline_model_parallel_size * self.num_virtual_stages_per_pipeline_rank
 
     @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """The parts of layers that are recomputed, by the names of ``--recompute-modules``."""
+        selective = self.recompute_granularity == "selective"
+        return (self.recompute_modules or ("core_attn",)) if selective else ()
+
+    @property
     def recomputed(self) -> tuple[str | None, int | None]:
-        """The kind of recomputation (selective, uniform, block), and the number of blocks if not
-        all are recomputed."""
+        """The kind of recomputation (selective: of attention; uniform, block), and the number of
+        blocks if not all are recomputed."""
         if self.recompute_granularity != "full":
-            return self.recompute_granularity, None
+            return "selective" if "core_attn" in self.recomputed_modules else None, None
         if self.recompute_method == "block":
             return "block", self.stages * self.recompute_num_layers
         return "uniform", None
@@ -238,16 +245,17 @@ def _experts(flags: ParallelFlags, replicas: int, resolver: ConfigResolver) -> t
 
 def _recompute(flags: ParallelFlags, resolver: ConfigResolver) -> tuple[str | None, str | None]:
     granularity, method = flags.recompute_granularity, flags.recompute_method
-    older = flags.activations_checkpoint_method
+    older, modules = flags.activations_checkpoint_method, flags.recompute_modules
     for flag, given, meaning in (
         ("--checkpoint-activations", flags.checkpoint_activations, "full"),
         (f"--activations-checkpoint-method {older}", older is not None, "full"),
         ("--recompute-activations", flags.recompute_activations, "selective"),
+        (f"--recompute-modules {' '.join(modules)}", bool(modules), "selective"),
     ):
         if given:
             resolver.check(
                 granularity in (None, meaning),
-                f"{flag} contradicts {resolver.show('recompute_granularity')}",
+                f"{flag} contradicts {resolver.show('recompute_granularity')}; give one of them",
             )
             granularity = resolver.put("recompute_granularity", meaning, flag)
     if older is not None:

@@ -121,7 +121,6 @@ class RunConfig:
         """The layout of the run; offloading is in ``content``, the DeepSpeed JSON, only."""
         parallel, precision = self.parallel, self.precision
         zero = (content or {}).get("zero_optimization") or {}
-        full = parallel.recompute_granularity == "full"
         return Layout(
             tensor=parallel.tensor_model_parallel_size,
             sequence=parallel.sequence_parallel,
@@ -133,7 +132,8 @@ class RunConfig:
             precision="fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32",
             grads_in_fp32=precision.accumulate_allreduce_grads_in_fp32,
             states=precision.states,
-            recompute=parallel.recompute_method if full else parallel.recompute_granularity,
+            recompute=parallel.recomputed[0],
+            mlp_act="mlp_act" in parallel.recomputed_modules,
             offload_optimizer=_device(zero, "offload_optimizer"),
             offload_param=_device(zero, "offload_param"),
             micro_batches=self._micro_batches(),

@@ -61,9 +61,6 @@ class DataKind:
     """The implementation of a kind of data, which a feature returns; the flags of its section
     decide which of these methods are called."""
 
-    weighed: ClassVar[bool] = False
-    """True if its batches have ``weights_2``, and may differ in length."""
-
     def reader(self, data: DataPipeline) -> SourceReader:
         """The reader of files of this kind; ValueError if flags contradict each other."""
         raise AssertionError(f"{self} reads no files")
@@ -79,6 +76,14 @@ class DataKind:
     def special_tokens(self, data: DataPipeline) -> SampleTokens | None:
         """The tokens in a GPT's samples, if they differ from the tokenizer's."""
         return None
+
+    def weighs(self, config: RunConfig) -> bool:
+        """True if its batches have ``weights_2``, and may differ in length."""
+        return False
+
+    def needed(self, config: RunConfig, num_samples: int) -> int:
+        """Number of the family's samples that `num_samples` in the order of the run are made of."""
+        return num_samples
 
     def order(
         self,
@@ -221,7 +226,7 @@ class DataPipeline(ABC):
             collate = kind.collator(self, collate)
         unordered = self._unordered(sample_counts)
         ordered = partial(self._ordered, unordered.train, sample_counts[0], batch_sizes)
-        weighed = self.reads_examples or any(kind.weighed for kind in self.acting)
+        weighed = self.reads_examples or any(kind.weighs(self.config) for kind in self.acting)
         data = TrainingData(unordered, collate, weighed, self.files, ordered, self.training_sizes)
         return data.skipping(self.config.data.skip_samples)
 
@@ -242,7 +247,7 @@ class DataPipeline(ABC):
 
     def prebuild(self, sample_counts: tuple[int, int, int], workers: int) -> None:
         """Build the index cache of a run in advance; see :meth:`DatasetBuilder.prebuild`."""
-        self._builder.prebuild(self.parts, sample_counts, workers)
+        self._builder.prebuild(self.parts, self._needed(sample_counts), workers)
 
     def training_portions(self) -> list[Portion]:
         """The documents that the training samples are made of, file by file, in the order of the
@@ -281,7 +286,15 @@ class DataPipeline(ABC):
             )
         return without_samples(train, ranges) if ranges else train
 
+    def _needed(self, sample_counts: tuple[int, int, int]) -> tuple[int, int, int]:
+        """The samples of training, validation and test that those of the run are made of."""
+        train, *held_out = sample_counts
+        for kind in self.acting:
+            train = kind.needed(self.config, train)
+        return (train, *held_out)  # type: ignore[return-value]
+
     def _unordered(self, sample_counts: tuple[int, int, int]) -> Datasets:
+        sample_counts = self._needed(sample_counts)
         if not self.config.data.mock_data:
             self._refuse_unused()
             return self._builder.datasets(self.parts, sample_counts)

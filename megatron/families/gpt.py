@@ -55,7 +55,7 @@ def gpt_layers(
     """The layers of a GPT: token embedding, positions, blocks, final norm, and the head, for tokens
     or for a reward. ``tp`` is None for a single process."""
     tp = tp or TensorParallel()
-    selective = parallel.recompute_granularity == "selective"
+    selective = "core_attn" in parallel.recomputed_modules
     if model.head == "lm":
         words, head = vocabulary_layers(model, parallel, tp, model.embedding.lm_head_bias)
         heads = [head]

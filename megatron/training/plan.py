@@ -29,12 +29,13 @@ class TrainingPlan:
 
     Attributes:
         train_iters: steps after which the run ends.
+        rate_factor: multiplies the learning rates of the next step.
         full_iters: steps of ``--train-iters`` or ``--train-samples``, which data and log lines
             count; more than ``train_iters`` where ``--train-tokens`` ends the run earlier.
     """
 
     def __init__(self, config: RunConfig, epochs: Epochs | None = None) -> None:
-        self.epochs = epochs
+        self.epochs, self.rate_factor = epochs, 1.0
         training, optimizer = config.training, config.optimizer
         self.micro_batch_size = training.micro_batch_size
         self.global_batch_size = training.global_batch_size
@@ -126,8 +127,10 @@ class TrainingPlan:
             for unit in {self.unit, self._warmup_unit, self._decay_unit}
         }
         done = at[self._decay_unit], at[self._warmup_unit]
-        rates = self.learning_rate(*done), self.weight_decay(at[self.unit])
-        return rates if self.decoupled_rate is None else (*rates, self.decoupled_rate(*done))
+        rate, decay = self.rate_factor * self.learning_rate(*done), self.weight_decay(at[self.unit])
+        if self.decoupled_rate is None:
+            return rate, decay
+        return rate, decay, self.rate_factor * self.decoupled_rate(*done)
 
     def progress(self, iteration: int, consumed_samples: int, unit: str | None = None) -> int:
         """Progress of the run in ``unit``, by default the unit of its length."""
