@@ -11,28 +11,25 @@ et al. 2022, arXiv:2209.05433, section 3.2).
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from megatron.parallel.compiler import allow_graphs, missing_compiler
-
-BLOCK = 128
-"""Edge of a block that shares a scale: 1 x 128 numbers of activations, 128 x 128 of weights."""
+from megatron.kernels.casts import (
+    BLOCK,
+    SMALLEST,
+    cast_blocks,
+    cast_both,
+    largest_of,
+    largest_of_lines,
+    padded_squares,
+    transposed,
+)
 
 Scaling = Literal["tensor", "row", "block", "square"]
 """Numbers that share a scale: a matrix, what a product sums up for one number of its result, 1 x
 128 of these, or 128 x 128 numbers."""
-
-GRAPHS = 64
-"""Number of versions of a cast that are compiled: one for each layout, dtype and kind of scale, and
-again for matrices of a single block. Delayed scales take nine, and torch's default is 8."""
-
-_SMALLEST = 1e-12
-"""Lower bound of a largest magnitude, so that a tensor of zeros has a scale."""
 
 
 class Operand(NamedTuple):
@@ -71,118 +68,105 @@ def cast(
     rows: bool = False,
     columns: bool = False,
     largest: Tensor | None = None,
+    earlier: Tensor | None = None,
 ) -> Cast:
     """Rounds a matrix to 8 bits, in one or both layouts, scaled by its own largest magnitudes.
-    ``largest``, for a scale per matrix, is used in their place, and larger numbers become the
-    largest of the dtype. Infinities and NaN make all values that share their scale NaN, so that the
-    check of the loss notices them."""
-    if torch.compiler.is_compiling() or not _to_compile(x_RC):
-        return _cast(x_RC, dtype, scaling, rows, columns, largest)
-    # Operator by operator this moves about five times as many bytes.
-    # torch compiles a view again for every shape of what it is a view of.
-    result = _compiled_cast()(x_RC.detach(), dtype, scaling, rows, columns, largest)
-    # torch marks the outputs of a graph with symbolic sizes as dynamic. A weight that is kept with
-    # that mark makes every block that reads it symbolic, and attention leaves the block's graph.
-    return tree_map_only(Tensor, Tensor.detach, result)
+    Infinities and NaN make all values that share their scale NaN, so that the check of the loss
+    notices them.
 
-
-def _to_compile(x_RC: Tensor) -> bool:
-    return x_RC.is_cuda and missing_compiler("cuda") is None
-
-
-@cache
-def _compiled_cast() -> Any:
-    allow_graphs(GRAPHS)
-    return torch.compile(_cast, dynamic=True)
-
-
-def _cast(
-    x_RC: Tensor,
-    dtype: torch.dtype,
-    scaling: Scaling,
-    rows: bool,
-    columns: bool,
-    largest: Tensor | None,
-) -> Cast:
+    Args:
+        largest: the largest magnitude, for a scale per matrix, where the producer of the matrix has
+            measured it.
+        earlier: the largest magnitude of earlier steps, for a scale per matrix. It is used instead,
+            and larger numbers become the largest of the dtype.
+    """
     if scaling == "tensor":
-        return _cast_matrix(x_RC, dtype, rows, columns, largest)
-    if scaling == "square":
-        return _cast_squares(x_RC, dtype, rows, columns)
-    each = _cast_rows if scaling == "row" else _cast_blocks
+        return _cast_matrix(x_RC, dtype, rows, columns, largest, earlier)
+    if scaling == "row":
+        return _cast_lines(x_RC, dtype, rows, columns)
+    squares = scaling == "square"
+    by_rows, rows_scale, by_columns, columns_scale = cast_blocks(
+        x_RC, dtype, squares, rows, columns
+    )
+    if not squares:
+        rows_scale, columns_scale = (
+            x.t() if x.dim() == 2 else x for x in (rows_scale, columns_scale)
+        )
     return Cast(
-        each(x_RC, dtype, 1) if rows else None,
-        each(x_RC, dtype, 0) if columns else None,
+        Operand(by_rows, rows_scale) if rows else None,
+        Operand(by_columns, columns_scale) if columns else None,
     )
 
 
 def _cast_matrix(
-    x_RC: Tensor, dtype: torch.dtype, rows: bool, columns: bool, largest: Tensor | None
+    x_RC: Tensor,
+    dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    largest: Tensor | None,
+    earlier: Tensor | None,
 ) -> Cast:
-    limit = torch.finfo(dtype).max
-    # Along the rows first: a compiler computes that where it computes the rows, as in a norm.
-    now = _largest(x_RC, 1).amax()
-    if largest is None:
-        largest = now.clamp(min=_SMALLEST)
-        values_RC = (x_RC.float() * (limit / largest)).to(dtype)
-        scale = largest / limit
-    else:
-        largest = largest.clamp(min=_SMALLEST)
-        values_RC = (x_RC.float() * (limit / largest)).clamp(-limit, limit).to(dtype)
-        scale = largest / limit + now * 0.0  # NaN where the clamp would hide an infinity
+    if earlier is None and largest is None:
+        largest = largest_of(x_RC).amax()
+    factor, _ = factor_and_scale(dtype, largest, earlier)
+    by_rows, by_columns, measured = cast_both(
+        x_RC,
+        dtype,
+        factor if rows else None,
+        factor if columns else None,
+        clamp=earlier is not None,
+        measure=largest is None,
+    )
+    largest = measured if largest is None else largest
+    _, scale = factor_and_scale(dtype, largest, earlier)
     return Cast(
-        Operand(values_RC.contiguous(), scale) if rows else None,
-        Operand(values_RC.t().contiguous(), scale) if columns else None,
-        now,
+        Operand(by_rows, scale) if rows else None,
+        Operand(by_columns, scale) if columns else None,
+        largest,
     )
 
 
-def _cast_rows(x_RC: Tensor, dtype: torch.dtype, summed: int) -> Operand:
+def factor_and_scale(
+    dtype: torch.dtype, largest: Tensor | None, earlier: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return what a matrix is multiplied by before it is rounded to ``dtype``, and what restores
+    it, from its largest magnitude and that of earlier steps, float32 []. Of the two the latter
+    counts; without it the first must be there. The scale needs both."""
     limit = torch.finfo(dtype).max
-    largest = _largest(x_RC, summed, keepdim=True).clamp(min=_SMALLEST)
-    values, scale = (x_RC.float() * (limit / largest)).to(dtype), largest / limit
-    values = values if summed else values.t()
-    return Operand(values.contiguous(), scale.flatten().unsqueeze(1))
+    bound = largest if earlier is None else earlier
+    assert bound is not None
+    bound = bound.clamp(min=SMALLEST)
+    scale = bound / limit
+    if earlier is not None and largest is not None:
+        scale = scale + largest * 0.0  # NaN where the clamp would hide an infinity
+    return limit / bound, scale
 
 
-def _cast_blocks(x_RC: Tensor, dtype: torch.dtype, summed: int) -> Operand:
-    """1 x 128 numbers along the dimension that is summed over share a scale."""
-    rows, columns = x_RC.shape
-    if summed:
-        blocks = x_RC.reshape(rows, columns // BLOCK, BLOCK)
+def _cast_lines(x_RC: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> Cast:
+    limit = torch.finfo(dtype).max
+    if rows and columns:
+        largest = [*largest_of_lines(x_RC)]
     else:
-        blocks = x_RC.reshape(rows // BLOCK, BLOCK, columns)
-    dim = 2 if summed else 1
-    factor, scale = _power_of_two(_largest(blocks, dim, keepdim=True), dtype)
-    values = (blocks.float() * factor).to(dtype).view(rows, columns)
-    if summed:
-        return Operand(values.contiguous(), scale.squeeze(2).t().contiguous().t())
-    return Operand(values.t().contiguous(), scale.squeeze(1).contiguous().t())
-
-
-def _cast_squares(x_RC: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> Cast:
-    down, across = (size // BLOCK for size in x_RC.shape)
-    squares = x_RC.reshape(down, BLOCK, across, BLOCK)
-    factor, scale = _power_of_two(_largest(squares, (1, 3), keepdim=True), dtype)
-    values_RC = (squares.float() * factor).to(dtype).view(x_RC.shape)
-    scale = scale.view(down, across)
+        largest = [largest_of(x_RC, 1 if rows else 0)]
+    bounds = [each.clamp(min=SMALLEST) for each in largest]
+    factors, scales = (
+        [limit / each for each in bounds],
+        [(each / limit).unsqueeze(1) for each in bounds],
+    )
+    by_rows, by_columns, _ = cast_both(
+        x_RC, dtype, factors[0] if rows else None, factors[-1] if columns else None
+    )
     return Cast(
-        Operand(values_RC.contiguous(), _padded(scale)) if rows else None,
-        Operand(values_RC.t().contiguous(), _padded(scale.t())) if columns else None,
+        Operand(by_rows, scales[0]) if rows else None,
+        Operand(by_columns, scales[-1]) if columns else None,
     )
 
 
-def _padded(scale: Tensor) -> Tensor:
-    # cuBLAS reads the scales of a row of squares in groups of 16 bytes.
-    return torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
-
-
-def _power_of_two(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The largest power of two that may multiply these numbers, and its inverse."""
-    ratio = torch.finfo(dtype).max / largest.clamp(min=_SMALLEST)
-    exponent = ratio.view(torch.int32) & 0x7F800000  # of a float32, without the bits behind it
-    factor = exponent.view(torch.float32)
-    return factor, 1.0 / factor
-
-
-def _largest(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
-    return torch.linalg.vector_norm(x, torch.inf, dim=dim, keepdim=keepdim, dtype=torch.float32)
+def columns_of(rows: Operand, scaling: Scaling, source: Tensor) -> Operand:
+    """Return the columns of a matrix from its rows, for scales by matrix or by square; ``source``
+    is the matrix that they were cast from."""
+    values = transposed(rows.values, source)
+    if scaling == "tensor":
+        return Operand(values, rows.scale)
+    assert scaling == "square", scaling
+    return Operand(values, padded_squares(rows.scale, rows.values.shape[1] // BLOCK))

@@ -11,8 +11,9 @@ from torch import nn
 from megatron.config import ConfigError, RunConfig
 from megatron.engine.compilation import why_eager
 from megatron.features.float8.linear import FIRST_CAPABILITY, Float8
+from megatron.features.float8.mlp import fuse
+from megatron.kernels.compiler import missing_compiler
 from megatron.model.block import Block
-from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.shard import shard_of
 from megatron.util.processes import is_main_process
@@ -34,6 +35,7 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig) -> None:
             if isinstance(module, ParallelLinear):
                 _check_sizes(f"{name} in block {block.layer}", module, fast.fp8_format, float8)
                 module.kernel = float8
+        fuse(getattr(block, "mlp", None), config.model, float8)
 
 
 def _check_sizes(name: str, layer: ParallelLinear, form: str, float8: Float8) -> None:
@@ -88,12 +90,6 @@ def _why_float8_is_slow(config: RunConfig, device: torch.device) -> str | None:
     eager = why_eager(config, device)
     if eager:
         return f"--torch-compile {eager}; {alone}. --torch-compile on compiles the blocks"
-    ranks = config.parallel.tensor_model_parallel_size
-    if ranks > 1:
-        return (
-            f"--tensor-model-parallel-size {ranks}: collectives break the blocks' graphs, and some "
-            f"{alone}. Use data-parallel ranks instead, or compare with a run without it"
-        )
     return None
 
 

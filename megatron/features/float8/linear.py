@@ -25,6 +25,7 @@ from megatron.features.float8.casts import (
     Operand,
     Scaling,
     cast,
+    columns_of,
 )
 from megatron.parallel.later_products import Gradients, GradientsOf, now_or_later
 from megatron.parallel.tensor_parallel import autocast_dtype
@@ -36,32 +37,25 @@ GPUs, required on a CPU as well."""
 FIRST_CAPABILITY = (8, 9)
 """The first CUDA compute capability with 8-bit floating-point GEMMs (Ada)."""
 
-_FORWARD = torch.float8_e4m3fn
+FORWARD = torch.float8_e4m3fn
+"""The dtype of inputs and weights."""
 
 
 class Kept(NamedTuple):
     """State of a layer's weight that lasts from one step to the next.
 
     Attributes:
-        weight: the weight in 8 bits in both layouts; None to cast it at every use.
+        weight: the rows of the weight in 8 bits; None to cast it at every use. Backward passes
+            transpose them, or, with scales by row, cast the columns: both layouts would take two
+            bytes of memory for each weight.
         largest: largest magnitudes of input and output gradient to scale by (recipe ``delayed``),
             float32 [2]. Those of this micro batch leave the backward pass as its gradient.
         measured: whether ``largest`` has been measured; otherwise the current ones are used.
     """
 
-    weight: Cast | None = None
+    weight: Operand | None = None
     largest: Tensor | None = None
     measured: bool = False
-
-    def operands(self) -> tuple[Tensor, ...]:
-        """The weight's values in both layouts, and their scale or scales, each tensor once (a
-        compiler takes none twice); nothing if it is not kept."""
-        if self.weight is None:
-            return ()
-        rows, columns = self.weight.rows, self.weight.columns
-        assert rows is not None and columns is not None
-        scales = (rows.scale,) if rows.scale is columns.scale else (rows.scale, columns.scale)
-        return rows.values, columns.values, *scales
 
     @property
     def input_largest(self) -> Tensor | None:
@@ -107,7 +101,7 @@ class Float8:
         gradients, params = now_or_later(weight_OI, bias_O)
         y_TO = _Float8Linear.apply(
             x_BSI.flatten(0, -2), *params, kept.largest, self, trained, kept.measured, gradients,
-            *kept.operands(),
+            *(kept.weight or ()),
         )  # fmt: skip
         return y_TO.unflatten(0, x_BSI.shape[:-1])
 
@@ -121,49 +115,67 @@ class Float8:
                 "curriculum, so that they are, or leave --fp8-format out"
             )
 
-    def weight_rows(self, weight_OI: Tensor, kept: Kept) -> Cast:
+    def weight_rows(self, weight_OI: Tensor, kept: Kept) -> Operand:
         """A weight in 8 bits for outputs, the kept one if there is one."""
-        return kept.weight or self.cast_weight(weight_OI, columns=False)
+        return kept.weight or _present(self._cast_weight(weight_OI, rows=True).rows)
 
-    def weight_columns(self, weight_OI: Tensor, kept: Kept) -> Cast:
+    def weight_columns(self, weight_OI: Tensor, kept: Kept) -> Operand:
         """Likewise for gradients of inputs."""
-        return kept.weight or self.cast_weight(weight_OI, rows=False)
+        if kept.weight is None or self._weight_scaling == "row":
+            return _present(self._cast_weight(weight_OI, columns=True).columns)
+        return columns_of(kept.weight, self._weight_scaling, weight_OI)
 
-    def cast_weight(self, weight_OI: Tensor, *, rows: bool = True, columns: bool = True) -> Cast:
-        """A weight in 8 bits: ``rows`` for outputs, ``columns`` for gradients of inputs."""
+    def _cast_weight(self, weight_OI: Tensor, *, rows: bool = False, columns: bool = False) -> Cast:
         with _without_autocast(weight_OI):
-            scaling = "square" if self.recipe == "blockwise" else self._scaling
-            return cast(weight_OI.detach(), _FORWARD, scaling, rows=rows, columns=columns)
+            scaling = self._weight_scaling
+            return cast(weight_OI.detach(), FORWARD, scaling, rows=rows, columns=columns)
 
     def cast_input(
-        self, x_TI: Tensor, largest: Tensor | None, *, rows: bool = True, columns: bool = True
+        self, x_TI: Tensor, earlier: Tensor | None, *, rows: bool = True, columns: bool = True
     ) -> Cast:
         """A layer's input in 8 bits: ``rows`` for outputs, ``columns`` for gradients of weights."""
         with _without_autocast(x_TI):
-            return cast(x_TI, _FORWARD, self._scaling, rows=rows, columns=columns, largest=largest)
+            return cast(x_TI, FORWARD, self._scaling, rows=rows, columns=columns, earlier=earlier)
+
+    @property
+    def backward(self) -> torch.dtype:
+        """The dtype of gradients of outputs."""
+        return torch.float8_e5m2 if self.hybrid else FORWARD
 
     def cast_gradient(
-        self, grad_TO: Tensor, largest: Tensor | None, *, rows: bool = True, columns: bool = True
+        self,
+        grad_TO: Tensor,
+        earlier: Tensor | None,
+        *,
+        rows: bool = True,
+        columns: bool = True,
+        largest: Tensor | None = None,
     ) -> Cast:
         """The gradient of a layer's output in 8 bits: ``rows`` for gradients of inputs, ``columns``
-        for those of weights."""
-        dtype = torch.float8_e5m2 if self.hybrid else _FORWARD
+        for gradients of weights; ``largest`` as in :func:`cast`."""
         with _without_autocast(grad_TO):
-            return cast(grad_TO, dtype, self._scaling, rows=rows, columns=columns, largest=largest)
+            return cast(
+                grad_TO, self.backward, self._scaling, rows=rows, columns=columns, largest=largest,
+                earlier=earlier,
+            )  # fmt: skip
 
     @property
     def _scaling(self) -> Scaling:
         kinds: dict[str, Scaling] = {"rowwise": "row", "blockwise": "block"}
         return kinds.get(self.recipe, "tensor")
 
-    def output(self, x: Cast, weight: Cast, dtype: torch.dtype) -> Tensor:
+    @property
+    def _weight_scaling(self) -> Scaling:
+        return "square" if self.recipe == "blockwise" else self._scaling
+
+    def output(self, x: Cast, weight: Operand, dtype: torch.dtype) -> Tensor:
         """x W^T, [T, O]."""
         # Faster accumulation of lower precision is enough for outputs, not for gradients.
-        return self._multiply(x.rows, weight.rows, dtype, squares=True, fast=True)
+        return self._multiply(x.rows, weight, dtype, squares=True, fast=True)
 
-    def input_gradient(self, grad: Cast, weight: Cast, dtype: torch.dtype) -> Tensor:
+    def input_gradient(self, grad: Cast, weight: Operand, dtype: torch.dtype) -> Tensor:
         """g W, [T, I]."""
-        return self._multiply(grad.rows, weight.columns, dtype, squares=True)
+        return self._multiply(grad.rows, weight, dtype, squares=True)
 
     def weight_gradient(self, grad: Cast, x: Cast, dtype: torch.dtype) -> Tensor:
         """g^T x, [O, I]."""
@@ -250,7 +262,7 @@ class Float8:
         squares: bool = False,
         fast: bool = False,
     ) -> Tensor:
-        assert left is not None and right is not None
+        left, right = _present(left), _present(right)
         with _without_autocast(left.values):
             if self.recipe == "blockwise":
                 product = _multiply_blocks(left, right, squares)
@@ -337,13 +349,18 @@ def _restored(operand: Operand, rows: int) -> Tensor:
     return values.float() * scale.repeat_interleave(rows, 0)
 
 
+def _present(operand: Operand | None) -> Operand:
+    assert operand is not None
+    return operand
+
+
 def _without_autocast(x: Tensor) -> torch.autocast:
     # It would change the dtype of products on a CPU.
     return torch.autocast(x.device.type, enabled=False)
 
 
 class _Float8Linear(torch.autograd.Function):
-    # A weight that is not kept in 8 bits is saved as it came; see _ColumnLinear of the core.
+    # The weight is saved as it came; see _ColumnLinear of the core.
 
     @staticmethod
     def forward(
@@ -366,8 +383,7 @@ class _Float8Linear(torch.autograd.Function):
         x_TI = x_TI.to(autocast_dtype(x_TI))
         x = float8.cast_input(x_TI, kept.input_largest, columns=trained)
         columns = x.columns or (None, None)
-        unkept = None if operands else weight
-        ctx.save_for_backward(unkept, *columns, x.largest, largest, *operands)
+        ctx.save_for_backward(weight, *columns, x.largest, largest, *operands)
         y_TO = float8.output(x, float8.weight_rows(weight, kept), x_TI.dtype)
         return y_TO if bias is None else y_TO + bias.to(y_TO.dtype)
 
@@ -402,9 +418,4 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _kept(largest: Tensor | None, measured: bool, operands: Sequence[Tensor]) -> Kept:
-    """From its tensors; the inverse of :meth:`Kept.operands`."""
-    weight = None
-    if operands:
-        rows, columns, *scales = operands
-        weight = Cast(Operand(rows, scales[0]), Operand(columns, scales[-1]))
-    return Kept(weight, largest, measured)
+    return Kept(Operand(*operands) if operands else None, largest, measured)

@@ -70,12 +70,12 @@ class Float8State(KernelStates):
         if not self._stale or not self._keeps_weights:
             return
         for place in self._places:
-            cast, kept = place.float8.cast_weight(place.weight), place.kept
+            rows, kept = place.float8.weight_rows(place.weight, NOTHING_KEPT), place.kept
             if kept.weight is None:
-                place.keep(weight=cast)
+                place.keep(weight=rows)
                 continue
             # In place: CUDA graphs read fixed addresses.
-            for target, values in zip(kept.operands(), Kept(cast).operands(), strict=True):
+            for target, values in zip(kept.weight, rows, strict=True):
                 target.copy_(values)
         self._stale = False
 
