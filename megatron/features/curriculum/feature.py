@@ -21,7 +21,9 @@ class CurriculumFeature(Feature):
         return KIND
 
     def check_json(self, sections: Mapping[str, str]) -> None:
-        CurriculumConfig(**sections)
+        from megatron.features.curriculum.packing.section import packing_of
+
+        packing_of(CurriculumConfig(**sections))
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
         section = token_dropping(config.section(CurriculumConfig))
@@ -31,10 +33,45 @@ class CurriculumFeature(Feature):
             "only: give the flag, or set enabled to false",
         )
 
+        from megatron.features.curriculum.packing.section import check, packing_of
+
+        packing = packing_of(config.section(CurriculumConfig))
+        if packing is not None:
+            check(config, packing)
+
     def why_eager(self, config: Any, automatic: bool) -> str | None:
-        if not automatic or sequence_lengths(config.section(CurriculumConfig)) is None:
+        if not automatic:
+            return None
+        if _packs(config):
+            return "every number of samples and tokens in a bin would be compiled"
+        if sequence_lengths(config.section(CurriculumConfig)) is None:
             return None
         return "every sequence length of the curriculum would be compiled"
+
+    def model(self, spec: Any, config: Any) -> Any:
+        examples = any(getattr(section, "sft", False) for section in config.sections)
+        if examples or not _packs(config):
+            return spec  # batches of examples are weighed as their flags say
+        from megatron.features.curriculum.packing.steps import with_weights
+
+        return with_weights(spec)
+
+    def ready(self, context: Any) -> None:
+        from megatron.features.curriculum.packing.section import packing_of
+
+        packing = packing_of(context.config.section(CurriculumConfig))
+        if packing is None:
+            return
+        from megatron.features.curriculum.packing.steps import StepsOfBins
+        from megatron.training.context import Order
+
+        context.add(Order.TEACH, StepsOfBins(packing, context))
+
+
+def _packs(config: Any) -> bool:
+    from megatron.features.curriculum.packing.section import packing_of
+
+    return packing_of(config.section(CurriculumConfig)) is not None
 
 
 FEATURE = CurriculumFeature()

@@ -114,22 +114,10 @@ def sequence_lengths(config: CurriculumConfig) -> DifficultySchedule | None:
 def data_sampling(config: CurriculumConfig) -> DataSampling | None:
     """The sampling by difficulty; None where samples come in Megatron's order. Raises ConfigError
     if the section is wrong or needs something unavailable."""
-    section = _enabled(config.data_efficiency, "data_efficiency")
-    if section is None:
+    sections = sampling_sections(config)
+    if sections is None:
         return None
-    section.only("enabled", "seed", "data_sampling", "data_routing")
-    sampling = section.section("data_sampling")
-    # The number of workers and page-locked memory change nothing but speed: --num-workers rules.
-    sampling.only(
-        "enabled", "num_epochs", "num_workers", "pin_memory", "curriculum_learning",
-        "dynamic_batching",
-    )  # fmt: skip
-    if sampling.section("dynamic_batching").enabled:
-        raise ConfigError(
-            f"{sampling.path}.dynamic_batching: a batch has --global-batch-size samples here, and "
-            "DeepSpeed's engine does not read the key either; remove it, or increase the batch "
-            "size with --rampup-batch-size"
-        )
+    section, sampling = sections
     learning = sampling.section("curriculum_learning")
     if not sampling.enabled or not learning.enabled:
         return None
@@ -151,6 +139,22 @@ def data_sampling(config: CurriculumConfig) -> DataSampling | None:
         metrics=tuple(metric for metric in parsed if metric is not None),
         lengths=None if lengths is None else _length_metric(lengths),
     )
+
+
+def sampling_sections(config: CurriculumConfig) -> tuple[Section, Section] | None:
+    """The section and its ``data_sampling``; None if it is off. Raises ConfigError for other
+    keys."""
+    section = _enabled(config.data_efficiency, "data_efficiency")
+    if section is None:
+        return None
+    section.only("enabled", "seed", "data_sampling", "data_routing")
+    sampling = section.section("data_sampling")
+    # The number of workers and page-locked memory change nothing but speed: --num-workers rules.
+    sampling.only(
+        "enabled", "num_epochs", "num_workers", "pin_memory", "curriculum_learning",
+        "dynamic_batching",
+    )  # fmt: skip
+    return section, sampling
 
 
 def token_dropping(config: CurriculumConfig) -> Section | None:
@@ -302,9 +306,12 @@ class Section:
 
     @property
     def enabled(self) -> bool:
-        value = self.values.get("enabled", False)
+        return self.switch("enabled")
+
+    def switch(self, key: str) -> bool:
+        value = self.values.get(key, False)
         if not isinstance(value, bool):
-            raise self.wrong("enabled", "true or false")
+            raise self.wrong(key, "true or false")
         return value
 
     def choice(self, key: str, *choices: str, default: str | None = None) -> str:

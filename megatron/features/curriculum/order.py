@@ -29,7 +29,13 @@ import numpy.typing as npt
 from megatron.config import ConfigError, ParallelConfig, RunConfig
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.pipeline import BatchSizes, DataKind, DataPipeline
-from megatron.data.samples import RenumberedSamples, SampleDataset, SequenceLengths, checked_index
+from megatron.data.samples import (
+    RenumberedSamples,
+    SampleDataset,
+    SampleView,
+    SequenceLengths,
+    checked_index,
+)
 from megatron.features.curriculum.analysis import ANALYSED, fingerprint
 from megatron.features.curriculum.flags import (
     FOLDING_METRIC,
@@ -42,6 +48,14 @@ from megatron.features.curriculum.flags import (
     sequence_lengths,
 )
 from megatron.features.curriculum.metric_files import MetricRows, read_rows
+from megatron.features.curriculum.packing.data import (
+    Bin,
+    BinCollator,
+    PackedLengths,
+    needed,
+    pack,
+)
+from megatron.features.curriculum.packing.section import SamplePacking, packing_of
 from megatron.util.digests import digest, digest_of_parts
 from megatron.util.json_text import parse_json
 
@@ -330,6 +344,23 @@ def _identity(metric: Metric, index: MetricIndex) -> dict[str, Any]:
 class Curriculum(DataKind):
     """Orders the training samples by difficulty, and cuts them to a growing length."""
 
+    def weighs(self, config: RunConfig) -> bool:
+        return _packing(config) is not None
+
+    def needed(self, config: RunConfig, num_samples: int) -> int:
+        packing = _packing(config)
+        return (
+            num_samples
+            if packing is None
+            else needed(packing, config.model.seq_length, num_samples)
+        )
+
+    def views(self, data: DataPipeline, sample: Any) -> list[SampleView] | None:
+        if not isinstance(sample, Bin):
+            return None
+        views = (data.views(each, data.seq_length) for each in sample.samples)
+        return [view for of_sample in views for view in of_sample]
+
     def order(
         self,
         data: DataPipeline,
@@ -337,11 +368,18 @@ class Curriculum(DataKind):
         num_samples: int,
         batch_sizes: BatchSizes,
     ) -> SampleDataset[Any]:
-        sampling = data_sampling(data.config.section(CurriculumConfig))
-        if sampling is None:
+        sampling, packing = (
+            data_sampling(data.config.section(CurriculumConfig)),
+            _packing(data.config),
+        )
+        if sampling is None and packing is None:
             return train
-        blend = data.parts.train
+        blend = None if data.config.data.mock_data else data.parts.train
         cache = IndexCache(None) if blend is None else data.cache(blend.sources[0].paths[0])
+        if packing is not None:
+            size = data.config.training.global_batch_size
+            return pack(train, packing, size, num_samples, cache)
+        assert sampling is not None
         return draw_samples(train, sampling, batch_sizes(), num_samples, cache)
 
     def collator(
@@ -351,9 +389,13 @@ class Curriculum(DataKind):
         they have, since the micro batches of a step must have one shape."""
         sampling = data_sampling(data.config.section(CurriculumConfig))
         parallel = data.config.parallel
+        multiple = math.lcm(LENGTH_MULTIPLE, parallel.length_divisor)
+        if _packing(data.config) is not None:
+            pipelined = parallel.pipeline_model_parallel_size > 1
+            return BinCollator(collate, None if pipelined else multiple)
         if sampling is None or sampling.lengths or parallel.pipeline_model_parallel_size > 1:
             return collate
-        return WithoutPadding(collate, math.lcm(LENGTH_MULTIPLE, parallel.length_divisor))
+        return WithoutPadding(collate, multiple)
 
     def lengths(
         self, config: RunConfig, lengths: SequenceLengths, samples: Callable[[int], int]
@@ -361,7 +403,7 @@ class Curriculum(DataKind):
         """Step i has the length of step i + 1 of DeepSpeed's schedule, which counts from 1."""
         schedule = sequence_lengths(config.section(CurriculumConfig))
         if schedule is None:
-            return lengths
+            return lengths if _packing(config) is None else PackedLengths(lengths.seq_length)
         seq_length = config.model.seq_length
         growth = [(step - 1, length) for step, length in stages(schedule)]
         grown = [length for _, length in growth]
@@ -381,6 +423,11 @@ class Curriculum(DataKind):
 
 
 KIND = Curriculum()
+
+
+def _packing(config: RunConfig) -> SamplePacking | None:
+    pipelined = config.parallel.pipeline_model_parallel_size > 1
+    return packing_of(config.section(CurriculumConfig), equal=pipelined)
 
 
 @dataclass(frozen=True)
