@@ -15,6 +15,13 @@ this machine's CPU and compares
 
 It prints the numbers next to those of one process and, for a layout that differs, the first
 difference. docs/guides/parity.md explains them.
+
+With --symbolic it checks a run's own flags, of any size, without its processes:
+
+    python tools/check_parity.py --symbolic --ranks 1024 --num-layers 126 --hidden-size 16384 ...
+
+All ranks of a small model with the same layers and layout run in this process, step by step, on
+simulated process groups, and are compared with one process in float64.
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +48,10 @@ from megatron.apps.parity.check import (
     Outcome,
     check_flags,
 )
+from megatron.apps.parity.symbolic.check import check_run
 from megatron.checkpoint.files import write_json
-from megatron.config import ConfigError
-from megatron.config.flags import option
+from megatron.config import ConfigError, Settings
+from megatron.config.flags import POSITIVE, option
 from megatron.config.layouts import Layout, parse_layout
 from megatron.families import family_of
 from megatron.run.run import RunToolParser
@@ -61,7 +70,11 @@ uniform or block (recomputation), joined by '-'.
 `python tools/layouts.py` shows which of them can be combined.
 
 Exit status: 0 if all layouts are equal; 1 if one differs or its processes failed; 2 if one is
-refused (the reason is printed) and none differs, or if the command line is wrong."""
+refused (the reason is printed) and none differs, or if the command line is wrong.
+
+--symbolic takes the layout's own flags (--tensor-model-parallel-size, ...) instead of --layouts.
+Limits: a step in float64 without dropout; DeepSpeed's engine, compiled code and GPU kernels do not
+run; of more than 256 ranks fewer replicas, experts' and contexts' ranks are simulated."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,14 @@ class ParityConfig:
     """Steps to train through DeepSpeed's engine, at most the length of the run if it is given."""
     json: str | None = option(None)
     """Write the results with all numbers to this JSON file."""
+    symbolic: bool = option(False)
+    """Check the run that the other flags describe on simulated ranks, at any size."""
+    ranks: int | None = option(None, bounds=POSITIVE)
+    """Processes of that run."""
+
+
+def _settings(argv: Sequence[str] | None) -> tuple[ParityConfig, Settings]:
+    return RunToolParser(ParityConfig, __doc__, EPILOG).parse(argv)
 
 
 def parse(argv: Sequence[str] | None) -> tuple[ParityConfig, dict[str, Layout], CheckFlags]:
@@ -82,7 +103,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ParityConfig, dict[str, Layout], 
     Raises:
         ConfigError: something is missing, unknown or contradicted.
     """
-    config, others = RunToolParser(ParityConfig, __doc__, EPILOG).parse(argv)
+    config, others = _settings(argv)
     if config.layouts is None:
         raise ConfigError(
             "--layouts is missing: the layouts to compare with one process, as in --layouts tp2,pp2"
@@ -182,8 +203,28 @@ def to_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def check_symbolically(config: ParityConfig, settings: Settings) -> int:
+    """Checks the run of a command line on simulated ranks; returns the exit status."""
+    for flag, value in (("--layouts", config.layouts), ("--ranks is missing", not config.ranks)):
+        if value:
+            raise ConfigError(
+                f"{flag}: --symbolic checks the layout of the run's own flags, on as many "
+                "processes as --ranks says, as in --symbolic --ranks 16 "
+                "--tensor-model-parallel-size 8"
+            )
+    assert config.ranks is not None
+    report = check_run(settings, config.ranks, say=partial(print, flush=True))
+    print(f"different: {report.fault}" if report.fault else "equal")
+    if config.json:
+        write_json(Path(config.json), to_json(dataclasses.asdict(report)))
+    return 1 if report.fault else 0
+
+
 def check(argv: Sequence[str] | None = None) -> int:
     """Checks the layouts of a command line; returns the exit status."""
+    config, settings = _settings(argv)
+    if config.symbolic:
+        return check_symbolically(config, settings)
     config, layouts, flags = parse(argv)
     checker = Checker(flags)
     print(introduction(checker, flags), flush=True)

@@ -35,8 +35,8 @@ from megatron.model.layer_list import LayerSequence, LayerSpec, LayerState, init
 from megatron.model.spec import ModelSpec
 from megatron.parallel.context import Context
 from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Group, Mesh
+from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, Shard, shard_of
-from megatron.parallel.tensor_parallel import dropout_seed
 from megatron.run.run import (
     Run,
     parse_run,

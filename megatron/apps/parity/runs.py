@@ -27,8 +27,9 @@ from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.random_ltd.layers import begin_step
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, shard_of
-from megatron.parallel.tensor_parallel import TensorParallel, dropout_seed
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import (
     Run,
     parse_run,
