@@ -30,6 +30,8 @@ from megatron.features.context.costs import (
 )
 from megatron.features.context.flags import LongContextConfig
 from megatron.features.experts.flags import ExpertsConfig
+from megatron.features.global_heads.costs import block_kinds
+from megatron.features.global_heads.flags import GlobalHeadsConfig
 from megatron.features.latent.costs import kept_numbers
 from megatron.features.latent.flags import LatentConfig
 from megatron.features.recurrent.costs import mean_block
@@ -203,15 +205,21 @@ def _block_bytes(
     repeated = _all_scores(model) and share.query > share.kv
     rope = model.positions.position_embedding_type == "rope"
     needless = repeated and rope and not qk_norm and layout.recompute is None
-    qkv = share.kv if needless else share.query + 2 * share.kv
+    qkv = share.kv if needless else share.query + share.kv + share.values
     # Queries and keys that are normalised or rotated are new tensors; the values still keep the
     # whole QKV output.
     changed = share.query + share.kv if rope or qk_norm else 0
-    mlp = 0.0 if saving.tiles else share.ffn * mlp_widths(model)
+    mlp = 0.0 if saving.tiles else share.ffn * mlp_widths(model, layout.mlp_act)
     attention: float = qkv + changed + share.query
+    if model.part(GlobalHeadsConfig).value_norm:
+        # Normalised values, and what they were in float32 where that is another tensor.
+        attention += share.kv * (1 if size == 4 else 1 + 4 / size)
     if layout.context > 1:
-        heads = heads_of(model, layout.tensor)
-        attention = attention_widths(layout, heads, changed > 0, qk_norm)
+        attention = sum(
+            kind.share
+            * attention_widths(layout, heads_of(kind.model, layout.tensor), changed > 0, qk_norm)
+            for kind in block_kinds(model)
+        )
     latents, part = 0, model.part(LatentConfig)
     if not part.idle:
         selective = layout.recompute == "selective"
@@ -243,13 +251,13 @@ def _block_bytes(
         # Inputs of 8-bit layers: a byte per number instead of the number, or with it where
         # attention or a ReLU keeps its output too. Split sequences stay as they are.
         alone = MLP_WIDTHS[model.mlp.activation] > 1
+        kept_in_8_bits = 0 if layout.mlp_act else share.ffn * (-1.0 if alone else 1.0)
         entering = 0.0 if layout.sequence else 2.0 * hidden - outputs
-        float8 = tokens * (entering + share.query + share.ffn * (-1.0 if alone else 1.0))
+        float8 = tokens * (entering + share.query + kept_in_8_bits)
     whole += float8
     if qk_norm:
         copied = sizes.source if sizes.source > size else 0
-        count = (share.query + share.kv) / model.attention.kv_channels
-        whole += tokens * count * (copied * model.attention.kv_channels + sizes.statistics)
+        whole += tokens * (copied * (share.query + share.kv) + share.heads * sizes.statistics)
     return whole, float8
 
 
@@ -275,8 +283,11 @@ def expert_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
     return size * (rows * (2 * width + inner * kept) + tokens * (within * kept + scaled)) + scores
 
 
-def mlp_widths(model: ModelConfig) -> int:
-    """Return the inner widths that an MLP keeps for its backward pass."""
+def mlp_widths(model: ModelConfig, recomputed: bool = False) -> int:
+    """Return the inner widths that an MLP keeps for its backward pass, of which the input of the
+    activation is left where the rest is ``recomputed``."""
+    if recomputed:
+        return 1 + model.mlp.gated
     clamped = model.mlp.activation_func_clamp_value is not None
     # The clamped gate, and the up projection that it multiplies.
     changes = clamped + (clamped or model.mlp.glu_linear_offset != 0)
@@ -362,7 +373,6 @@ def _working(
     if saving == WHOLE and layout.context == 1:
         return 0.0
     share, hidden, size = local_widths(model, layout.tensor), model.hidden_size, sizes.element
-    heads = heads_of(model, layout.tensor)
     tokens, ranks = sizes.tokens, layout.context
     # Gradients of output, queries, keys and values, and those of the product that made them; the
     # MLP's norm and the output are gone by then. In blocks in float32 before they are rounded.
@@ -370,7 +380,8 @@ def _working(
     attention -= sizes.outside * (sizes.norm(hidden) + size * hidden)
     if _in_blocks(layout):
         attention += tokens * 4.0 * (share.query + 2 * share.kv)
-        attention += key_bytes_on_the_way(layout, heads, tokens, size)
+        heads = [heads_of(kind.model, layout.tensor) for kind in block_kinds(model)]
+        attention += max(key_bytes_on_the_way(layout, each, tokens, size) for each in heads)
     if chunked_on_host(saving, layout, model.seq_length):
         # Of a chunk queries and outputs with gradients, keys and values with gradients and the
         # next ones; of all keys and values gradients in float32.

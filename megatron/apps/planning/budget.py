@@ -48,7 +48,8 @@ def _complexity(plan: Plan) -> tuple[int, float]:
     }
     more = sum(weight for weight, used in steps.items() if used)
     more += len(changed_flags(plan.saving)) + 2 * (layout.offload_optimizer is not None)
-    return more + max(0, layout.zero - 1) + (layout.recompute is not None), plan.time.total
+    more += (layout.recompute is not None) + layout.mlp_act
+    return more + max(0, layout.zero - 1), plan.time.total
 
 
 @dataclass(frozen=True)

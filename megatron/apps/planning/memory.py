@@ -20,6 +20,7 @@ from megatron.apps.planning.parameters import (
     rank_shares,
 )
 from megatron.config import ModelConfig
+from megatron.config.engine import bucket_size
 from megatron.config.layouts import BOTH_WAYS, WEIGHTS_LATER, Layout
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.adapters.nf4 import bytes_of
@@ -29,7 +30,7 @@ from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.low_bit_states.state_formats import state_formats
 from megatron.features.tiers.rules import ADAM, moved_bytes
 
-REDUCE_BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in elements
+REDUCE_BUCKET = 500_000_000  # of DeepSpeed's engine without ZeRO, in elements
 
 LIVE_PARAMETERS = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_parameters
 
@@ -70,9 +71,8 @@ def state_bytes(layout: Layout, replicas: int | None = None, states: float = 2.0
         return StateBytes(2.0, gradients, state_formats(layout.states).bytes / data)
     copied = 4 if zero == 3 or layout.precision == "fp16" else 0
     if zero == 1:
-        # Whole until they are reduced. Its bf16 optimizer accumulates next to the 16-bit gradients.
-        copy = size if accumulated > size and layout.precision == "bf16" else 0
-        gradients = max(accumulated + copy, (size + copied) / data)
+        # Whole until they are reduced.
+        gradients = max(float(accumulated), (size + copied) / data if accumulated == size else 0.0)
     elif zero == 2 and accumulated > size:
         gradients = accumulated / data
     else:
@@ -83,28 +83,25 @@ def state_bytes(layout: Layout, replicas: int | None = None, states: float = 2.0
 def bucket_bytes(layout: Layout) -> int:
     """Return the bytes per element of all buckets of a rank's gradients together.
 
-    At stage 1 a pipeline has two, one of which DeepSpeed allocates for its own backward pass. At
-    stage 0 and in the bf16 optimizer the bucket is a copy of the accumulated gradients. Stage 2
-    reduces each micro batch's gradients and accumulates them afterwards.
+    At stage 0 the bucket is a copy of the accumulated gradients. At stage 1 the gradients are in
+    buckets themselves: another is what arrives. Stage 2 fills one while two are under way.
     """
     zero = layout.running_zero
-    if layout.replicas == 1 and zero < 3 and not (zero == 2 and layout.grads_in_fp32):
+    if layout.replicas == 1 and zero < 3:
         return 0  # gradients stay where the backward pass puts them
     size = 4 if layout.precision == "fp32" or layout.autocast else 2
-    if zero == 1 and layout.grads_in_fp32 and layout.precision == "bf16":
-        return 4
     if layout.grads_in_fp32 and zero != 2:
         size = 4
-    return size * (2 if zero == 1 and layout.pipeline > 1 else 1)
+    return size * (3 if zero == 2 else 1)
 
 
 def buffer_bytes(layout: Layout, parameters: float, trained: float | None = None) -> float:
-    """Return the bytes of temporary buffers in a step, with DeepSpeed's default sizes: buckets of
+    """Return the bytes of temporary buffers in a step, with default sizes: buckets of
     gradients of the ``trained`` parameters (default: all), the gathered parameters of stage 3, and
     autocast's 16-bit weights at stage 0, which are freed before the buckets."""
-    buckets = float(
-        min(REDUCE_BUCKET, parameters if trained is None else trained) * bucket_bytes(layout)
-    )
+    reduced = parameters if trained is None else trained
+    most = bucket_size(int(reduced)) if layout.zero else REDUCE_BUCKET
+    buckets = float(min(most, reduced) * bucket_bytes(layout))
     if layout.zero == 0:
         if layout.precision == "fp16" and not layout.grads_in_fp32:
             return 0.0  # no more than what the float32 copies of the gradients take later
@@ -115,10 +112,10 @@ def buffer_bytes(layout: Layout, parameters: float, trained: float | None = None
 
 
 def float8_bytes(model: ModelConfig, layout: Layout, blocks: int) -> float:
-    """Return the bytes of the 8-bit weights of this many blocks, in both layouts; at stage 3 each
-    is cast where it is used."""
+    """Return the bytes of the 8-bit weights of this many blocks; at stage 3 each is cast where it
+    is used."""
     kept = layout.running_zero < 3
-    return 2.0 * blocks * linear_parameters(model, layout.tensor) if kept else 0.0
+    return float(blocks * linear_parameters(model, layout.tensor)) if kept else 0.0
 
 
 def stages_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
@@ -163,7 +160,8 @@ class Memory:
         if layout.zero > 1:
             size = 4 if layout.precision == "fp32" else 2
             elements = gradients / state_bytes(layout).gradients
-            gradients, buffers = 0.0, max(buffers, 2.0 * size * min(REDUCE_BUCKET, elements))
+            bucket = min(bucket_size(int(elements)), elements)
+            gradients, buffers = 0.0, max(buffers, 2.0 * size * bucket)
         elsewhere = replace(self, optimizer=0.0, gradients=gradients, buffers=buffers)
         if layout.offload_optimizer == "nvme":
             return replace(elsewhere, disk=moved)

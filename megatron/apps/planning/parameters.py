@@ -16,6 +16,7 @@ from megatron.config.memory import States, memory_of
 from megatron.families import BlockLengths, build_model, family_of, spec_of, trained_spec
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.context.costs import lengths_of_rank
+from megatron.features.global_heads.costs import block_kinds
 from megatron.features.latent.costs import layer_weights
 from megatron.features.latent.flags import LatentConfig
 from megatron.features.recurrent.costs import mean_block
@@ -27,23 +28,41 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class LocalWidths:
-    """Widths of a tensor-parallel rank's share, padding included: queries and keys (or values) of
-    all its heads together, gates of its output, MLP, token embedding."""
+    """Widths of a tensor-parallel rank's share, padding included, the mean over blocks.
 
-    query: int
-    kv: int
-    gate: int
+    Attributes:
+        query, kv: all its heads of queries, and of keys (or values), together.
+        values: projection of values, where keys are not their values.
+        heads: number of heads of queries and keys.
+        gate, ffn, vocab: gates of its output, MLP, token embedding.
+    """
+
+    query: float
+    kv: float
+    values: float
+    heads: float
+    gate: float
     ffn: int
     vocab: int
 
 
 def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
     """Return the share of one of ``tensor`` ranks; the model has its vocabulary sizes."""
-    query = model.attention.num_attention_heads // tensor * model.attention.kv_channels
+    query = kv = values = heads = 0.0
+    for kind in block_kinds(model):
+        attention = kind.model.attention
+        queries = attention.num_attention_heads // tensor
+        keys = max(1, attention.num_query_groups // tensor)
+        query += kind.share * queries * attention.kv_channels
+        kv += kind.share * keys * attention.kv_channels
+        values += kind.share * keys * attention.kv_channels * (not kind.keys_are_values)
+        heads += kind.share * (queries + keys)
     return LocalWidths(
         query=query,
+        kv=kv,
+        values=values,
+        heads=heads,
         gate=query * model.attention.attention_output_gate,
-        kv=max(1, model.attention.num_query_groups // tensor) * model.attention.kv_channels,
         ffn=model.mlp.ffn_hidden_size // tensor,
         vocab=model.vocabulary.padded // tensor,
     )
@@ -102,12 +121,14 @@ def linear_parameters(model: ModelConfig, tensor: int, cross: bool = False) -> i
     return round(attention + mlp + mean.weights)
 
 
-def attention_weights(model: ModelConfig, tensor: int, cross: bool = False) -> int:
-    """Return the weights of a block's attention on one of ``tensor`` ranks."""
+def attention_weights(model: ModelConfig, tensor: int, cross: bool = False) -> float:
+    """Return the weights of a block's attention on one of ``tensor`` ranks, the mean over blocks
+    that have one."""
     if not model.part(LatentConfig).idle:
         return layer_weights(model, tensor)
     share = local_widths(model, tensor)
-    return model.hidden_size * ((1 + cross) * (2 * share.query + 2 * share.kv) + share.gate)
+    own = 2 * share.query + share.kv + share.values + share.gate
+    return model.hidden_size * (own + cross * 2 * (share.query + share.kv))
 
 
 def norms_of_block(model: ModelConfig, cross: bool = False) -> int:

@@ -16,7 +16,6 @@ from megatron.apps.planning.activations import WHOLE
 from megatron.apps.planning.memory import Memory, rank_memory
 from megatron.apps.planning.parameters import (
     RankShare,
-    local_widths,
     rank_shares,
 )
 from megatron.apps.planning.step_time import (
@@ -32,14 +31,20 @@ from megatron.config.flags import flag_names
 from megatron.config.layouts import Layout, StateDtypes, refusal
 from megatron.families import BlockLengths, family_of
 from megatron.features.adapters.flags import AdapterConfig
-from megatron.features.context.costs import LONG, counts_half
+from megatron.features.context.costs import LONG, counts_half, heads_of
 from megatron.features.context.flags import LongContextConfig
 from megatron.features.experts.costs import with_experts
 from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.float8.linear import Float8
+from megatron.features.global_heads.costs import block_kinds, with_global_heads
 from megatron.features.latent.costs import with_latents
 from megatron.features.recurrent.costs import with_states
 from megatron.model.flops import TransformerShape
+
+RECOMPUTED = (
+    (None, False), (None, True), ("selective", False), ("selective", True), ("uniform", False)
+)  # fmt: skip
+"""The kind of recomputation, and True if activations of MLPs are recomputed."""
 
 PART = 8192  # fewest tokens of a sequence that a rank has where ranks divide it
 
@@ -216,7 +221,7 @@ def _with_teacher(
 def _shape(model: ModelConfig) -> TransformerShape:
     """Return the numbers that the FLOPs of a complete model depend on."""
     shape = with_experts(family_of(model.family).shape(model), model)
-    return with_states(with_latents(shape, model), model)
+    return with_states(with_global_heads(with_latents(shape, model), model), model)
 
 
 @lru_cache(maxsize=4096)
@@ -348,9 +353,9 @@ def variants(work: Workload, base: Layout) -> Iterator[Layout]:
             parts = base.tensor * (2 * base.context if base.context > 1 else 1)
             if sequence and any(n % parts for n in lengths):
                 continue
-            for recompute in (None, "selective", "uniform"):
+            for recompute, mlp_act in RECOMPUTED:
                 layout = dataclasses.replace(
-                    base, zero=zero, sequence=sequence, recompute=recompute
+                    base, zero=zero, sequence=sequence, recompute=recompute, mlp_act=mlp_act
                 )
                 if refusal(layout) is None:
                     yield layout
@@ -358,11 +363,11 @@ def variants(work: Workload, base: Layout) -> Iterator[Layout]:
 
 def divides_model(model: ModelConfig, tensor: int) -> bool:
     """Return True if each of ``tensor`` ranks gets whole heads and an equal share of the MLP."""
-    groups = model.attention.num_query_groups
+    groups = [kind.model.attention.num_query_groups for kind in block_kinds(model)]
     return (
         model.attention.num_attention_heads % tensor == 0
         and model.mlp.ffn_hidden_size % tensor == 0
-        and (groups % tensor == 0 or tensor % groups == 0)
+        and all(count % tensor == 0 or tensor % count == 0 for count in groups)
     )
 
 
@@ -370,11 +375,17 @@ def has_float8_widths(work: Workload, tensor: int) -> bool:
     """Return True if the shares of ``tensor`` ranks have widths that 8-bit products can have."""
     if not work.float8:
         return True
-    share, groups = local_widths(work.padded(tensor), tensor), work.model.attention.num_query_groups
-    # More ranks than groups have keys and values in a matrix of their own.
-    fused = 2 * share.kv + (share.query if groups >= tensor else 0)
     multiple = Float8(recipe=work.fast_paths.fp8_recipe).multiple
-    return not any(width % multiple for width in (share.query, fused, share.ffn))
+    widths = [work.model.mlp.ffn_hidden_size // tensor]
+    for kind in block_kinds(work.model):
+        heads = heads_of(kind.model, tensor)
+        query, keys = heads.queries * heads.width, heads.keys * heads.width
+        # More ranks than groups have keys and values in a matrix of their own.
+        fused = kind.model.attention.num_query_groups >= tensor
+        widths += [query, 2 * keys + query * fused]
+        if kind.keys_are_values:
+            widths[-1] = keys
+    return not any(width % multiple for width in widths)
 
 
 def micro_batch_sizes(work: Workload, data: int) -> list[int]:

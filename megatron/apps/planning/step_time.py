@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain
+from functools import lru_cache
+from itertools import chain, pairwise, product
 
 from megatron.apps.planning.parameters import (
     RankShare,
@@ -27,10 +28,16 @@ from megatron.families import BlockLengths
 from megatron.features.context.costs import attention_bytes, counts_half, heads_of
 from megatron.features.experts.costs import layer_costs
 from megatron.features.experts.flags import ExpertsConfig
+from megatron.features.global_heads.costs import block_kinds
 from megatron.features.latent.flags import LatentConfig
 from megatron.features.recurrent.costs import mean_block
+from megatron.parallel.pipeline_schedules import PipelineSchedule
 
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
+
+FLOPS_OF_A_BYTE = 200
+"""FLOPs that a GPU computes in matrix products while it moves a byte: 650 TFLOP/s at 3.3 TB/s, of
+an H100."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class Hardware:
     """Tokens of the busiest expert-parallel rank over the mean of all."""
     data_overlap: float = option(0.5)
     """Share of data-parallel communication that overlaps with computation at ZeRO 3. Below it
-    DeepSpeed's overlap_comm is off by default and nothing overlaps."""
+    all counts, although gradients are reduced within the backward pass."""
     ring_overlap: float = option(0.8)
     """Share of the time of attention under which keys travel between ranks that divide sequences
     with --cp-comm-type p2p."""
@@ -171,19 +178,26 @@ def tensor_bytes_per_block(
     Two all-reduces of the hidden states forward and two backward (Shoeybi et al. 2019,
     arXiv:1909.08053, section 3). Sequence parallelism replaces each by an all-gather and a reduce-
     scatter, and gathers the inputs of the two column-parallel layers again (Korthikanti et al.
-    2022, section 4.2.2). Full recomputation sends the forward pass's part again. Cross-attention
-    has one of each more, and reads another sequence: an all-reduce of its gradient, or with
-    sequence parallelism two all-gathers and a reduce-scatter.
+    2022, section 4.2.2). Full recomputation sends the forward pass's part again, as far as
+    something that is kept comes after it: up to the input of the last layer where neither dropout
+    nor a norm follows that. Cross-attention has one of each more, and reads another sequence: an
+    all-reduce of its gradient, or with sequence parallelism two all-gathers and a reduce-scatter.
     """
     lengths = lengths or block_lengths(model, layout)[0]
     again, gathers = layout.recompute in ("uniform", "block"), 0
+    unneeded = (1 if layout.sequence else 2) * (again and not keeps_outputs(model))
     for each in lengths.whole:
         layers = 3 if each.other else 2  # attention, cross-attention, MLP: each a column and a row
-        gathers += each.own * layers * (4 + 2 * again + layout.sequence)
+        gathers += each.own * (layers * (4 + 2 * again + layout.sequence) - unneeded)
         gathers += each.other * ((3 + again) if layout.sequence else 2)
     # Autocast's matrix products are in 16 bits too.
     size = 0.5 if layout.autocast else 1.0
     return ring(layout.tensor) * size * gathers * hidden_bytes(model, layout, micro_batch)
+
+
+def keeps_outputs(model: ModelConfig) -> bool:
+    """Return True if the backward pass of a block needs the output of its last layer."""
+    return bool(model.hidden_dropout) or model.norm.post_norm
 
 
 def hidden_bytes(model: ModelConfig, layout: Layout, tokens: int) -> float:
@@ -200,15 +214,27 @@ def tensor_bytes_at_ends(model: ModelConfig, layout: Layout, tokens: int) -> flo
 def pipeline_bytes(
     model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int
 ) -> float:
-    """Return the bytes that a pipeline rank sends to its neighbours: for every stage the hidden
-    states, with an encoder's output that its decoder reads, and their gradients; a share of the
-    sequence with sequence parallelism."""
+    """Return the bytes that a pipeline rank sends to its neighbours: for every boundary of stages
+    the hidden states, with an encoder's output that its decoder reads, or their gradients; a share
+    of the sequence with sequence parallelism."""
     if layout.pipeline == 1:
         return 0.0
     split = layout.tensor if layout.sequence else 1
     blocks = block_lengths(model, layout)
     tokens = micro_batch * max(lengths.own + lengths.other for lengths in blocks)
-    return 2 * micro_batches * layout.chunks * hidden_bytes(model, layout, tokens) / split
+    return messages(layout) * micro_batches * hidden_bytes(model, layout, tokens) / split
+
+
+@lru_cache(maxsize=64)
+def messages(layout: Layout) -> int:
+    """Return the messages of the pipeline rank that sends most, for one micro batch."""
+    stages = layout.pipeline * layout.chunks
+    place = PipelineSchedule(layout.schedule, layout.pipeline, layout.chunks, stages)
+    ranks = [place.rank_of(stage) for stage in range(stages)]
+    sent = Counter(
+        sender for here, there in pairwise(ranks) if here != there for sender in (here, there)
+    )
+    return max(sent.values())
 
 
 def gradient_size(layout: Layout) -> int:
@@ -315,6 +341,10 @@ def rank_flops(
         scores = mean.attention * scores + own * mean.products
         matrices = projections + own * mean.mlp * mlp
         again = {None: 0, "selective": scores}.get(layout.recompute, matrices + scores)
+        if layout.mlp_act and layout.recompute in (None, "selective"):
+            # Gate and up are read, and their product is written, in 16 bits.
+            bytes_again = own * mean.mlp * 2 * (2 + model.mlp.gated) * width.ffn
+            again += FLOPS_OF_A_BYTE * bytes_again
         total += 3 * (matrices + scores) + again
     if any(share.routed):
         costs = layer_costs(model, max(model.part(ExpertsConfig).layer_experts))
@@ -421,11 +451,12 @@ def _context_time(
     sent = waited = 0.0
     if layout.context == 1:
         return sent, waited
-    heads = heads_of(model, layout.tensor)
     element = 2 if layout.precision != "fp32" else 4
     bandwidth = hardware.ring_bandwidth(layout.context, layout.tensor)
     passes = 3 if layout.recompute is None else 4
-    for lengths, count in Counter(chain(*share.stages)).items():
+    blocks = Counter(chain(*share.stages)).items()
+    for (lengths, number), kind in product(blocks, block_kinds(model)):
+        count, heads = kind.share * number, heads_of(kind.model, layout.tensor)
         tokens = micro_batch * lengths.own
         rings, rest = attention_bytes(layout, heads, tokens, element)
         pairs = tokens * lengths.keys * (0.5 if counts_half(model) else 1.0)
