@@ -85,9 +85,9 @@ Without dropout every layout gives the same result; with it, those with `all` do
 
 NOTES = """All of them support tied and untied embeddings, grouped-query attention (the number of
 key-value heads divides the tensor-parallel size or is a multiple of it; with fewer heads than
-processes they are replicated), gradient accumulation and `--torch-compile`. With tensor parallelism
-collectives break the graph, so that every block is compiled in pieces and gains less; modes with
-CUDA graphs need a layout without a pipeline at ZeRO 0 to 2.
+processes they are replicated), gradient accumulation and `--torch-compile`, whose graphs
+contain the collectives of tensor parallelism; modes with CUDA graphs need a layout without a
+pipeline at ZeRO 0 to 2.
 
 Every model family trains in all of them, a Retro without a context. The decoder of a T5 starts
 where the blocks of encoder and decoder together are divided most evenly, which may be within a

@@ -30,15 +30,12 @@ from megatron.features.adapters.low_rank import (
     UpPlace,
     low_rank_linear,
 )
+from megatron.parallel.collectives import start_all_reduce, start_sum_over_copies
 from megatron.parallel.layers import ParallelLinear, RowMap
 from megatron.parallel.linear import LinearMap, column_linear
 from megatron.parallel.mesh import SINGLE, Group
 from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
-from megatron.parallel.tensor_parallel import (
-    TensorParallel,
-    start_all_reduce,
-    start_sum_over_copies,
-)
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)

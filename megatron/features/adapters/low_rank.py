@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.mesh import SINGLE, Group
-from megatron.parallel.tensor_parallel import (
+from megatron.parallel.collectives import (
     Finish,
-    autocast_dtype,
     start_all_reduce,
     start_gather_sequence,
     start_scatter_sequence,
     start_sum_over_copies,
 )
+from megatron.parallel.mesh import SINGLE, Group
+from megatron.parallel.tensor_parallel import autocast_dtype
 
 
 class UpPlace(NamedTuple):

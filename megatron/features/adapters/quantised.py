@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from megatron.features.adapters.nf4 import QuantisedMatrix, quantise
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.mesh import Coordinates
+from megatron.parallel.random import generator
 from megatron.parallel.shard import init_of, shard_of
-from megatron.parallel.tensor_parallel import generator
 
 WEIGHTS = ("weight", "kv_weight")
 """The matrices of a linear layer."""

@@ -50,7 +50,7 @@ from megatron.parallel.layers import (
 )
 from megatron.parallel.mesh import Coordinates, Mesh
 from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
-from megatron.parallel.tensor_parallel import sum_gradients
+from megatron.parallel.tensor_parallel import sum_at_once, sum_gradients
 
 SCORES = {SPARSE: "sparse_mask_scores", ROW: "row_mask_scores", HEAD: "head_pruning_scores"}
 """Last names of the parameters whose order decides what is pruned (method ``topk``)."""
@@ -280,6 +280,7 @@ class CompressedLayer:
     def attach(self, clock: Clock, mesh: Mesh, device: torch.device) -> None:
         """Begins to take part in the training of an engine."""
         self.clock, self.mesh = clock, mesh
+        sum_at_once(self.module.parameters(recurse=False))
         use = self.uses.get(ACTIVATIONS)
         if use is not None and use.technique.shared["range_calibration"] == "static":
             self.range = torch.zeros(2, device=device)

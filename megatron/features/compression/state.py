@@ -30,8 +30,8 @@ from megatron.features.compression.settings import (
 )
 from megatron.parallel.linear import KernelStates
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.random import derive_seed, generator
 from megatron.parallel.shard import shard_of
-from megatron.parallel.tensor_parallel import derive_seed, generator
 from megatron.training.trainer import Callback, Step, Trainer
 from megatron.util.processes import is_main_process
 

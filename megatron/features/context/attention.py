@@ -26,11 +26,12 @@ from megatron.features.context.exchange import (
     whole_keys,
 )
 from megatron.features.context.kernels import Scoring
+from megatron.kernels.compiler import untraced
 from megatron.model.attention_backends import AttentionBackend
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring
-from megatron.parallel.compiler import untraced
 from megatron.parallel.context import Context
-from megatron.parallel.tensor_parallel import autocast_dtype, tensor_parallel_random
+from megatron.parallel.random import tensor_parallel_random
+from megatron.parallel.tensor_parallel import autocast_dtype
 
 
 class ContextAttention:
@@ -62,7 +63,7 @@ class ContextAttention:
         self.exchange = HeadExchange(context, exchanging)
         self.gathers = kind == "allgather"
 
-    @untraced
+    @untraced  # kernels and collectives in an order of their own, with nothing to fuse in between
     def __call__(
         self,
         q_BNsD: Tensor,
@@ -83,10 +84,7 @@ class ContextAttention:
             return self._in_blocks(q, k, v, scores, masks, dropout, sinks_N)
         scores, sinks_N = self._of_heads(q.shape[1], scores, sinks_N)
         q, k, v = self.exchange.scatter_heads(q, k, v)
-        if self.exchange.size == self.context.size:
-            y = self._attend(q, k, v, scores, masks, dropout, None, sinks_N)
-        else:
-            y = self._in_blocks(q, k, v, scores, masks, dropout, sinks_N)
+        y = self._in_blocks(q, k, v, scores, masks, dropout, sinks_N)
         return self.exchange.gather_heads(y)
 
     def _of_heads(
@@ -153,6 +151,38 @@ class ContextAttention:
         else:
             source = Ring(self.context, exchanging, rule.sees, queries, keys)
         return _Plan(rule, source, spans_of(rank, size, queries))
+
+
+class HeadAttention(ContextAttention):
+    """Attention of all ranks' sequences, of some heads: all ranks exchange them. The compiler takes
+    it into the graph of its block."""
+
+    def __call__(
+        self,
+        q_BNsD: Tensor,
+        k_BKtD: Tensor,
+        v_BKtD: Tensor,
+        scores: AttentionScoring,
+        masks: AttentionMasks,
+        dropout: float,
+        bias: Tensor | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        if bias is not None:
+            return super().__call__(q_BNsD, k_BKtD, v_BKtD, scores, masks, dropout, bias, sinks_N)
+        dtype = autocast_dtype(q_BNsD)
+        scores, sinks_N = self._of_heads(q_BNsD.shape[1], scores, sinks_N)
+        q, k, v = self.exchange.scatter_heads(*(x.to(dtype) for x in (q_BNsD, k_BKtD, v_BKtD)))
+        y = self._attend(q, k, v, scores, masks, dropout, None, sinks_N)
+        return self.exchange.gather_heads(y)
+
+
+def context_attention(
+    attend: AttentionBackend, context: Context, kind: str, heads: int
+) -> ContextAttention:
+    """Return the attention of a block that communicates as ``kind`` says. Raises as the class."""
+    whole = kind == "a2a" or (kind == "a2a+p2p" and context.inner == context.size)
+    return (HeadAttention if whole else ContextAttention)(attend, context, kind, heads)
 
 
 def scoring_of(scores: AttentionScoring, width: int, dropout: float) -> Scoring:

@@ -23,7 +23,7 @@ from megatron.features.context.documents import DocumentBounds
 from megatron.features.context.exchange import KeyBlock, KeySource, Span, Spans
 from megatron.features.context.kernels import Scoring
 from megatron.model.attention_masks import Place, Window, first_key, last_key, slopes_on
-from megatron.parallel.tensor_parallel import derive_seed
+from megatron.parallel.random import derive_seed
 
 _HIDDEN = -1e30
 """Addend of a score that is not seen. Finite, so that a row of a tile without any key is no NaN in

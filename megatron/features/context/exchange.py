@@ -21,12 +21,10 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron.parallel.collectives import Finish, start_exchange, start_gather, start_scatter
 from megatron.parallel.context import Context
-from megatron.parallel.mesh import Group
-from megatron.parallel.tensor_parallel import Finish, all_gather_flat, reduce_scatter_flat
 
 Span = tuple[int, int]
 """Positions from the first to before the second."""
@@ -40,26 +38,6 @@ def spans_of(rank: int, size: int, length: int) -> Spans:
     width = length // (2 * size)
     last = length - rank * width
     return (rank * width, (rank + 1) * width), (last - width, last)
-
-
-def start_exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Finish:
-    """Send ``sent`` elements of contiguous ``x`` to each rank; what it returns waits for the
-    ``received`` elements of each, flat."""
-    result = x.new_empty(sum(received))
-    work = dist.all_to_all_single(
-        result,
-        x.view(-1),
-        output_split_sizes=list(received),
-        input_split_sizes=list(sent),
-        group=group.handle,
-        async_op=True,
-    )
-
-    def finish() -> Tensor:
-        work.wait()
-        return result
-
-    return finish
 
 
 class HeadExchange(NamedTuple):
@@ -109,7 +87,7 @@ class HeadExchange(NamedTuple):
         first = self.context.rank - self.rank
         counts = [0] * self.context.size
         counts[first : first + self.size] = [flat.shape[1]] * self.size
-        received = start_exchange(flat, counts, counts, self.context.group)().view_as(flat)
+        received = start_exchange(flat.view(-1), counts, counts, self.context.group)().view_as(flat)
         slices = received.split([part[0].numel() for part in parts_UX], 1)
         return [x.reshape(part.shape) for x, part in zip(slices, parts_UX, strict=True)]
 
@@ -197,9 +175,8 @@ class KeySource(Protocol):
 def gather(context: Context, k_BKsD: Tensor, v_BKsD: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of the whole sequence, [B, K, S, D], in one collective."""
     packed = _packed(k_BKsD, v_BKsD)
-    parts = packed.new_empty(context.size, *packed.shape)
-    all_gather_flat(parts.view(-1), packed.view(-1), group=context.group.handle)
-    first, second = parts.unflatten(1, (2, -1)).unbind(1)
+    parts = start_gather(packed, context.group)()
+    first, second = parts.unflatten(0, (context.size, 2, -1)).unbind(1)
     return _unpacked(torch.cat((first.flatten(0, 1), second.flip(0).flatten(0, 1))))
 
 
@@ -207,9 +184,7 @@ def scatter_gradients(context: Context, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple
     """This rank's part [B, K, s, D] of the sums over the ranks; the transpose of gathering."""
     pieces = _packed(k_BKSD, v_BKSD).unflatten(0, (2 * context.size, -1))
     parts = torch.stack((pieces[: context.size], pieces[context.size :].flip(0)), 1)
-    total = torch.empty_like(parts[0])
-    reduce_scatter_flat(total.view(-1), parts.view(-1), group=context.group.handle)
-    return _unpacked(total.flatten(0, 1))
+    return _unpacked(start_scatter(parts.flatten(0, 2), context.group)())
 
 
 def _packed(k_BKsD: Tensor, v_BKsD: Tensor) -> Tensor:
@@ -365,7 +340,7 @@ class Ring:
         sent, received = [0] * self.context.size, [0] * self.context.size
         sent[target * self.heads + self.first] = x.numel()
         received[source * self.heads + self.first] = count
-        return start_exchange(x, sent, received, self.context.group)
+        return start_exchange(x.view(-1), sent, received, self.context.group)
 
 
 def _range(chosen: Sequence[bool]) -> tuple[int, int]:

@@ -25,12 +25,12 @@ class ContextFeature(Feature):
         context = tp.context
         if context.size == 1:
             return attend
-        from megatron.features.context.attention import ContextAttention
+        from megatron.features.context.attention import context_attention
 
         if config.decoder_num_layers is not None and kind != "full":
             layer += config.num_layers  # a decoder's blocks follow those of its encoder
         heads = config.attention.num_attention_heads // tp.group.size
-        return ContextAttention(attend, context, context.kind(layer), heads)
+        return context_attention(attend, context, context.kind(layer), heads)
 
     def kernels(self, blocks: Sequence[Any], config: Any) -> None:
         flags, ranks = config.section(LongContextConfig), config.parallel.context_parallel_size

@@ -22,9 +22,9 @@ from megatron.features.context.attention import ContextAttention, block_rule, sc
 from megatron.features.context.blocks import Accumulator, BlockRule, Gradients
 from megatron.features.context.exchange import KeyBlock, Span
 from megatron.features.context.offload import side_stream
+from megatron.kernels.compiler import untraced
 from megatron.model.attention_backends import AttentionBackend
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring
-from megatron.parallel.compiler import untraced
 from megatron.parallel.softmax_loss import slices
 from megatron.parallel.tensor_parallel import autocast_dtype
 

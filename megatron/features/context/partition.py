@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.parallel.collectives import all_gather_flat
 from megatron.parallel.mesh import Group
-from megatron.parallel.tensor_parallel import all_gather_flat
 
 
 class _Part(NamedTuple):

@@ -22,8 +22,9 @@ from megatron.model.layer_list import LayerState
 from megatron.model.mlp import MLP
 from megatron.parallel.layers import VocabParallelEmbedding
 from megatron.parallel.loss_head import LossHead
+from megatron.parallel.random import random_state, set_random_state
 from megatron.parallel.softmax_loss import slices
-from megatron.parallel.tensor_parallel import random_state, set_random_state
+from megatron.parallel.tensor_parallel import summed_as
 
 
 class TiledMLP:
@@ -93,6 +94,8 @@ class _Tiles(torch.autograd.Function):
         x_BSH, *params = ctx.saved_tensors
         needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
         leaves = [p.detach().requires_grad_(n) for p, n in zip(params, needs[1:], strict=True)]
+        for name, leaf in zip(ctx.names, leaves, strict=True):
+            summed_as(leaf, ctx.tiled.mlp.get_parameter(name))
         replaced = dict(zip(ctx.names, leaves, strict=True))
         kind, dtype, enabled = ctx.autocast
         x_grad_BSH = torch.empty_like(x_BSH) if needs[0] else None
@@ -141,7 +144,7 @@ def tile_mlps(blocks: Sequence[nn.Module], tokens: Callable[[int, int], int]) ->
     ``tokens``: as of :class:`TiledMLP`."""
     for block in blocks:
         mlp = getattr(block, "mlp", None)
-        if type(mlp) is MLP and getattr(block, "mlp_is_plain", False):
+        if isinstance(mlp, MLP) and getattr(block, "mlp_is_plain", False):
             mlp.forward = TiledMLP(mlp, tokens)  # type: ignore[method-assign, assignment]
             # It has the call of other modules, which are not compiled: tiles are not one graph.
             block.mlp_is_plain = False  # type: ignore[assignment]

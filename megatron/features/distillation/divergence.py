@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.kernels.sums import rows_of_work
+from megatron.parallel.collectives import start_gather_sequence
 from megatron.parallel.cross_entropy import ChunkedCrossEntropy, LogitChunks
 from megatron.parallel.loss_head import LossHead, Targets
-from megatron.parallel.mesh import Group
-from megatron.parallel.softmax_loss import capped, rows_of_work, slices
-from megatron.parallel.tensor_parallel import start_gather_sequence
+from megatron.parallel.softmax_loss import capped, of_ranks, slices
 
 DEVICE_WORK_BYTES = 64 * 2**20
 """Size of one of the float32 work spaces on GPUs."""
@@ -119,7 +119,11 @@ def _top_of_chunk(run: LogitChunks, chunk: slice, count: int, temperature: float
     tokens_CK[:, : top.values.shape[1]] = top.indices + run.first
     group = run.group
     if group.size > 1:
-        values_CK, tokens_CK = (_gathered(each, group) for each in (values_CK, tokens_CK))
+        # Integers and the bits of numbers in one collective; float64 has every float32.
+        bits = values_CK.double().view(torch.int64)
+        both = of_ranks(group, bits.flatten(), tokens_CK.flatten())
+        bits, tokens_CK = (x.unflatten(1, (rows, count)).transpose(0, 1).flatten(1) for x in both)
+        values_CK = bits.view(torch.float64).to(values_CK.dtype)
         values_CK, places_CK = values_CK.topk(count, dim=-1)
         tokens_CK = tokens_CK.gather(1, places_CK)
     weights_CN = soft_CN.sub_(values_CK[:, :1]).exp_()
@@ -135,13 +139,6 @@ def _top_of_chunk(run: LogitChunks, chunk: slice, count: int, temperature: float
     total_C = top_CK.sum(-1) + rest_C
     probs_CK = top_CK / total_C[:, None]
     return TopTokens(tokens_CK.int(), probs_CK.float(), (rest_C / total_C).float())
-
-
-def _gathered(own_CK: Tensor, group: Group) -> Tensor:
-    """Gather the columns of all ranks, in order."""
-    parts = [torch.empty_like(own_CK) for _ in range(group.size)]
-    dist.all_gather(parts, own_CK.contiguous(), group=group.handle)
-    return torch.cat(parts, dim=1)
 
 
 class _Distilled(LogitChunks):
@@ -178,8 +175,7 @@ class _Distilled(LogitChunks):
             taught = self._taught(chunk)
             for at in student.rows():
                 taught.read(at, student.read(at))
-            student.join(self.group)
-            taught.join(self.group, student)
+            self._join(student, taught)
             cross_entropy = cross_entropy + student.cross_entropy() @ mask_C
             divergence = divergence + taught.divergence(student) @ mask_C
             if gradients:
@@ -190,6 +186,16 @@ class _Distilled(LogitChunks):
         divergence = divergence * (terms.temperature**2 / self.counted)
         total = terms.alpha * cross_entropy + terms.beta * divergence
         return DistilledLosses(total, cross_entropy, divergence)
+
+    def _join(self, student: _Student, taught: _Taught) -> None:
+        """Makes what is known of a chunk that of the columns of all ranks, in one collective."""
+        student.sums_3C[2].masked_fill_(student.absent_C, 0.0)
+        if self.group.size == 1:
+            return
+        rows = student.largest_C, *student.sums_3C
+        parts = of_ranks(self.group, *rows, *taught.known())
+        student.join(parts[: len(rows)])
+        taught.join(parts[len(rows) :], student, parts[0])
 
     def _taught(self, chunk: slice) -> _Taught:
         if self._teaching is not None:
@@ -260,18 +266,15 @@ class _Student:
         target.copy_(logits_RV.gather(1, self.columns_C[at, None]).squeeze(1))
         return logits_RV
 
-    def join(self, group: Group) -> None:
-        """Makes what is known that of the columns of all ranks."""
-        self.sums_3C[2].masked_fill_(self.absent_C, 0.0)
-        self.own_largest_C = self.largest_C
-        if group.size == 1:
-            return
-        self.largest_C = self.largest_C.clone()
-        dist.all_reduce(self.largest_C, op=dist.ReduceOp.MAX, group=group.handle)
-        lower_C = self.own_largest_C - self.largest_C
-        self.sums_3C[0] *= lower_C.exp()
-        self.sums_3C[1] *= (lower_C / self.terms.temperature).exp()
-        dist.all_reduce(self.sums_3C, group=group.handle)
+    def join(self, parts: Sequence[Tensor]) -> None:
+        """Makes what is known that of the columns of all ranks, from their ``largest_C`` and
+        ``sums_3C``, [ranks, C] each."""
+        largest_TC, total_TC, softened_TC, target_TC = parts
+        self.largest_C = largest_TC.amax(0)
+        lower_TC = largest_TC - self.largest_C
+        self.sums_3C[0] = (total_TC * lower_TC.exp()).sum(0)
+        self.sums_3C[1] = (softened_TC * (lower_TC / self.terms.temperature).exp()).sum(0)
+        self.sums_3C[2] = target_TC.sum(0)
 
     def cross_entropy(self) -> Tensor:
         """[C]."""
@@ -306,8 +309,13 @@ class _Taught(Protocol):
         """Notes how the student's logits of these rows compare."""
         ...
 
-    def join(self, group: Group, student: _Student) -> None:
-        """Makes what is known that of the columns of all ranks."""
+    def known(self) -> tuple[Tensor, ...]:
+        """Return numbers of the columns of this rank, [C] each in the dtype of the work."""
+        ...
+
+    def join(self, parts: Sequence[Tensor], student: _Student, largest_TC: Tensor) -> None:
+        """Makes that what is known of the columns of all ranks, from :meth:`known` of each,
+        [ranks, C]; ``largest_TC`` are the student's largest logits on each."""
         ...
 
     def divergence(self, student: _Student) -> Tensor:
@@ -348,13 +356,15 @@ class _WholeTeacher:
         self.sums_2C[0, at] = weights_RN.sum(-1)
         self.sums_2C[1, at] = difference_RN.mul_(weights_RN).sum(-1)
 
-    def join(self, group: Group, student: _Student) -> None:
-        if group.size == 1:
-            return
-        own_C, self.largest_C = self.largest_C, self.largest_C.clone()
-        dist.all_reduce(self.largest_C, op=dist.ReduceOp.MAX, group=group.handle)
-        self.sums_2C *= (own_C - self.largest_C).exp()
-        dist.all_reduce(self.sums_2C, group=group.handle)
+    def known(self) -> tuple[Tensor, ...]:
+        return self.largest_C, *self.sums_2C
+
+    def join(self, parts: Sequence[Tensor], student: _Student, largest_TC: Tensor) -> None:
+        own_TC, *sums_TC = parts
+        self.largest_C = own_TC.amax(0)
+        factor_TC = (own_TC - self.largest_C).exp()
+        for total_C, sum_TC in zip(self.sums_2C, sums_TC, strict=True):
+            total_C.copy_((sum_TC * factor_TC).sum(0))
 
     def divergence(self, student: _Student) -> Tensor:
         total_C, difference_C = self.sums_2C
@@ -395,12 +405,14 @@ class _TopTeacher:
         taken_RV.scatter_add_(1, self.columns_CK[at], self.here_CK[at].to(values_RV.dtype))
         return values_RV.masked_fill_(taken_RV > 0, 0.0)
 
-    def join(self, group: Group, student: _Student) -> None:
-        if group.size == 1:
-            return
-        lower_C = (student.own_largest_C - student.largest_C) / self.terms.temperature
-        self.sums_2C[1] *= lower_C.exp()
-        dist.all_reduce(self.sums_2C, group=group.handle)
+    def known(self) -> tuple[Tensor, ...]:
+        return tuple(self.sums_2C)
+
+    def join(self, parts: Sequence[Tensor], student: _Student, largest_TC: Tensor) -> None:
+        product_TC, others_TC = parts
+        lower_TC = (largest_TC - student.largest_C) / self.terms.temperature
+        self.sums_2C[0] = product_TC.sum(0)
+        self.sums_2C[1] = (others_TC * lower_TC.exp()).sum(0)
 
     def divergence(self, student: _Student) -> Tensor:
         product_C, others_C = self.sums_2C

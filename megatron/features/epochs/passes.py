@@ -74,7 +74,7 @@ def _unit(settings: Settings) -> str:
 
 def _files(run: Run, epochs: int, shown: str) -> list[FileSamples]:
     data = family_of(run.config.model.family).data(run.config, run.tokenizer)
-    of_examples = data.reads_examples or any(kind.weighed for kind in data.acting)
+    of_examples = data.reads_examples or any(kind.weighs(run.config) for kind in data.acting)
     if not of_examples and data.samples_of(0) is None:
         raise ConfigError(
             f"{shown}: samples of {run.config.model.family} are drawn again in every pass, and "

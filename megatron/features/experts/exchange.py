@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.parallel.collectives import all_gather_flat
 from megatron.parallel.context import Context
 from megatron.parallel.mesh import SINGLE, Group
-from megatron.parallel.tensor_parallel import TensorParallel, all_gather_flat, sum_gradients
+from megatron.parallel.tensor_parallel import TensorParallel, sum_gradients
 
 
 def all_rows(x_TX: Tensor, group: Group) -> Tensor:
@@ -178,11 +179,15 @@ class ExpertRanks:
         """True if tensor-parallel ranks have the same activations but compute different tokens."""
         return self.tp.group.size > 1 and not self.cut and not self.tp.split
 
+    @property
+    def apart(self) -> bool:
+        """True if tensor-parallel ranks route different tokens."""
+        return self.tp.split or self.shares_tokens
+
     def tokens(self, x_BSH: Tensor) -> SharedTokens:
         """The tokens of activations, which are a slice of the sequence in a split region."""
         (samples, length), context = x_BSH.shape[:2], self.tp.context
-        apart = self.tp.split or self.shares_tokens
-        group = self.tp.group if apart else SINGLE
+        group = self.tp.group if self.apart else SINGLE
         length *= self.tp.slices * context.size
         return SharedTokens(samples, length, group, self.tp.split, x_BSH.device, context)
 
@@ -193,8 +198,7 @@ class ExpertRanks:
 
     def shared(self, *params: Tensor) -> tuple[Tensor, ...]:
         """Parameters that every rank applies to the tokens that it routes."""
-        apart = self.tp.split or self.shares_tokens
-        return sum_gradients(self.tp.group, *params) if apart else params
+        return sum_gradients(self.tp.group, *params) if self.apart else params
 
     def shared_experts(self, *params: Tensor) -> tuple[Tensor, ...]:
         """Parameters of experts that every rank applies to the tokens that it computes."""

@@ -50,11 +50,11 @@ class Router(nn.Module):
         part, coordinates = config.part(ExpertsConfig), ranks.tp.coordinates
         self.ranks, self.dtype = ranks, _DTYPES[part.moe_router_dtype]
         self.jitter = part.moe_input_jitter_eps
-        shape = (experts, config.hidden_size)
-        self.weight = parameter(Shard(shape), initial(config), coordinates)
+        shape, apart = (experts, config.hidden_size), ranks.apart
+        self.weight = parameter(Shard(shape), initial(config), coordinates, apart)
         self.bias = None
         if part.moe_router_bias:
-            self.bias = parameter(Shard((experts,)), Init(), coordinates)
+            self.bias = parameter(Shard((experts,)), Init(), coordinates, apart)
         by_quantile = "quantile_balancing" in part.moe_router_load_balancing_type
         biased = part.moe_router_enable_expert_bias or by_quantile
         self.expert_bias = Buffer(experts) if biased else None
@@ -85,6 +85,7 @@ class Experts(nn.Module):
             tp=ranks.tp,
             cut_over=ranks.axes,
             shared=ranks.shared_experts,
+            summed=ranks.tp.experts == "whole",
             share=part.moe_router_topk / experts,
         )
         self.up = both(

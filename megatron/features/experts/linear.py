@@ -42,7 +42,7 @@ class ExpertLinear(nn.Module):
             inputs are cut, outputs are addends: the first rank adds the bias, and all have its
             gradient.
         shared: is called with the parameters before they are used, for example to sum gradients of
-            ranks that have the same experts.
+            ranks that have the same experts, which ``summed`` says too.
         share: share of the experts that a token goes through.
     """
 
@@ -59,6 +59,7 @@ class ExpertLinear(nn.Module):
         cut_outputs: bool = False,
         cut_inputs: bool = False,
         shared: Callable[..., tuple[Tensor, ...]] | None = None,
+        summed: bool = False,
         share: float = 1.0,
     ) -> None:
         super().__init__()
@@ -68,10 +69,11 @@ class ExpertLinear(nn.Module):
             init = Init(bound=(6 / (inputs + width)) ** 0.5)
         cuts = (Cut(0, cut_over), *((Cut(1, parts=tuple(outputs)),) if cut_outputs else ()))
         shard = Shard((experts, width, inputs), (*cuts, *((Cut(2),) if cut_inputs else ())))
-        self.weight = parameter(shard, init, coordinates)
+        self.weight = parameter(shard, init, coordinates, summed)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = parameter(Shard((experts, width), cuts), Init(), coordinates)
+            of_bias = Shard((experts, width), cuts)
+            self.bias = parameter(of_bias, Init(), coordinates, summed)
         self.adds_bias = not cut_inputs or coordinates.get("tensor", (0, 1))[0] == 0
         self.shared, self.share = shared, share
         self.changes_input = False  # whether a feature replaces the rows that come in

@@ -70,9 +70,9 @@ class _WideLinear(torch.autograd.Function):
 def logits(
     x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, dtype: torch.dtype | None
 ) -> Tensor:
-    """[T, H] to logits [T, E], computed in ``dtype`` (None: as ``x_TH``), with gradients in the
-    dtypes of the inputs."""
-    dtype = dtype or x_TH.dtype
+    """[T, H] to logits [T, E], computed in ``dtype`` or the wider dtype of ``x_TH`` (None: as
+    ``x_TH``), with gradients in the dtypes of the inputs."""
+    dtype = x_TH.dtype if dtype is None else torch.promote_types(dtype, x_TH.dtype)
     if x_TH.dtype == weight_EH.dtype == dtype:
         return F.linear(x_TH, weight_EH, bias_E)
     return _WideLinear.apply(x_TH, weight_EH, bias_E, dtype)

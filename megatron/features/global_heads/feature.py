@@ -36,6 +36,11 @@ class GlobalHeadsFeature(Feature):
 
         return GlobalHeadsAttention(config, layer, tp, recompute)
 
+    def shape(self, shape: Any, config: Any) -> Any:
+        from megatron.features.global_heads.costs import with_global_heads
+
+        return with_global_heads(shape, config.model)
+
     def architectures(self) -> Sequence[Any]:
         from megatron.features.global_heads.huggingface import GEMMA4
 

@@ -74,7 +74,8 @@ def check_examples(
 ) -> list[Finding]:
     """Return probable mistakes in the training samples of a run, if they are instructions or
     preferences. Reads a few of them; no two processes need to call it."""
-    samples = [train[number] for number in range(min(LOOKED_AT, len(train)))]
+    items = (train[number] for number in range(min(LOOKED_AT, len(train))))
+    samples = [sample for item in items for sample in getattr(item, "samples", [item])]
     kept = [s for s in samples if isinstance(s, PackedSample | ScoredRows)]
     if not kept:
         return []
@@ -169,7 +170,8 @@ def answer_ends(
     """The tokens that end an answer: those of the tokenizer, those of the base (``of_base``) that
     no text contains, and the special one at which most answers of the data end, which a chat
     template may write."""
-    samples = (dataset[number] for number in range(min(_LOOKED_AT_ENDINGS, len(dataset))))
+    items = (dataset[number] for number in range(min(_LOOKED_AT_ENDINGS, len(dataset))))
+    samples = (sample for item in items for sample in getattr(item, "samples", [item]))
     # Where answers end without such a token, the full stop of most of them is not one.
     known = possible_ends(tokenizer)
     answers = (answer for sample in samples for answer in _answer_endings(sample))

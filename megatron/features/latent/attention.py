@@ -53,8 +53,9 @@ class WholeParallelLinear(ParallelLinear):
         self, inputs: int, outputs: int, *, bias: bool, init: Init, tp: TensorParallel
     ) -> None:
         super().__init__(tp)
-        self.weight = parameter(Shard((outputs, inputs)), init, tp.coordinates)
-        self.bias = parameter(Shard((outputs,)), Init(), tp.coordinates) if bias else None
+        at = tp.coordinates
+        self.weight = parameter(Shard((outputs, inputs)), init, at, tp.split)
+        self.bias = parameter(Shard((outputs,)), Init(), at, tp.split) if bias else None
 
     def forward(self, x_BsI: Tensor) -> Tensor:
         """[B, s, I] to [B, s, O]."""

@@ -124,6 +124,8 @@ class BertBatch(NamedTuple):
     document_ids_BS: Tensor | None = None
     """int64; tokens see equal ids only, and padding has one of its own. None if samples are not
     packed."""
+    weights_2: Tensor | None = None
+    """As those of a `GPTBatch`, where micro batches differ: samples, and tokens to predict."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BertBatch:
         return mapped(self, Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -133,6 +135,11 @@ class BertBatch(NamedTuple):
         assert self.tokens_BS.shape[1] >= seq_length
         cut = mapped(self, Tensor, lambda t: t[:, :seq_length].contiguous() if t.dim() == 2 else t)
         return cut._replace(positions_BP=predicted_positions(cut.loss_mask_BS))
+
+    def lengthened(self, seq_length: int) -> BertBatch:
+        """Itself: in a pipeline, where micro batches have one shape, no padding is left out."""
+        assert self.tokens_BS.shape[1] == seq_length
+        return self
 
     def without_padding(self, multiple: int) -> BertBatch:
         """The columns up to the last token of the longest sample, in a multiple of ``multiple``, or

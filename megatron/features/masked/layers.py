@@ -96,7 +96,7 @@ def bert_layers(
     has one and the masked-LM head, or one for labelled text. ``tp`` is None for a single
     process."""
     tp = tp or TensorParallel()
-    selective = parallel.recompute_granularity == "selective"
+    selective = "core_attn" in parallel.recomputed_modules
     if model.head == "lm":
         words, head = vocabulary_layers(model, parallel, tp, head_bias=True)
         second_head = [
@@ -179,7 +179,7 @@ def t5_layers(
     process."""
     tp = tp or TensorParallel()
     assert model.decoder_num_layers is not None
-    selective = parallel.recompute_granularity == "selective"
+    selective = "core_attn" in parallel.recomputed_modules
     learned = model.positions.position_embedding_type == "learned_absolute"
     relative = model.positions.position_embedding_type == "relative"
     part = model.part(EncoderDecoderConfig)

@@ -98,7 +98,7 @@ def _further_layers(
     model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel, depth: int
 ) -> list[LayerSpec]:
     """Merge, block and norm: the layers that a further token has for itself."""
-    selective, name = parallel.recompute_granularity == "selective", f"{AHEAD}{depth}"
+    selective, name = "core_attn" in parallel.recomputed_modules, f"{AHEAD}{depth}"
     return [
         LayerSpec(name, partial(Merge, model, tp)),
         LayerSpec(f"{name}.block", partial(BlockAhead, model, depth, tp, selective), block=True),

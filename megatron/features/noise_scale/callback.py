@@ -61,8 +61,11 @@ class NoiseScale(Callback):
             if owned(param, engine.mesh, SHARDED):
                 self._handles.append(param.register_hook(self._measure))
 
-    def _measure(self, grad: Tensor) -> None:
-        self._squares.append(torch.linalg.vector_norm(grad, dtype=torch.float32).double().square())
+    def _measure(self, grad: Tensor | None) -> None:
+        if grad is not None:  # None is followed by the gradient, which is added elsewhere
+            self._squares.append(
+                torch.linalg.vector_norm(grad, dtype=torch.float32).double().square()
+            )
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         if not self._handles:

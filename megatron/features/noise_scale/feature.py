@@ -60,6 +60,8 @@ class NoiseScaleFeature(Feature):
         from megatron.features.noise_scale.callback import NoiseScale
         from megatron.training.context import Order
 
+        if context.engine.backend.shared is not None:
+            context.engine.backend.shared.sum_at_once()
         noise = NoiseScale(interval)
         context.report.at_line.append(noise.numbers)
         context.add(Order.COMPARE, noise)

@@ -19,9 +19,10 @@ _VOCABULARY = ("embedding.", "output_layer.", "encoder_embedding.", "decoder_emb
 
 def is_matrix(name: str, shard: Shard) -> bool:
     """True for a parameter that Muon updates: a matrix, or one for each expert, that is no table of
-    tokens, positions or classes, and no convolution of each channel by itself."""
+    tokens, positions or classes, no convolution of each channel by itself, and no scores of what to
+    prune, of which only the order matters."""
     dimensions = 3 if ".experts." in name else 2
-    fits = len(shard.full_shape) == dimensions
+    fits = len(shard.full_shape) == dimensions and not name.endswith("_scores")
     return fits and ".conv." not in name and not name.startswith(_VOCABULARY)
 
 

@@ -259,9 +259,9 @@ class RuledOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update the tensors that have a gradient."""
         assert closure is None
-        for group in self.param_groups:
+        for group, params in joined(self.param_groups):
             rule = self.rules[group["rule"]]
-            tensors = [tensor for tensor in group["params"] if tensor.grad is not None]
+            tensors = [tensor for tensor in params if tensor.grad is not None]
             states = [self.state[tensor] for tensor in tensors]
             for tensor, state in zip(tensors, states, strict=True):
                 if not state:
@@ -270,6 +270,15 @@ class RuledOptimizer(torch.optim.Optimizer):
                 state["step"] += 1
             if tensors:
                 rule.update(tensors, states, _with_decay_of_rate(group))
+
+
+def joined(groups: Sequence[Group]) -> list[tuple[Group, list[Tensor]]]:
+    """Return groups with the tensors of all that are updated together with them."""
+    params: dict[Any, tuple[Group, list[Tensor]]] = {}
+    for number, group in enumerate(groups):
+        key = group.get("together"), None if "together" in group else number
+        params.setdefault(key, (group, []))[1].extend(group["params"])
+    return list(params.values())
 
 
 def _with_decay_of_rate(group: Group) -> Group:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.features.optimizers.matrices import Deal, OwnedPart, expert_numbers, over_tensor
-from megatron.features.optimizers.rules import Group, UpdateRule, descend
+from megatron.features.optimizers.rules import Group, UpdateRule, descend, joined
 from megatron.parallel.mesh import Group as Ranks
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
@@ -143,9 +143,9 @@ class WholeRule(UpdateRule):
     def _owned(self, groups: Sequence[Group]) -> Iterator[tuple[nn.Parameter, int, Rows, bool]]:
         """The matrices that this rank updates, each with True if it writes its states."""
         self._find_parts()
-        keys = [(tensor,) for tensor in self._parts]
-        if not self.divided:
-            keys = [tuple(group["params"]) for group in groups]
+        keys = [tuple(params) for _, params in joined(groups) if params]
+        # ZeRO 3 puts one tensor after another into a group, and none between steps.
+        keys = keys or [(tensor,) for tensor in self._parts]
         for deal in (deal for key in keys for deal in self._dealt(key)):
             for param, alone in deal.owned:
                 for index, rows in self._rows[param]:

@@ -29,7 +29,8 @@ from megatron.features.preference.samples import PreferenceCollator, PreferenceR
 class Preferences(DataKind):
     """Files of preferences instead of .bin/.idx."""
 
-    weighed = True
+    def weighs(self, config: RunConfig) -> bool:
+        return True
 
     def reader(self, data: DataPipeline) -> SourceReader:
         config = data.config.section(InstructionConfig)

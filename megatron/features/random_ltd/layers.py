@@ -26,7 +26,8 @@ from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.spec import ModelSpec
-from megatron.parallel.tensor_parallel import TensorParallel, derive_seed
+from megatron.parallel.random import derive_seed
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.training.trainer import Callback, Step, Trainer
 
 

@@ -28,12 +28,13 @@ from megatron.features.recurrent.passing import Pieces
 from megatron.features.recurrent.scan import reached, scan, step
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
+from megatron.parallel.collectives import start_sum_over_copies
 from megatron.parallel.context import Context
 from megatron.parallel.layers import ParallelLinear, RowParallelLinear
 from megatron.parallel.linear import LinearMap, column_linear
 from megatron.parallel.mesh import Group
 from megatron.parallel.shard import Cut, Init, Shard, initial, parameter
-from megatron.parallel.tensor_parallel import TensorParallel, start_sum_over_copies
+from megatron.parallel.tensor_parallel import TensorParallel
 
 FIRST_DECAYS = (1.0, 16.0)
 """Bounds of the first decays -A, uniform (Megatron and the authors)."""

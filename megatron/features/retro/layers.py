@@ -207,7 +207,7 @@ def retro_layers(
     tp = tp or TensorParallel()
     retrieval = model.part(RetrievalConfig)
     attending = [number - 1 for number in retrieval.retro_cross_attention_layers]
-    selective = parallel.recompute_granularity == "selective"
+    selective = "core_attn" in parallel.recomputed_modules
     learned = model.positions.position_embedding_type == "learned_absolute"
     words, head = vocabulary_layers(model, parallel, tp, model.embedding.lm_head_bias)
     words = replace(words, tied_key="embed")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.apps.generation.decoding.text_stream import bytes_of_token
 from megatron.apps.generation.request import Sampling, TokenScore
-from megatron.parallel.tensor_parallel import derive_seed
+from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
 Row = npt.NDArray[np.float32]  # logits, or probabilities times a common factor

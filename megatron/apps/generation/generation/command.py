@@ -29,7 +29,7 @@ from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.config import ConfigError, Setting, Settings
 from megatron.data.samples import NeighborText, Piece
-from megatron.parallel.tensor_parallel import derive_seed
+from megatron.parallel.random import derive_seed
 from megatron.run.folders import check_output
 from megatron.run.launch import start_processes
 from megatron.run.run import RunToolParser

@@ -48,7 +48,7 @@ from megatron.apps.generation.server.metrics import (
     current_record,
 )
 from megatron.apps.generation.server.turns import RequestTurn, Turns
-from megatron.parallel.tensor_parallel import derive_seed
+from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from megatron.config import ConfigError
 from megatron.data.texts import ScoredText
 from megatron.families import family_of
 from megatron.features.instruction.chat_process import TemplateRefusalError
-from megatron.parallel.tensor_parallel import derive_seed
+from megatron.parallel.random import derive_seed
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar
 

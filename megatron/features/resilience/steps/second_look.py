@@ -227,8 +227,9 @@ class SecondLook(Callback):
         self._engine.drop_gradients()
         return self._attempt(batches, seeds, of)
 
-    def _add_squares(self, grad: Tensor) -> None:
-        self._squares += grad.detach().float().square().sum()
+    def _add_squares(self, grad: Tensor | None) -> None:
+        if grad is not None:  # None is followed by the gradient, which is added elsewhere
+            self._squares += grad.detach().float().square().sum()
 
     def _explain(
         self,
