@@ -13,6 +13,7 @@ from _pytest.runner import runtestprotocol
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cost import Cost  # noqa: E402
+from ledger import Recorder  # noqa: E402
 from parts import parse_part, recorded, split  # noqa: E402
 
 # torch's store asks for the names of its clients; a lost answer of a name server would take 5 s.
@@ -27,6 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="I/N",
         help="only the I-th of N parts of the tests, which take about as long as each other",
     )
+    parser.addoption(
+        "--stale",
+        action="store_true",
+        help="only the long tests that were not seen to pass on this code, into tests/ledger.jsonl",
+    )
+    parser.addoption("--minutes", type=float, help="begin no test after this time")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(Cost())
+    if config.option.stale:
+        config.pluginmanager.register(Recorder(config.option.minutes))
 
 
 def pytest_collection(session: pytest.Session) -> None:
