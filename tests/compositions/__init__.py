@@ -1,0 +1,1 @@
+"""Random compositions of model, data, optimizer, features and layout, compared with one process."""

@@ -1,0 +1,114 @@
+"""What a composition computes, next to one process, and next to itself without a stop."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from pool import Pool
+from training_jobs import gradients, train
+
+from compositions.draw import STEPS, Composition
+from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.runs import RunRecord
+from megatron.families import spec_of
+from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.run.run import parse_run
+
+FIRST = {"fp32": (2e-6, 2e-5)}
+LATER = {"fp32": (1e-3, 5e-2)}
+HALF = (1e-2, 1e-1)
+"""Allowed relative differences of loss and gradient norm of the first step and of later ones.
+Rounding grows from step to step, fastest where an update takes the sign of a gradient."""
+
+
+def difference(pool: Pool, composition: Composition) -> str | None:
+    """Return what differs, or None: the gradients of a step in float64, the losses through the
+    engine, a stopped run's losses and weights.
+
+    Raises:
+        RankError: a rank failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="composition-") as folder:
+        return _difference(pool, composition, Path(folder))
+
+
+def _difference(pool: Pool, composition: Composition, folder: Path) -> str | None:
+    model = composition.model_flags()
+    if "--lora" in model:
+        base, alone = composition.without("adapters").model_flags(), str(folder / "base")
+        pool.run(1, trained, [*base, "--save", alone, "--exit-interval", "1"], timeout=300)
+        model += ["--pretrained-checkpoint", alone]
+    size, precision = composition.parsed.processes, composition.precision_flags()
+    flags = [*model, *precision, *composition.parsed.flags()]
+    # Gradients do not depend on the optimizer, and the reference has few.
+    chosen = dict(composition.options).get("optimizer", "")
+    wrong = _gradients_differ(pool, composition, " ".join(model).replace(chosen, "").split())
+    if wrong:
+        return f"gradients: {wrong}"
+    whole = pool.run(size, trained, flags, timeout=300)
+    if composition.layout != "dp1":
+        alone_record = pool.run(1, trained, [*model, *precision], timeout=300)[0]
+        wrong = _training_differs(whole[0], alone_record, composition.precision)
+        if wrong:
+            return f"training: {wrong}"
+    saved = str(folder / "run")
+    stopped = [*flags, "--save", saved, "--exit-interval", str(composition.resume)]
+    pool.run(size, trained, stopped, timeout=300)
+    resumed = pool.run(size, trained, [*flags, "--load", saved], timeout=300)
+    for rank in range(size):
+        wrong = _bits_differ(whole[rank], resumed[rank], composition.resume)
+        if wrong:
+            return f"resume, rank {rank}: {wrong}"
+    return None
+
+
+def trained(argv: list[str]) -> RunRecord:
+    """Train with these flags, and print nothing; for the pool."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return train(argv)
+
+
+def _gradients_differ(pool: Pool, composition: Composition, flags: list[str]) -> str | None:
+    size = composition.parsed.processes
+    expected = reference_gradients(flags)
+    records = pool.run(size, gradients, [*flags, *composition.parsed.flags()], timeout=300)
+    config = parse_run(None, flags).config
+    layers = spec_of(config.model, config.parallel).layers(TensorParallel())
+    return first_difference(records, expected, layers)
+
+
+def _training_differs(record: RunRecord, alone: RunRecord, precision: str) -> str | None:
+    if record.skipped != alone.skipped:
+        return f"skipped steps {record.skipped}, alone {alone.skipped}"
+    for step in range(STEPS):
+        bounds = (FIRST if step == 0 else LATER).get(precision, HALF)
+        pairs = ((record.losses, alone.losses), (record.norms, alone.norms))
+        for name, (mine, other), bound in zip(("loss", "norm"), pairs, bounds, strict=True):
+            if not math.isclose(mine[step], other[step], rel_tol=bound, abs_tol=1e-7):
+                return f"{name} of step {step + 1}: {mine[step]:.9g}, alone {other[step]:.9g}"
+    return None
+
+
+def _bits_differ(whole: RunRecord, resumed: RunRecord, steps: int) -> str | None:
+    for name in ("losses", "norms"):
+        rest, again = getattr(whole, name)[steps:], getattr(resumed, name)
+        if rest != again:
+            return f"{name} {again} after {steps} steps, {rest} without a stop"
+    return _state_differs(whole.state, resumed.state)
+
+
+def _state_differs(
+    whole: Mapping[str, np.ndarray], resumed: Mapping[str, np.ndarray]
+) -> str | None:
+    if whole.keys() != resumed.keys():
+        return f"state of {sorted(whole.keys() ^ resumed.keys())[:3]} is in one run only"
+    for name, values in whole.items():
+        if not np.array_equal(values, resumed[name], equal_nan=True):
+            return f"{name} differs"
+    return None
