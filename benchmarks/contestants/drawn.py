@@ -25,8 +25,8 @@ from megatron.families import build_model
 from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.architecture import Architecture
 from megatron.parallel.mesh import ALONE, Coordinates
+from megatron.parallel.random import derive_seed
 from megatron.parallel.shard import init_of, shard_of
-from megatron.parallel.tensor_parallel import derive_seed
 
 
 def draw(name: str, param: nn.Parameter, seed: int, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from contestants.drawn import drawn_on_device
 from contestants.flags import flags_of
 from contestants.registry import AfterStep, Contestant, NoMoreSteps
 from contestants.setting import Setting
-from megatron.engine.environment import distributed
+from megatron.engine.environment import deterministic_kernels, distributed
 from megatron.run.run import parse_run
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Callback, Step, Trainer
@@ -37,7 +37,7 @@ def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None
     flags = flags_of(setting, contestant.stage, contestant.flags)
     asked = parse_run(None, flags, setting.family)
     weights = nullcontext() if setting.folder else drawn_on_device()
-    with distributed(asked.config.parallel) as mesh:
+    with deterministic_kernels(asked.config), distributed(asked.config.parallel) as mesh:
         with weights:
             trainer = build_trainer(asked, mesh, [Steps(after_step)])
         trainer.fit()

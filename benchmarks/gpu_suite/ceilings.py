@@ -23,7 +23,7 @@ from megatron.training.metrics import measure_matmul_peak
 
 REPEATS = 5
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TRAINED = ("1.3B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B", "3B", "7B")
+TRAINED = ("1.3B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B")
 HEAD_TOKENS = 8192
 """Tokens of the head's products: a chunk of the loss."""
 

@@ -11,14 +11,15 @@ from contestants.registry import is_ours
 from contestants.setting import Setting
 
 from gpu_suite.shapes import SHAPES, step_flops
+from megatron.kernels.switches import SWITCHES
 
-MACHINE, TESTS, CEILINGS = "machine", "tests", "ceilings"
-MAIN, LLMQ, ABLATIONS, PEERS = "main", "llmq", "ablations", "peers"
+MACHINE, TESTS, CEILINGS, GRAPHS, RANKS = "machine", "tests", "ceilings", "graphs", "ranks"
+MAIN, LLMQ, SWITCHED, ABLATIONS, PEERS = "main", "llmq", "switched", "ablations", "peers"
 LARGE, LENGTHS, SMALL, FAMILIES = "large", "lengths", "small", "families"
 GENERATION, EXPERTS, LONG = "generation", "experts", "long"
 GROUPS = (
-    MACHINE, TESTS, CEILINGS, MAIN, LLMQ, EXPERTS, LONG, ABLATIONS, PEERS, LARGE, LENGTHS, SMALL,
-    FAMILIES, GENERATION,
+    GRAPHS, CEILINGS, MAIN, LLMQ, SWITCHED, RANKS, TESTS, MACHINE, LARGE, EXPERTS, LONG, ABLATIONS,
+    PEERS, LENGTHS, SMALL, FAMILIES, GENERATION,
 )  # fmt: skip
 
 BASE = "ours-zero1+torch-compile"
@@ -32,17 +33,22 @@ FULL = "+recompute-granularity=full"
 TILES = f"{FULL}+mlp-chunks-for-training=0"
 HOST = f"{TILES}+checkpoint-in-cpu"
 FPDT = f"{HOST}+ds-sequence-parallel-fpdt+ds-sequence-parallel-fpdt-offloading"
-SAVING = {"blocks recomputed": FULL, "tiles": TILES, "inputs on the host": HOST, "FPDT": FPDT}
 """Ways to save memory of long sequences, each with those before it."""
+MUON = "+optimizer=muon"
+OPERATORS = tuple(SWITCHES)
+"""Operators with a GPU kernel, each of which a cell switches off."""
 
 START_SECONDS = (
     ("torch-compile-mode=max-autotune", 160.0),
     ("fp8-recipe=blockwise", 80.0),
-    ("fp8-format", 60.0),
+    ("fp8-format", 45.0),
     ("", 40.0),
 )
 """Estimates for a training cell before its first step (imports, the model, compilation), by what is
 in its contestant's name: the first that is counts."""
+AGAIN_SECONDS = 12.0
+"""Before the first step of a training like the one before it in the same process: the blocks are
+compiled again, and nothing is imported."""
 GPU_TESTS = Path(__file__).resolve().parents[2] / "tests" / "gpu"
 CHOSEN = "chosen"
 CHOSEN_TESTS = (
@@ -55,9 +61,10 @@ CHOSEN_TESTS = (
     "test_every_stage_takes_one_graph[1]",
     "test_8_bit_products_against_float64[hybrid-tensorwise]",
     "test_losses_next_to_bf16[tensorwise-True]",
+    "test_resume_is_bitwise[zero1-bf16]",
 )
-"""Tests that say first whether the cells that follow are right: ZeRO 1, the update, the loss,
-attention, compilation and fp8, each as the base has it."""
+"""Tests that say whether the cells are right: ZeRO 1, the update, the loss, attention, compilation,
+fp8, and a resume with --deterministic-mode, each as the base has it."""
 TESTS_SECONDS = {
     CHOSEN: 95.0, "attention": 150.0, "compile": 150.0, "float8": 120.0, "loss_head": 80.0,
     "model": 150.0, "states": 60.0, "update": 60.0, "zero_stages": 100.0,
@@ -68,7 +75,9 @@ EXPECTED_MFU = 0.45
 """Share of the data sheet's rate that durations are estimated with."""
 SLACK = 2.5
 """A cell may take this many times its estimated duration."""
-OWN_PROCESS = ("activation-memory-budget", "attention-backend", "torch-compile-mode")
+OWN_PROCESS = (
+    "activation-memory-budget", "attention-backend", "deterministic-mode", "torch-compile-mode",
+)  # fmt: skip
 """Flags that change what is global in torch, or leave CUDA graphs behind."""
 
 
@@ -83,6 +92,7 @@ class Cell:
         contestant: of `contestants.registry`.
         seq_length, micro_tokens: in place of the shape's; 0 for the shape's own.
         trace: whether steps are traced afterwards.
+        without: operators of `megatron.kernels` that are switched off.
         fixed: estimated seconds of a cell that trains nothing.
     """
 
@@ -93,6 +103,7 @@ class Cell:
     seq_length: int = 0
     micro_tokens: int = 0
     trace: bool = False
+    without: tuple[str, ...] = ()
     fixed: float = 0.0
 
     @property
@@ -113,7 +124,7 @@ class Cell:
             return self.fixed
         steps = SHAPES[self.shape].steps
         count = steps.total + steps.traced * self.trace
-        start = start_seconds(self.contestant)
+        start = AGAIN_SECONDS if self.group == SWITCHED else start_seconds(self.contestant)
         return start + count * step_flops(self.setting) / (EXPECTED_MFU * peak_flops)
 
 
@@ -134,29 +145,21 @@ def selection(cell: Cell) -> list[str]:
 
 
 def turned_off(base: str) -> list[tuple[str, str]]:
-    """(what is different, contestant): everything that makes a step fast, one at a time."""
+    """(what is different, contestant): flags that make a step fast or small, one at a time."""
     fp8 = base + FP8
     return [
         ("all of it", base),
         ("no torch.compile", base.replace("+torch-compile", "+torch-compile=off")),
-        ("logits by 64 MiB", f"{base}+logits-chunk-mib=64"),
-        ("logits by 1024 MiB", f"{base}+logits-chunk-mib=1024"),
-        ("logits whole", f"{base}+logits-chunk-mib=0"),
-        ("attention cuDNN", f"{base}+attention-backend=cudnn"),
-        ("attention eager", f"{base}+attention-backend=eager"),
         ("gradients accumulated in fp32", f"{base}+accumulate-allreduce-grads-in-fp32"),
-        ("states (A), 10 bytes", base + STATES_A),
         ("states (B), 8 bytes", base + STATES_B),
         ("states (C), 8 bytes", base + STATES_C),
-        ("ZeRO 0 (autocast)", base.replace("zero1", "zero0")),
+        ("Muon", base + MUON),
         ("activation memory budget 0.5", f"{base}+activation-memory-budget=0.5"),
-        ("recompute attention", f"{base}+recompute-granularity=selective"),
         ("recompute blocks", f"{base}+recompute-granularity=full+recompute-method=uniform"),
-        ("fp8", fp8),
+        ("deterministic", f"{base}+deterministic-mode"),
         ("fp8 delayed", f"{fp8}+fp8-recipe=delayed"),
         ("fp8 blockwise", f"{fp8}+fp8-recipe=blockwise"),
         ("fp8 rowwise", f"{fp8}+fp8-recipe=rowwise"),
-        ("fp8, no torch.compile", fp8.replace("+torch-compile", "+torch-compile=off")),
         (
             "compile mode max-autotune-no-cudagraphs",
             f"{base}+torch-compile-mode=max-autotune-no-cudagraphs",
@@ -165,10 +168,6 @@ def turned_off(base: str) -> list[tuple[str, str]]:
             "compile mode reduce-overhead (CUDA graphs)",
             f"{base}+torch-compile-mode=reduce-overhead",
         ),
-        # Packages that are rarely there.
-        ("attention flash-attention 2", f"{base}+attention-backend=flash2"),
-        ("attention flash-attention 3", f"{base}+attention-backend=flash3"),
-        ("attention flash-attention 4", f"{base}+attention-backend=flash4"),
     ]
 
 
@@ -176,84 +175,84 @@ PEER_NAMES = {
     "matrix products alone": "matmuls",
     "plain PyTorch, compiled": "plain-compiled",
     "transformers + DeepSpeed": "hf-deepspeed",
-    "transformers' Trainer": "hf-trainer",
 }
 
 
+def switched_off(shape: str, base: str) -> Iterator[Cell]:
+    """Every operator of `megatron.kernels`, and then one of them replaced by its formula, compiled,
+    at a time. All in one process: the worker's."""
+    for variant, names in (
+        ("all operators", ()),
+        *((f"without {name}", (name,)) for name in OPERATORS if name != "casts"),
+    ):
+        yield Cell(SWITCHED, shape, variant, base, without=names)
+    for variant, names in (("fp8, all operators", ()), ("fp8, without casts", ("casts",))):
+        yield Cell(SWITCHED, shape, variant, base + FP8, without=names)
+
+
 def full() -> Iterator[Cell]:
-    """For a GPU."""
-    yield Cell(MACHINE, fixed=40)
-    yield _tests(CHOSEN)
-    yield Cell(CEILINGS, fixed=60)
+    """For a GPU. The first groups, to the chosen tests, take eight to ten minutes and say
+    whether and how fast everything works; what follows answers one question each."""
+    yield Cell(GRAPHS, fixed=20)
+    yield Cell(CEILINGS, fixed=45)
     yield from _both(MAIN, "1.3B", trace=True)
-    yield from _both(LLMQ, "Qwen2.5-1.5B", trace=True)
+    yield from _both(LLMQ, "Qwen2.5-1.5B")
+    yield from switched_off("1.3B-layers-333M", BASE)
+    yield Cell(RANKS, fixed=45)
+    yield _tests(CHOSEN)
+    yield Cell(MACHINE, fixed=40)
+    yield Cell(LARGE, "Qwen2.5-7B", "bf16, 8 bytes (B)", BASE + STATES_B, trace=True)
+    yield Cell(LARGE, "Qwen2.5-7B", "fp8, 8 bytes (B)", BASE + STATES_B + FP8, trace=True)
     yield from _both(LLMQ, "Qwen2.5-3B", trace=True)
-    yield from _both(MAIN, "3B", trace=True)
-    for shape in ("Qwen3-MoE-3.8B", "Mixtral-4.6B", "OLMoE-3.5B"):
-        yield Cell(EXPERTS, shape, "bf16", BASE + STATES_B, trace=True)
-        yield Cell(EXPERTS, shape, "matrix products alone", "matmuls")
-    eager = BASE.replace("+torch-compile", "+torch-compile=off")
-    yield Cell(EXPERTS, "Qwen3-MoE-3.8B", "no torch.compile", eager + STATES_B)
+    large = dict(micro_tokens=32_768)
+    yield Cell(LLMQ, "Qwen2.5-1.5B", "32,768 tokens, 8 bytes (B)", BASE + STATES_B, **large)
+    yield Cell(EXPERTS, "Qwen3-MoE-3.8B", "bf16", BASE + STATES_B, trace=True)
+    yield Cell(EXPERTS, "Qwen3-MoE-3.8B", "matrix products alone", "matmuls")
+    yield Cell(EXPERTS, "Mixtral-4.6B", "bf16", BASE + STATES_B)
     yield from _long()
-    small = dict(micro_tokens=4096)
-    yield Cell(EXPERTS, "Qwen3-MoE-3.8B", "micro batch of 4,096 tokens", BASE + STATES_B, **small)
     for variant, contestant in turned_off(BASE):
         yield Cell(ABLATIONS, "1.3B", variant, contestant)
-    yield Cell(ABLATIONS, "1.3B", "micro batch of 32,768 tokens", BASE, micro_tokens=32_768)
-    yield Cell(ABLATIONS, "1.3B", "micro batch of 8,192 tokens", BASE, micro_tokens=8192)
     for variant, contestant in PEER_NAMES.items():
         yield Cell(PEERS, "1.3B", variant, contestant, trace=contestant == "plain-compiled")
-    states = (("8 bytes (B)", STATES_B), ("8 bytes (C)", STATES_C))
-    for kind, flags in states:
-        yield Cell(LARGE, "Qwen2.5-7B", f"bf16, {kind}", BASE + flags)
-    yield from _both(LARGE, "Qwen2.5-7B")
-    yield from _both(LARGE, "7B")
-    for kind, flags in (("10 bytes (A)", STATES_A), ("8 bytes (B)", STATES_B)):
-        yield Cell(LARGE, "Qwen2.5-3B", f"bf16, {kind}", BASE + flags, micro_tokens=16_384)
-    for kind, flags in states:
-        # 80 GB hardly hold them: 8-bit weights are kept next to those of 16 bits.
-        flags += FP8
-        yield Cell(LARGE, "Qwen2.5-7B", f"fp8, {kind}", BASE + flags, micro_tokens=2048)
-    for length in (4096, 8192):
-        yield from _both(LENGTHS, "3B", seq_length=length)
+    yield Cell(LARGE, "Qwen2.5-7B", "bf16, 8 bytes (C)", BASE + STATES_C)
+    yield from _both(LENGTHS, "3B", seq_length=8192)
     for file in sorted(GPU_TESTS.glob("test_*.py")):
         yield _tests(file.stem.removeprefix("test_"))
-    for shape in ("Qwen2.5-1.5B", "Qwen2.5-3B", "3B"):
-        yield Cell(PEERS, shape, "matrix products alone", "matmuls")
-    for shape in ("350M", "124M"):
-        yield from _both(SMALL, shape)
+    yield Cell(SMALL, "124M", "bf16", BASE)
     graphs = f"{BASE}+torch-compile-mode=reduce-overhead"
     yield Cell(SMALL, "124M", "bf16, CUDA graphs", graphs)
-    for shape in ("BERT-345M", "T5-220M", "T5-770M"):
-        yield Cell(FAMILIES, shape, "bf16", BASE, trace=True)
-        for variant, contestant in PEER_NAMES.items():
-            yield Cell(FAMILIES, shape, variant, contestant)
-    yield Cell(FAMILIES, "Retro-350M", "bf16", BASE, trace=True)
+    for shape in ("BERT-345M", "T5-220M", "Retro-350M"):
+        yield Cell(FAMILIES, shape, "bf16", BASE)
     yield Cell(GENERATION, variant="124M", fixed=150)
 
 
 def _long() -> Iterator[Cell]:
-    """One card: each way to save memory at growing lengths, and layers of 8B at half a million
-    tokens."""
-    base, tiled = BASE + STATES_B, dict(list(SAVING.items())[1:])
-    for length in (65_536, 131_072, 262_144):
-        for variant, flags in SAVING.items():
-            yield Cell(LONG, "Llama3-1.24B", variant, base + flags, length, length)
-    for variant, flags in tiled.items():
-        yield Cell(LONG, "Llama3-8B", variant, base + flags, 65_536, 65_536)
-    for variant, flags in tiled.items():
-        yield Cell(LONG, "Llama3-8B-layers-1.5B", variant, base + flags)
+    """One card: the longest sequences of a 1B and of layers of an 8B that each way to save memory
+    is for."""
+    base = BASE + STATES_B
+    for shape, length, variant, flags in (
+        ("Llama3-1.24B", 131_072, "blocks recomputed", FULL),
+        ("Llama3-1.24B", 131_072, "tiles", TILES),
+        ("Llama3-1.24B", 524_288, "FPDT", FPDT),
+        ("Llama3-8B", 65_536, "inputs on the host", HOST),
+        ("Llama3-8B", 131_072, "FPDT", FPDT),
+        ("Llama3-8B-layers-1.5B", 524_288, "FPDT", FPDT),
+    ):
+        yield Cell(LONG, shape, variant, base + flags, length, length)
 
 
 def tiny() -> Iterator[Cell]:
     """For a trial on a CPU: each kind of cell once, without compilation."""
     base = "ours-zero1"
-    yield Cell(MACHINE, fixed=10)
-    yield _tests(CHOSEN)
     yield Cell(CEILINGS, fixed=10)
     yield Cell(MAIN, "tiny", "bf16", base, trace=True)
     yield Cell(MAIN, "tiny", "fp8", base + FP8)
     yield Cell(LLMQ, "tiny-qwen", "bf16", base)
+    yield Cell(SWITCHED, "tiny", "all operators", base)
+    yield Cell(SWITCHED, "tiny", "no operators", base, without=OPERATORS)
+    yield Cell(RANKS, fixed=30)
+    yield _tests(CHOSEN)
+    yield Cell(MACHINE, fixed=10)
     yield Cell(EXPERTS, "tiny-experts", "bf16", base, trace=True)
     yield Cell(EXPERTS, "tiny-experts", "matrix products alone", "matmuls")
     yield Cell(LONG, "tiny", "FPDT", base + FPDT, seq_length=64)
@@ -264,12 +263,8 @@ def tiny() -> Iterator[Cell]:
     yield Cell(PEERS, "tiny", "plain PyTorch", "plain")
     yield Cell(PEERS, "tiny", "transformers + DeepSpeed", "hf-deepspeed")
     yield Cell(LENGTHS, "tiny", "bf16", base, seq_length=64)
-    for shape in ("tiny-bert", "tiny-t5"):
+    for shape in ("tiny-bert", "tiny-t5", "tiny-retro"):
         yield Cell(FAMILIES, shape, "bf16", base)
-        yield Cell(FAMILIES, shape, "matrix products alone", "matmuls")
-        yield Cell(FAMILIES, shape, "plain PyTorch", "plain")
-        yield Cell(FAMILIES, shape, "transformers + DeepSpeed", "hf-deepspeed")
-    yield Cell(FAMILIES, "tiny-retro", "bf16", base)
     yield Cell(GENERATION, variant="tiny", fixed=20)
 
 

@@ -173,6 +173,11 @@ SHAPES = {
             name="1.3B", layers=24, hidden=2048, heads=16, kv_heads=16, ffn=5504,
             micro_tokens=16_384, step_tokens=65_536, steps=Steps(4, 3, 5), **_LLAMA,
         ),
+        # Layers of the first, to measure operators by.
+        Shape(
+            name="1.3B-layers-333M", layers=4, hidden=2048, heads=16, kv_heads=16, ffn=5504,
+            micro_tokens=16_384, step_tokens=65_536, steps=Steps(3, 3, 5), **_LLAMA,
+        ),
         Shape(
             name="3B", layers=28, hidden=3072, heads=24, kv_heads=8, ffn=8192,
             micro_tokens=8192, step_tokens=65_536, steps=Steps(3, 3, 3), **_LLAMA,
@@ -183,7 +188,7 @@ SHAPES = {
         ),
         Shape(
             name="Qwen2.5-1.5B", layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960,
-            vocabulary=151_936, tied=True, micro_tokens=16_384, steps=Steps(1, 3, 1, 1), **_QWEN,
+            vocabulary=151_936, tied=True, micro_tokens=16_384, steps=Steps(1, 2, 1, 1), **_QWEN,
         ),
         Shape(
             name="Qwen2.5-3B", layers=36, hidden=2048, heads=16, kv_heads=2, ffn=11_008,
@@ -198,10 +203,6 @@ SHAPES = {
             micro_tokens=32_768, steps=Steps(5, 3, 10), **_GPT2,
         ),
         Shape(
-            name="350M", layers=24, hidden=1024, heads=16, kv_heads=16, ffn=4096,
-            micro_tokens=16_384, steps=Steps(5, 3, 10), **_GPT2,
-        ),
-        Shape(
             name="BERT-345M", layers=24, hidden=1024, heads=16, kv_heads=16, ffn=4096,
             micro_tokens=16_384, step_tokens=65_536, steps=Steps(5, 3, 10), **_BERT,
         ),
@@ -210,15 +211,10 @@ SHAPES = {
             micro_tokens=16_384, step_tokens=65_536, steps=Steps(5, 3, 10), **_T5,
         ),
         Shape(
-            name="T5-770M", layers=24, hidden=1024, heads=16, kv_heads=16, ffn=4096,
-            micro_tokens=8192, step_tokens=65_536, steps=Steps(4, 3, 5), **_T5,
-        ),
-        Shape(
             name="Retro-350M", layers=24, hidden=1024, heads=16, kv_heads=16, ffn=4096,
             micro_tokens=16_384, steps=Steps(5, 3, 10), **_GPT2 | {"architecture": "retro"},
         ),
-        # 128 experts of which 8 are chosen, as in Qwen3-30B-A3B; 8 and 2, as in Mixtral-8x7B; 64
-        # and 8, as in OLMoE-1B-7B.
+        # 128 experts of which 8 are chosen, as in Qwen3-30B-A3B; 8 and 2, as in Mixtral-8x7B.
         Shape(
             name="Qwen3-MoE-3.8B", architecture="qwen3_moe", layers=6, hidden=2048, heads=32,
             kv_heads=4, head_width=128, ffn=768, experts=128, choices=8, vocabulary=32_768,
@@ -228,11 +224,6 @@ SHAPES = {
             name="Mixtral-4.6B", architecture="mixtral", layers=3, hidden=4096, heads=32,
             kv_heads=8, ffn=14_336, experts=8, choices=2, vocabulary=32_000, steps=Steps(2, 2, 2),
             **_SPARSE,
-        ),
-        Shape(
-            name="OLMoE-3.5B", architecture="qwen3_moe", layers=8, hidden=2048, heads=16,
-            kv_heads=16, ffn=1024, experts=64, choices=8, vocabulary=32_768,
-            steps=Steps(2, 2, 2), **_SPARSE,
         ),
         # Llama 3's, and layers of its 8B; each at the lengths of their cells.
         Shape(

@@ -11,7 +11,7 @@ from contestants.setting import Setting
 
 from gpu_suite import ladder
 from gpu_suite.compare import BANDS, departures
-from gpu_suite.ladder import CEILINGS, GENERATION, MACHINE, SCALES, TESTS
+from gpu_suite.ladder import CEILINGS, GENERATION, GRAPHS, MACHINE, RANKS, SCALES, TESTS
 from gpu_suite.results import Found, failure
 from gpu_suite.shapes import SHAPES, recomputed_flops, step_flops
 from megatron.util.files import write_whole
@@ -19,14 +19,15 @@ from megatron.util.files import write_whole
 HEADS = {
     ladder.MAIN: "This project's shapes",
     ladder.LLMQ: "LLMQ's shapes (sequence 1024, 524,288 tokens a step)",
+    ladder.SWITCHED: "Operators switched off, one at a time",
     ladder.EXPERTS: "Layers of experts, of which the chosen ones count",
     ladder.LONG: "Long sequences",
-    ladder.ABLATIONS: "What each optimisation gives: all of them, then one of them otherwise",
+    ladder.ABLATIONS: "What each flag gives: none of them, then one",
     ladder.PEERS: "Others at the same batch",
     ladder.LARGE: "Shapes that a card barely holds",
     ladder.LENGTHS: "Longer sequences",
     ladder.SMALL: "Small shapes",
-    ladder.FAMILIES: "BERT and T5",
+    ladder.FAMILIES: "BERT, T5 and Retro",
 }
 COLUMNS = (
     "model", "sequence", "", "tokens a step", "micro batch", "ms a step", "over the first",
@@ -42,6 +43,7 @@ LEGEND = (
     f"leave the band of its shape's first row (± {BANDS['narrow'][0]:.0%}, fp8 and states of fewer "
     f"bits ± {BANDS['wide'][0]:.0%}, at every step) has no speed."
 )  # fmt: skip
+RANK_COLUMNS = "layout, ranks on one card over gloo", "losses", "largest relative difference"
 BEGIN, END = "<!-- measured by benchmarks/gpu.py -->", "<!-- end of benchmarks/gpu.py -->"
 
 
@@ -58,6 +60,9 @@ def markdown(results: Mapping[str, Found], level: int = 1) -> str:
     machine = newest["machine"]
     lines = [f"{'#' * level} {machine['device']}", "", _about(machine, results), ""]
     lines += _tests(found for found in results.values() if found["cell"]["group"] == TESTS)
+    for group, head in ((GRAPHS, ("variant", "graphs", "breaks")), (RANKS, RANK_COLUMNS)):
+        if group in results:
+            lines += _rows(results[group], head)
     if CEILINGS in results:
         lines += _ceilings(results[CEILINGS], level + 1)
     odd = departures(results)
@@ -117,6 +122,19 @@ def _tests(cells: Iterable[Found]) -> list[str]:
         lines.append(f"- Tests, {found['cell']['variant']}: {': '.join(filter(None, said))}")
         lines += [f"  - {line}" for line in found.get("broken", ())]
     return [*lines, ""] if lines else []
+
+
+def _rows(found: Found, head: Sequence[str]) -> list[str]:
+    why = failure(found)
+    lines = [_cells(head), "|---" * len(head) + "|"]
+    lines += [_cells([_short(value) for value in row]) for row in found.get("rows", ())]
+    return [*([why, ""] if why is not None else []), *lines, ""]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return ", ".join(map(_short, value)) if isinstance(value, list) else str(value)
 
 
 def _ceilings(found: Found, level: int) -> list[str]:

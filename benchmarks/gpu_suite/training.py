@@ -23,6 +23,7 @@ from gpu_suite.stepping import Stepping, split
 from megatron.apps.planning.memory import Memory, peak_memory
 from megatron.engine.environment import training_device
 from megatron.features.context.flags import LongContextConfig
+from megatron.kernels.switches import switched
 
 Found = dict[str, Any]
 COMPILED_SHARE = 0.5
@@ -115,7 +116,8 @@ def _measure(
     found["setting"] = dataclasses.asdict(setting)
     why = None
     try:
-        entrant.run(setting, stepping.after_step)
+        with switched(**dict.fromkeys(cell.without, False)):
+            entrant.run(setting, stepping.after_step)
     except RuntimeError as error:
         if not _no_memory(error):
             raise

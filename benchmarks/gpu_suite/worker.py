@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from gpu_suite.ladder import CEILINGS, GENERATION, MACHINE, Cell
+from gpu_suite.ladder import BASE, CEILINGS, FP8, GENERATION, GRAPHS, MACHINE, RANKS, SLACK, Cell
 
 Found = dict[str, Any]
 
@@ -43,7 +43,7 @@ def answer(request: Found) -> Found:
     trace). Anything that goes wrong is ``failed``, a line; ``restart`` asks for a new process."""
     from gpu_suite.training import Room, free, train
 
-    cell = Cell(**request["cell"])
+    cell = Cell(**{**request["cell"], "without": tuple(request["cell"]["without"])})
     heard = _Ears(sys.stderr)
     sys.stderr = heard
     try:
@@ -55,6 +55,15 @@ def answer(request: Found) -> Found:
             from gpu_suite.ceilings import ceilings
 
             found = ceilings()
+        elif cell.group == GRAPHS:
+            from gpu_suite.graphs import graph_counts
+            from gpu_suite.shapes import SHAPES
+
+            found = graph_counts(SHAPES["1.3B"].setting(), {"bf16": BASE, "fp8": BASE + FP8})
+        elif cell.group == RANKS:
+            from gpu_suite.ranks import on_one_card
+
+            found = on_one_card(SLACK * cell.fixed)
         elif cell.group == GENERATION:
             from gpu_suite.generation import generation
 
