@@ -18,6 +18,7 @@
 #     TRAIN_DATA, VALID_DATA    of tasks/main.py: paths, separated by spaces
 #     PRETRAINED_CHECKPOINT     the BERT that a fine-tuning starts from
 #     ONEFLOW_GPT_NODE_IPS, ONEFLOW_GPT_DATASET    OneFlow GPT's: the nodes; as DATA_PATH
+#                  (paths are relative to where the script is started, or else to the project)
 #     LAUNCHER     deepspeed (default), torchrun or python (one process)
 #     GPUS         processes on each node (default: as many as there are GPUs)
 #     HOSTFILE     deepspeed: the nodes and their slots; INCLUDE or EXCLUDE choose among them
@@ -31,7 +32,42 @@
 
 # shellcheck disable=SC2034 # the scripts read MODEL
 set -euo pipefail
+STARTED_IN=${STARTED_IN:-$PWD}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# A path of the caller: of files, or the prefix of files, in the folder where the script was started.
+from_caller() { # PATH
+    if [[ -n $1 && $1 != /* ]] && [[ -e $STARTED_IN/$1 || -e $STARTED_IN/$1.bin ]]; then
+        echo "$STARTED_IN/$1"
+    else
+        echo "$1"
+    fi
+}
+
+# Relative paths in settings and flags are those of the caller, whose folder need not be this one.
+# Folders that a run writes are in it, too; what is not there is in the project.
+if [[ $STARTED_IN != "$PWD" ]]; then
+    for name in DATA_PATH DATA_BLEND MEGATRON_DATA TRAIN_DATA VALID_DATA VOCAB_FILE VOCAB_PATH \
+        vocab_path MERGE_FILE MERGE_PATH merge_path TOKENIZER HOSTFILE \
+        TOKENIZER_PATH BPE_VOCAB_FILE BPE_MERGE_FILE BASE BASE_PATH BASE_DATA_PATH DATA_HOME DATA_DIR \
+        PRETRAINED_CHECKPOINT LOAD_PATH CHECKPOINT CHECKPOINT_PATH_TEACHER CONFIG_PATH DATASET_1 \
+        TEXT_DATA_PATH TITLE_DATA_PATH; do
+        [[ -z ${!name:-} ]] || printf -v "$name" %s "$(from_caller "${!name}")"
+    done
+    for name in RUNS OUTPUT_BASEPATH OUTPUT_PATH output_home CHECKPOINT_PATH RESULT_PATH TENSORBOARD_DIR \
+        TENSORBOARD_PATH; do
+        [[ -z ${!name:-} || ${!name} == /* ]] || printf -v "$name" %s "$STARTED_IN/${!name}"
+    done
+    of_caller=()
+    for word in "$@"; do
+        case $word in
+            --*=*/*) of_caller+=("${word%%=*}=$(from_caller "${word#*=}")") ;;
+            */*) of_caller+=("$(from_caller "$word")") ;;
+            *) of_caller+=("$word") ;;
+        esac
+    done
+    set -- "${of_caller[@]}"
+fi
 # shellcheck source=/dev/null
 source examples_deepspeed/await.sh
 
@@ -84,19 +120,28 @@ vocabulary() {
     fi
 }
 
+# The paths in a setting, as the array PATHS; one that exists may have spaces.
+paths_in() { # "PATH PATH ..."
+    local word
+    PATHS=("$(from_caller "$1")")
+    [[ ! -e ${PATHS[0]} && ! -e ${PATHS[0]}.bin ]] || return 0
+    PATHS=()
+    for word in $1; do
+        PATHS+=("$(from_caller "$word")")
+    done
+}
+
 # One flag of tasks/main.py with the paths in a setting.
 task_data() { # FLAG NAME PATHS
-    local paths
     [[ -n $3 ]] || fail "set $2 to the file, files or folders of the task"
-    read -ra paths <<<"$3"
-    FLAGS+=("$1" "${paths[@]}")
+    paths_in "$3"
+    FLAGS+=("$1" "${PATHS[@]}")
 }
 
 data() {
-    local paths
     [[ -n ${DATA_PATH:-} ]] || fail "set DATA_PATH to the prefix of the .bin and .idx files"
-    read -ra paths <<<"$DATA_PATH"
-    FLAGS+=(--data-path "${paths[@]}")
+    paths_in "$DATA_PATH"
+    FLAGS+=(--data-path "${PATHS[@]}")
 }
 
 launcher() {
@@ -306,6 +351,7 @@ oneflow_gpt() {
     local folder=${RUNS:-runs}/$1 LAUNCHER=python
     local nodes=${NODES:-1} dataset=${DATA_PATH:-${ONEFLOW_GPT_DATASET:-}}
     [[ -n $dataset ]] || fail "set DATA_PATH to the prefix of the .bin and .idx files"
+    dataset=$(from_caller "$dataset")
     set -- --num-gpus-per-node "${GPUS:-$2}" --num-nodes "$nodes" "${@:3}"
     if ((nodes > 1)); then
         [[ -n ${ONEFLOW_GPT_NODE_IPS:-} ]] || fail "set ONEFLOW_GPT_NODE_IPS to $nodes addresses"

@@ -133,7 +133,8 @@ mds_data() { # FAMILY NAME
         defaults MERGE_FILE="${MERGE_PATH:-${merge_path:-$BASE_DATA_PATH/gpt2-merges.txt}}"
     fi
     if ! given --data-path && ! given --mock-data; then
-        for word in $DATA_PATH; do
+        paths_in "$DATA_PATH"
+        for word in "${PATHS[@]}"; do
             [[ -n ${DRY_RUN:-} || $word =~ ^[0-9.e-]+$ || -f $word.bin ]] || fail "$word.bin does not" \
                 "exist: set DATA_PATH to the prefix of a .bin and .idx file that" \
                 "tools/preprocess_data.py has written (the Pile and BookCorpus are no longer distributed)"
@@ -340,7 +341,7 @@ long_gpt3() { # --flag value ...
     local share=()
     defaults N_K=2 ZERO_STAGE=0 GLOBAL_BATCH_SIZE=2 BATCH_SIZE=1 NO_PP=true ENABLE_SEQUENCE_PARALLEL=1
     defaults SEQ_LEN=$((1024 * N_K))
-    [[ $ENABLE_SEQUENCE_PARALLEL != 1 ]] || share=(--sequence-parallel)
+    [[ $ENABLE_SEQUENCE_PARALLEL != 1 || $MP_SIZE == 1 ]] || share=(--sequence-parallel)
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
     PROCESSES=$MP_SIZE DATA=BookCorpusDataset_text_document TEMPLATE=$HERE/ds_config_gpt_TEMPLATE.json
     rebase_gpt3 --use-flash-attn-triton "${share[@]}" "$@"

@@ -12,10 +12,12 @@ if [[ -n ${SLURM_JOB_ID:-} && -z ${SLURM_STEP_ID:-} ]]; then # the steps run thi
     [[ -z ${DOCKER_MOUNT_DIR:-} ]] || export CONTAINER_MOUNTS=$DOCKER_MOUNT_DIR:$DOCKER_MOUNT_DIR
     exec bash $examples/slurm/pretrain.sbatch megatron/sc21/SRUN.sh
 fi
+if [[ -z ${MEGATRON_PARAMS:-} ]]; then
+    echo "SRUN.sh: error: set MEGATRON_PARAMS, or start one of run_*.sh" >&2
+    exit 2
+fi
 # shellcheck source=/dev/null
 source $examples/megatron/megatron.sh
-
-[[ -n ${MEGATRON_PARAMS:-} ]] || fail "set MEGATRON_PARAMS, or start one of run_*.sh"
 if [[ -z ${SLURM_JOB_ID:-} ]]; then
     LAUNCHER=${LAUNCHER:-torchrun} GPUS=${GPUS:-8}
     if [[ -z ${DRY_RUN:-}${MASTER_ADDR:-} ]] && ((NODES > 1)); then

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Figure 11: weak scaling of pipeline parallelism, 3 layers a stage.
 # PP is 1 (default), 2, 4 or 8; GBS 8 (default) or 128.
-folder=$(dirname "$0")
+folder=$(realpath "$(dirname "$0")")
 PP=${PP:-1} GBS=${GBS:-8}
 
 TP=${TP:-8} MBS=${MBS:-1} NLS=${NLS:-$((3 * PP))} HS=${HS:-20480} NAH=${NAH:-128} DDP=${DDP:-local}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Figure 12: a GPT of 175 billion weights with the interleaved schedule and without.
 # INTERLEAVED is YES (default) or NO; GBS 12 (default), 24 ... 60.
-folder=$(dirname "$0")
+folder=$(realpath "$(dirname "$0")")
 INTERLEAVED=${INTERLEAVED:-YES} GBS=${GBS:-12}
 
 case $INTERLEAVED in

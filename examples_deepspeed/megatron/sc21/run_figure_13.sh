@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Figure 13: a GPT of 162 billion weights on 64 GPUs, pipeline against tensor parallelism.
 # PP is 2 (default), 4, 8, 16 or 32, TP 64 / PP; GBS 32 (default) or 128.
-folder=$(dirname "$0")
+folder=$(realpath "$(dirname "$0")")
 PP=${PP:-2} GBS=${GBS:-32}
 
 TP=${TP:-$((64 / PP))} MBS=${MBS:-1} NLS=${NLS:-32} HS=${HS:-20480} NAH=${NAH:-128} DDP=${DDP:-local}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Figure 14: a GPT of 5.9 billion weights on 64 GPUs, pipeline against data parallelism.
 # PP is 2 (default), 4, 8, 16 or 32, the data-parallel size 64 / PP; GBS 32 (default) or 512.
-folder=$(dirname "$0")
+folder=$(realpath "$(dirname "$0")")
 PP=${PP:-2} GBS=${GBS:-32}
 
 TP=${TP:-1} MBS=${MBS:-1} NLS=${NLS:-32} HS=${HS:-3840} NAH=${NAH:-32} DDP=${DDP:-local}

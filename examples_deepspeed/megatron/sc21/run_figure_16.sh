@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Figure 16: the micro batch size of a GPT of 91 billion weights.
 # MBS is 1 (default), 2, 4 or 8; GBS 128 (default) or 512.
-folder=$(dirname "$0")
+folder=$(realpath "$(dirname "$0")")
 MBS=${MBS:-1} GBS=${GBS:-128}
 
 TP=${TP:-8} PP=${PP:-8} NLS=${NLS:-32} HS=${HS:-15360} NAH=${NAH:-128} DDP=${DDP:-local}

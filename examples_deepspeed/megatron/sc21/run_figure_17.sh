@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Figure 17: a GPT of 145 billion weights with recomputed activations and without.
 # ACTIVATION_RECOMPUTATION is YES (default) or NO; GBS 1 (default), 2, 4 ... 256.
-folder=$(dirname "$0")
+folder=$(realpath "$(dirname "$0")")
 ACTIVATION_RECOMPUTATION=${ACTIVATION_RECOMPUTATION:-YES} GBS=${GBS:-1}
 
 case $ACTIVATION_RECOMPUTATION in

@@ -2,7 +2,7 @@
 # Figure 18: a GPT of 175 billion weights with scatter-gather communication and without. This
 # trainer accepts the choice and always sends whole activations, so both give the same times.
 # SCATTER_GATHER is YES (default) or NO; GBS 12 (default), 24 ... 60.
-folder=$(dirname "$0")
+folder=$(realpath "$(dirname "$0")")
 SCATTER_GATHER=${SCATTER_GATHER:-YES} GBS=${GBS:-12}
 
 case $SCATTER_GATHER in

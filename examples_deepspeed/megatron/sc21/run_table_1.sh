@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Table 1: weak scaling from 1.7 billion weights on 32 GPUs to a trillion on 3072. MODEL_SIZE is 1.7B
 # (default), 3.6B, 7.5B, 18B, 39B, 76B, 145B, 310B, 530B or 1T.
-folder=$(dirname "$0")
+folder=$(realpath "$(dirname "$0")")
 MODEL_SIZE=${MODEL_SIZE:-1.7B}
 
 virtual="--num-layers-per-virtual-pipeline-stage"

@@ -4,7 +4,7 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tools.plot_runs import main  # noqa: E402
 
