@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
-from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
 
@@ -27,11 +26,8 @@ def flat_partitions(
         single_partition_of_fp32_groups=main,
         averaged_gradients={},
         all_grad_tensors={},
-        real_dp_process_group=[None for _ in groups],
-        nccl_start_alignment_factor=2,
-        allgather_bucket_size=1 << 30,
-        timers=NoopTimer(),
-        _release_preflattened_grad_buffers=lambda number: None,
+        order_of_use=range(len(groups)),
+        start_gather=lambda number: lambda: None,
         _lazy_init_hp_params_optimizer_state=lambda: None,
     )
     return wrapper, optimizer

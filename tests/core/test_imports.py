@@ -12,7 +12,7 @@ from import_statements import ROOT, file_of, imports, nodes, sources
 
 ORDER = (
     {"util", "config"},
-    {"tokenizer", "parallel"},
+    {"tokenizer", "kernels", "parallel"},
     {"model", "data", "checkpoint"},
     {"families", "engine"},
     {"run", "training"},

@@ -187,25 +187,21 @@ def most_buckets(argv: list[str]) -> int:
 
 
 BUCKETS = [
-    ("dp2-bf16", False), ("zero1-bf16", False), ("dp2-zero1", False), ("dp2-zero1-bf16", True),
-    ("dp2-zero2-bf16", True), ("dp2-zero3-bf16", False), ("pp2-zero1-bf16", False),
-    ("pp2-zero1-bf16", True), ("pp2-zero1-fp16", True),
+    ("dp2-bf16", False), ("zero1-bf16", False), ("dp2-zero3-bf16", False),
 ]  # fmt: skip
 MORE_BUCKETS = [
-    ("dp1", False), ("pp2", False), ("dp2-zero1-bf16", False), ("dp2-zero1-fp16", True),
-    ("zero2-bf16", False), ("dp2-zero2", False), ("dp2-zero3-bf16", True), ("pp2-zero1", False),
-    ("pp2-zero1-fp16", False), ("pp2-interleaved-zero1-bf16", False),
-    ("pp2-dualpipev-zero1-bf16", False), ("dp2-fp16", False), ("dp2-fp16", True),
-    ("pp2-dp2-fp16", False),
+    ("dp1", False), ("pp2", False), ("zero2-bf16", False), ("dp2-zero3-bf16", True),
+    ("dp2-fp16", False), ("dp2-fp16", True), ("pp2-dp2-fp16", False),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "layout, accumulated",
-    sampled([*BUCKETS, *MORE_BUCKETS], BUCKETS[::4].__contains__),
+    sampled([*BUCKETS, *MORE_BUCKETS], BUCKETS[2:].__contains__),
 )
 def test_buckets_against_deepspeed(pool, tmp_path, layout, accumulated):
-    """How many there are at once, and of what dtype."""
+    """Their number at once, and their dtype; those of ZeRO 1 and 2 are the trainer's
+    (tests/distributed/engine/test_reduction.py)."""
     planned = dataclasses.replace(parse_layout(layout), grads_in_fp32=accumulated)
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": BUCKET}}))

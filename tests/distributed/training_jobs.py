@@ -36,7 +36,7 @@ LAYOUTS = (
     "pp2-interleaved pp4-interleaved pp2-interleaved-dp2 tp2-pp2-interleaved "
     "tp2-sp-pp2-interleaved "
     "pp2-dualpipev pp4-dualpipev pp2-dualpipev-dp2 tp2-pp2-dualpipev tp2-sp-pp2-dualpipev "
-    "pp4-zbh1 tp2-sp-pp2-zbh1 pp2-dualpipev_zb"
+    "pp4-zbh1 pp2-zbh1-dp2 tp2-sp-pp2-zbh1 pp2-dualpipev_zb"
 ).split()
 """Every way of laying a model out over up to four processes, ZeRO and the context aside."""
 

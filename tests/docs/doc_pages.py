@@ -28,7 +28,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 NEEDS = {"gpu", "cluster", "minutes", "network", "files"}
-MARKERS = set("needs form listing file output fails serves smaller prepare figure api".split())
+MARKERS = set(
+    "needs form listing file output fails serves smaller prepare figure api ledger".split()
+)
 COMMANDS = {"sh", "bash"}
 """Languages of blocks that are typed into a shell."""
 

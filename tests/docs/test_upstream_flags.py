@@ -23,7 +23,7 @@ EXAMPLES = {
     "--split": "98,2,0", "--profile_steps": "2,3", "--zero-stage": "1",
     "--rampup-batch-size": "16 16 100", "--mlp-type": "standard",
     "--loss-scale-window": "1000", "--window-attn-skip-freq": "2",
-    "--sft-tokenizer-prompt-format": "chat",
+    "--sft-tokenizer-prompt-format": "chat", "--recompute-modules": "mlp_act",
 }  # fmt: skip
 
 

@@ -24,20 +24,19 @@ LLAMA = (
 ).split()
 BREAKS = {
     "sequence-parallel norms": """
-from megatron.parallel.tensor_parallel import TensorParallel
-TensorParallel.shared = lambda self, *params: params
+from megatron.engine.update.shared_gradients import SharedGradients
+SharedGradients.sum = lambda self: None
 """,
     "tied gradients": """
 from megatron.engine.pipeline_module import StageModule
 StageModule.tied_parameters = lambda self: []
 """,
     "mean over replicas": """
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-build = DeepSpeedZeroOptimizer.__init__
-def without_mean(self, *args, **options):
-    build(self, *args, **options)
-    self.gradient_average = False
-DeepSpeedZeroOptimizer.__init__ = without_mean
+from megatron.engine.update.reduction import GradientReduction
+build = GradientReduction.__init__
+def without_mean(self, buckets, rules):
+    build(self, buckets, rules._replace(replicas=1))
+GradientReduction.__init__ = without_mean
 """,
     "sum over tensor ranks": """
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -46,14 +45,14 @@ TensorParallel.leave = lambda self, x: x
     "learning rate": """
 from megatron.engine import train_engine
 right = train_engine.set_rates
-train_engine.set_rates = lambda optimizer, lr, decay: right(optimizer, 1.05 * lr, decay)
+train_engine.set_rates = lambda optimizer, lr, *more: right(optimizer, 1.05 * lr, *more)
 """,
     "later learning rate": """
 from megatron.engine import train_engine
 right, steps = train_engine.set_rates, []
-def wrong(optimizer, lr, decay):
+def wrong(optimizer, lr, *more):
     steps.append(lr)
-    right(optimizer, lr if len(steps) < 3 else 1.05 * lr, decay)
+    right(optimizer, lr if len(steps) < 3 else 1.05 * lr, *more)
 train_engine.set_rates = wrong
 """,
     "dropout masks": """
@@ -136,10 +135,10 @@ def test_equal_layouts(tmp_path):
 
 
 def test_refused_layouts():
-    result = check("--layouts", "pp2-zero2,tp3,dp3", "--global-batch-size", 4)
+    result = check("--layouts", "pp2-zero3,tp3,dp3", "--global-batch-size", 4)
     assert result.returncode == 2
-    refused = verdict(result, "pp2-zero2")
-    assert refused.startswith("refused: --zero-stage 2, --pipeline-model-parallel-size 2: ")
+    refused = verdict(result, "pp2-zero3")
+    assert refused.startswith("refused: --zero-stage 3, --pipeline-model-parallel-size 2: ")
     assert "for every micro batch and not once in a step" in refused
     assert "--tensor-model-parallel-size 3 must divide" in verdict(result, "tp3")
     assert "--global-batch-size 4 is not a multiple of" in verdict(result, "dp3")
@@ -179,13 +178,13 @@ def test_gradients_of_replicas_summed_by_the_engine(tmp_path):
 @pytest.mark.proof
 def test_dead_process(tmp_path):
     """The rank is named with its last lines, and the other layouts run."""
-    result = check("--layouts", "pp2,dp1,pp2-zero2", breaks="a rank", folder=tmp_path)
+    result = check("--layouts", "pp2,dp1,pp2-zero3", breaks="a rank", folder=tmp_path)
     assert result.returncode == 1, "a refusal counts for less than a failure"
     failed = verdict(result, "pp2")
     assert failed.startswith("failed: in DeepSpeed's engine, rank 1 of 2 ended with exit status 1")
     assert "    RuntimeError: no memory is left on this rank" in result.stdout
     assert verdict(result, "dp1") == "equal"
-    assert verdict(result, "pp2-zero2").startswith("refused: ")
+    assert verdict(result, "pp2-zero3").startswith("refused: ")
 
 
 def children(process: int) -> list[int]:
@@ -193,7 +192,7 @@ def children(process: int) -> list[int]:
 
 
 def gone(process: int) -> bool:
-    """Whether a process has ended (what is left of it may wait to be collected)."""
+    """True if a process has ended (what is left of it may wait to be collected)."""
     for _ in range(100):
         try:
             if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
@@ -205,7 +204,7 @@ def gone(process: int) -> bool:
 
 
 def deaf_to_interrupts(process: int) -> bool:
-    """Whether a process blocks or ignores Ctrl-C, which a terminal sends to all."""
+    """True if a process blocks or ignores Ctrl-C, which a terminal sends to all."""
     status = Path(f"/proc/{process}/status").read_text()
     masks = dict(line.split(":\t") for line in status.splitlines())
     held = int(masks["SigBlk"], 16) | int(masks["SigIgn"], 16)
@@ -263,6 +262,8 @@ def test_no_process_is_left_behind(tmp_path, number):
             "--json nowhere/out.json: its folder does not exist",
         ),
         ("", "--layouts is missing"),
+        ("--symbolic", "--ranks is missing: --symbolic checks the layout of the run's own flags"),
+        ("--symbolic --ranks 2 --layouts tp2", "--layouts: --symbolic checks the layout of"),
     ],
 )
 def test_bad_command_line(flags, message, monkeypatch, capsys):

@@ -22,11 +22,11 @@ def test_same_logits(tmp_path, gpt_config, random_gpt, write_checkpoint):
     config = gpt_config(llama=True)
     model = random_gpt(config)
     write_checkpoint(tmp_path, config, model)
-    found = loaded(tmp_path)
-    assert not found.training
+    actual = loaded(tmp_path)
+    assert not actual.training
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
-        assert torch.equal(forward(found, tokens)[..., :61], forward(model, tokens)[..., :61])
+        assert torch.equal(forward(actual, tokens)[..., :61], forward(model, tokens)[..., :61])
 
 
 def test_a_tensor_parallel_run_loads_on_one_process(
@@ -54,8 +54,8 @@ def test_which_checkpoint(tmp_path, gpt_config, random_gpt, write_checkpoint):
     def bias(model):
         return dict(model.canonical_parameters())["layers.0.mlp.up.bias"]
 
-    for wanted, step in ((None, 6), ("5", 5), ("global_step5", 5)):
-        assert torch.equal(bias(loaded(tmp_path, wanted)), bias(random_gpt(config, seed=step)))
+    for expected, step in ((None, 6), ("5", 5), ("global_step5", 5)):
+        assert torch.equal(bias(loaded(tmp_path, expected)), bias(random_gpt(config, seed=step)))
     with pytest.raises(CheckpointError, match="absent: no such folder"):
         open_checkpoint(tmp_path / "absent")
 

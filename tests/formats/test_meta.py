@@ -40,11 +40,11 @@ def test_logits_of_metas_program(case, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_tensors_of_transformers_script(case, tmp_path):
     source = open_checkpoint(meta_files.write(case, tmp_path / "meta"))
-    found = {
+    actual = {
         name: hashlib.sha256(values.numpy().tobytes()).hexdigest()
         for name, values in LLAMA.to_hf(source.model, source.tensor)
     }
-    assert found == CASES[case]["tensors"]
+    assert actual == CASES[case]["tensors"]
     assert source.dtype(source.names()[0]) == "bfloat16"
 
 

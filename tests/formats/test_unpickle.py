@@ -34,16 +34,16 @@ class Call:
     def dumps(self, protocol):
         """GLOBAL, the arguments, REDUCE; by STACK_GLOBAL from protocol 4 on."""
         if protocol < 4:
-            found = b"c" + f"{self.module}\n{self.name}\n".encode()
+            actual = b"c" + f"{self.module}\n{self.name}\n".encode()
         else:
-            found = b"".join(
+            actual = b"".join(
                 b"\x8c" + bytes([len(text)]) + text.encode() for text in (self.module, self.name)
             )
-            found += b"\x93"
+            actual += b"\x93"
         args = pickle.dumps(self.args, min(protocol, 2))
         args = args[2:] if args[:1] == b"\x80" else args
         start = b"\x80" + bytes([protocol]) if protocol >= 2 else b"\x80\x02"
-        return start + found + args[:-1] + b"R."
+        return start + actual + args[:-1] + b"R."
 
 
 def marker(tmp_path):
@@ -310,10 +310,10 @@ def test_numpy_arrays_of_objects_are_not_built(tmp_path):
 
     path = tmp_path / "numpy.pt"
     torch.save({"n": numpy.float64(0.5), "i": numpy.int64(-3), "s": Settings()}, path)
-    found = load_pickle(path)
-    assert found["n"] == 0.5 and found["i"] == -3
-    assert type(found["n"]) is float and type(found["i"]) is int
-    assert isinstance(found["s"]["random"], Inert) and isinstance(found["s"]["object"], Inert)
+    actual = load_pickle(path)
+    assert actual["n"] == 0.5 and actual["i"] == -3
+    assert type(actual["n"]) is float and type(actual["i"]) is int
+    assert isinstance(actual["s"]["random"], Inert) and isinstance(actual["s"]["object"], Inert)
 
 
 @pytest.mark.parametrize("code", ["O", "O8", "V8", "S8", "M8", "f8,f8", "(2,)f8"])
@@ -343,25 +343,25 @@ def test_what_checkpoints_hold_is_read(form, tmp_path):
     }
     path = tmp_path / "checkpoint.pt"
     torch.save(content, path, _use_new_zipfile_serialization=form == "zip")
-    found = load_pickle(path)
-    assert vars(found["args"]) == vars(content["args"])
-    assert isinstance(found["args"], argparse.Namespace)
+    actual = load_pickle(path)
+    assert vars(actual["args"]) == vars(content["args"])
+    assert isinstance(actual["args"], argparse.Namespace)
     for name in ("parameter", "attributed", "transposed", "empty"):
-        assert torch.equal(found[name], content[name].detach()), name
-        assert found[name].dtype == content[name].dtype and not found[name].requires_grad
+        assert torch.equal(actual[name], content[name].detach()), name
+        assert actual[name].dtype == content[name].dtype and not actual[name].requires_grad
     for name, values in content["model"].items():
-        assert torch.equal(found["model"][name], values)
-    assert torch.equal(found["shared"][1], attributed[2:])
-    assert found["size"] == content["size"] and found["set"] == {1, 2}
-    assert found["random"][0] == "MT19937"
+        assert torch.equal(actual["model"][name], values)
+    assert torch.equal(actual["shared"][1], attributed[2:])
+    assert actual["size"] == content["size"] and actual["set"] == {1, 2}
+    assert actual["random"][0] == "MT19937"
 
 
 def test_classes_of_trainers_stay_closed(tmp_path, monkeypatch):
     """Their values are kept, and none of their code is imported or run."""
     payload = b"\x80\x02cdeepspeed.nowhere\nScaler\n)\x81}X\x05\x00\x00\x00scaleK\x08sb."
-    found = load_pickle(as_file(payload, tmp_path / "inert.pt", "zip"))
-    assert isinstance(found, Inert) and found.scale == 8
-    assert type(found).__name__ == "Scaler"
+    actual = load_pickle(as_file(payload, tmp_path / "inert.pt", "zip"))
+    assert isinstance(actual, Inert) and actual.scale == 8
+    assert type(actual).__name__ == "Scaler"
     again = payload[:-1] + b"}X\x0c\x00\x00\x00__setstate__cmegatron.x\nY\nsb}b."
     assert isinstance(load_pickle(as_file(again, tmp_path / "inert.pt", "zip")), Inert)
 
@@ -382,8 +382,8 @@ def test_members_of_enumerations_as_python_3_11_2_pickles_them(tmp_path):
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     torch.save({"stage": Member(ZeroStageEnum), "w": torch.ones(2)}, path)
-    found = load_pickle(path)
-    assert found["stage"].args == ("optimizer_states",) and found["w"].sum() == 2
+    actual = load_pickle(path)
+    assert actual["stage"].args == ("optimizer_states",) and actual["w"].sum() == 2
     for owner in (argparse.Namespace, dict, "text"):
         torch.save({"stage": Member(owner)}, path)
         with pytest.raises(CheckpointError, match=r"builtins\.getattr"):

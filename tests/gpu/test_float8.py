@@ -6,6 +6,7 @@ from gpu_runs import DEVICE, ON_GPU, TINY, needs_gpu, train
 
 from megatron.features.float8.linear import (
     FIRST_CAPABILITY,
+    NOTHING_KEPT,
     Float8,
     Kept,
 )
@@ -69,7 +70,7 @@ def test_a_layer_against_float64(recipe):
     )
     exact = x.double() @ weight.double().t(), grad.double() @ weight.double()
     exact += (grad[0].double().t() @ x[0].double(),)
-    cast = float8.cast_weight(weight.to(DEVICE))
+    cast = float8.weight_rows(weight.to(DEVICE), NOTHING_KEPT)
     delayed = recipe == "delayed"
     largest = torch.tensor([8.0, 8.0], device=DEVICE, requires_grad=True) if delayed else None
     for kept in (Kept(cast, largest, delayed), Kept(None, largest, delayed)):

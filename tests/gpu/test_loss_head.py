@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from gpu_runs import DEVICE, needs_gpu, no_waiting
 from torch import Tensor
 
+from megatron.kernels import sums
 from megatron.parallel import cross_entropy, softmax_loss
 from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.loss_head import LossHead, Targets
@@ -73,13 +74,13 @@ def test_it_is_compiled_and_the_cpu_only_queues_work(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_of_products_are_float32(dtype):
     """Which this torch may not have; then the test says so, and another way is taken."""
-    if not cross_entropy._adds_products(DEVICE, dtype):
+    if not sums.adds_products(DEVICE, dtype, torch.float32):
         pytest.skip(f"torch {torch.__version__} adds no 16-bit products to a float32 matrix")
     draw = torch.Generator().manual_seed(0)
     left, right = (torch.randn(64, 32, generator=draw).to(DEVICE, dtype) for _ in range(2))
     total = torch.full((32, 32), torch.nan, device=DEVICE)
-    cross_entropy._add_product(total, left, right, 0)
-    cross_entropy._add_product(total, left, right, 1)
+    sums.add_product(total, left, right, 0)
+    sums.add_product(total, left, right, 1)
     wanted = 2 * (left.double().t() @ right.double())
     assert float((total - wanted).abs().max() / wanted.abs().max()) < 1e-5
 

@@ -9,11 +9,10 @@ from gpu_runs import CPU, DEVICE, TINY, needs_gpu, no_waiting, peak_of_update, t
 from torch import Tensor, nn
 
 from megatron.config.layouts import StateDtypes
-from megatron.engine.update import partition_update
 from megatron.engine.update.adam import ElementwiseAdam
 from megatron.engine.update.partition_update import PartitionUpdate
 from megatron.features.low_bit_states.stored_states import StoredStates, more_bits, random_bits
-from megatron.parallel.compiler import missing_compiler
+from megatron.kernels.compiler import missing_compiler
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 SHAPES = (((512, 512), (300, 7), (768, 256), (5,)), ((512,), (512,), (3,)))
@@ -57,12 +56,6 @@ def states_after(name: str, steps: int, device: torch.device, compiled: bool) ->
     ]
     kinds = ("weight", "exp_avg", "exp_avg_sq")
     return [part.get(kind, 0, part._model.numel()).to(CPU) for part in partitions for kind in kinds]
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, request):
-    if "trainer" not in request.node.name:
-        monkeypatch.setattr(partition_update, "all_gather_dp_groups", lambda **_: None)
 
 
 def test_random_bits_are_those_of_the_cpu():

@@ -9,15 +9,10 @@ from torch import Tensor, nn
 from megatron.engine.update import partition_update
 from megatron.engine.update.adam import ElementwiseAdam, Float32States, FusedAdam
 from megatron.engine.update.partition_update import PartitionUpdate
-from megatron.parallel.compiler import missing_compiler
+from megatron.kernels.compiler import missing_compiler
 
 BETAS, EPS, MOST = (0.9, 0.95), 1e-8, 1 << 18
 SHAPES = (((512, 512), (300, 7), (768, 256), (5,)), ((512,), (512,), (3,)))
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    monkeypatch.setattr(partition_update, "all_gather_dp_groups", lambda **_: None)
 
 
 def drawn(seed: int, dtype: torch.dtype) -> list[list[Tensor]]:

@@ -380,9 +380,9 @@ def test_clocks_are_those_of_the_steps():
 
 
 def test_a_dry_run_prints_cells(capsys):
-    assert gpu.main(["--dry-run", "--groups", "machine,ablations"]) == 0
+    assert gpu.main(["--dry-run", "--groups", "graphs,ablations"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "machine: , about 40 s"
+    assert lines[0] == "graphs: , about 20 s"
     assert lines[1].startswith("ablations-1.3B-all-of-it: ours-zero1+torch-compile, about ")
     assert gpu.main(["--dry-run", "--cells", "main-1.3B-fp8"]) == 0
     assert capsys.readouterr().out.startswith("main-1.3B-fp8: ")

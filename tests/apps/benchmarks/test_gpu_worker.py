@@ -17,13 +17,15 @@ from contestants.inputs import batches
 from contestants.plain import build
 from contestants.process import ALLOCATOR, environment
 from contestants.registry import Contestant, NoMoreSteps
-from gpu_suite import device, stepping, training, worker
+from gpu_suite import device, ranks, stepping, training, worker
+from gpu_suite.graphs import graph_counts
 from gpu_suite.ladder import MAIN, Cell
 from gpu_suite.processes import Sampler
 from gpu_suite.results import read_bundle
 from gpu_suite.shapes import SHAPES, Steps
 from gpu_suite.stepping import Stepping
 from gpu_suite.training import Room, train
+from graph_counts import graphs_alone
 
 from megatron.families import build_model
 from megatron.model.layer_list import initialise
@@ -209,7 +211,7 @@ def test_a_trial_that_is_killed_resumed_and_merged(tmp_path, capsys):
     first.kill()
     first.wait()
     done = read_bundle(bundle)
-    assert set(done) == {"machine", "main-tiny-bf16"}
+    assert set(done) == {"main-tiny-bf16"}
     again = subprocess.run(
         [*command, "--results", str(tmp_path / "b")], capture_output=True, text=True, check=True
     )
@@ -223,14 +225,10 @@ def test_a_trial_that_is_killed_resumed_and_merged(tmp_path, capsys):
     for variant in ("bf16", "fp8", "all of it", "attention eager", "plain PyTorch"):
         assert "| 6.24" in rows[variant], rows  # a loss of log(512), so that it was measured
     assert "unknown flag" in rows["a flag of another version"]
-    for shape in ("bert", "t5"):
-        assert f"pretrain_{shape}.py --num-layers 1" in table
-        of_shape = [line for line in table.splitlines() if line.startswith(f"| tiny-{shape} ")]
-        assert len(of_shape) == 4, table
-        loss = "6.9" if shape == "bert" else "6.2"  # and log(2) of the second head
-        assert sum(f"| {loss}" in line for line in of_shape) == 3, of_shape
-    (of_retro,) = (line for line in table.splitlines() if line.startswith("| tiny-retro "))
-    assert "| 6.2" in of_retro
+    for shape, loss in (("bert", "6.9"), ("t5", "6.2"), ("retro", "6.2")):
+        assert f"pretrain_{shape}.py --num-layers " in table
+        (row,) = (line for line in table.splitlines() if line.startswith(f"| tiny-{shape} "))
+        assert f"| {loss}" in row  # log(512), and log(2) of BERT's second head
     assert "2 steps of rank 0" in table and "pretrain_gpt.py --num-layers 2" in table
 
 
@@ -249,6 +247,40 @@ def test_every_contestant_has_the_trainers_allocator(monkeypatch, given, seen):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert environment(SETTING, tuned_malloc=False).get("PYTORCH_ALLOC_CONF") == seen
+
+
+def test_graphs_are_counted(monkeypatch):
+    """A block's and, on a GPU, others; a break is a failure."""
+    with graphs_alone():
+        found = graph_counts(SETTING, {"bf16": "ours-zero1+torch-compile"})
+        assert found == {"rows": [["bf16", 1, []]]}
+        broken = lambda *_: (3, ["because"])  # noqa: E731
+        monkeypatch.setattr("gpu_suite.graphs.counted", broken)
+        assert graph_counts(SETTING, {"fp8": ""})["failed"] == "fp8: because"
+
+
+def test_losses_of_ranks_are_those_of_one():
+    """Each layout that fails or differs is named."""
+    said = {name: [6.5, 6.25] for name in ranks.LAYOUTS}
+    assert "failed" not in ranks.compared(said)
+    said |= {"tp2": [6.5, 6.25 * 1.02], "dp2, ZeRO 2": "refused", "tp2-sp": [6.5, float("nan")]}
+    del said["dp2, ZeRO 3"]
+    found = ranks.compared(said)
+    assert found["failed"] == "not as one rank: tp2; tp2-sp; dp2, ZeRO 2; dp2, ZeRO 3"
+    rows = {name: rest for name, *rest in found["rows"]}
+    assert rows["dp2, ZeRO 2"] == ["refused", None] and rows["tp2"][1] == pytest.approx(0.02)
+
+
+@pytest.mark.proof
+def test_ranks_train_together_and_an_error_is_told(monkeypatch):
+    """On the CPU; the last layout has a flag that no run has."""
+    layouts = {name: ranks.LAYOUTS[name] for name in ("one rank", "tp2-sp", "dp2, ZeRO 2")}
+    monkeypatch.setattr(ranks, "LAYOUTS", {**layouts, "wrong": (1, "--no-such-flag")})
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    found = ranks.on_one_card(300.0)
+    rows = {name: rest for name, *rest in found["rows"]}
+    assert found["failed"] == "not as one rank: wrong" and "no-such-flag" in rows["wrong"][0]
+    assert 0 < rows["tp2-sp"][1] < 1e-2 and len(rows["tp2-sp"][0]) == ranks.STEPS
 
 
 def test_nvidia_smi_is_asked_about_the_gpu_that_is_measured(monkeypatch):

@@ -86,10 +86,10 @@ def test_what_fits_is_what_the_planner_says(shape, fp8):
 
 
 def test_7b_in_80_gb():
-    """Qwen2.5-7B needs smaller micro batches than its own, and with kept fp8 weights more still."""
+    """Qwen2.5-7B needs smaller micro batches than its own, and no larger ones with fp8 weights."""
     h100, qwen = GPUS[1], MODELS[-1]
     plain, eight = fitting(qwen, h100), fitting(qwen, h100, fp8=True)
     assert plain is not None and plain.micro_tokens < qwen.micro_tokens
-    assert eight is None or eight.micro_tokens < plain.micro_tokens
+    assert eight is None or eight.micro_tokens <= plain.micro_tokens
     narrow = dataclasses.replace(h100, memory=40.0)
     assert fitting(qwen, narrow) is None

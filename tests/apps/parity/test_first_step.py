@@ -1,4 +1,4 @@
-"""What differs in the engine's first step is found, and named."""
+"""Differences in the engine's first step are found, and named."""
 
 import math
 

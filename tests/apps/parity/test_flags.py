@@ -87,7 +87,7 @@ def test_what_a_check_does_not_do_is_left_out():
 
 
 def test_every_flag_that_a_layout_stands_for_is_refused():
-    """Those that some layout's name asks for, and all spellings of them."""
+    """Flags that some layout's name asks for, and all spellings of them."""
     named = [Layout(tensor=2, sequence=True, data=2, zero=3)]
     named += [Layout(pipeline=2, schedule=s, chunks=c) for s in SCHEDULES for c in (1, 2, 4)]
     named += [Layout(precision=p) for p in ("bf16", "fp16")]
@@ -96,7 +96,8 @@ def test_every_flag_that_a_layout_stands_for_is_refused():
     kept = {
         "pipeline_partition", "pipeline_model_parallel_split_rank", "recompute_activations",
         "recompute_granularity", "recompute_method",
-        "recompute_num_layers", "checkpoint_activations", "activations_checkpoint_method",
+        "recompute_modules", "recompute_num_layers", "checkpoint_activations",
+        "activations_checkpoint_method",
         "distributed_backend",
         "distributed_timeout_minutes", "local_rank", "logits_chunk_mib",
     }  # fmt: skip

@@ -27,7 +27,7 @@ TENSORS = {
 
 
 def record(rank: int = 0, size: int = 1) -> GradientRecord:
-    """What a tensor-parallel rank should have: rows of the linear layer."""
+    """The share of a tensor-parallel rank: rows of the linear layer."""
     place = {"tensor": (rank, size)}
     found = [
         Gradient(name, shard, shard.counted(place), shard.cut(TENSORS[name], place))

@@ -50,7 +50,7 @@ def jobs(tmp_path, monkeypatch):
 
 
 def ended(process):
-    """Whether a process has ended; waits a while for it."""
+    """True if a process has ended; waits a while for it."""
     for _ in range(100):
         try:
             os.kill(process, 0)

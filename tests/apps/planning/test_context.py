@@ -100,7 +100,8 @@ HEADS = Heads(queries=8, keys=2, width=16)
 @pytest.mark.parametrize("recompute", ["", "-uniform"])
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_against_what_is_exchanged(monkeypatch, name, recompute):
-    """Of every rank: the collectives that attention starts, with the elements that each sends."""
+    """Return the collectives that attention starts on every rank, with the elements that each
+    sends."""
     layout = parse_layout(name + recompute)
     sent = [count_sent(monkeypatch, layout, rank) for rank in range(layout.context)]
     passes = 3 if recompute else 2
@@ -123,15 +124,17 @@ def count_sent(monkeypatch, layout, rank) -> tuple[float, float]:
         counted.append(sum(n for other, n in enumerate(sent) if other != rank))
         return lambda: x.new_zeros(sum(received))
 
-    def gather(output, x, group):
+    def gather(x, group):
         counted.append(x.numel() * (ranks - 1))
+        return lambda: x.new_zeros(ranks * len(x), *x.shape[1:])
 
-    def scatter(output, x, group):
-        counted.append(output.numel() * (ranks - 1))
+    def scatter(x, group):
+        counted.append(x.numel() // ranks * (ranks - 1))
+        return lambda: x.new_zeros(len(x) // ranks, *x.shape[1:])
 
     monkeypatch.setattr(exchange, "start_exchange", start)
-    monkeypatch.setattr(exchange, "all_gather_flat", gather)
-    monkeypatch.setattr(exchange, "reduce_scatter_flat", scatter)
+    monkeypatch.setattr(exchange, "start_gather", gather)
+    monkeypatch.setattr(exchange, "start_scatter", scatter)
     q, k, v = (torch.zeros(batch, heads, tokens, HEADS.width) for heads in (8, 2, 2))
     exchanging = {"a2a": ranks, "a2a+p2p": layout.exchanging}.get(kind, 1)
     if exchanging > 1:
@@ -172,8 +175,8 @@ def exchanged(q, heads, ranks, exchanging) -> float:
 
 @pytest.mark.parametrize("name", ["cp2", "cp4-a2a", "tp2-sp-cp2", "pp2-cp2"])
 def test_a_rank_has_its_part_of_the_work_and_of_the_tokens(small, name):
-    """Of the FLOPs of one rank without the axis; activations of as many tokens, except tables of
-    the whole sequence."""
+    """Share of the FLOPs of one rank without the axis; activations of as many tokens, except tables
+    of the whole sequence."""
     layout = parse_layout(f"{name}-bf16-zero1")
     model = small("llama", layout.tensor)
     alone = dataclasses.replace(layout, context=1, comm=())
@@ -270,8 +273,8 @@ def test_long_sequences_are_divided_and_short_ones_are_not():
     hardware = Hardware(gpus=8)
     for length, expected in ((4096, {1}), (2**15, {1, 2, 4}), (2**17, {1, 2, 4, 8})):
         work = Workload(llama_8b(length), 128_256, 8, micro_batch_size=1)
-        found = {layout.context for layout, _ in layouts(work, hardware)}
-        assert found == expected, length
+        actual = {layout.context for layout, _ in layouts(work, hardware)}
+        assert actual == expected, length
     assert all(a.processes == 8 for a, _ in layouts(work, hardware))
     kinds = {a.comm for a, _ in layouts(work, hardware) if a.context == 8}
     assert kinds == {(), ("a2a",)}

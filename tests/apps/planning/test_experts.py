@@ -159,10 +159,10 @@ def test_a_busy_rank_makes_a_step_longer(small):
 def test_ranks_of_every_plan_divide_experts(small):
     model = small("llama", num_experts=(8, 4), moe_layer_freq="[0,1,0,1]", moe_ffn_hidden_size=96)
     work = Workload(model, 61, 64, micro_batch_size=1)
-    found = {layout for layout, _ in layouts(work, Hardware(gpus=16))}
-    assert {a.expert for a in found} == {1, 2, 4}
-    assert all(a.data % a.expert_axis == 0 and a.processes == 16 for a in found)
-    assert {(a.tensor, a.expert) for a in found if a.expert_tensor} == {
+    actual = {layout for layout, _ in layouts(work, Hardware(gpus=16))}
+    assert {a.expert for a in actual} == {1, 2, 4}
+    assert all(a.data % a.expert_axis == 0 and a.processes == 16 for a in actual)
+    assert {(a.tensor, a.expert) for a in actual if a.expert_tensor} == {
         (2, 1), (2, 2), (2, 4), (4, 1), (4, 4),
     }  # fmt: skip
     (plain,) = {a.expert for a, _ in layouts(Workload(small(), 61, 64), Hardware(gpus=4))}

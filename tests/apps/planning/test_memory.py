@@ -52,9 +52,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RECOMPUTE = {
     None: {},
     "selective": {"recompute_granularity": "selective"},
+    "mlp_act": {"recompute_granularity": "selective", "recompute_modules": ("mlp_act",)},
     "uniform": {"recompute_granularity": "full", "recompute_method": "uniform"},
 }
 BATCH = 2
+
+
+def recomputing(recompute: str | None, **values) -> Layout:
+    """A layout with one of :data:`RECOMPUTE`."""
+    if recompute == "mlp_act":
+        return Layout(mlp_act=True, **values)
+    return Layout(recompute=recompute, **values)
 
 
 class Kept:
@@ -81,7 +89,7 @@ class Kept:
 def model_bytes(
     model: ModelConfig, precision: str, recompute: str | None, float8: Float8 | None = None
 ) -> int:
-    """What a forward pass with its loss keeps."""
+    """Return the bytes that a forward pass with its loss keeps."""
     parallel = ParallelConfig(**RECOMPUTE[recompute])
     stack = build_model(model, parallel).to(DTYPES[precision])
     for param in stack.parameters():
@@ -90,8 +98,9 @@ def model_bytes(
     for layer in stack.modules() if float8 else ():
         if isinstance(layer, ParallelLinear):
             layer.kernel = float8
-            layer.weight_kept = float8_kept = Kept8(float8.cast_weight(layer.weight))
-            storages = (each.untyped_storage() for each in float8_kept.operands())
+            rows = float8.weight_rows(layer.weight, Kept8())
+            layer.weight_kept = Kept8(rows)
+            storages = (each.untyped_storage() for each in rows)
             kept.weights |= {storage.data_ptr() for storage in storages}
 
     def add_input(module, args):
@@ -149,8 +158,8 @@ def retro_batch(model: ModelConfig) -> RetroBatch:
 
 
 def extra_bytes(norm, model: ModelConfig, precision: str, *shape: int) -> int:
-    """What a norm keeps here beyond the planned: its input, its output, which the next product
-    keeps, and statistics."""
+    """Return the bytes that a norm keeps beyond the planned: its input, its output, which the next
+    product keeps, and statistics."""
     norm, dtype = norm.to(DTYPES[precision]), DTYPES[precision]
     stream = len(shape) == 3 and model.fp32_residual_connection
     entering = torch.float32 if stream else dtype
@@ -179,7 +188,7 @@ def norms_extra_bytes(model: ModelConfig, precision: str, blocks: int) -> int:
     return extra
 
 
-NEWER = ["bloom", "gemma2", "gemma2 bounded", "qwen3", "neox", "gpt-oss", "opt"]
+NEWER = ["bloom", "gemma2", "gemma2 bounded", "gemma4", "qwen3", "neox", "gpt-oss", "opt"]
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
@@ -200,18 +209,20 @@ def test_activations_against_torch(monkeypatch, small, kind, precision, recomput
     changes = {"swiglu": {"swiglu": True}, "squared relu": {"squared_relu": True}}
     changes["residual"] = {"fp32_residual_connection": True}
     model = small(**changes[kind]) if kind in changes else small(kind)
-    layout = Layout(precision=precision, recompute=recompute, zero=1)
+    layout = recomputing(recompute, precision=precision, zero=1)
     planned = activation_bytes(model, layout, BATCH)
     expected = model.num_layers * planned.block + planned.embedding + planned.head
     expected += norms_extra_bytes(
         model, precision, 0 if recompute == "uniform" else model.num_layers
     )
-    if recompute is None:
+    if recompute in (None, "mlp_act"):
         # Else a recomputed function holds the masks, which no hook sees.
         expected += planned.masks
     exact = precision == "fp32" and model.positions.position_embedding_type == "learned_absolute"
     got = model_bytes(model, precision, recompute)
-    assert got == pytest.approx(expected, rel=1e-4 if exact else 1e-2)
+    # What is not counted exactly is a larger part of fewer bytes.
+    near = 1.5e-2 if recompute == "mlp_act" else 1e-2
+    assert got == pytest.approx(expected, rel=1e-4 if exact else near)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
@@ -220,7 +231,7 @@ def test_activations_of_other_families_against_torch(monkeypatch, small, kind, r
     """Within 2 percent in float32: every block by its own sequences. Not with relative positions,
     whose kernel on a CPU keeps all probabilities."""
     monkeypatch.setattr(cpu_kernels, "suits", lambda *_: False)
-    model, layout = small(kind), Layout(recompute=recompute)
+    model, layout = small(kind), recomputing(recompute)
     lengths = family_of(model.family).block_lengths(model)
     kept = [activation_bytes(model, layout, BATCH, each) for each in lengths]
     expected = sum(each.block for each in kept) + kept[0].embedding + kept[-1].head
@@ -261,24 +272,24 @@ def test_activations_of_experts_against_torch(monkeypatch, small, kind, extra):
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "squared relu"])
 def test_8_bit_layers_against_torch(monkeypatch, small, kind):
     """The difference that they make to what a block keeps, within 1 percent, scales aside; and
-    their weights, twice."""
+    their weights."""
     monkeypatch.setattr(cpu_kernels, "suits", lambda *_: False)
     model = small(squared_relu=True) if kind == "squared relu" else small(kind)
     plain = Layout(precision="bf16", zero=1)
     layout = dataclasses.replace(plain, float8=True)
     planned = [activation_bytes(model, each, BATCH).block for each in (layout, plain)]
     got = [model_bytes(model, "bf16", None, float8) for float8 in (Float8(), None)]
-    found, expected = got[0] - got[1], model.num_layers * (planned[0] - planned[1])
-    assert found == pytest.approx(expected, rel=0.01)
+    actual, expected = got[0] - got[1], model.num_layers * (planned[0] - planned[1])
+    assert actual == pytest.approx(expected, rel=0.01)
     block = build_model(model, ParallelConfig()).blocks()[0]
     linears = sum(param.numel() for param in block.parameters() if param.dim() > 1)
     weights = [peak_memory(model, each, BATCH, 1).weights for each in (layout, plain)]
-    assert weights[0] - weights[1] == 2 * model.num_layers * linears
+    assert weights[0] - weights[1] == model.num_layers * linears
 
 
 def test_8_bit_weights_are_kept_unless_weights_are_partitioned(small):
     """Stage 3 over one data-parallel rank runs as stage 1, and keeps them."""
-    model, kept = small("llama"), 2.0 * 3 * linear_parameters(small("llama"), 1)
+    model, kept = small("llama"), 1.0 * 3 * linear_parameters(small("llama"), 1)
     for zero, data, expected in ((1, 1, kept), (2, 2, kept), (3, 1, kept), (3, 2, 0.0)):
         layout = Layout(zero=zero, data=data, precision="bf16", float8=True)
         assert float8_bytes(model, layout, 3) == expected, (zero, data)
@@ -365,7 +376,7 @@ def test_state_against_megatron_in_what_they_share():
     assert state_bytes(Layout(data=1, zero=1, precision="fp16")).total == 20
     assert state_bytes(Layout(precision="fp32")).total == 16
     mixed = Layout(data=4, zero=1, precision="bf16", grads_in_fp32=True)
-    assert state_bytes(mixed).total == 8 + 12 / 4  # Megatron's 6 + 12/d, and 16-bit gradients
+    assert state_bytes(mixed).total == 6 + 12 / 4  # as Megatron's
 
 
 def test_the_page_has_the_states():
@@ -386,8 +397,8 @@ def test_the_page_has_the_states():
                 state = state_bytes(layout)
                 # The page writes its formulas as Python does: "max(2, 6/d)".
                 expected = [eval(text, {"d": data, "max": max}) for text in formulas]
-                found = [state.weights, state.gradients, state.optimizer]
-                assert found == pytest.approx(expected), (zero, words, data)
+                actual = [state.weights, state.gradients, state.optimizer]
+                assert actual == pytest.approx(expected), (zero, words, data)
     sums = {(zero, half, True) for zero in (1, 2, 3) for half in ("bf16", "fp16")}
     plain = {(zero, dtype, False) for zero in range(4) for dtype in ("fp32", "bf16", "fp16")}
     assert seen == sums | plain
@@ -438,14 +449,14 @@ def test_recomputation_holds_one_block_more(small):
 
 
 def test_buckets_are_no_larger_than_the_gradients():
-    """And no larger than DeepSpeed's default; tests/distributed counts them in its engine."""
+    """And no larger than the default; tests/distributed counts DeepSpeed's in its engine."""
     layout = Layout(zero=1, precision="bf16", data=2)
     assert buffer_bytes(dataclasses.replace(layout, data=1), 1000) == 0
     assert buffer_bytes(layout, 1000) == 2 * 1000
-    assert buffer_bytes(layout, 10**9) == 2 * 500_000_000
-    assert buffer_bytes(dataclasses.replace(layout, pipeline=2), 1000) == 2 * 2 * 1000
+    assert buffer_bytes(layout, 10**9) == 2 * 125_000_000
+    assert buffer_bytes(dataclasses.replace(layout, zero=2), 10**8) == 3 * 2 * 25_000_000
     whole = dataclasses.replace(layout, zero=3)
-    assert buffer_bytes(whole, 10**10) == 2 * (500_000_000 + 10**9)
+    assert buffer_bytes(whole, 10**10) == 2 * (200_000_000 + 10**9)
     autocast = dataclasses.replace(layout, zero=0)
     assert buffer_bytes(autocast, 1000) == 4 * 1000
     assert buffer_bytes(autocast, 10**10) == 2 * 10**10

@@ -28,7 +28,7 @@ KINDS = (
 
 
 def ranks(size):
-    """What rank 0 of ``size`` tensor-parallel ranks needs to build its share."""
+    """Return rank 0 of ``size`` tensor-parallel ranks, to build its share."""
     return TensorParallel(Group(tuple(range(size))))
 
 
@@ -140,7 +140,7 @@ def test_a_tied_table_counts_once_a_rank(small):
 
 
 def test_blocks_in_8_bits_are_counted_by_stage(small):
-    """Of four blocks the last three, in two stages of two ranks each."""
+    """The last three of four blocks, in two stages of two ranks each."""
     layout = Layout(pipeline=2, schedule="dualpipev", chunks=2, float8=True)
     shares = rank_shares(small("llama", 1), layout, float8=range(1, 4))
     assert [share.float8 for share in shares] == [(0, 1), (1, 1)]

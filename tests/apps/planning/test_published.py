@@ -17,7 +17,7 @@ A100 = Hardware(8)
 AGGREGATE = (4.4, 8.8, 18.2, 34.6, 70.8, 143.8, 227.1, 297.4, 410.2, 502.0)
 """PFLOP/s of all GPUs, Narayanan et al. 2021, table 1."""
 THROUGHPUT_GAIN = (0.290, 0.318, 0.297, 0.321)
-"""Of the present work over full recomputation, Korthikanti et al. 2022, table 5."""
+"""Gain of the present work over full recomputation, Korthikanti et al. 2022, table 5."""
 
 
 @pytest.mark.parametrize("run", KORTHIKANTI, ids=lambda run: run.name)

@@ -1,7 +1,10 @@
 """Megatron-DeepSpeed's scripts: each prints a command of its full size, which resolves there."""
 
 import json
+import os
 import re
+import shlex
+import subprocess
 
 import pytest
 from example_scripts import FOLDER, ROOT, printed, resolved, script
@@ -169,3 +172,33 @@ def test_page_and_table_name_every_script():
     written = PAGE.read_text().split(MARK)[1]
     names = {path.rsplit("/", 1)[-1] for path in ROWS}
     assert names == set(re.findall(r"^\| `([^`]+)` \|", written, re.MULTILINE))
+
+
+def test_relative_paths_are_those_of_the_caller(tmp_path):
+    """From any folder, by any path of the project, with spaces in both."""
+    here = tmp_path / "my folder"
+    (here / "data").mkdir(parents=True)
+    (tmp_path / "the project").symlink_to(ROOT)
+    for name in ("text_document.bin", "vocab.json", "merges.txt"):
+        (here / "data" / name).touch()
+    settings = {
+        "DATA_PATH": "data/text_document", "VOCAB_FILE": "data/vocab.json", "DRY_RUN": "1",
+        "MERGE_FILE": "data/merges.txt", "OUTPUT_BASEPATH": "out",
+    }  # fmt: skip
+    for path in ("rebase/ds_pretrain_gpt_1.3B.sh", "megatron/sc21/run_figure_11.sh"):
+        program = f"../the project/examples_deepspeed/{path}"
+        environment = os.environ | settings | {
+            "MEGATRON_DATA": settings["DATA_PATH"], "BPE_VOCAB_FILE": settings["VOCAB_FILE"],
+            "BPE_MERGE_FILE": settings["MERGE_FILE"],
+        }  # fmt: skip
+        command = ["bash", program, "--titles-data-path", "data/vocab.json"]
+        run = subprocess.run(
+            command, cwd=here, env=environment, capture_output=True, text=True, check=True
+        )
+        words = shlex.split(run.stdout)
+        at = words.index("--data-path")
+        assert words[at + 1] == str(here / settings["DATA_PATH"]) and words[at + 2][:2] == "--"
+        assert words[words.index("--merge-file") + 1] == str(here / settings["MERGE_FILE"])
+        assert words[words.index("--titles-data-path") + 1] == str(here / "data/vocab.json")
+        if "rebase" in path:
+            assert words[words.index("--save") + 1].startswith(f"{here}/out/checkpoint/")

@@ -121,7 +121,8 @@ def test_stored_states_are_what_a_run_does():
         assert asked(layout) == claim(layout), layout
     supported = [layout for layout in stored_states() if refusal(layout) is None]
     assert {(a.precision, a.zero, a.grads_in_fp32, a.pipeline) for a in supported} == {
-        ("bf16", 1, False, 1), ("bf16", 1, False, 2), ("bf16", 2, False, 1), ("bf16", 2, True, 1),
+        ("bf16", zero, in_fp32, pipeline)
+        for zero in (1, 2) for in_fp32 in (False, True) for pipeline in (1, 2)
     }  # fmt: skip
 
 
@@ -160,18 +161,18 @@ PROMISED = """
     dp2                 0123    0123    0123
     tp2                 0123    0123    0123
     tp2-sp              0123    0123    0123
-    pp2                 01..    01..    01..
-    pp2-interleaved     01..    01..    01..
-    pp2-interleaved-v3  01..    01..    01..
-    pp2-dualpipev       01..    01..    01..
-    pp2-zbh1            01..    01..    01..
-    pp2-dualpipev_zb    01..    01..    01..
-    tp2-sp-pp2-dp2      01..    01..    01..
+    pp2                 012.    012.    012.
+    pp2-interleaved     012.    012.    012.
+    pp2-interleaved-v3  012.    012.    012.
+    pp2-dualpipev       012.    012.    012.
+    pp2-zbh1            012.    012.    012.
+    pp2-dualpipev_zb    012.    012.    012.
+    tp2-sp-pp2-dp2      012.    012.    012.
     cp2                 0123    0123    0123
     cp4-a2a+p2p-tp2-sp  0123    0123    0123
-    cp2-a2a-pp2         01..    01..    01..
-    tp2-sp-pp2-zbh1     01..    01..    01..
-    tp2-pp2-dualpipev   01..    01..    01..
+    cp2-a2a-pp2         012.    012.    012.
+    tp2-sp-pp2-zbh1     012.    012.    012.
+    tp2-pp2-dualpipev   012.    012.    012.
     sp                  ....    ....    ....
     interleaved         ....    ....    ....
     pp2-1f1b-v2         ....    ....    ....
@@ -198,17 +199,17 @@ def test_against_what_is_promised(row):
     [
         (Layout(sequence=True), ["--sequence-parallel, --tensor-model-parallel-size 1:"]),
         (
-            Layout(pipeline=2, zero=2),
-            ["--zero-stage 2, --pipeline-model-parallel-size 2:", "use --zero-stage 0 or 1"],
+            Layout(pipeline=2, zero=3),
+            ["--zero-stage 3, --pipeline-model-parallel-size 2:", "use --zero-stage 0, 1 or 2"],
+        ),
+        (
+            Layout(pipeline=2, zero=2, offload_optimizer="cpu"),
+            ["--zero-stage 2, --pipeline-model-parallel-size 2, offload_optimizer.device cpu"],
         ),
         (Layout(zero=2, offload_param="cpu"), ["offload_param.device cpu", "--zero-stage 2:"]),
         (
             Layout(precision="fp16", zero=1, states=StateDtypes()),
             ["--use-precision-aware-optimizer, --fp16, --zero-stage 1:", "use --bf16"],
-        ),
-        (
-            Layout(precision="bf16", zero=1, states=StateDtypes(), grads_in_fp32=True),
-            ["--use-precision-aware-optimizer, --accumulate-allreduce-grads-in-fp32, --zero"],
         ),
         (Layout(offload_optimizer="nvme"), ["offload_optimizer.device nvme", "--zero-stage 0:"]),
         (

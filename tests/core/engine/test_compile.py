@@ -19,7 +19,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from torch.nn.attention import flex_attention
-from torch.utils._pytree import tree_leaves
 
 from megatron.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron.config.engine import FastPathsConfig
@@ -28,14 +27,16 @@ from megatron.engine.backend import runs_graphs
 from megatron.engine.compilation import compile_blocks, to_compile
 from megatron.families import build_model
 from megatron.features.curriculum.flags import CurriculumConfig
-from megatron.features.float8 import casts as float8_casts
+from megatron.features.float8 import mlp
+from megatron.features.float8.casts import cast
 from megatron.features.float8.linear import Float8
 from megatron.features.float8.state import Float8State
+from megatron.kernels import casts
+from megatron.kernels.compiler import missing_compiler
 from megatron.model import attention_backends, attention_flex
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.model.torch_kernels import CUDNN_FIRST, KernelOrder
 from megatron.parallel import softmax_loss
-from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.mesh import Mesh
 
@@ -81,6 +82,8 @@ def config(kind: str) -> ModelConfig:
 def build(kind: str, recompute: str | None = None, float8: Float8 | None = None) -> LayerStack:
     method = "uniform" if recompute == "full" else None
     parallel = ParallelConfig(recompute_granularity=recompute, recompute_method=method)
+    if recompute == "mlp_act":
+        parallel = ParallelConfig(recompute_granularity="selective", recompute_modules=("mlp_act",))
     stack = build_model(config(kind), parallel)
     for name, param in stack.canonical_parameters():
         initialise(name, param, 1)
@@ -140,14 +143,14 @@ def assert_near(found: list[Tensor], expected: list[Tensor], limit: float) -> No
 
 
 MASKED = ("llama-gqa-window", "bloom")
-RECOMPUTE = (None, "selective", "full")
+RECOMPUTE = (None, "selective", "full", "mlp_act")
 
 
 @pytest.mark.parametrize(
     ("kind", "recompute"),
     in_sample(
         ("bloom", None), ("gpt-oss", None), ("gpt2-dropout", "selective"),
-        ("llama-gqa-window", "full"), of=product(KINDS, RECOMPUTE),
+        ("llama-gqa-window", "full"), ("llama", "mlp_act"), of=product(KINDS, RECOMPUTE),
     ),
 )  # fmt: skip
 @pytest.mark.usefixtures("without_generated_code")
@@ -157,7 +160,7 @@ def test_all_blocks_are_compiled_once_and_whole(kind, recompute):
     stack = compiled(build(kind, recompute))
     for seed in range(2):
         assert_near(outcome(stack, seed=seed), outcome(eager, seed=seed), 4e-6)
-    shared = kind in MASKED and recompute is None
+    shared = kind in MASKED and recompute in (None, "mlp_act")
     assert graphs() == (2 if shared else 1, Counter())
 
 
@@ -227,20 +230,17 @@ def test_products_by_blocks_are_one_operator_of_a_graph():
     assert not any("scaled_mm" in name for name in operators)
 
 
-@pytest.fixture
-def casts_as_on_gpus(monkeypatch):
-    """Casts outside of compiled blocks are compiled by themselves, for any size."""
-    compiled_cast = torch.compile(float8_casts._cast, backend="aot_eager", dynamic=True)
-    monkeypatch.setattr(float8_casts, "_to_compile", lambda x: True)
-    monkeypatch.setattr(float8_casts, "_compiled_cast", lambda: compiled_cast)
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.proof)])
-@pytest.mark.usefixtures("without_generated_code", "casts_as_on_gpus")
-def test_kept_8_bit_weights_have_fixed_sizes(recipe):
-    """A weight whose sizes are symbols breaks the graph of its block at attention, and its kernels
-    compute their addresses from symbols."""
+@pytest.mark.usefixtures("without_generated_code")
+def test_8_bit_casts_as_on_gpus_stay_in_the_graph(monkeypatch, recipe):
+    """They are operators there, outside of compiled blocks as well: kept weights have fixed sizes,
+    without which a block's graph breaks at attention."""
+    expected = outcome(build("llama", float8=Float8(True, recipe)))
+    for module in (casts, mlp):
+        monkeypatch.setattr(module, "uses", lambda name, x: True)
     stack = build("llama", float8=Float8(True, recipe))
+    for block in stack.blocks():
+        mlp.fuse(block.mlp, config("llama"), Float8(True, recipe))
     names = {param: name for name, param in stack.canonical_parameters()}
     fast = FastPathsConfig(fp8_format="hybrid", fp8_recipe=recipe)
     state = Float8State(stack.blocks(), names, fast, Mesh(), partitioned=False)
@@ -251,13 +251,20 @@ def test_kept_8_bit_weights_have_fixed_sizes(recipe):
         for module in stack.modules()
         for name, kept in vars(module).items()
         if name.endswith("_kept") and kept is not None
-        for operand in kept.operands()
+        for operand in kept.weight
     ]
-    assert len(operands) >= 4 * BLOCKS
-    marks = [name for x in operands for name in vars(x) if "dynamic_indices" in name]
-    assert marks == []
-    outcome(stack)
-    assert graphs()[1] == Counter()
+    assert len(operands) == 2 * 4 * BLOCKS
+    assert not [name for x in operands for name in vars(x) if "dynamic_indices" in name]
+    assert_near(outcome(stack), expected, 1e-2)
+    assert graphs() == (1, Counter())
+
+
+@pytest.mark.usefixtures("without_generated_code")
+def test_a_graph_with_symbols_for_sizes_is_seen():
+    """What a graph for any size returns is marked, and makes the next graph one for any size."""
+    marked = torch.compile(lambda x: x * 2, dynamic=True)(torch.ones(4, 3))
+    with pytest.raises(Exception, match="sizes that are symbols"):
+        torch.compile(lambda x: x + 1, dynamic=False)(marked)
 
 
 @pytest.mark.proof
@@ -265,7 +272,7 @@ def test_kept_8_bit_weights_have_fixed_sizes(recipe):
 @pytest.mark.usefixtures("casts_as_on_gpus")
 def test_generated_code_has_no_symbol_of_a_kept_weight():
     torch.compiler.reset()
-    weight = float8_casts.cast(torch.ones(96, 64), torch.float8_e4m3fn, "tensor", rows=True).rows
+    weight = cast(torch.ones(96, 64), torch.float8_e4m3fn, "tensor", rows=True).rows
     assert weight is not None
     product = torch.compile(lambda x: x @ weight.values.t().float() * weight.scale, dynamic=False)
     _, codes = run_and_get_code(product, torch.ones(3, 64))
@@ -292,32 +299,6 @@ def test_kept_8_bit_weights_enter_the_graph(recipe):
         # A product of 16 bits rounds by the CPU, and with it the scale of a whole tensor.
         assert_near(*found, {"delayed": 1e-2, "tensorwise": 3e-5}.get(recipe, 4e-6))
     assert graphs() == (2 if recipe == "delayed" else 1, Counter())
-
-
-@pytest.mark.parametrize(
-    "scaling", ["row", *(pytest.param(x, marks=pytest.mark.proof) for x in ("tensor", "block"))]
-)
-def test_casts_of_layers_that_are_not_compiled_whole(scaling):
-    """On a GPU they are compiled by themselves: one graph for each layout and dtype that a recipe
-    asks for, whatever the size, and the same bits."""
-    compiled_cast = torch.compile(float8_casts._cast, backend="aot_eager", dynamic=True)
-    generator = torch.Generator().manual_seed(0)
-    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    kinds = [(e4m3, True, True), (e4m3, True, False), (e5m2, True, True)]
-    for shape in ((256, 384), (384, 512), (512, 256)):  # a single block has a graph of its own
-        x = torch.randn(*shape, generator=generator).bfloat16()
-        for dtype, rows, columns in kinds:
-            found, expected = (
-                [leaf for leaf in tree_leaves(each) if leaf is not None]
-                for each in (
-                    function(x, dtype, scaling, rows, columns, None)
-                    for function in (compiled_cast, float8_casts._cast)
-                )
-            )
-            for ours, theirs in zip(found, expected, strict=True):
-                assert torch.equal(ours.float(), theirs.float())
-                assert ours.stride() == theirs.stride()
-    assert graphs()[0] == len(kinds)
 
 
 @pytest.mark.usefixtures("without_generated_code")
@@ -374,18 +355,13 @@ def test_more_lengths_than_torch_compiles_by_default():
     assert graphs() == (4, Counter())
 
 
-def test_casts_and_losses_have_room_for_their_versions(monkeypatch):
+def test_losses_have_room_for_their_versions():
     """torch compiles eight; of a loss, which must be one graph, the ninth would be an error."""
     import torch._dynamo.config as dynamo
 
-    monkeypatch.setattr(float8_casts, "missing_compiler", lambda device_type: None)
-    for made in (
-        float8_casts._compiled_cast.__wrapped__,
-        lambda: softmax_loss.compiled.__wrapped__(softmax_loss.softmax_of),
-    ):
-        with dynamo.patch(recompile_limit=8):
-            made()
-            assert dynamo.recompile_limit >= 64
+    with dynamo.patch(recompile_limit=8):
+        softmax_loss.compiled.__wrapped__(softmax_loss.softmax_of)
+        assert dynamo.recompile_limit >= 64
 
 
 def test_compiled_code_makes_no_tuple_by_replace():

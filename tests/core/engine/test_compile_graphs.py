@@ -15,10 +15,10 @@ from megatron.config.engine import FastPathsConfig
 from megatron.engine import compilation
 from megatron.engine.backend import PlainBackend, runs_graphs
 from megatron.engine.compilation import compile_blocks, to_compile
+from megatron.kernels import compiler
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerSequence, LayerState
 from megatron.model.spec import ModelSpec
-from megatron.parallel import compiler
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -106,6 +106,7 @@ def test_each_pass_through_the_model_is_announced(monkeypatch, graphs):
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: told.append("mark"))
 
     class Engine:
+        optimizer = None
         set_gradient_accumulation_boundary = step = lambda *_: None
 
         def __call__(self, state):

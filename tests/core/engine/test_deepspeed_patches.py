@@ -83,11 +83,9 @@ def other_parameters(self, gradients):
     ("owner", "method", "replacement"),
     [
         (DeepSpeedEngine, "buffered_allreduce_fallback", replacements.NO_COPIES),
-        (DeepSpeedZeroOptimizer, "_update_model_bit16_weights", replacements.NO_SECOND_VIEWS),
-        (DeepSpeedZeroOptimizer, "initialize_optimizer_states", replacements.NO_ZERO_GRADIENTS),
         (DeepSpeedZeroOptimizer, "_update_scale", replacements.SCALE_GROWS_LATER),
-        (DeepSpeedZeroOptimizer, "step", replacements.QUEUED_PARTITIONED),
-        (replacements.BF16_Optimizer, "clear_hp_grads", replacements.QUEUED_ACCUMULATED),
+        (DeepSpeedZeroOptimizer, "step", replacements.OWN_REDUCTION),
+        (DeepSpeedZeroOptimizer, "reduce_gradients", replacements.OWN_REDUCTION),
         (replacements.PipelineModule, "_set_bounds", replacements.OWN_SCHEDULES),
     ],
 )
@@ -99,18 +97,6 @@ def test_another_shape_is_noticed(monkeypatch, capsys, owner, method, replacemen
     replacements.made.cache_clear()
     # Inherited methods are found where they come from.
     assert not replacements.made(replacement) or hasattr(owner, method)
-
-
-@pytest.mark.parametrize("unused", [True, False])
-def test_gradients_of_zeros_are_made_only_where_they_are_used(monkeypatch, unused):
-    made = []
-    monkeypatch.setattr(
-        DeepSpeedZeroOptimizer, "initialize_optimizer_states", lambda self: made.append(self)
-    )
-    with patches.without_zero_gradients(unused):
-        DeepSpeedZeroOptimizer.initialize_optimizer_states("inside")
-    DeepSpeedZeroOptimizer.initialize_optimizer_states("after")
-    assert made == (["after"] if unused else ["inside", "after"])
 
 
 @pytest.mark.parametrize(("dynamic", "refused"), [(True, True), (False, False)])

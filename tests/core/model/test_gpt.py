@@ -92,6 +92,7 @@ def step(stack: LayerStack) -> tuple[Tensor, list[Tensor]]:
 RECOMPUTE = [
     ("selective", None, 1, "sdpa"),
     ("selective", None, 1, "eager"),
+    ("selective", "mlp_act", 1, "sdpa"),
     ("full", "uniform", 1, "eager"),
     ("full", "uniform", 3, "sdpa"),
     ("full", "uniform", 9, "sdpa"),
@@ -109,15 +110,17 @@ def cells(values, sample):
     return [pytest.param(m, value, marks=marks(m, value)) for m in MODELS for value in values]
 
 
-@pytest.mark.parametrize("model, recompute", cells(RECOMPUTE, [RECOMPUTE[0], RECOMPUTE[5]]))
+@pytest.mark.parametrize(
+    "model, recompute", cells(RECOMPUTE, [RECOMPUTE[0], RECOMPUTE[2], RECOMPUTE[6]])
+)
 def test_recomputation_changes_nothing(model, recompute):
     granularity, method, layers, backend = recompute
     model_config = config(
         **MODELS[model], attention_dropout=0.2, hidden_dropout=0.2, attention_backend=backend
     )
-    parallel = ParallelConfig(
-        recompute_granularity=granularity, recompute_method=method, recompute_num_layers=layers
-    )
+    how = {"recompute_granularity": granularity, "recompute_num_layers": layers}
+    how |= {"recompute_modules": (method,)} if method == "mlp_act" else {"recompute_method": method}
+    parallel = ParallelConfig(**how)
     loss, gradients = step(gpt(model_config))
     loss_again, gradients_again = step(gpt(model_config, parallel))
     assert torch.equal(loss, loss_again)

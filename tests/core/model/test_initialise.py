@@ -7,8 +7,8 @@ from torch import nn
 
 from megatron.families import build_model
 from megatron.model.layer_list import initialise
+from megatron.parallel.random import generator
 from megatron.parallel.shard import Cut, Init, Shard
-from megatron.parallel.tensor_parallel import generator
 
 
 def parameter(shard: Shard, init: Init, values: torch.Tensor) -> torch.nn.Parameter:

@@ -187,7 +187,7 @@ def test_products_by_blocks_are_laid_out_as_gpus_take_them(monkeypatch, kept):
     x = torch.zeros(2, 128, 384, dtype=torch.bfloat16, device=GPU).requires_grad_()
     weight = torch.zeros(640, 384, dtype=torch.bfloat16, device=GPU).requires_grad_()
     with OneDevice():
-        state = Kept(float8.cast_weight(weight)) if kept else NOTHING_KEPT
+        state = Kept(float8.weight_rows(weight, NOTHING_KEPT)) if kept else NOTHING_KEPT
         y = linear(x, weight, None, float8, state)
         y.backward(torch.zeros_like(y))
     assert x.grad.shape == x.shape and weight.grad.shape == weight.shape

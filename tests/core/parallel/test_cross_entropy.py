@@ -12,8 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.kernels import sums
+from megatron.kernels.compiler import missing_compiler
 from megatron.parallel import cross_entropy, softmax_loss
-from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.cross_entropy import linear_cross_entropy, logits_chunk
 from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.mesh import SINGLE
@@ -120,7 +121,6 @@ def test_a_bias_of_the_logits(way, dtype, chunk_bytes):
 @pytest.mark.parametrize("tokens", [7, pytest.param(3, marks=pytest.mark.proof)])
 def test_generated_code_against_torch_cross_entropy(monkeypatch, way, tokens):
     """Two chunks of the same size; else the last is the first not compiled for its size alone."""
-    monkeypatch.setattr(softmax_loss, "BLOCK", 16)  # and a block of 8 columns
     arguments = case(torch.bfloat16)
     found = ours(*arguments, head(2 * PADDED * tokens, 2.0))
     assert max(differences(found, torchs(*arguments, 2.0))) <= TOLERANCE[torch.bfloat16]
@@ -142,7 +142,7 @@ def test_a_gpu_takes_larger_chunks_by_default(device, chunks):
 def test_chunks_change_nothing(monkeypatch, tokens, work_rows):
     arguments = case(torch.float64)
     expected = ours(*arguments)
-    monkeypatch.setattr(softmax_loss, "WORK_BYTES", work_rows * CHUNK)
+    monkeypatch.setattr(sums, "WORK_BYTES", work_rows * CHUNK)
     found = ours(*arguments, head(2 * CHUNK * tokens))
     assert max(differences(found, expected)) <= 1e-14
 
@@ -264,7 +264,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_are_never_whole(monkeypatch, dtype):
-    monkeypatch.setattr(softmax_loss, "WORK_BYTES", 2**14)
+    monkeypatch.setattr(sums, "WORK_BYTES", 2**14)
     tokens, vocab, width, limit = 256, 1024, 16, 2**16
     x = torch.randn(1, tokens, width).to(dtype).requires_grad_()
     weight = torch.randn(vocab, width).to(dtype).requires_grad_()
@@ -279,10 +279,10 @@ def test_logits_are_never_whole(monkeypatch, dtype):
 @pytest.mark.parametrize("way", ["definition"], indirect=True)
 def test_the_definition_knows_logits_that_a_rank_of_many_has(way):
     """Whole blocks of padding and of -inf, and no token at all."""
-    width = 2 * softmax_loss.BLOCK + 3
+    width = 2 * 1024 + 3
     logits = torch.randn(5, width)
-    logits[1, 10 : 10 + 2 * softmax_loss.BLOCK - 20] = -torch.inf
-    logits[2, softmax_loss.BLOCK :] = -torch.inf
+    logits[1, 10 : 10 + 2 * 1024 - 20] = -torch.inf
+    logits[2, 1024:] = -torch.inf
     labels = torch.tensor([0, 7, -1, 2, 3])
     for used in (width - 2, 10, 0):
         part = softmax_loss.softmax_of(logits, labels, softmax_loss.Columns(used, None))
@@ -418,7 +418,7 @@ def test_a_sum_of_products_replaces_what_its_memory_held(monkeypatch):
 
     arguments = case(torch.bfloat16)
     monkeypatch.setattr(torch, "addmm", addmm)
-    monkeypatch.setattr(cross_entropy, "_adds_products", lambda *_: True)
+    monkeypatch.setattr(cross_entropy, "adds_products", lambda *_: True)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
@@ -430,8 +430,8 @@ def test_a_sum_of_products_replaces_what_its_memory_held(monkeypatch):
 
 
 def test_torch_is_asked_whether_it_adds_products(monkeypatch):
-    cross_entropy._adds_products.cache_clear()
-    asked = partial(cross_entropy._adds_products, dtype=torch.bfloat16)
+    sums.adds_products.cache_clear()
+    asked = partial(sums.adds_products, dtype=torch.bfloat16, into=torch.float32)
     assert not asked(torch.device("cpu"))
 
     def refuse(*_, **__):
@@ -440,7 +440,7 @@ def test_torch_is_asked_whether_it_adds_products(monkeypatch):
     monkeypatch.setattr(torch, "addmm", refuse)
     assert not asked(torch.device("meta"))
     monkeypatch.undo()
-    cross_entropy._adds_products.cache_clear()
+    sums.adds_products.cache_clear()
     assert asked(torch.device("meta"))
 
 

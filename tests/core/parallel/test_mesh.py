@@ -42,11 +42,14 @@ def by_indexing(sizes: dict[str, int], axes: tuple[str, ...]) -> list[tuple[int,
 def built(monkeypatch):
     """Builds every rank's mesh, without processes; gives them, and the groups that each made."""
 
-    def build(sizes: dict[str, int]) -> tuple[list[Mesh], list[list[tuple[int, ...]]]]:
+    def build(
+        sizes: dict[str, int], backend: str = "gloo"
+    ) -> tuple[list[Mesh], list[list[tuple[int, ...]]]]:
         world = math.prod(sizes.values())
         given = {axis: size for axis, size in sizes.items() if axis != "data"}
         meshes, made = [], []
         monkeypatch.setattr(dist, "get_world_size", lambda: world)
+        monkeypatch.setattr(dist, "get_backend", lambda: backend)
         for rank in range(world):
             mine: list[tuple[int, ...]] = []
             monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
@@ -101,6 +104,18 @@ def test_axes_that_are_not_used_make_no_groups(built, sizes):
     expected.pop(world, None)
     _, made = built(sizes)
     assert made[0] == list(expected)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_what_stages_send_waits_for_no_collective_of_all_ranks(built, backend, tensor):
+    """With NCCL a group has one stream: a pipeline of all ranks gets a second group."""
+    sizes = dict.fromkeys(AXES, 1) | {"pipeline": 2, "tensor": tensor}
+    meshes, made = built(sizes, backend)
+    world = (0, 1)
+    assert all(mesh.transfers.ranks == mesh.pipeline.ranks for mesh in meshes)
+    assert made[0].count(world) == (backend == "nccl" and tensor == 1) + (tensor == 2)
+    assert Mesh().transfers == SINGLE
 
 
 def test_a_process_alone():

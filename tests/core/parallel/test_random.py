@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.parallel.mesh import SINGLE, Group
-from megatron.parallel.tensor_parallel import (
+from megatron.parallel.random import (
     derive_seed,
     dropout_seed,
     generator,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron.model.layer_list import initialise
 from megatron.parallel.mesh import AXES, MODEL, REPLICAS, SHARDED, coordinates_of
+from megatron.parallel.random import generator
 from megatron.parallel.shard import Cut, Init, Shard, init_of, parameter, shard_of
-from megatron.parallel.tensor_parallel import generator
 
 QUERIES = Cut(0, parts=(16, 4, 4), held=(0,))
 PAIRS = Cut(0, parts=(16, 4, 4), held=(1, 2))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.parallel import softmax_loss
+from megatron.kernels import sums
 from megatron.parallel.cross_entropy import linear_scores
 from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -29,7 +29,7 @@ def case(dtype):
 @pytest.mark.parametrize("chunk_bytes", [0, 200])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_against_torch(monkeypatch, dtype, chunk_bytes, softcap):
-    monkeypatch.setattr(softmax_loss, "WORK_BYTES", 3 * 4 * VOCAB)
+    monkeypatch.setattr(sums, "WORK_BYTES", 3 * 4 * VOCAB)
     x, weight, bias, labels, mask = case(dtype)
     head = LossHead(VOCAB, softcap, chunk_bytes, TensorParallel())
     logits = F.linear(x, weight, bias)[..., :VOCAB].to(torch.promote_types(dtype, torch.float32))

@@ -18,8 +18,8 @@ from megatron.engine.environment import distributed, training_device
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.state import owned_slices
 from megatron.families import spec_of
+from megatron.parallel.random import generator
 from megatron.parallel.shard import init_of, shard_of
-from megatron.parallel.tensor_parallel import generator
 from megatron.run.run import parse_run
 
 STOP, END = 2, 4

@@ -16,8 +16,8 @@ from megatron.engine.loading import load_checkpoint
 from megatron.engine.state import owned_slices
 from megatron.families import build_model, spec_of
 from megatron.formats.huggingface.export import write_model
+from megatron.parallel.random import generator
 from megatron.parallel.shard import init_of, shard_of
-from megatron.parallel.tensor_parallel import generator
 from megatron.run.run import parse_run
 from megatron.training import resume
 

@@ -22,8 +22,8 @@ from megatron.engine.update.optimizer import average_gradients, build_optimizer,
 from megatron.model.layer_list import initialise
 from megatron.parallel.linear import KernelStates
 from megatron.parallel.mesh import AXES, build_mesh, coordinates_of
+from megatron.parallel.random import generator
 from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
-from megatron.parallel.tensor_parallel import generator
 
 CPU, CLIP = torch.device("cpu"), 1.0
 SHARDS = {

@@ -14,7 +14,7 @@ from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
 from megatron.features.compression.layers import layers_in
 from megatron.features.compression.quantisers import bits_after, quantise
-from megatron.formats.conversion.commands import opened
+from megatron.formats.conversion.commands import opened, to_hf
 from megatron.run.run import parse_run
 
 SMALL = [*TINY, "--num-layers", "2", "--global-batch-size", "4"]
@@ -83,6 +83,21 @@ def test_off_and_before_its_offset_a_run_is_a_plain_one(pool):
     plain = pool.run(1, train, argv)
     for section in (off, late):
         same(plain, pool.run(1, train, [*argv, *flags(section)]))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "soap"])
+def test_learned_scores_are_updated_as_scalars(pool, optimizer):
+    """Of scores the order matters, and no rule of matrices is for them: after one step they are
+    what AdamW makes of them, bit by bit, and matrices are not."""
+    argv = [*SMALL, "--zero-stage", "1", "--train-iters", "1", *flags(SECTIONS["forward"])]
+    argv += ["--clip-grad", "0"]
+    plain, other = (pool.run(1, train, [*argv, *more])[0].state for more in (
+        ["--optimizer", "adam"], ["--optimizer", optimizer]))  # fmt: skip
+    scores = [name for name in plain if "_scores" in str(name)]
+    assert len(scores) > 4
+    assert all((plain[name] == other[name]).all() for name in scores)
+    matrix = next(name for name in plain if "mlp.up.weight" in str(name))
+    assert (plain[matrix] != other[matrix]).any()
 
 
 def watched(argv):
@@ -205,6 +220,28 @@ def test_cleaned_model(pool, tmp_path, capsys):
     load = ["--load", str(tmp_path / "small"), "--finetune", "--skip-train"]
     printed, error = pool.run(1, run, [*argv, *FP16, "--ffn-hidden-size", "64", *load])[0]
     assert error is None and _validation(printed) == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.proof
+def test_a_bert_is_compressed_resumed_and_exported(pool, tmp_path, capsys):
+    """Weights, activations, rows and heads at once, stopped after 5 of 10 steps; transformers
+    computes the cleaned model's logits."""
+    section = MOQ | ROWS | technique("activation_quantization", {"bits": 8})
+    section |= technique(
+        "head_pruning", {"dense_ratio": 0.5}, ("attention.dense",), num_heads=4,
+        related=[["attention.query_key_value"]],
+    )  # fmt: skip
+    argv = ["--model-family", "bert", *SMALL, "--zero-stage", "1", "--bf16", "--train-iters", "10"]
+    argv += [*flags(section), "--save", str(tmp_path / "run"), "--save-interval", "5"]
+    (whole,) = pool.run(1, train, argv)
+    (rest,) = pool.run(1, train, [*argv, "--load", str(tmp_path / "run"), "--load-tag",
+                                  "global_step5"])  # fmt: skip
+    assert len(whole.losses) == 10 and rest.losses == whole.losses[5:]
+    assert all((rest.state[name] == values).all() for name, values in whole.state.items())
+    cleaned(tmp_path / "run", tmp_path / "clean")
+    to_hf(["--load", str(tmp_path / "clean"), "--output", str(tmp_path / "hf")])
+    printed = capsys.readouterr().out
+    assert "row_pruning: ffn_hidden_size is 64" in printed and "tokens agree" in printed
 
 
 def _validation(printed: str) -> float:

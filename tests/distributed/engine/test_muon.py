@@ -1,10 +1,12 @@
 """Muon, SOAP and Adam-mini update parameters in every layout as one process does."""
 
+import json
 import math
 import re
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -502,6 +504,43 @@ def error_of(argv: list[str]) -> str:
     with pytest.raises(ValueError) as raised:
         train(argv)
     return str(raised.value)
+
+
+def dealt(argv: list[str]) -> tuple[list[str], int, int]:
+    """The states of matrices that this rank writes after two steps, exchanges of the second step,
+    and groups of parameters; for the pool."""
+    run_ = parse_run(None, [*argv, "--train-iters", "2"])
+    calls, exchange = [0], dist.all_to_all_single
+
+    def counted(*args, **options):
+        calls[-1] += len(args) == 4  # the others are of gradients
+        return exchange(*args, **options)
+
+    with (
+        distributed(run_.config.parallel) as mesh,
+        mock.patch.object(dist, "all_to_all_single", counted),
+    ):
+        trainer = watched_trainer(run_, mesh, lambda result: calls.append(0))
+        trainer.fit()
+        engine = trainer.engine
+        return sorted(more_states(engine)), calls[1], len(engine.optimizer.param_groups)
+
+
+@pytest.mark.parametrize("stage", ["1", pytest.param("2", marks=pytest.mark.proof)])
+def test_buckets_change_neither_owners_nor_exchanges(pool, stage, tmp_path):
+    """Matrices are dealt out over all buckets at once, so that ranks have equal work."""
+    results = []
+    for size in (10**9, 3000):
+        path = tmp_path / f"{size}.json"
+        path.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": size}}))
+        argv = [*FLAGS, *of_optimizer("soap"), "--zero-stage", stage, "--deepspeed_config"]
+        results.append(pool.run(2, dealt, [*argv, str(path)], timeout=300))
+    for (names, calls, groups), (of_buckets, calls_of_buckets, buckets) in zip(
+        *results, strict=True
+    ):
+        assert buckets > groups
+        assert names == of_buckets != []
+        assert calls == calls_of_buckets == 2
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ RECOMPUTE = {
     "uniform": "--recompute-granularity full --recompute-num-layers 2".split(),
     "block": "--recompute-granularity full --recompute-method block".split(),
     "selective": ["--recompute-activations"],
+    "mlp_act": ["--recompute-modules", "mlp_act"],
 }
 ZERO3 = {
     "gathered": {},

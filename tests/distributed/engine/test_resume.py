@@ -184,6 +184,13 @@ CASES = {
         2,
         [*MUON, *MAMBA, "--zero-stage", "2", "--tensor-model-parallel-size", "2"],
     ),
+    "zero2-pp2-dp2-bf16-sums-fp32": (
+        4,
+        [
+            *("--zero-stage", "2", "--bf16", "--pipeline-model-parallel-size", "2"),
+            "--accumulate-allreduce-grads-in-fp32",
+        ],
+    ),
 }
 SAMPLE = {"zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2", "t5-zero0-pp2", "experts-zero1-ep2"}
 """Cases of every test run; `make proof` runs all, each with several stops."""

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import ConfigError
 from megatron.config.blocks import Chunk
 from megatron.features.context import blocks, exchange, kernels
-from megatron.features.context.attention import ContextAttention
+from megatron.features.context.attention import ContextAttention, context_attention
 from megatron.features.context.blocks import BlockRule
 from megatron.features.context.documents import DocumentBounds
 from megatron.features.context.exchange import spans_of
@@ -36,6 +36,7 @@ from megatron.model.attention_masks import (
 )
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerState, initialise
+from megatron.parallel import collectives
 from megatron.parallel.context import Context
 from megatron.parallel.mesh import Group
 from megatron.parallel.shard import shard_of
@@ -184,7 +185,7 @@ def problem(
 
 def attention_of(kind: str, inner: int, heads: int = 8) -> ContextAttention:
     group = tensor_group() if not dist.is_initialized() else _world()
-    return ContextAttention(sdpa, Context(group, (), inner), kind, heads)
+    return context_attention(sdpa, Context(group, (), inner), kind, heads)
 
 
 def _world() -> Group:
@@ -278,11 +279,12 @@ def counted() -> Iterator[Traffic]:
         note(into.numel() * (size - 1), x)
         return plain[2](into, x, **more)
 
-    plain = dist.all_to_all_single, exchange.all_gather_flat, exchange.reduce_scatter_flat
+    gather, scatter = collectives.all_gather_flat, collectives.reduce_scatter_flat
+    plain = dist.all_to_all_single, gather, scatter
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", exchanged)
-        patch.setattr(exchange, "all_gather_flat", gathered)
-        patch.setattr(exchange, "reduce_scatter_flat", scattered)
+        patch.setattr(collectives, "all_gather_flat", gathered)
+        patch.setattr(collectives, "reduce_scatter_flat", scattered)
         yield traffic
 
 

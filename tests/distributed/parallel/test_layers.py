@@ -19,6 +19,11 @@ from megatron.model.layer_list import LayerState, initialise
 from megatron.model.norm import build_norm
 from megatron.parallel import cross_entropy as cross_entropy_module
 from megatron.parallel import softmax_loss
+from megatron.parallel.collectives import (
+    start_gather_sequence,
+    start_scatter_sequence,
+    start_sum_over_copies,
+)
 from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.layers import (
     ColumnParallelLinear,
@@ -32,13 +37,7 @@ from megatron.parallel.linear import LinearMap, column_linear
 from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.mesh import Group, build_mesh
 from megatron.parallel.shard import Init, shard_of
-from megatron.parallel.tensor_parallel import (
-    TensorParallel,
-    reduce_from_ranks,
-    start_gather_sequence,
-    start_scatter_sequence,
-    start_sum_over_copies,
-)
+from megatron.parallel.tensor_parallel import TensorParallel, reduce_from_ranks
 
 SIZES = [2, 4]
 BATCH, LENGTH, INPUTS, OUTPUTS, VOCAB, ROWS = 2, 8, 12, (16, 8, 8), 21, 24

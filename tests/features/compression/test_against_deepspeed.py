@@ -112,8 +112,12 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize("kind", SECTIONS)
-def test_layers(theirs, kind):
-    """Outputs, and gradients of input, weight, bias and scores, bitwise: the same operations."""
+def test_layers(theirs, kind, request):
+    """Outputs, and gradients of input, weight, bias and scores, bitwise: the same operations. The
+    products of the golden file are another CPU's, whose kernels may add up in another order."""
+    close = {"rtol": 0, "atol": 0}
+    if request.node.callspec.params["theirs"] == "golden":
+        close = {"rtol": 1e-5, "atol": 2e-6}
     tp = TensorParallel()
     row = kind == "head"  # the output projection of an attention
     make = RowParallelLinear(12, 8, bias=True, init=Init(), tp=tp) if row else None
@@ -133,7 +137,7 @@ def test_layers(theirs, kind):
     for name in layer.learned:
         results["scores"] = getattr(module, SCORES[name]).grad
     for name, ours in results.items():
-        assert torch.equal(ours, theirs[f"{kind}/{name}"]), name
+        torch.testing.assert_close(ours, theirs[f"{kind}/{name}"], **close)
 
 
 @pytest.mark.parametrize("mode", ["symmetric", "asymmetric"])

@@ -55,18 +55,18 @@ def test_rarity_against_a_sum(tmp_path):
     every = [token for sample in samples for token in sample]
     # A token that never occurs counts as one that did: 64 rows and one more.
     total = sum(max(1, every.count(token)) for token in range(65))
-    wanted = [
+    expected = [
         int(sum(-math.log(every.count(token) / total) for token in sample)) for sample in samples
     ]
     (summary,) = analyse(Tokens(), ["vocab_rarity"], tmp_path)
-    found = read_rows(str(tmp_path / "vocab_rarity/vocab_rarity_sample_to_metric")).values
-    assert found.tolist() == wanted
-    assert summary.percentiles[0] == min(wanted) and summary.percentiles[100] == max(wanted)
+    actual = read_rows(str(tmp_path / "vocab_rarity/vocab_rarity_sample_to_metric")).values
+    assert actual.tolist() == expected
+    assert summary.percentiles[0] == min(expected) and summary.percentiles[100] == max(expected)
     values = read_rows(str(tmp_path / "vocab_rarity/vocab_rarity_index_to_metric")).values
     members = read_rows(str(tmp_path / "vocab_rarity/vocab_rarity_index_to_sample"))
-    assert values.tolist() == sorted(set(wanted))
+    assert values.tolist() == sorted(set(expected))
     for row, value in enumerate(values):
-        assert members[row].tolist() == [i for i, known in enumerate(wanted) if known == value]
+        assert members[row].tolist() == [i for i, known in enumerate(expected) if known == value]
 
 
 def test_workers_threads_and_processes_write_the_same(tmp_path, monkeypatch):

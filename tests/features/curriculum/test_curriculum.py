@@ -137,7 +137,6 @@ METRICS = "data_sampling/curriculum_learning/curriculum_metrics"
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("data_sampling/dynamic_batching", {"enabled": True}, "--global-batch-size samples here"),
         ("data_sampling/nmu_workers", 1, "the nearest known key is num_workers"),
         (METRICS, {}, "curriculum_metrics: name at least one metric"),
         (f"{METRICS}/seqlen_reshape", RARITY, "seqlen_truncate and seqlen_reshape both set the se"),

@@ -72,9 +72,9 @@ def test_tokens_against_a_walk(seed):
         consumed += size
         tokens.append(tokens[-1] + size * length)
     for _ in range(50):
-        wanted = rng.randrange(1, tokens[-1])
-        samples = course.lengths.samples(wanted)
-        assert course.lengths.tokens(samples) >= wanted > course.lengths.tokens(samples - 1)
+        expected = rng.randrange(1, tokens[-1])
+        samples = course.lengths.samples(expected)
+        assert course.lengths.tokens(samples) >= expected > course.lengths.tokens(samples - 1)
 
 
 def test_a_run_of_tokens_counts_what_is_read():
@@ -142,9 +142,9 @@ def test_cut_batches_against_batches_of_cut_samples():
         eod_token=0, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
     )
     for length in (8, 24, 32):
-        found = truncated(collate(samples), length)
-        wanted = collate([sample[: length + 1] for sample in samples])
-        for ours, theirs in zip(found[:5], wanted[:5], strict=True):
+        actual = truncated(collate(samples), length)
+        expected = collate([sample[: length + 1] for sample in samples])
+        for ours, theirs in zip(actual[:5], expected[:5], strict=True):
             assert torch.equal(ours, theirs) and ours.is_contiguous()
     plain = truncated(GPTCollator()(samples), 8)
     assert plain.tokens_BS.shape == (3, 8) and plain.position_ids_BS is None
@@ -152,24 +152,24 @@ def test_cut_batches_against_batches_of_cut_samples():
 
 def bert_samples(*lengths, seq_length=32):
     """Samples of BERT with the tokens 1, 2 ... of which every third is to be predicted."""
-    found = []
+    actual = []
     for length in lengths:
         tokens, places = np.arange(1, length + 1), np.arange(0, length, 3)
         parts = (tokens > 4).astype(np.int64), places, tokens[places] + 100, length % 2
-        found.append(BertSample.padded(tokens, *parts, seq_length=seq_length, pad=0))
-    return found
+        actual.append(BertSample.padded(tokens, *parts, seq_length=seq_length, pad=0))
+    return actual
 
 
 @pytest.mark.parametrize("length", [8, 16, 24])
 def test_cut_batches_of_bert(length):
     """Tokens, types, labels and both masks are cut; whether the segments are swapped is kept."""
     whole = collate_bert(bert_samples(30, 5))
-    found = truncated(whole, length)
-    for ours, theirs in zip(found[:6], whole[:6], strict=True):
-        wanted = theirs if theirs.dim() == 1 else theirs[:, :length]
-        assert torch.equal(ours, wanted) and ours.is_contiguous()
-    chosen = found.loss_mask_BS.gather(1, found.positions_BP)
-    assert torch.equal(chosen.sum(1), found.loss_mask_BS.sum(1))
+    actual = truncated(whole, length)
+    for ours, theirs in zip(actual[:6], whole[:6], strict=True):
+        expected = theirs if theirs.dim() == 1 else theirs[:, :length]
+        assert torch.equal(ours, expected) and ours.is_contiguous()
+    chosen = actual.loss_mask_BS.gather(1, actual.positions_BP)
+    assert torch.equal(chosen.sum(1), actual.loss_mask_BS.sum(1))
 
 
 @pytest.mark.parametrize(
@@ -179,11 +179,11 @@ def test_cut_batches_of_bert(length):
 def test_columns_of_padding_are_left_out(lengths, multiple, wanted):
     """The longest sample, rounded up; nothing but padding is lost."""
     whole = collate_bert(bert_samples(*lengths))
-    found = WithoutPadding(collate_bert, multiple)(bert_samples(*lengths))
-    assert found.tokens_BS.shape[1] == wanted
-    assert torch.equal(found.padding_mask_BS.sum(1), whole.padding_mask_BS.sum(1))
-    assert int(found.loss_mask_BS.sum()) == int(whole.loss_mask_BS.sum())
-    assert torch.equal(found.is_random_B, whole.is_random_B)
+    actual = WithoutPadding(collate_bert, multiple)(bert_samples(*lengths))
+    assert actual.tokens_BS.shape[1] == wanted
+    assert torch.equal(actual.padding_mask_BS.sum(1), whole.padding_mask_BS.sum(1))
+    assert int(actual.loss_mask_BS.sum()) == int(whole.loss_mask_BS.sum())
+    assert torch.equal(actual.is_random_B, whole.is_random_B)
 
 
 def test_batches_without_padding_stay():

@@ -106,9 +106,9 @@ def test_samples_must_be_within_every_metric(tmp_path):
     rng = np.random.default_rng(0)
     values = {name: rng.integers(1, 11, 200) for name in ("first", "second")}
     metrics = {}
-    for name, found in values.items():
-        unique, counts = np.unique(found, return_counts=True)
-        write_rows(str(tmp_path / name), np.argsort(found, kind="stable"), counts)
+    for name, actual in values.items():
+        unique, counts = np.unique(actual, return_counts=True)
+        write_rows(str(tmp_path / name), np.argsort(actual, kind="stable"), counts)
         write_rows(str(tmp_path / f"{name}v"), unique, np.ones_like(unique))
         metrics[name] = METRIC | {
             "min_difficulty": 4,
@@ -129,9 +129,9 @@ def test_a_longer_run_begins_with_the_same_samples(tmp_path):
     short = draw_samples(samples, config, [(4, 5)], 20, IN_MEMORY)
     longer = draw_samples(samples, config, [(4, 9)], 36, IN_MEMORY)
     beyond = draw_samples(samples, config, [(4, 5)], 36, IN_MEMORY)  # skipped samples
-    wanted = [longer.number(i) for i in range(36)]
-    assert [short.number(i) for i in range(20)] == wanted[:20]
-    assert [beyond.number(i) for i in range(36)] == wanted
+    expected = [longer.number(i) for i in range(36)]
+    assert [short.number(i) for i in range(20)] == expected[:20]
+    assert [beyond.number(i) for i in range(36)] == expected
 
 
 def test_where_samples_come_from(tmp_path):
@@ -193,7 +193,7 @@ def test_samples_that_cannot_be_drawn(tmp_path):
 
 
 def test_an_analysis_of_other_samples_is_refused(tmp_path):
-    """Of as many samples, of which all are other ones."""
+    """Files of as many samples, all of them different."""
     samples = Samples([1, 2, 3, 4] * 5)
     analyse(Analysis(samples, ["seqlen"], tmp_path, 100, 8))
     folder = tmp_path / "seqlen"

@@ -11,7 +11,7 @@ from megatron.features.distillation.divergence import (
     linear_distillation,
     linear_top_tokens,
 )
-from megatron.parallel import softmax_loss
+from megatron.kernels import sums
 from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -85,7 +85,7 @@ def off(found, expected):
 @pytest.mark.parametrize("chunk", [0, 3])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_against_torchs_divergence(dtype, chunk, terms, monkeypatch):
-    monkeypatch.setattr(softmax_loss, "WORK_BYTES", 2 * 4 * VOCAB)  # two rows at a time
+    monkeypatch.setattr(sums, "WORK_BYTES", 2 * 4 * VOCAB)  # two rows at a time
     x, weight, targets, teacher = case(dtype)
     teacher = teacher._replace(head=head(softcap=3.0))
     how = head(chunk * PADDED * x.element_size(), softcap=2.0)

@@ -304,8 +304,8 @@ def test_rows_computed_in_vain_change_no_bit(monkeypatch, sizes, bias):
     monkeypatch.setattr(
         torch, "mm", lambda a, b, **how: (shapes.append(len(a)), mm(a, b, **how))[1]
     )
-    found = products()
+    actual = products()
     assert all(length % 32 == 0 for length in shapes if length != 40)
     monkeypatch.setattr(linear, "_multiple", lambda x: 1)
-    for ours, expected in zip(found, products(), strict=True):
+    for ours, expected in zip(actual, products(), strict=True):
         assert torch.equal(ours, expected)

@@ -141,6 +141,18 @@ def test_llama4_weighs_its_expert_by_a_sigmoid():
     torch.testing.assert_close(ours_TE, theirs_TE, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_logits_are_not_narrower_than_their_inputs(dtype):
+    """Comparisons in float64 would show rounding to float32."""
+    x_TH, weight_EH = (
+        random_logits(n, HIDDEN).double().requires_grad_() for n in (TOKENS, EXPERTS)
+    )
+    ours_TE = logits(x_TH, weight_EH, None, dtype)
+    assert torch.equal(ours_TE, x_TH @ weight_EH.T)
+    half_TE = logits(x_TH.bfloat16(), weight_EH.bfloat16(), None, dtype)
+    assert half_TE.dtype == (dtype or torch.bfloat16)
+
+
 def test_square_root_of_softplus_scores():
     logits_TE = random_logits(30, 8)
     config = router(3, score_function="sqrtsoftplus", topk_scaling_factor=1.5)

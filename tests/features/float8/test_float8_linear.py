@@ -11,9 +11,9 @@ from samples import sampled
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.features.float8 import casts as float8_casts
-from megatron.features.float8.linear import Float8, Kept
-from megatron.parallel.compiler import missing_compiler
+from megatron.features.float8.casts import cast
+from megatron.features.float8.linear import NOTHING_KEPT, Float8, Kept
+from megatron.kernels.compiler import missing_compiler
 from megatron.parallel.linear import linear
 
 TOKENS, INPUTS, OUTPUTS = 32, 64, 48
@@ -48,11 +48,12 @@ def product(left: Tensor, right: Tensor, float8: Float8, of_gradient: bool) -> T
 
 
 def output(float8: Float8, x: Tensor, weight: Tensor) -> Tensor:
-    return float8.output(float8.cast_input(x, None), float8.cast_weight(weight), x.dtype)
+    rows = float8.weight_rows(weight, NOTHING_KEPT)
+    return float8.output(float8.cast_input(x, None), rows, x.dtype)
 
 
 def input_gradient(float8: Float8, grad: Tensor, weight: Tensor) -> Tensor:
-    casts = float8.cast_gradient(grad, None), float8.cast_weight(weight)
+    casts = float8.cast_gradient(grad, None), float8.weight_columns(weight, NOTHING_KEPT)
     return float8.input_gradient(*casts, grad.dtype)
 
 
@@ -188,7 +189,7 @@ RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed")
 def kept_by(float8: Float8, weight: Tensor) -> Kept:
     delayed = float8.recipe == "delayed"
     largest = torch.tensor([4.0, 4.0], requires_grad=True) if delayed else None
-    return Kept(float8.cast_weight(weight), largest, delayed)
+    return Kept(float8.weight_rows(weight, NOTHING_KEPT), largest, delayed)
 
 
 def gradients(x: Tensor, weight: Tensor, float8: Float8, kept: Kept) -> list[Tensor]:
@@ -214,7 +215,7 @@ def test_a_kept_weight_gives_the_same_bits(recipe):
 def test_one_byte_of_an_input_is_saved(recipe):
     float8, x, weight = Float8(True, recipe), draw(128, 256), draw(384, 256, seed=1)
     kept, saved = kept_by(float8, weight), []
-    held = {each.data_ptr() for each in (*kept.operands(), weight)}
+    held = {each.data_ptr() for each in (*(kept.weight or ()), weight)}
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor)
@@ -306,7 +307,7 @@ def test_the_compiler_finds_the_largest_magnitude_within_the_norm(delayed, most)
 
     def normed_in_8_bits(x: Tensor, weight: Tensor) -> tuple:
         y = F.rms_norm(x.float(), (1024,), weight.float(), 1e-5).to(x.dtype)
-        found = float8_casts._cast(y, torch.float8_e4m3fn, "tensor", True, True, largest)
+        found = cast(y, torch.float8_e4m3fn, "tensor", rows=True, columns=True, earlier=largest)
         return found.rows, found.columns
 
     assert compiled_traffic(normed_in_8_bits, x, weight) / x.numel() < most

@@ -15,7 +15,7 @@ from megatron.engine.update import partition_update
 from megatron.engine.update.adam import BLOCK, Decoded, ElementwiseAdam, Float32States
 from megatron.engine.update.partition_update import PartitionUpdate
 from megatron.features.low_bit_states.stored_states import StoredPartition, StoredStates
-from megatron.parallel.compiler import missing_compiler
+from megatron.kernels.compiler import missing_compiler
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 DTYPES = {
@@ -30,7 +30,6 @@ COUNT = 40 * BLOCK
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    monkeypatch.setattr(partition_update, "all_gather_dp_groups", lambda **_: None)
     monkeypatch.setattr(partition_update, "LEAST", 2 * BLOCK)
 
 

@@ -23,7 +23,8 @@ from megatron.features.random_ltd.layers import (
 )
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState, layer_sequence
-from megatron.parallel.tensor_parallel import TensorParallel, derive_seed
+from megatron.parallel.random import derive_seed
+from megatron.parallel.tensor_parallel import TensorParallel
 
 LAYERS, SAMPLES, LENGTH, KEPT, SEED = 3, 2, 16, 6, 5
 SIZES = {

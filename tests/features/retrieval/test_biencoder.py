@@ -93,8 +93,8 @@ def test_losses_and_gradients_against_transformers(flags):
     for name, param in ours.canonical_parameters():
         param.init = Init(std=0.3)
         initialise(name, param, 1234)
-        whole, found = param.shard.join([param.detach()]), theirs.weight(name)
-        for weight, part in zip(found, whole.split([len(w) for w in found]), strict=True):
+        whole, actual = param.shard.join([param.detach()]), theirs.weight(name)
+        for weight, part in zip(actual, whole.split([len(w) for w in actual]), strict=True):
             weight.data.copy_(part)
     rows = batch(bool(shared))
     losses = ours(spec_of(config).begin(rows)).losses
@@ -114,8 +114,8 @@ def test_losses_and_gradients_against_transformers(flags):
     losses["retrieval loss"].backward()
     expected.backward()
     for name, param in ours.canonical_parameters():
-        found, grad = theirs.weight(name), param.shard.join([param.grad])
-        for weight, part in zip(found, grad.split([len(w) for w in found]), strict=True):
+        actual, grad = theirs.weight(name), param.shard.join([param.grad])
+        for weight, part in zip(actual, grad.split([len(w) for w in actual]), strict=True):
             torch.testing.assert_close(part, weight.grad, rtol=1e-10, atol=1e-12, msg=name)
     assert len({name.partition(".")[0] for name, _ in ours.canonical_parameters()}) == 2 - shared
     assert sum(".layers." in name for name, _ in ours.canonical_parameters()) % LAYERS == 0

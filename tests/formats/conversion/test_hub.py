@@ -98,10 +98,10 @@ class Handler(BaseHTTPRequestHandler):
         hub, body = self.server, self.body()
         path = self.path.split("?")[0]
         if path == "/api/repos/create":
-            wanted = json.loads(body)
-            name = f"{wanted['organization'] or 'me'}/{wanted['name']}"
+            expected = json.loads(body)
+            name = f"{expected['organization'] or 'me'}/{expected['name']}"
             known = name in hub.repositories
-            private = wanted.get("visibility") == "private" or wanted.get("private") is True
+            private = expected.get("visibility") == "private" or expected.get("private") is True
             hub.repositories.setdefault(name, {"private": private, "files": {}})
             self.answer({"url": f"{hub.address}/{name}"}, 409 if known else 200)
         elif path == "/api/validate-yaml":  # of the model card that transformers writes
@@ -264,11 +264,11 @@ def test_what_was_uploaded_loads_from_the_hub(upload, llama, hub, exported, tmp_
     export = exported(llama)
     upload(export)
     options = {"cache_dir": tmp_path / "cache", "token": TOKEN}
-    found = AutoModelForCausalLM.from_pretrained("someone/model", **options)
+    actual = AutoModelForCausalLM.from_pretrained("someone/model", **options)
     tokens = AutoTokenizer.from_pretrained("someone/model", **options)(
         "3 7 59 2", return_tensors="pt"
     )
     expected = AutoModelForCausalLM.from_pretrained(export)
     assert tokens["input_ids"].tolist() == [[3, 7, 59, 2]]
-    assert torch.equal(found(**tokens).logits, expected(**tokens).logits)
+    assert torch.equal(actual(**tokens).logits, expected(**tokens).logits)
     assert any(path.startswith("/someone/model/resolve/") for _, path in hub.requests)

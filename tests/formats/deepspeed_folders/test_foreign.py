@@ -119,7 +119,7 @@ def their_rows(name, whole, model):
 
 
 def share(name, kind, whole, rank, size, style):
-    """How Megatron's layers cut it."""
+    """Return the cut of Megatron's layers."""
     if "qkv" in name or "word_embeddings" in name or "output_layer" in name:
         return whole.chunk(size)[rank]
     if "mlp.up" in name:
@@ -269,11 +269,11 @@ NEOX_YAML = """{
 
 def check(source, tensors, exactly=True):
     for (name, kind), values in tensors.items():
-        found = source.tensor(name, kind)
+        actual = source.tensor(name, kind)
         if exactly:
-            assert torch.equal(found, values), (name, kind)
+            assert torch.equal(actual, values), (name, kind)
         else:
-            torch.testing.assert_close(found, values, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(actual, values, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 1, 1), (2, 2, 3), (4, 1, 2)])
@@ -492,7 +492,7 @@ def saying_its_size(folder, key, size):
 )
 @pytest.mark.parametrize("data_rank", [0, 1, 2])
 def test_the_missing_file_of_a_data_rank_is_named(tmp_path, their_classes, key, size, data_rank):
-    """Of the last one too, whose absence leaves no gap."""
+    """The last one too, although its absence leaves no gap."""
     folder, states = tmp_path / "a", bloom_states(their_classes.alibi)
     write_folder(folder, BLOOM, "bloom", wholes(BLOOM), states, tensor=1, pipeline=2, data=3)
     saying_its_size(folder, key, size)

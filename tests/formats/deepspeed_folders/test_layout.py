@@ -35,7 +35,7 @@ def make(save, form, content):
 
 
 def found(save, form, wanted=None):
-    """What the checkpoint holds that is found; it must be complete."""
+    """Return the content of the checkpoint in a folder; it must be complete."""
     folder = locate(save, wanted, *form[1:])
     assert folder is not None
     return (folder / "mp_rank_00_model_states.pt").read_text()

@@ -103,8 +103,8 @@ MORE_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "tied": _DEEPSEEK | _TIED | {"first_k_dense_replace": 0},
     },
     "solar_open": {
-        "plain": _SOLAR,
         "groups": _SOLAR | _GROUPS | _SCALED,
+        "plain": _SOLAR,
         "biases": _SOLAR | {"attention_bias": True, "n_shared_experts": 2},
         "tied": _SOLAR | _TIED | _LINEAR | {"norm_topk_prob": False},
     },

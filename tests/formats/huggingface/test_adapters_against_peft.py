@@ -95,12 +95,12 @@ def in_float64(ours, source):
     ours.zero_grad()
     ours.double()
     sum(ours(pair(source.model, LENGTH).ours).losses.values()).backward()
-    found = {name: param.grad for name, param in held.items()}
+    actual = {name: param.grad for name, param in held.items()}
     ours.zero_grad()
     ours.float()
     for name, param in held.items():
         param.grad = in_float32[name]
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_only_what_is_named_has_additions(hf_folder):
     adapters = AdapterConfig(lora=True, lora_targets=("q_proj", "self_attn.o_proj", "mlp.up"))
     spec = with_adapters(spec_of(source.model), RunConfig(source.model, sections=(adapters,)))
     model = LayerStack(spec.layers(TensorParallel()), ParallelConfig())
-    found = {name for name, param in model.canonical_parameters() if param.requires_grad}
-    assert {name.removeprefix("layers.0.") for name in found if name.startswith("layers.0.")} == {
+    actual = {name for name, param in model.canonical_parameters() if param.requires_grad}
+    assert {name.removeprefix("layers.0.") for name in actual if name.startswith("layers.0.")} == {
         "attention.qkv.lora_q_a", "attention.qkv.lora_q_b",
         "attention.proj.lora_a", "attention.proj.lora_b",
         "mlp.up.lora_gate_a", "mlp.up.lora_gate_b", "mlp.up.lora_up_a", "mlp.up.lora_up_b",

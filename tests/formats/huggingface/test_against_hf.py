@@ -63,16 +63,16 @@ def ours_of(source):
 
 @torch.no_grad()
 def assert_same_logits(source, theirs, model_type):
-    """Of all outputs, at all positions that are not padding."""
+    """All outputs, at all positions that are not padding."""
     ours, task = ours_of(source), source.architecture.task_of(source.model)
     for length in (LENGTH, SHORT):
         inputs = pair(source.model, length)
         state, output = ours(inputs.ours.changed(targets=None)), theirs(**inputs.theirs)
-        for name, found in task.outputs(state, source.model).items():
+        for name, actual in task.outputs(state, source.model).items():
             expected, counted = output[name], inputs.counted
-            if counted is not None and found.ndim > 2:
-                found, expected = found[counted], expected[counted]
-            torch.testing.assert_close(found, expected, **close(model_type))
+            if counted is not None and actual.ndim > 2:
+                actual, expected = actual[counted], expected[counted]
+            torch.testing.assert_close(actual, expected, **close(model_type))
 
 
 # What the two versions of transformers spell differently or derive, or what says nothing.
@@ -89,7 +89,7 @@ SAME_ACTIVATION = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
 
 
 def meaning(folder):
-    """What a config.json means to transformers."""
+    """Return the configuration that transformers reads in a config.json."""
     content = AutoConfig.from_pretrained(folder).to_dict()
     content = {key: value for key, value in content.items() if key not in NOISE}
     if "mlp_layer_types" in content:  # what older readers take instead
@@ -122,7 +122,7 @@ ONE_WAY = [
 
 
 def is_sampled(case):
-    """Of the architectures with experts the first case of each runs by default; numbers of key
+    """The first case of each architecture with experts runs by default; numbers of key
     heads are Llama's, and the heads of a Megatron BERT are those of BERT."""
     model_type, name = case
     first = name == next(iter(CASES[model_type]))
@@ -143,9 +143,9 @@ def test_against_hf(model_type, case, hf_model, tmp_path):
 
     back.mkdir()
     write_model(source, back, "float32", 10**9)
-    found, wanted = (load_file(path / "model.safetensors") for path in (back, folder))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    actual, expected = (load_file(path / "model.safetensors") for path in (back, folder))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert meaning(back) == meaning(folder)
     assert HuggingFaceFolder(back).model == source.model
     if (model_type, case) not in ONE_WAY:
@@ -230,29 +230,29 @@ def test_gradients_against_hf(model_type, case, hf_model, tmp_path):
     ours = {
         name: shard_of(param).join([param.grad]) for name, param in model.canonical_parameters()
     }
-    found = {
+    actual = {
         name: gradient
         for parameter in source.architecture.parameters(source.model)
         if parameter.ours in ours  # the others have no gradient
         for name, gradient in parameter.to_hf(ours[parameter.ours]).items()
     }
-    wanted = {
+    expected = {
         name: gradient
         for name, gradient in gradients_of(theirs, tmp_path / "gradients").items()
         if not name.endswith(("e_score_correction_bias", "layer_scalar"))
         and name not in source.architecture.constants(source.model)
     }
-    assert found.keys() == wanted.keys()
+    assert actual.keys() == expected.keys()
     # A bias on all keys moves all scores of a query alike, and so do those below the scores of
     # choices and places.
     idle = ["k_proj.bias", "key.bias", "k_lin.bias", *_SHIFTING.get(source.model.head, ())]
     if {"num_experts_per_tok": 1, "moe_k": 1}.items() & CASES[model_type][case].items():
         idle += ["gate.weight", "router.layer.weight", "router.weight", "router.bias"]
-    for name, gradient in wanted.items():
+    for name, gradient in expected.items():
         unchosen = ".experts." in name  # no token went to it
         assert gradient.abs().max() > 1e-7 or unchosen or name.endswith(tuple(idle)), name
         torch.testing.assert_close(
-            found[name], gradient, **close(model_type), msg=lambda m, n=name: f"{n}: {m}"
+            actual[name], gradient, **close(model_type), msg=lambda m, n=name: f"{n}: {m}"
         )
 
 

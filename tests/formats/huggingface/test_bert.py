@@ -80,7 +80,7 @@ def assert_equal(found, wanted):
 def test_names_of_the_first_files(bert_folder):
     """As Google's files have them: gamma and beta, the tied tensors twice, a buffer."""
     folder = bert_folder()
-    wanted = weights_of(folder)
+    expected = weights_of(folder)
 
     def older(tensors):
         for name in [name for name in tensors if "LayerNorm" in name]:
@@ -92,9 +92,9 @@ def test_names_of_the_first_files(bert_folder):
         tensors["bert.embeddings.position_ids"] = torch.arange(40)[None]
 
     rewrite(folder, older)
-    assert_equal(weights_of(folder), wanted)
+    assert_equal(weights_of(folder), expected)
     rewrite(folder, lambda tensors: tensors.pop(f"{HEAD}.bias"))
-    assert_equal(weights_of(folder), wanted)
+    assert_equal(weights_of(folder), expected)
     rewrite(folder, lambda tensors: tensors[f"{HEAD}.decoder.weight"][3, 4].add_(1e-3))
     with pytest.raises(CheckpointError, match="decoder.weight differs from bert.embeddings.word"):
         HuggingFaceFolder(folder)
@@ -103,10 +103,10 @@ def test_names_of_the_first_files(bert_folder):
 def test_the_tensors_decide_whether_there_is_a_second_head(bert_folder):
     """The published bert-base-uncased has it, and names BertForMaskedLM."""
     folder = bert_folder()
-    wanted = weights_of(folder)
+    expected = weights_of(folder)
     rewrite(folder, lambda tensors: None, architectures=["BertForMaskedLM"])
     assert HuggingFaceFolder(folder).model.bert_binary_head
-    assert_equal(weights_of(folder), wanted)
+    assert_equal(weights_of(folder), expected)
     rewrite(folder, lambda tensors: [tensors.pop(f"cls.seq_relationship.{kind}") for kind in
                                      ("weight", "bias")])  # fmt: skip
     with pytest.raises(CheckpointError, match=r"contains bert.pooler.dense.bias, bert.pooler"):
@@ -248,7 +248,7 @@ def test_text_classification(saved, tmp_path):
     (tmp_path / "hf").mkdir()
     write_model(source, tmp_path / "hf", "float32", 10**9)
     classify = pipeline("text-classification", model=str(tmp_path / "hf"), top_k=None)
-    found = classify({"text": "the cat sat .", "text_pair": "cats on the mat"})
+    actual = classify({"text": "the cat sat .", "text_pair": "cats on the mat"})
     texts = ["the cat sat .", "cats on the mat"]
     first, second = (np.array(tokenizer.tokenize(text)) for text in texts)
     tokens = np.array([2, *first, 3, *second, 3])
@@ -257,19 +257,19 @@ def test_text_classification(saved, tmp_path):
     ours = model_of(source, torch.float32, torch.device("cpu"))
     logits = ours(spec_of(source.model).begin(batch).changed(targets=None)).pooled
     expected = dict(zip(names, logits[0].softmax(0).tolist(), strict=True))
-    assert {each["label"]: each["score"] for each in found} == pytest.approx(expected, rel=1e-4)
+    assert {each["label"]: each["score"] for each in actual} == pytest.approx(expected, rel=1e-4)
 
 
 def test_files_of_a_head_for_spans_may_have_a_pooler(bert_folder):
-    """Those of transformers 3 do."""
+    """Folders of transformers 3 do."""
     folder = bert_folder("span")
-    wanted = weights_of(folder)
+    expected = weights_of(folder)
     pooler = {
         "bert.pooler.dense.weight": torch.ones(36, 36),
         "bert.pooler.dense.bias": torch.ones(36),
     }
     rewrite(folder, lambda tensors: tensors.update(pooler))
-    assert_equal(weights_of(folder), wanted)
+    assert_equal(weights_of(folder), expected)
 
 
 @pytest.mark.parametrize(

@@ -64,15 +64,15 @@ def test_float64_against_hf(model_type, case, hf_model, tmp_path, monkeypatch):
     gradients = {
         name: shard_of(param).join([param.grad]) for name, param in ours.canonical_parameters()
     }
-    wanted = gradients_of(theirs, tmp_path / "gradients")
+    expected = gradients_of(theirs, tmp_path / "gradients")
     compared = {
         name: gradient
         for parameter in source.architecture.parameters(source.model)
         for name, gradient in parameter.to_hf(gradients[parameter.ours]).items()
     }
-    assert compared.keys() == wanted.keys()
+    assert compared.keys() == expected.keys()
     for name, gradient in compared.items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-12)
 
 
 def test_the_share_of_a_head_in_a_file_without_it():

@@ -103,8 +103,8 @@ def test_heads_of_umt5(hf_folder, tmp_path):
         state = model_of(source, torch.float32, torch.device("cpu"))(inputs.ours)
         theirs = UMT5ForConditionalGeneration.from_pretrained(back).eval()
         with torch.no_grad():
-            wanted = theirs(**inputs.theirs).logits * (1 if tied else 32**0.5)
-        torch.testing.assert_close(state.hidden[..., :61], wanted)
+            expected = theirs(**inputs.theirs).logits * (1 if tied else 32**0.5)
+        torch.testing.assert_close(state.hidden[..., :61], expected)
 
 
 def test_special_tokens_of_roberta(hf_folder, tmp_path):

@@ -56,9 +56,9 @@ def test_fused_experts_are_read_and_one_tensor_each_is_written(model_type, hf_mo
     assert_same_logits(source, theirs, model_type)
     back.mkdir()
     write_model(source, back, "float32", 10**9)
-    found, wanted = weights(back), weights(each)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    actual, expected = weights(back), weights(each)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("model_type", "case"), sampled(ALL, lambda c: c == ("mixtral", "plain")))
@@ -98,7 +98,7 @@ def test_tokens_go_to_the_same_experts(model_type, case, hf_folder, hf_model, mo
 
 @pytest.mark.parametrize("model_type", sampled(TYPES, FEW[:1].__contains__))
 def test_the_balancing_loss_is_theirs(model_type, hf_folder, hf_model):
-    """Of one layer exactly: theirs is the number of choices times ours, and the coefficient that is
+    """One layer, exactly: theirs is the number of choices times ours, and the coefficient that is
     read makes up for it. Gradient of the router included."""
     settings = PLAIN[model_type] | {"num_hidden_layers": 1, "router_aux_loss_coef": 0.3}
     theirs = hf_model(model_type, **settings)
@@ -232,9 +232,9 @@ def test_by_the_tool_and_back(model_type, case, fused, hf_model, tmp_path, capsy
     assert open_checkpoint(ours).model == HuggingFaceFolder(tmp_path / "theirs").model
     to_hf(["--load", str(ours), "--output", str(back)])
     assert capsys.readouterr().out.count("logits of 80 tokens agree") == 2
-    found, wanted = weights(back), weights(tmp_path / "each")
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[each], wanted[each]) for each in wanted)
+    actual, expected = weights(back), weights(tmp_path / "each")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[each], expected[each]) for each in expected)
 
 
 @pytest.mark.parametrize(

@@ -186,10 +186,10 @@ def test_a_model_that_is_not_finite_is_not_written(dtype, value, reader_of, fold
     tensor = reader.tensor
 
     def changed(name, kind="weight"):
-        found = tensor(name, kind)
+        actual = tensor(name, kind)
         if name == "layers.1.mlp.up.weight":
-            found.view(-1)[7] = value
-        return found
+            actual.view(-1)[7] = value
+        return actual
 
     monkeypatch.setattr(reader, "tensor", changed)
     with pytest.raises(CheckpointError, match=r"layers.1.mlp.up.weight has 1 of [\d,]+ elements"):

@@ -167,8 +167,8 @@ def test_a_feature_is_written_or_refused(model_type, field, gpt_config):
         assert written[known.ahead.keys[0]] == 2
         return
     back = known.model(written, PATH)
-    found, wanted = getattr(back.flags(), field), getattr(model.flags(), field)
-    assert found == wanted
+    actual, expected = getattr(back.flags(), field), getattr(model.flags(), field)
+    assert actual == expected
 
 
 _ROTARY = {

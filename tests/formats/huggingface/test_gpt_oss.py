@@ -1,4 +1,4 @@
-"""What files of gpt-oss have besides experts: MXFP4 against transformers' own dequantisation, and
+"""Files of gpt-oss besides experts: MXFP4 against transformers' own dequantisation, and
 the keys of its config.json."""
 
 from pathlib import Path
@@ -32,18 +32,18 @@ def test_mxfp4_against_transformers():
     blocks.view(-1)[:256] = torch.arange(256)
     scales[0] = torch.tensor([1, 254], dtype=torch.uint8)
     expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
-    found = unpacked(blocks, scales)
-    assert found.dtype == torch.bfloat16 and found.shape == (3, 64, 5)
-    assert torch.equal(found, expected)
+    actual = unpacked(blocks, scales)
+    assert actual.dtype == torch.bfloat16 and actual.shape == (3, 64, 5)
+    assert torch.equal(actual, expected)
 
 
 def test_mxfp4_by_its_definition():
     """Low nibble first, sign before exponent and mantissa; a scale of 255 is not a number."""
     blocks, scales = torch.zeros(1, 1, 2, 16, dtype=torch.uint8), torch.tensor([[[126, 255]]])
     blocks[0, 0, 0, :2] = torch.tensor([0x1F, 0xA7], dtype=torch.uint8)
-    found = unpacked(blocks, scales.byte())
-    assert found[0, :4, 0].tolist() == [-3.0, 0.25, 3.0, -0.5]
-    assert not found[0, 4:32].any() and found[0, 32:].isnan().all()
+    actual = unpacked(blocks, scales.byte())
+    assert actual[0, :4, 0].tolist() == [-3.0, 0.25, 3.0, -0.5]
+    assert not actual[0, 4:32].any() and actual[0, 32:].isnan().all()
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["one file", "two files"])

@@ -57,15 +57,15 @@ def test_float64_gradients_against_hf(model_type, case, hf_model, tmp_path, monk
     gradients = {
         name: shard_of(param).join([param.grad]) for name, param in ours.canonical_parameters()
     }
-    wanted = gradients_of(theirs, tmp_path / "gradients")
+    expected = gradients_of(theirs, tmp_path / "gradients")
     compared = 0
     for parameter in source.architecture.parameters(source.model):
         if parameter.ours in gradients:
             for name, gradient in parameter.to_hf(gradients[parameter.ours]).items():
-                assert wanted[name].dtype == torch.float64
-                torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-12)
+                assert expected[name].dtype == torch.float64
+                torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-12)
                 compared += 1
-    assert compared == len([name for name in wanted if not name.endswith("correction_bias")])
+    assert compared == len([name for name in expected if not name.endswith("correction_bias")])
 
 
 @pytest.mark.parametrize("model_type", MAMBA)
@@ -76,9 +76,9 @@ def test_a_checkpoint_between_them_is_bitwise(model_type, hf_folder, tmp_path, c
     from_hf(["--input", str(theirs), "--output", str(ours)])
     to_hf(["--load", str(ours), "--output", str(back)])
     assert capsys.readouterr().out.count("tokens agree") == 2
-    found, wanted = (load_file(folder / "model.safetensors") for folder in (back, theirs))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    actual, expected = (load_file(folder / "model.safetensors") for folder in (back, theirs))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_patterns_of_older_files():

@@ -58,9 +58,9 @@ def test_float64_against_hf(model_type, shape, hf_model, tmp_path, wide):
     source = HuggingFaceFolder(folder)
     back.mkdir()
     write_model(source, back, "float32", 10**9)
-    found, wanted = (load_file(path / "model.safetensors") for path in (back, folder))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    actual, expected = (load_file(path / "model.safetensors") for path in (back, folder))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert HuggingFaceFolder(back).model == source.model
     if shape != "alpha":  # which is written as the base that it means
         assert meaning(back) == meaning(folder)
@@ -76,13 +76,13 @@ def test_float64_against_hf(model_type, shape, hf_model, tmp_path, wide):
     gradients = {
         name: shard_of(param).join([param.grad]) for name, param in ours.canonical_parameters()
     }
-    wanted = gradients_of(theirs, tmp_path / "gradients")
+    expected = gradients_of(theirs, tmp_path / "gradients")
     for parameter in source.architecture.parameters(source.model):
         if parameter.ours not in gradients:
             assert parameter.ours.endswith(".scalar")  # a buffer of Gemma 4
             continue
         for name, gradient in parameter.to_hf(gradients[parameter.ours]).items():
-            torch.testing.assert_close(gradient, wanted[name], **EXACT, msg=f"{name} {{}}".format)
+            torch.testing.assert_close(gradient, expected[name], **EXACT, msg=f"{name} {{}}".format)
 
 
 @pytest.mark.parametrize("model_type", sampled(MODERN, lambda name: name == "apertus"))
@@ -98,9 +98,9 @@ def test_a_checkpoint_between_them_is_bitwise(model_type, hf_folder, tmp_path, c
     from_hf(["--input", str(theirs), "--output", str(ours)])
     to_hf(["--load", str(ours), "--output", str(back)])
     assert capsys.readouterr().out.count("tokens agree") == 2
-    found, wanted = (load_file(folder / "model.safetensors") for folder in (back, theirs))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    actual, expected = (load_file(folder / "model.safetensors") for folder in (back, theirs))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     written = GenerationConfig.from_pretrained(back)
     assert (written.temperature, written.top_k, written.do_sample) == (0.3, 7, True)
     tokenizer = AutoTokenizer.from_pretrained(back)

@@ -1,4 +1,4 @@
-"""What the architectures with experts have besides logits and gradients: router choices, files in
+"""Architectures with experts besides logits and gradients: router choices, files in
 other forms, MXFP4, layers of multi-token prediction, and what is refused by name; all against
 transformers."""
 
@@ -80,11 +80,11 @@ def test_choices_against_hf(model_type, case, hf_model, tmp_path, monkeypatch):
     with torch.no_grad():
         theirs(tokens)
     assert len(ours) == len(expected) > 0
-    for found, wanted in zip(ours, expected, strict=True):
-        assert torch.equal(found >= 0, wanted >= 0)
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    for actual, wanted in zip(ours, expected, strict=True):
+        assert torch.equal(actual >= 0, wanted >= 0)
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
     # Without tokens that differ in their choices this would show little.
-    assert all(len((found >= 0).unique(dim=0)) > 2 for found in ours)
+    assert all(len((actual >= 0).unique(dim=0)) > 2 for actual in ours)
 
 
 @pytest.mark.parametrize(("model_type", "case"), sampled(ALL, lambda case: case in FIRST))
@@ -117,9 +117,9 @@ def test_a_checkpoint_between_them_is_bitwise(model_type, case, hf_folder, tmp_p
     from_hf(["--input", str(theirs), "--output", str(ours)])
     to_hf(["--load", str(ours), "--output", str(back)])
     assert capsys.readouterr().out.count("tokens agree") == 2
-    found, wanted = (load_file(folder / "model.safetensors") for folder in (back, theirs))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    actual, expected = (load_file(folder / "model.safetensors") for folder in (back, theirs))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_corrections_are_written_in_float32(hf_model, tmp_path):
@@ -164,10 +164,10 @@ def test_a_folder_in_mxfp4_gives_what_transformers_dequantises(hf_model, tmp_pat
         tmp_path, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16
     ).eval()
     expected = {name: values.float() for name, values in dequantised.state_dict().items()}
-    found = dict(source.architecture.to_hf(source.model, source.tensor))
-    assert found.keys() == expected.keys()
+    actual = dict(source.architecture.to_hf(source.model, source.tensor))
+    assert actual.keys() == expected.keys()
     for name, values in expected.items():
-        assert torch.equal(found[name], values), name
+        assert torch.equal(actual[name], values), name
     tokens = tokens_of(LENGTH)
     with torch.no_grad():
         logits = dequantised.float()(tokens).logits

@@ -37,9 +37,11 @@ def test_through_our_checkpoints(model_type, hf_folder, tmp_path):
     assert content["model_type"] == model_type
     assert content == directly
     assert not [line for line in lines if "written as" in line]
-    found, wanted = (load_file(path / "model.safetensors") for path in (tmp_path / "back", folder))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    actual, expected = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "back", folder)
+    )
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_another_can_be_asked_for(hf_folder, tmp_path):
@@ -70,7 +72,7 @@ def test_an_origin_that_is_not_known(gpt_config, random_gpt, write_checkpoint, t
 
 
 def test_checkpoints_without_an_origin(gpt_config, random_gpt, write_checkpoint, tmp_path):
-    """Those that were written before it was kept."""
+    """Checkpoints that were written before it was kept."""
     config = gpt_config(llama=True)
     folder = write_checkpoint(tmp_path / "save", config, random_gpt(config))
     saved = json.loads((folder / "config.json").read_text())

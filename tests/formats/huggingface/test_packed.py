@@ -327,8 +327,8 @@ def unpacked(config, tensors, name="x.weight"):
     """The weight that is read of one layer ``x``."""
     tensors = {f"x.{part}": value for part, value in tensors.items()}
     for form in packing_of({"quantization_config": config}, "config.json").forms:
-        for found, names in form.claim(set(tensors)).items():
-            assert found == name
+        for actual, names in form.claim(set(tensors)).items():
+            assert actual == name
             parts = StoredParts(names, lambda n: tuple(tensors[n].shape), tensors.__getitem__)
             assert form.shape(parts) == form.unpack(parts).shape
             return form.unpack(parts)

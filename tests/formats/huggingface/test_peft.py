@@ -92,17 +92,17 @@ def adapted(hf_model, tmp_path):
             r=3, lora_alpha=7, target_modules=modules, target_parameters=parameters,
             task_type="CAUSAL_LM", fan_in_fan_out=model_type == "gpt2", **settings,
         )  # fmt: skip
-        found = peft.get_peft_model(theirs, config).eval()
+        actual = peft.get_peft_model(theirs, config).eval()
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
-            for name, param in found.named_parameters():
+            for name, param in actual.named_parameters():
                 if "lora_" in name:
                     values = torch.randn(param.shape, generator=generator) * 0.1
                     param.copy_(values + 2.0 if "magnitude" in name else values)
                 elif "modules_to_save" in name:
                     param += 0.1 * torch.randn(param.shape, generator=generator)
-        found.save_pretrained(folder)
-        return found, base, folder
+        actual.save_pretrained(folder)
+        return actual, base, folder
 
     return make
 
@@ -198,8 +198,8 @@ def test_targets_of_a_run_are_those_of_its_base(hf_folder):
         [*flags.split(), *"--vocab-size 63 --micro-batch-size 1 --seq-length 16".split(),
          *"--train-iters 1 --lr 1e-3 --data-path no".split(), "--pretrained-checkpoint", str(base)],
     )  # fmt: skip
-    found = additions_of(run.config.model, run.config.section(AdapterConfig).lora_targets)
-    assert {name: [each.parts for each in found[name]] for name in found} == {
+    actual = additions_of(run.config.model, run.config.section(AdapterConfig).lora_targets)
+    assert {name: [each.parts for each in actual[name]] for name in actual} == {
         "layers.{n}.attention.qkv": [()]
     }
 

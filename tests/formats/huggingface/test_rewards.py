@@ -65,9 +65,9 @@ def test_both_ways(model_type, case, tmp_path):
 
     back.mkdir()
     write_model(source, back, "float32", 10**9)
-    found, wanted = (load_file(path / "model.safetensors") for path in (back, folder))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    actual, wanted = (load_file(path / "model.safetensors") for path in (back, folder))
+    assert actual.keys() == wanted.keys()
+    assert all(torch.equal(actual[name], wanted[name]) for name in wanted)
     content = json.loads((back / "config.json").read_text())
     assert content["architectures"] == [type(theirs).__name__]
     again = AutoModelForSequenceClassification.from_pretrained(back)

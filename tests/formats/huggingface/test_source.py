@@ -82,9 +82,9 @@ def test_half_precision_is_widened(hf_folder, hf_model, tmp_path):
     source = HuggingFaceFolder(tmp_path)
     name = "layers.0.mlp.up.weight"
     assert source.dtype(name) == "bfloat16"
-    found = source.tensor(name)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, model.transformer.h[0].mlp.dense_h_to_4h.weight.float())
+    actual = source.tensor(name)
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, model.transformer.h[0].mlp.dense_h_to_4h.weight.float())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""What only T5 has: how its head is said to be tied and scaled, tokenizers with sentinels, texts
-that it generates."""
+"""Properties of T5 alone: how its head is said to be tied and scaled, tokenizers with sentinels,
+texts that it generates."""
 
 import dataclasses
 import json
@@ -82,8 +82,8 @@ def test_rounding_of_large_weights(hf_folder, version):
     folder = hf_folder("t5", scale=0.5, **CASES["t5"][version])
     source = HuggingFaceFolder(folder)
     ours = ours_of(source)
-    found = compare_logits(ours, folder, source.model)
-    assert found.agree and found.largest < 1e-9
+    actual = compare_logits(ours, folder, source.model)
+    assert actual.agree and actual.largest < 1e-9
     with torch.no_grad():
         next(ours.parameters())[3, 5] += 1e-2
     assert not compare_logits(ours, folder, source.model).agree
@@ -158,10 +158,10 @@ def test_export_with_wordpiece(start, trained, wordpiece, tmp_path):
     assert "agree" in export_hf(trained(wordpiece, start), folder, 10**9)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = "the <extra_id_0> is red and <extra_id_1> ."
-    found = tokenizer([text, "the dog"], padding=True, return_tensors="pt")
+    actual = tokenizer([text, "the dog"], padding=True, return_tensors="pt")
     ids = [*wordpiece.tokenize(text), wordpiece.eos]
-    assert found["input_ids"][0].tolist() == ids
-    assert found["input_ids"][1].tolist()[:4] == [
+    assert actual["input_ids"][0].tolist() == ids
+    assert actual["input_ids"][1].tolist()[:4] == [
         *wordpiece.tokenize("the dog"), wordpiece.eos, wordpiece.pad,
     ]  # fmt: skip
     # After the vocabulary's own, as Megatron has them.
@@ -173,7 +173,7 @@ def test_export_with_wordpiece(start, trained, wordpiece, tmp_path):
     assert (config.pad_token_id, config.eos_token_id, config.decoder_start_token_id) == (
         wordpiece.pad, wordpiece.eos, first,
     )  # fmt: skip
-    made = model.generate(**found, max_new_tokens=4)
+    made = model.generate(**actual, max_new_tokens=4)
     assert made[:, 0].tolist() == [first] * 2 and made.shape[1] <= 5
 
 

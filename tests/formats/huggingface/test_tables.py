@@ -1,4 +1,4 @@
-"""What fits which architecture, and what in a config.json is refused."""
+"""Models that fit an architecture, and values of a config.json that are refused."""
 
 import re
 from pathlib import Path
@@ -58,8 +58,8 @@ def test_the_plainest_that_fits(changes, expected, gpt_config):
 
 def test_one_can_be_forced(gpt_config):
     model = gpt_config(llama=True).model
-    for wanted in ("llama", "mistral", "phi3"):
-        assert architecture_of(model, wanted).model_type == wanted
+    for expected in ("llama", "mistral", "phi3"):
+        assert architecture_of(model, expected).model_type == expected
     with pytest.raises(ValueError, match="--architecture qwen2: .* Qwen2 needs --add-qkv-bias$"):
         architecture_of(model, "qwen2")
     with pytest.raises(
@@ -118,9 +118,9 @@ def test_what_fits_nothing_says_what_would(changes, message, gpt_config):
 def test_every_flag_of_a_requirement_exists():
     """The messages name flags; they must be the flags of the command line."""
     flags = FlagParser(*FLAG_CLASSES)._option_string_actions
-    wanted = [need.wanted for known in architectures() for need in known.requirements]
-    wanted += [spelled(*item) for known in architectures() for item in known.fixed.items()]
-    for words in [*wanted, *map(without, FEATURES)]:
+    expected = [need.wanted for known in architectures() for need in known.requirements]
+    expected += [spelled(*item) for known in architectures() for item in known.fixed.items()]
+    for words in [*expected, *map(without, FEATURES)]:
         for flag in re.findall(r"--[a-z0-9-]+", words):
             assert flag in flags, flag
 

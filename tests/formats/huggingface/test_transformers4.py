@@ -71,13 +71,13 @@ def test_transformers_4_reads_and_writes_the_same(hf_model, tmp_path):
             source = HuggingFaceFolder(folder)
             ours = model_of(source, torch.float32, torch.device("cpu"))
             state = ours(begin.changed(targets=None))
-            for name, found in (
+            for name, actual in (
                 source.architecture.task_of(source.model).outputs(state, source.model).items()
             ):
                 wanted = expected[name]
-                if counted is not None and found.ndim > 2:
-                    found, wanted = found[counted], wanted[counted]
+                if counted is not None and actual.ndim > 2:
+                    actual, wanted = actual[counted], wanted[counted]
                 torch.testing.assert_close(
-                    found, wanted, rtol=1.3e-6, atol=3e-5,
+                    actual, wanted, rtol=1.3e-6, atol=3e-5,
                     msg=lambda m, n=folder: f"{n}: {m}",
                 )  # fmt: skip

@@ -164,7 +164,7 @@ def test_read_and_written_back(name, saved, tmp_path):
 def test_names_and_keys_of_other_releases(saved):
     """transformers 4 wrote Qwen2-VL's keys side by side, and LLaVA's tensors in two ways."""
     folder, _ = saved("qwen2_vl")
-    wanted = HuggingFaceFolder(folder)
+    expected = HuggingFaceFolder(folder)
     content = json.loads((folder / "config.json").read_text())
     text = content.pop("text_config")
     rope = text.pop("rope_parameters")
@@ -172,10 +172,10 @@ def test_names_and_keys_of_other_releases(saved):
         "type": "mrope", "mrope_section": rope["mrope_section"]}}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(text | older | content))
     actual = HuggingFaceFolder(folder)
-    assert actual.model == wanted.model
+    assert actual.model == expected.model
     folder, _ = saved("llava")
     shutil.copytree(folder, folder.with_name("before"))
-    wanted = HuggingFaceFolder(folder.with_name("before"))
+    expected = HuggingFaceFolder(folder.with_name("before"))
     path = folder / "model.safetensors"
     tensors = {
         name.replace("language_model.model.", "model.language_model.")
@@ -185,8 +185,8 @@ def test_names_and_keys_of_other_releases(saved):
     }
     save_file(tensors, path, metadata={"format": "pt"})
     actual = HuggingFaceFolder(folder)
-    assert actual.model == wanted.model and not actual.model.embedding.tied
-    assert all(torch.equal(actual.tensor(name), wanted.tensor(name)) for name in wanted.names())
+    assert actual.model == expected.model and not actual.model.embedding.tied
+    assert all(torch.equal(actual.tensor(name), expected.tensor(name)) for name in expected.names())
     tensors["decoder.lm_head.weight"] = tensors.pop("lm_head.weight")
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="contains decoder.lm_head.weight"):

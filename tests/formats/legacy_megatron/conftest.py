@@ -50,9 +50,12 @@ def shapes(model):
         for n in (model.attention.num_attention_heads, model.attention.num_query_groups)
     )
     norms = ["weight"] if model.norm.normalization == "RMSNorm" else ["weight", "bias"]
-    found = {"embedding.word_embeddings.weight": (v, h)}
+    actual = {"embedding.word_embeddings.weight": (v, h)}
     if model.positions.position_embedding_type == "learned_absolute":
-        found["embedding.position_embeddings.weight"] = (model.positions.max_position_embeddings, h)
+        actual["embedding.position_embeddings.weight"] = (
+            model.positions.max_position_embeddings,
+            h,
+        )
     for n in range(model.num_layers):
         block = {f"attention_norm.{kind}": (h,) for kind in norms}
         block |= {"attention.qkv.weight": (q + 2 * kv, h), "attention.qkv.bias": (q + 2 * kv,)}
@@ -63,11 +66,11 @@ def shapes(model):
         block |= {"mlp.down.weight": (h, f), "mlp.down.bias": (h,)}
         for name, shape in block.items():
             if model.mlp.bias or "norm" in name or not name.endswith("bias"):
-                found[f"layers.{n}.{name}"] = shape
-    found |= {f"final_norm.norm.{kind}": (h,) for kind in norms}
+                actual[f"layers.{n}.{name}"] = shape
+    actual |= {f"final_norm.norm.{kind}": (h,) for kind in norms}
     if model.embedding.untie_embeddings_and_output_weights:
-        found["output_layer.weight"] = (v, h)
-    return found
+        actual["output_layer.weight"] = (v, h)
+    return actual
 
 
 @pytest.fixture(scope="session")
@@ -86,13 +89,13 @@ def random_weights():
 
     def make(model, seed=0, dtype=torch.float32):
         generator = torch.Generator().manual_seed(seed)
-        found = {
+        actual = {
             name: torch.randn(shape, generator=generator).to(dtype)
             for name, shape in shapes(model).items()
         }
-        for values in found.values():
+        for values in actual.values():
             values[1000:-1000] = 0  # of large vocabularies the ends are enough, and faster
-        return found
+        return actual
 
     return make
 
@@ -122,13 +125,13 @@ def bert_weights(random_weights):
             heads = {n: shape for n, shape in heads.items() if "binary_head" not in n}
             heads |= {f"{name}.weight": (labels, hidden), f"{name}.bias": (labels,)}
         generator = torch.Generator().manual_seed(seed + 100)
-        found = random_weights(model, seed, dtype)
+        actual = random_weights(model, seed, dtype)
         for name, shape in heads.items():
-            found[name] = torch.randn(shape, generator=generator).to(dtype)
+            actual[name] = torch.randn(shape, generator=generator).to(dtype)
         order = ("embedding", "layers", "final_norm", "output_layer", "pooler", "lm_head.bias",
                  "lm_head", "binary_head", "classification_head", "multichoice_head")  # fmt: skip
         return dict(
-            sorted(found.items(), key=lambda item: next(
+            sorted(actual.items(), key=lambda item: next(
                 place for place, start in enumerate(order) if item[0].startswith(start)
             ))
         )  # fmt: skip
@@ -200,7 +203,7 @@ HEADS = ("lm_head", "binary_head", "classification_head", "multichoice_head")
 def chunk_of(weights, model, version, tensor, layers, first, last, spelling):
     """The nested dictionary of one model chunk."""
     stack, attention = spelling
-    language, embedding, blocks, found = {}, {}, {}, {}
+    language, embedding, blocks, actual = {}, {}, {}, {}
     local = {name: share(name, w, model, version, *tensor) for name, w in weights.items()}
     for name, values in local.items():
         outer, _, kind = name.rpartition(".")
@@ -219,18 +222,18 @@ def chunk_of(weights, model, version, tensor, layers, first, last, spelling):
             language["output_layer"] = {kind: values}
         elif last and outer.startswith(HEADS):
             head, _, inner = name.partition(".")
-            found.setdefault(head, {})[inner] = values
+            actual.setdefault(head, {})[inner] = values
     ordered = {"embedding": embedding} if first else {}
-    found = {"language_model": ordered | {stack: blocks} | language} | found
+    actual = {"language_model": ordered | {stack: blocks} | language} | actual
     labelled = any(name.startswith(HEADS[2:]) for name in weights)
     if last and not first and "output_layer.weight" not in weights and not labelled:
         copy = local["embedding.word_embeddings.weight"].clone()
-        found["word_embeddings_for_head"] = {"weight": copy}
-    return found
+        actual["word_embeddings_for_head"] = {"weight": copy}
+    return actual
 
 
 def arguments_of(model, tensor_size, pipeline_size):
-    """What Megatron-LM 3 has in its namespace, as far as it is about the network."""
+    """Return the namespace of Megatron-LM 3, as far as it is about the network."""
     rope = model.positions.position_embedding_type == "rope"
     return {
         "num_layers": model.num_layers,

@@ -46,25 +46,25 @@ def assert_both_heads(source, golden):
         state = model(spec_of(source.model).begin(batch).changed(targets=None))
     logits, expected = state.hidden[..., :61], torch.tensor(golden["logits"])
     assert logits.std() > 0.3
-    for found, wanted in (
+    for actual, wanted in (
         (logits[mask > 0], expected[mask > 0]),
         (state.pooled, torch.tensor(golden["order"])),
     ):
-        torch.testing.assert_close(found, wanted, rtol=1.3e-6, atol=1e-5)
+        torch.testing.assert_close(actual, wanted, rtol=1.3e-6, atol=1e-5)
 
 
 def digests(path):
-    found = {}
+    actual = {}
 
     def walk(value, place):
         if isinstance(value, dict):
             for key, inner in value.items():
                 walk(inner, f"{place}/{key}")
         else:
-            found[place] = hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
+            actual[place] = hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
 
     walk(torch.load(path, weights_only=False)["model"], "model")
-    return found
+    return actual
 
 
 CASES = {"ours": (GOLDEN, assert_logits), "our_bert": (GOLDEN_BERT, assert_both_heads)}
@@ -97,7 +97,7 @@ def test_against_the_converter_of_transformers(archive, name, request, tmp_path)
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(result.read_text())
-    assert_same(source, found)
+    actual = json.loads(result.read_text())
+    assert_same(source, actual)
     golden = json.loads((place / "golden.json").read_text())
-    assert found["tensors"] == golden["tensors"] and found["tokens"] == golden["tokens"]
+    assert actual["tensors"] == golden["tensors"] and actual["tokens"] == golden["tokens"]

@@ -210,7 +210,7 @@ def choices():
 
 
 OTHERS = {"position_embedding_type": "rope", "add_bias_linear": False, "parallel_residual": True}
-"""What some choices need."""
+"""Arguments that some choices need."""
 DECODER = {"family": "t5", "encoder_decoder": True}
 SHORT_CHUNKS = {"retro_gpt_chunk_length": 4}
 NORMS = {"qk_layernorm": True, "post_norm": True, "normalization": "RMSNorm"}
@@ -312,12 +312,12 @@ def test_vocabulary(arguments, rows, size):
 
 def test_tokenizer():
     arguments = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v", "merge_file": "m"}
-    found = tokenizer_of_arguments(arguments)
-    assert (found.tokenizer_type, found.vocab_file, found.merge_file) == (
+    actual = tokenizer_of_arguments(arguments)
+    assert (actual.tokenizer_type, actual.vocab_file, actual.merge_file) == (
         "GPT2BPETokenizer", "v", "m",
     )  # fmt: skip
-    found = tokenizer_of_arguments(
+    actual = tokenizer_of_arguments(
         {"tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": "d"}
     )
-    assert (found.tokenizer_type, found.tokenizer_model) == ("HFTokenizer", "d")
+    assert (actual.tokenizer_type, actual.tokenizer_model) == ("HFTokenizer", "d")
     assert tokenizer_of_arguments({}) is None

@@ -77,9 +77,9 @@ def test_nvidia_zip_layout(
     path = archived(tmp_path / "save", tmp_path / "bert.zip")
     source = opened(path)
     assert_holds(source, canonical(weights))
-    found = source.model
-    assert (found.family, found.vocabulary.size, found.bert_binary_head) == ("bert", size, True)
-    assert (found.mlp.activation, found.head_activation) == ("gelu_tanh", "gelu_erf")
+    actual = source.model
+    assert (actual.family, actual.vocabulary.size, actual.bert_binary_head) == ("bert", size, True)
+    assert (actual.mlp.activation, actual.head_activation) == ("gelu_tanh", "gelu_erf")
     assert locate_checkpoint(path).form.family(source.folder) == "bert"
 
 

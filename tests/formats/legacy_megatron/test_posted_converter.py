@@ -68,8 +68,8 @@ def test_logits_are_those_of_transformers_script(archive, tool, ours, tmp_path):
         with zipfile.ZipFile(path, "w") as packed:
             packed.write(written, f"release/mp_rank_00/{FILE}")
     tool.main([str(path)])
-    found = logits_of(folder, torch.tensor(golden["tokens"]))[..., :61]
-    torch.testing.assert_close(found, torch.tensor(golden["logits"]), rtol=1.3e-6, atol=1e-5)
+    actual = logits_of(folder, torch.tensor(golden["tokens"]))[..., :61]
+    torch.testing.assert_close(actual, torch.tensor(golden["logits"]), rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize(("version", "tensor"), [(None, 1), (0, 2), (2, 1), (3, 2)])
@@ -144,8 +144,8 @@ def test_the_tokenizer(where, tool, codeparrot, tmp_path, monkeypatch, capsys):
     assert tokenizer.decode(tokenizer("def f(x):")["input_ids"]) == "def f(x):"
     assert tokenizer.eos_token_id == 256
     generate = pipeline("text-generation", model=str(codeparrot))
-    (found,) = generate("ab", max_new_tokens=4, do_sample=False)
-    assert found["generated_text"].startswith("ab")
+    (actual,) = generate("ab", max_new_tokens=4, do_sample=False)
+    assert actual["generated_text"].startswith("ab")
 
 
 def test_again(tool, codeparrot, tmp_path, monkeypatch):

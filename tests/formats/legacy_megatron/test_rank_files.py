@@ -92,9 +92,9 @@ def test_ranks(tmp_path):
     for name in [*names, "mp_rank_02_x", "something"]:
         (tmp_path / name).mkdir()
         (tmp_path / name / FILE).touch()
-    found = rank_files(tmp_path)
-    assert list(found) == [Rank(0, 0), Rank(0, 1), Rank(1, 0), Rank(1, 1)]
-    assert found[Rank(1, 0)] == tmp_path / "mp_rank_00_001" / FILE
+    actual = rank_files(tmp_path)
+    assert list(actual) == [Rank(0, 0), Rank(0, 1), Rank(1, 0), Rank(1, 1)]
+    assert actual[Rank(1, 0)] == tmp_path / "mp_rank_00_001" / FILE
     (tmp_path / "mp_rank_00_001" / FILE).unlink()
     with pytest.raises(CheckpointError, match=f"mp_rank_00_001/{FILE} is missing"):
         rank_files(tmp_path)
@@ -110,10 +110,10 @@ def test_expert_ranks(tmp_path):
     for name in product("01", "01", "012"):
         (tmp_path / "mp_rank_0{}_00{}_00{}".format(*name)).mkdir()
         (tmp_path / "mp_rank_0{}_00{}_00{}".format(*name) / FILE).touch()
-    found = rank_files(tmp_path)
-    assert list(found) == [Rank(p, t, e) for p, t, e in product(range(2), range(2), range(3))]
-    assert found[Rank(1, 0, 2)] == tmp_path / "mp_rank_00_001_002" / FILE
-    assert all(path.parent.name == rank_folder(r, Rank(2, 2, 3)) for r, path in found.items())
+    actual = rank_files(tmp_path)
+    assert list(actual) == [Rank(p, t, e) for p, t, e in product(range(2), range(2), range(3))]
+    assert actual[Rank(1, 0, 2)] == tmp_path / "mp_rank_00_001_002" / FILE
+    assert all(path.parent.name == rank_folder(r, Rank(2, 2, 3)) for r, path in actual.items())
     (tmp_path / "mp_rank_01_001_002" / FILE).unlink()
     with pytest.raises(CheckpointError, match=f"mp_rank_01_001_002/{FILE} is missing"):
         rank_files(tmp_path)

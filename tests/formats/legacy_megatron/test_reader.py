@@ -20,9 +20,9 @@ def assert_holds(source, weights, kind="weight"):
     assert list(source.names()) and set(source.names()) == set(weights)
     for name, whole in weights.items():
         assert source.shape(name) == tuple(whole.shape), name
-        found = source.tensor(name, kind)
-        assert found.dtype == torch.float32
-        assert torch.equal(found, whole.float()), name
+        actual = source.tensor(name, kind)
+        assert actual.dtype == torch.float32
+        assert torch.equal(actual, whole.float()), name
 
 
 GPT2_CASES = [
@@ -130,13 +130,17 @@ def test_nvidia_345m_zip_layout(tmp_path, legacy_model, random_weights, write_le
     path = archived(tmp_path / "save", tmp_path / "megatron_lm_345m_v0.0.zip")
     source = opened(path)
     assert_holds(source, weights)
-    found = source.model
-    assert (found.num_layers, found.attention.num_attention_heads, found.attention.kv_channels) == (
+    actual = source.model
+    assert (
+        actual.num_layers,
+        actual.attention.num_attention_heads,
+        actual.attention.kv_channels,
+    ) == (
         2,
         2,
         64,
     )
-    assert (found.vocabulary.size, found.mlp.activation) == (50257, "gelu_tanh")
+    assert (actual.vocabulary.size, actual.mlp.activation) == (50257, "gelu_tanh")
     assert source.state == {}
     assert any("2 heads of 64" in note for note in source.notes)
 

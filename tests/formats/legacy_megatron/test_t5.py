@@ -137,13 +137,13 @@ def rank_model(weights, version, tensor, stages):
             for kind in ("weight", "bias"):
                 blocks[f"final_layernorm.{kind}"] = local[f"{stack}.final_norm.norm.{kind}"]
         language[stack] = blocks
-    found = {"language_model": language}
+    actual = {"language_model": language}
     if rank == size - 1:
-        found["lm_head"] = {"bias": local["embedding.word_embeddings.bias"]}
+        actual["lm_head"] = {"bias": local["embedding.word_embeddings.bias"]}
         if not alone:
             copy = local["embedding.word_embeddings.weight"].clone()
-            found["word_embeddings_for_head"] = {"weight": copy}
-    return found
+            actual["word_embeddings_for_head"] = {"weight": copy}
+    return actual
 
 
 def write_t5(save, weights, version=3, tensor=1, pipeline=1, split=None, arguments=(),
@@ -182,13 +182,13 @@ def opened(save):
 def test_what_is_read(version, tensor, pipeline, split, tmp_path):
     weights = t5_weights()
     write_t5(tmp_path, weights, version, tensor, pipeline, split)
-    found = opened(tmp_path)
-    assert set(found.names()) == set(weights)
+    actual = opened(tmp_path)
+    assert set(actual.names()) == set(weights)
     for name, whole in weights.items():
-        assert torch.equal(found.tensor(name), whole), name
-    assert (found.tensor_size, found.pipeline_size) == (tensor, pipeline)
-    assert found.model == model_config(**MODEL)
-    assert MegatronCheckpoint.family(found.folder) == "t5"
+        assert torch.equal(actual.tensor(name), whole), name
+    assert (actual.tensor_size, actual.pipeline_size) == (tensor, pipeline)
+    assert actual.model == model_config(**MODEL)
+    assert MegatronCheckpoint.family(actual.folder) == "t5"
 
 
 @pytest.mark.parametrize(
@@ -202,11 +202,11 @@ def test_what_is_written(tensor, pipeline, split, tmp_path):
     source = CheckpointReader(write_checkpoint(tmp_path / "ours", opened(tmp_path / "first")))
     assert source.model == model_config(**MODEL)
     folder = write_megatron(source, tmp_path / "found", tensor, pipeline, 100)
-    wanted = write_t5(tmp_path / "wanted", weights, 3, tensor, pipeline, split)
-    paths = sorted(path.relative_to(wanted) for path in wanted.rglob("*.pt"))
+    expected = write_t5(tmp_path / "wanted", weights, 3, tensor, pipeline, split)
+    paths = sorted(path.relative_to(expected) for path in expected.rglob("*.pt"))
     assert sorted(path.relative_to(folder) for path in folder.rglob("*.pt")) == paths
     for path in paths:
-        here, there = (rank_file(root / path) for root in (wanted, folder))
+        here, there = (rank_file(root / path) for root in (expected, folder))
         assert_same_tree(here["model"], there["model"])
         for name, value in vars(here["args"]).items():
             if name not in ("consumed_train_samples", "normalization", "vocab_size"):

@@ -37,10 +37,10 @@ def ours(tmp_path, legacy_model, random_weights, write_legacy):
 def assert_equal(source, other, dtype=None):
     assert list(source.names()) == list(other.names())
     for name in source.names():
-        wanted = source.tensor(name)
+        expected = source.tensor(name)
         if dtype is not None:
-            wanted = wanted.to(dtype).float()
-        assert torch.equal(other.tensor(name), wanted), name
+            expected = expected.to(dtype).float()
+        assert torch.equal(other.tensor(name), expected), name
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,12 @@ def test_against_the_writer_of_the_tests(
     weights = {name: source.tensor(name) for name in source.names()}
     rows = 16 * tensor * -(-61 // (16 * tensor))
     model = legacy_model(llama=llama, padded_vocab_size=rows)
-    wanted = write_legacy(tmp_path / "wanted", weights, model, 3, tensor, pipeline)
-    found = write_megatron(source, tmp_path / "found", tensor, pipeline, 100)
-    paths = sorted(path.relative_to(wanted) for path in wanted.rglob("*.pt"))
-    assert sorted(path.relative_to(found) for path in found.rglob("*.pt")) == paths
+    expected = write_legacy(tmp_path / "wanted", weights, model, 3, tensor, pipeline)
+    actual = write_megatron(source, tmp_path / "found", tensor, pipeline, 100)
+    paths = sorted(path.relative_to(expected) for path in expected.rglob("*.pt"))
+    assert sorted(path.relative_to(actual) for path in actual.rglob("*.pt")) == paths
     for path in paths:
-        here, there = (rank_file(root / path) for root in (wanted, found))
+        here, there = (rank_file(root / path) for root in (expected, actual))
         assert here["checkpoint_version"] == there["checkpoint_version"]
         assert here["iteration"] == there["iteration"]
         assert_same_tree(here["model"], there["model"])
@@ -103,9 +103,9 @@ def test_against_the_writer_of_the_tests(
 def test_half_precision(dtype, ours, tmp_path):
     source = ours()
     write_megatron(source, tmp_path / "legacy", 2, 1, None, dtype)
-    found = opened(tmp_path / "legacy")
-    assert found.folder.name == "release" and found.dtype("final_norm.norm.bias") == dtype
-    assert_equal(source, found, getattr(torch, dtype))
+    actual = opened(tmp_path / "legacy")
+    assert actual.folder.name == "release" and actual.dtype("final_norm.norm.bias") == dtype
+    assert_equal(source, actual, getattr(torch, dtype))
 
 
 def test_reshaping_keeps_what_adam_made(ours, adam_run, tmp_path):

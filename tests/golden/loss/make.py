@@ -21,7 +21,7 @@ from torch import Tensor
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
-from megatron.parallel.tensor_parallel import generator  # noqa: E402
+from megatron.parallel.random import generator  # noqa: E402
 
 CHARACTERS, STEPS, WARMUP = 16_000, 50, 10
 SEED, LAYERS, HEADS, HIDDEN, LENGTH, BATCH = 1234, 4, 4, 128, 64, 12

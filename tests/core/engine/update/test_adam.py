@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.engine.update.adam import ElementwiseAdam, Float32States, FusedAdam
-from megatron.parallel.compiler import missing_compiler
+from megatron.kernels.compiler import missing_compiler
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 DECODED = [torch.float32] * 3

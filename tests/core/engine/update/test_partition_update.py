@@ -15,7 +15,6 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """Nobody to gather from; even small gradients have slices of their own."""
-    monkeypatch.setattr(partition_update, "all_gather_dp_groups", lambda **_: None)
     monkeypatch.setattr(partition_update, "LEAST", 2 * BLOCK)
 
 

@@ -15,7 +15,7 @@ from megatron.config import OptimizerConfig
 from megatron.engine.update import partition_update
 from megatron.engine.update.adam import ElementwiseAdam, Float32States
 from megatron.engine.update.async_step import AsyncOptimizerStep
-from megatron.engine.update.optimizer import build_optimizer
+from megatron.engine.update.optimizer import build_optimizer, norm_of_groups
 from megatron.engine.update.partition_update import PartitionUpdate
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Init, Shard, parameter
@@ -72,10 +72,7 @@ def generated(grad, place, stored, *rates):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_update_of_flat_parts(monkeypatch, compiled):
     """As DeepSpeed's ZeRO 1 and 2 call it: no copy of the gradients but of a few at a time."""
-    gathered: list[dict] = []
-    monkeypatch.setattr(
-        partition_update, "all_gather_dp_groups", lambda **all: gathered.append(all)
-    )
+    gathered: list[int] = []
     monkeypatch.setattr(partition_update, "LEAST", 512)
     monkeypatch.setattr(partition_update, "_MOST_COPIED", 1024)
     with GPU:
@@ -85,6 +82,12 @@ def test_update_of_flat_parts(monkeypatch, compiled):
     for param in params:
         param.data = param.data.to(torch.bfloat16)
     wrapper, optimizer = flat_partitions(groups, padding=5)
+    wrapper.step = []
+    wrapper.update_by = wrapper.step.append
+    wrapper.norm = lambda: norm_of_groups(
+        [*wrapper.averaged_gradients.values()], torch.float32, torch.float32, [], GPU
+    )
+    wrapper.start_gather = lambda number: lambda: gathered.append(number)
     update = queued(wrapper, optimizer, params)
     if compiled:
         kernel = ElementwiseAdam(Float32States(), (0.9, 0.95), 1e-8, compiled=False)
@@ -98,12 +101,12 @@ def test_update_of_flat_parts(monkeypatch, compiled):
         if made is not None:
             made.bytes = 0
         update.prepare()
-        wrapper.step()
+        wrapper.step[0]()
 
     step()
     with Largest() as made:
         step(made)
-    assert len(gathered) == 2
+    assert gathered == [0, 1] * 2, "each group as soon as it is updated"
     # Of the second group's end, 8 elements are collected; else at most 1024 of any.
     assert made.bytes == (2 * 8 if compiled else 4 * 1024)
     assert update.held is not None and update.held.device == update.norm.device == GPU
