@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-for folder in (str(ROOT), str(Path(__file__).parent)):
+for folder in (str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)):
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
 from figures import figure, file_of  # noqa: E402
 from flags import run_flags, run_page, tools_page  # noqa: E402
+from ledger import page as ledger_table  # noqa: E402
 from mkdocs.plugins import event_priority  # noqa: E402
 from mkdocs.structure.files import File, Files  # noqa: E402
 from upstream import page as upstream_page  # noqa: E402
@@ -51,6 +52,7 @@ GENERATED = {
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _OUTPUT = re.compile(r"^```text\n(.*?^```)$", re.MULTILINE | re.DOTALL)
 _FIGURE = re.compile(r"^<!-- figure: (\w+) -->$", re.MULTILINE)
+_LEDGER = re.compile(r"^<!-- ledger -->$", re.MULTILINE)
 _API = re.compile(r"^<!-- api: ([\w.]+) -->$", re.MULTILINE)
 
 
@@ -115,6 +117,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if path not in INCLUDED.values() and path not in GENERATED:
         markdown = relinked(markdown, f"docs/{path}")
     markdown = _API.sub(lambda match: f"::: {_dotted(match.group(1))}", markdown)
+    markdown = _LEDGER.sub(lambda _: ledger_table(), markdown)
     markdown = _OUTPUT.sub(_wrapped, markdown)
     return _FIGURE.sub(lambda match: figure(match.group(1)), markdown)
 
