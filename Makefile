@@ -17,7 +17,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # come as source are built with what build.txt has installed. DeepSpeed compiles nothing.
 INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --require-hashes --no-deps --no-build-isolation
 
-.PHONY: help install lock audit quickstart test proof docs bench bench-gpu lint clean
+.PHONY: help install lock audit quickstart test proof null-gpu docs bench bench-gpu lint clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -75,9 +75,23 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_PROC_BIND=false $(BIN)/p
 test: lint  ## the test suite, with a fixed sample of the long tables
 	$(PYTEST) -m 'not proof' --no-loadscope-reorder
 
-# Parts take about as long as each other; what shares fixtures stays together (tests/parts.py).
-proof: lint  ## the test suite with the long tables whole; PART=2/4 is the second of four parts
-	$(PYTEST) $(if $(PART),--part $(PART) --dist loadgroup --no-loadscope-reorder)
+# What was seen to pass on this code is in tests/ledger.jsonl, and is not run again (tests/ledger.py).
+proof: lint  ## the long tables that are not proven on this code; MINUTES=60 stops, PART=2/4 is a part
+	$(PYTEST) -m '' --stale $(if $(MINUTES),--minutes $(MINUTES)) --no-loadscope-reorder $(if $(PART),--part $(PART) --dist loadgroup)
+
+# A build for GPUs, 3 GB; what else is needed is that of .venv. Counts are of this version.
+NULL_GPU_TORCH ?= torch==2.11.0
+NULL_GPU := .venv/null-gpu
+
+null-gpu: $(NULL_GPU)/installed  ## count what a step asks of GPUs, without one; REWRITE=1 records it
+	$(NULL_GPU)/bin/python tests/nullgpu/table.py $(if $(REWRITE),--rewrite) $(if $(CELLS),--cells '$(CELLS)')
+
+$(NULL_GPU)/installed: $(STAMP)
+	$(BIN)/python -m venv $(NULL_GPU)
+	$(NULL_GPU)/bin/python -m pip install --quiet '$(NULL_GPU_TORCH)'
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	    $$($(NULL_GPU)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	@touch $@
 
 bench: $(STAMP)  ## a training step on the CPU against its peers (docs/evidence/benchmarks.md)
 	mkdir -p benchmarks/results
