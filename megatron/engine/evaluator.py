@@ -50,7 +50,7 @@ def build_evaluator(
         dtype = torch.float32
         if is_main_process():
             print("--fp16: on a CPU a model is evaluated in float32", flush=True)
-    with _default_dtype(dtype), device:
+    with default_dtype(dtype), device:
         backend = backend_class(config)(config, _UNPARTITIONED, spec, mesh, device)
     backend.model.requires_grad_(False).eval()
     names = {param: name for name, param in canonical_parameters(backend.model, backend.layers)}
@@ -65,7 +65,7 @@ def build_evaluator(
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Makes new tensors of a dtype: weights never exist in another."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -1,4 +1,4 @@
-"""What a composition computes, next to one process, and next to itself without a stop."""
+"""A composition next to one process, and next to itself without a stop."""
 
 from __future__ import annotations
 

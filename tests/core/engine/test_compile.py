@@ -261,7 +261,7 @@ def test_8_bit_casts_as_on_gpus_stay_in_the_graph(monkeypatch, recipe):
 
 @pytest.mark.usefixtures("without_generated_code")
 def test_a_graph_with_symbols_for_sizes_is_seen():
-    """What a graph for any size returns is marked, and makes the next graph one for any size."""
+    """Results of a graph for any size are marked, and make the next graph one for any size."""
     marked = torch.compile(lambda x: x * 2, dynamic=True)(torch.ones(4, 3))
     with pytest.raises(Exception, match="sizes that are symbols"):
         torch.compile(lambda x: x + 1, dynamic=False)(marked)

@@ -194,7 +194,7 @@ def test_products_that_are_left_for_later():
 @pytest.mark.usefixtures("add_in_gemms")
 @pytest.mark.parametrize("after", [False, True])
 def test_hooks_get_the_gradient_of_a_pass(after):
-    """Of all uses of a weight, as the noise scale measures it; and the sum, as ZeRO reduces it."""
+    """Gradients of all uses of a weight, as the noise scale measures it, and as ZeRO reduces it."""
     ours, plain = pair()
     seen: dict[int, list] = {0: [], 1: []}
     for blocks, found in ((ours, seen[0]), (plain, seen[1])):

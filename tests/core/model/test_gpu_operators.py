@@ -23,7 +23,7 @@ MODELS = {name: KINDS[name] for name in ("llama", "gpt-oss", "neox", "longrope",
 
 @pytest.fixture
 def operators(monkeypatch):
-    """What a GPU would send through the operators goes there."""
+    """Calls that a GPU would send through the operators go there."""
 
     def uses(name, x):
         CALLS.append(name)

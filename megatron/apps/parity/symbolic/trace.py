@@ -27,6 +27,7 @@ from megatron.apps.parity.symbolic.sizes import groups_of
 from megatron.apps.parity.symbolic.world import World
 from megatron.apps.planning.activations import activation_bytes
 from megatron.config import RunConfig
+from megatron.engine.evaluator import default_dtype
 from megatron.families import family_of, trained_spec
 from megatron.features.experts import exchange
 from megatron.model.layer_list import LayerSpec, layer_sequence
@@ -167,7 +168,7 @@ def _traced(
     with ExitStack() as opened:
         opened.enter_context(_even_experts())
         opened.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        opened.enter_context(_default(dtype))
+        opened.enter_context(default_dtype(dtype))
         specs = _one_of_each_kind(layers, trace)
         tied: dict[str, nn.Module] = {}
         modules = []
@@ -274,16 +275,6 @@ def _even_experts() -> Iterator[None]:
         yield
     finally:
         exchange.RowPlan, FakeTensor.tolist = before  # type: ignore
-
-
-@contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def sampled_places(config: RunConfig) -> list[dict[str, int]]:
