@@ -18,6 +18,8 @@ from parts import parse_part, recorded, split  # noqa: E402
 
 # torch's store asks for the names of its clients; a lost answer of a name server would take 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+# Inductor's processes would outlive the tests that they compile a few small kernels for.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Tiny tensors on many threads spend their time waiting, above all where other tests run next to.
 torch.set_num_threads(1)
 

@@ -102,7 +102,7 @@ def test_the_others_learn_why_a_rank_ends(pool, which):
 def wrong_number(name, values):
     os.environ[name] = values[int(os.environ["RANK"])]
     with mock.patch.object(agreement, "_PATIENCE", timedelta(seconds=0.5)):
-        return refused(Agreement(timedelta(seconds=1.2)), FACTS)
+        return refused(Agreement(timedelta(seconds=4.8)), FACTS)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def wrong_number(name, values):
     [
         ("WORLD_SIZE", ("2", "3"), "WORLD_SIZE is 3 on rank 1 and 2 on rank 0"),
         ("WORLD_SIZE", ("3", "2"), "WORLD_SIZE is 2 on rank 1 and 3 on rank 0"),
-        ("WORLD_SIZE", ("3", "3"), "waited 0.02 minutes (--distributed-timeout-minutes)"),
+        ("WORLD_SIZE", ("3", "3"), "waited 0.08 minutes (--distributed-timeout-minutes)"),
         ("RANK", ("0", "0"), "two processes have RANK=0"),
     ],
 )

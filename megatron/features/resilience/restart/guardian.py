@@ -59,9 +59,11 @@ def guard(rules: Rules, flags: Mapping[str, str], prepare: Callable[[], None]) -
     # Or else torch asks CUDA for GPUs, which then cannot be used in a forked process.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     prepare()
-    gc.collect()
-    gc.freeze()  # pages that the collector does not write stay shared
-    begin_generation(Guardian(rules, flags).run())
+    with _interrupted_at_once():
+        gc.collect()
+        gc.freeze()  # pages that the collector does not write stay shared
+        guardian = Guardian(rules, flags)
+    begin_generation(guardian.run())
     return int(os.environ["WORLD_SIZE"])
 
 
@@ -79,8 +81,7 @@ class Guardian:
         self._coordinator: Coordinator | None = None
         self._listener: socket.socket | None = None
         self._strangers: list[Peer] = []
-        with _interrupted_at_once():
-            self._peer = self._meet(rules, greeting)
+        self._peer = self._meet(rules, greeting)
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         self._peer.send(greeting)
         self._selector.register(self._peer, selectors.EVENT_READ, self._heard)
@@ -396,7 +397,8 @@ class Guardian:
 
 @contextlib.contextmanager
 def _interrupted_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process also in torch's store, where Python's handler does not run."""
+    """Ctrl-C ends the process also in torch's store, where Python's handler does not run, and in
+    the garbage collector, which drops what a handler raises."""
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
