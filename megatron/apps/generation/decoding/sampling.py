@@ -135,10 +135,10 @@ class TokenSampler:
         return place if ids is None else int(ids[place])
 
 
-def token_score(logits_V: Tensor, token: int, top: int = 0) -> TokenScore:
-    """The log-probability of a token under raw logits, and the ``top`` most probable tokens with
-    theirs; of equal ones the lower id comes first."""
-    logits = logits_V.numpy()
+def token_score(logits_V: Tensor, token: int, top: int = 0, temperature: float = 1.0) -> TokenScore:
+    """The log-probability of a token under raw logits divided by a temperature, and the ``top``
+    most probable tokens with theirs; of equal ones the lower id comes first."""
+    logits: Row = np.divide(logits_V.numpy(), np.float32(temperature), dtype=np.float32)
     largest = logits.max()
     # The sum is near 1 and the subtractions are in float64, so that nothing is rounded to the
     # spacing of float32 around the logits.

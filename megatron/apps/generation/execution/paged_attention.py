@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.apps.generation.execution.row_rule import SMALL_PRODUCT
 from megatron.apps.generation.execution.states import StateCache
 from megatron.apps.generation.memory import PageMemory
 from megatron.apps.generation.request import SequencePart
@@ -376,9 +377,18 @@ def _products(left_UKGA: Tensor, right_XKAB: Tensor, reading: _Reading) -> Tenso
     left, right = left_UKGA.flatten(0, 1), right_XKAB.flatten(0, 1)
     products = left.new_empty(pages * K, G, right.shape[-1])
     if left.device.type == "cpu":
-        for begin, first, end in reading.runs:
-            at = slice(begin * K, (begin + end - first) * K)
-            torch.bmm(left[at], right[first * K : end * K], out=products[at])
+        counts = [(end - first) * K for _, first, end in reading.runs]
+        least = 1
+        if left.dtype.itemsize == 2:  # the code of many
+            least = SMALL_PRODUCT // (left[0].numel() * right.shape[-1]) + 1
+        runs = zip(reading.runs, counts, left.split(counts), products.split(counts), strict=True)
+        for (_, first, end), count, of_run, into in runs:
+            read = right[first * K : end * K]
+            if count >= least:
+                torch.bmm(of_run, read, out=into)
+                continue
+            again = -(-least // count)
+            into[:] = torch.bmm(of_run.repeat(again, 1, 1), read.repeat(again, 1, 1))[:count]
     else:
         torch.bmm(left, right_XKAB[reading.pages_U].flatten(0, 1), out=products)
     return products.unflatten(0, (pages, K))

@@ -1,8 +1,8 @@
 """Row counts and weight layouts with which a row's results do not depend on the other rows.
 
-On CPUs a row of a GEMM usually has the same bits in every product of four or more rows. This is
-tried with the model's own shapes; where it fails, all products have one number of rows. On other
-devices nothing is promised.
+On CPUs a row of a GEMM usually has the same bits in every product of four or more rows, or of eight
+where several threads share it. This is tried with the model's own shapes; where it fails, all
+products have one number of rows. On other devices nothing is promised.
 
 Float32 weights on CPUs are packed in the layout of oneDNN's kernels: products of few rows take half
 the time, and differ from others by rounding. Evaluations read the plain weights.
@@ -27,11 +27,18 @@ from torch import Tensor, nn
 from megatron.parallel.mesh import Group
 
 _FEWEST = 4
+_SOME = (_FEWEST, 8, 12, 16, 24)  # that are tried as the fewest rows
 _TILE = 32
 _TRIED = (4, 5, 7, 8, 13, 16, 31, 33, 64)
+_SHARED = (9, 10, 11, 12, 17, 18, 19, 25)  # whose last rows may be a thread's only ones
 _OUTPUTS = 4096  # of a product that is tried
-# Numbers that elementwise kernels of CPUs take at a time; other code computes the rest of a tensor.
-_VECTOR = 32
+# Bytes that elementwise kernels of CPUs take at a time; other code computes the rest of a tensor.
+_VECTOR = 128
+SMALL_PRODUCT = 16**3
+"""Multiplications up to which torch computes 16-bit products on CPUs by other code. The results
+differ too seldom to be tried."""
+# Numbers of a tensor for each thread at least: elementwise kernels divide larger ones.
+_GRAIN = 2**15
 LEAST = 2**18  # numbers of a packed weight: calling this kernel takes longer than others
 SHARE = 0.25  # of the free memory for packed weights; none is packed if they need more
 _ROWS = 64  # for which the layout is chosen
@@ -40,17 +47,21 @@ _ROWS = 64  # for which the layout is chosen
 @dataclass(frozen=True)
 class RowRule:
     """The rows of a pass: ``fewest`` to ``most`` (None for any number), and ``spare`` ones that are
-    added, so that no row that counts is the last."""
+    added, so that no row that counts is the last. Of tensors of these ``widths`` threads get whole
+    vectors."""
 
     fewest: int = _FEWEST
     most: int | None = None
     spare: int = 0
+    widths: tuple[int, ...] = ()
 
     def padded(self, rows: int) -> int:
         """The rows of a pass of which so many count."""
         padded = max(self.fewest, rows) + self.spare
-        # Those of a part of a pass may include the spare ones of the pass.
-        return padded if self.most is None else min(padded, self.most + self.spare)
+        if self.most is not None:
+            # Those of a part of a pass may include the spare ones of the pass.
+            return min(padded, self.most + self.spare)
+        return _divided(padded, self.widths, torch.get_num_threads())
 
     def agreed(self, group: Group) -> RowRule:
         """The strictest rule of the ranks of a replica, which must have the same rows."""
@@ -62,6 +73,7 @@ class RowRule:
             max(rule.fewest for rule in rules),
             min(most, default=None),
             max(rule.spare for rule in rules),
+            tuple(sorted({width for rule in rules for width in rule.widths})),
         )
 
     @classmethod
@@ -69,14 +81,19 @@ class RowRule:
         """For a model with these weights [O, I], of which some are ``known`` to give independent
         rows."""
         shapes = {(*weight.shape, weight.dtype, weight.device.type): weight for weight in weights}
-        spare = int(any(outputs % _VECTOR for outputs, *_ in shapes))
-        for (outputs, inputs, dtype, device), weight in shapes.items():
-            if device != "cpu" or known(weight):
+        spare = int(any(outputs * dtype.itemsize % _VECTOR for outputs, _, dtype, _ in shapes))
+        on_cpu = [shape for shape in shapes if shape[-1] == "cpu"]
+        # Activations with a gate have half the outputs of their product.
+        widths = {part for outputs, *_ in on_cpu for part in (outputs, -(-outputs // 2))}
+        fewest = _FEWEST
+        for shape in on_cpu:
+            if known(shapes[shape]):
                 continue
-            product = partial(F.linear, weight=some_weight(outputs, inputs, dtype))
-            if not independent(product, inputs, dtype):
+            needed = _fewest_rows(*shape[:3], torch.get_num_threads())
+            if needed is None:
                 return cls(_TILE, _TILE, spare)
-        return cls(spare=spare)
+            fewest = max(fewest, needed)
+        return cls(fewest, spare=spare, widths=tuple(sorted(widths)))
 
 
 def some_weight(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
@@ -85,14 +102,42 @@ def some_weight(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(min(outputs, _OUTPUTS), inputs, generator=random).to(dtype)
 
 
+@functools.lru_cache(maxsize=64)
+def _fewest_rows(outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> int | None:
+    """The fewest rows from which on those of products with a weight are independent; None if they
+    never are."""
+    product = partial(F.linear, weight=some_weight(outputs, inputs, dtype))
+    least = SMALL_PRODUCT // (outputs * inputs) + 1 if dtype.itemsize == 2 else 1
+    some = (max(rows, least) for rows in _SOME)
+    return next((rows for rows in some if independent(product, inputs, dtype, rows)), None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _divided(rows: int, widths: tuple[int, ...], threads: int) -> int:
+    """The fewest rows, at least so many, of which each thread has whole vectors of every width but
+    at the end; a thread has other code for the rest of its numbers."""
+
+    def whole(numbers: int) -> bool:
+        used = min(threads, -(-numbers // _GRAIN))
+        return used < 2 or -(-numbers // used) % _VECTOR == 0
+
+    most = rows + _VECTOR * threads
+    even = (n for n in range(rows, most) if all(whole(n * width) for width in widths))
+    return next(even, rows)
+
+
 @torch.inference_mode()
-def independent(product: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype) -> bool:
-    """True if rows of a product do not depend on their number."""
-    x_MI = some_weight(max(_TRIED) + 1, inputs, dtype)
+def independent(
+    product: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype, fewest: int = _FEWEST
+) -> bool:
+    """True if rows of a product do not depend on their number, if they are ``fewest`` or more."""
+    sizes = _TRIED if torch.get_num_threads() == 1 else (*_TRIED, *_SHARED)
+    tried = [rows for rows in sizes if rows >= fewest] or [fewest]
+    x_MI = some_weight(max(_TRIED[-1], fewest) + 1, inputs, dtype)
     whole_MO = product(x_MI)
     return all(
         torch.equal(product(x_MI[first : first + rows]), whole_MO[first : first + rows])
-        for rows in _TRIED
+        for rows in tried
         for first in (0, 1)
     )
 

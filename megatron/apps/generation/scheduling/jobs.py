@@ -293,7 +293,6 @@ class TextJob(Job):
                 return
 
     def _continued(self, logits_V: Tensor) -> Update:
-        top = self.request.logprobs
         token, finish = self._chosen(logits_V)
         self._new.append(token)
         if self._lookup is not None:
@@ -301,8 +300,11 @@ class TextJob(Job):
         if not self.long and self.is_long(len(self.prompt) + len(self._new)):
             self.read_again((*self.prompt, *self._new))
             self._table = ()
-        scores = () if top is None else (token_score(logits_V, token, top),)
-        return self.update(tokens=(token,), scores=scores, finish=finish)
+        return self.update(tokens=(token,), scores=self._scores(logits_V, token), finish=finish)
+
+    def _scores(self, logits_V: Tensor, token: int) -> tuple[TokenScore, ...]:
+        top = self.request.logprobs
+        return () if top is None else (token_score(logits_V, token, top),)
 
     def _chosen(self, logits_V: Tensor) -> tuple[int, Finish | None]:
         """The next token, and why the text ends with it."""

@@ -155,12 +155,12 @@ class Scheduler:
         state_copies: list[tuple[int, int]] = []
         reading = []
         for job in self.running.values():
+            of_pages, of_states = job.copies()
+            copies += of_pages
+            state_copies += of_states
             if job.reading:
                 reading.append(job)
             else:
-                of_pages, of_states = job.copies()
-                copies += of_pages
-                state_copies += of_states
                 planned += [(job, part) for part in job.parts()]
         self._plan_prompts(planned, reading)
         encode, forget = ((), ()) if self._prompts is None else self._prompts.changes()

@@ -8,8 +8,10 @@ from torch.nn import functional as F
 from megatron.apps.generation.execution import row_rule
 from megatron.apps.generation.execution.row_rule import (
     PackedWeights,
+    RowRule,
     independent,
     is_packed,
+    some_weight,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -86,3 +88,21 @@ def test_other_dtypes_and_small_weights_stay_as_they_are(layer, monkeypatch):
     monkeypatch.setattr(row_rule, "LEAST", 48 * 40 + 1)
     PackedWeights([layer.weight])
     assert not is_packed(layer.weight)
+
+
+def test_rows_of_small_products():
+    """In 16 bits torch has other code for up to 4,096 multiplications."""
+    weights = [some_weight(16, 8, torch.bfloat16), some_weight(64, 32, torch.bfloat16)]
+    assert RowRule.of(weights, lambda weight: False).fewest == 33
+    assert RowRule.of([weights[1].float()], lambda weight: False).fewest <= 24
+
+
+def test_threads_have_whole_vectors():
+    widths, grain = (172, 344), 2**15
+    for threads in (1, 2, 3, 7):
+        for rows in (5, 100, 333, 1001):
+            padded = row_rule._divided(rows, widths, threads)
+            assert rows <= padded < rows + 128 * threads
+            for width in widths:
+                used = min(threads, -(-padded * width // grain))
+                assert used < 2 or -(-padded * width // used) % 128 == 0
