@@ -35,5 +35,14 @@ class TiersFeature(Feature):
 
             move_to_device(engine, ratio(zero))
 
+    def ready(self, context: Any) -> None:
+        from megatron.features.tiers.rules import OFFLOADS, ZERO, on_disk
+
+        zero = context.engine.content.get(ZERO) or {}
+        if any(on_disk(zero, key) for key in OFFLOADS):
+            from megatron.features.tiers.places import check_of
+
+            context.checks.append(check_of(context.engine, context.newest_shown))
+
 
 FEATURE = TiersFeature()

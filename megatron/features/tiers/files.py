@@ -7,16 +7,22 @@ not anonymous memory: the system drops those that it has written, and reads them
 Files have no name: they are gone when the process ends, however it ends, so that a killed run
 leaves nothing, and any number of runs share a folder. Their room is reserved when they are made: a
 disk that is full is an error at the start, not in a step.
+
+A disk that fails later is not seen by the program that writes to memory: the system forgets the
+pages that it could not write, and reads old ones again. So the files are synchronised before they
+become a checkpoint, which tells of every such page since the last time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,6 +33,9 @@ from megatron.config import ConfigError
 
 _MEASURED = 2**28
 """Bytes of the first file of which the writing is measured."""
+
+_MS_SYNC = 4
+"""Flag of Linux's msync: return when the disk has the pages."""
 
 
 class MappedFiles:
@@ -44,6 +53,7 @@ class MappedFiles:
     def __init__(self, path: str, key: str) -> None:
         self.path, self.key = Path(path), key
         self.bytes, self.speed = 0, 0.0
+        self._mapped: list[tuple[weakref.ref[mmap.mmap], int, int]] = []
         if not self.path.is_dir():
             raise ConfigError(
                 f"{key} {path}: folder not found; make it on a local disk of each node, or name "
@@ -64,9 +74,18 @@ class MappedFiles:
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
                 raise ConfigError(self._refused(size, error)) from None
-            self._mapped = mmap.mmap(file.fileno(), size)
+            mapped = mmap.mmap(file.fileno(), size)
         self.bytes += size
-        return torch.frombuffer(self._mapped, dtype=torch.uint8)
+        tensor = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._mapped.append((weakref.ref(mapped), tensor.data_ptr(), size))
+        return tensor
+
+    def sync(self) -> None:
+        """Wait until the disk has all pages. Raises OSError, once, where it has lost some since the
+        last call; their numbers may be old ones by now."""
+        for mapped, address, size in self._mapped:
+            if mapped() is not None:
+                _sync(address, size)
 
     def _refused(self, size: int, error: OSError) -> str:
         missing = f"{self.key} {self.path}: "
@@ -97,9 +116,17 @@ class MappedFiles:
             mapped.copy_(torch.empty(0, dtype=torch.uint8).set_(memory))
             if not self.speed:
                 size = min(len(mapped), _MEASURED)
-                self._mapped.flush(0, size)
+                _sync(mapped.data_ptr(), size)
                 self.speed = size / max(time.perf_counter() - began, 1e-9)
             for view in views:
                 place = view.storage_offset(), view.size(), view.stride()
                 moved = torch.empty(0, dtype=view.dtype)
                 view.data = moved.set_(mapped.untyped_storage(), *place)
+
+
+def _sync(address: int, size: int) -> None:
+    """Call msync without Python's lock, which ``mmap.flush`` keeps. Raises OSError."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.msync(ctypes.c_void_p(address), ctypes.c_size_t(size), _MS_SYNC):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -9,8 +9,9 @@ updates each where it is, at the rates of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from megatron.engine.train_engine import TrainEngine
 from megatron.features.tiers.files import MappedFiles
 from megatron.features.tiers.rules import OFFLOADS, ZERO, on_disk, section_of
 from megatron.parallel.mesh import first_reason
+from megatron.util.errors import FaultError
 from megatron.util.processes import is_main_process
 
 _ACCUMULATED = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
@@ -50,9 +52,35 @@ def move_to_files(engine: TrainEngine, zero: Mapping[str, Any]) -> None:
     if reason is not None:
         raise ConfigError(reason)
     return_freed_memory()
+    _FILES[engine] = [files for _, files in moved]
     if is_main_process():
         for key, files in moved:
             print(_line(key, files), flush=True)
+
+
+_FILES: WeakKeyDictionary[TrainEngine, list[MappedFiles]] = WeakKeyDictionary()
+
+
+def check_of(engine: TrainEngine, newest: Callable[[], str]) -> Callable[[int], None]:
+    """Return a check of the files of an engine before a state is saved: it raises FaultError, on
+    all ranks, where a disk has lost pages. ``newest``: the newest checkpoint, in words."""
+
+    def check(iteration: int) -> None:
+        lost = None
+        for files in _FILES[engine]:
+            try:
+                files.sync()
+            except OSError as error:
+                lost = lost or f"{files.key} {files.path}: {error.strerror}"
+        reason = first_reason(lost, engine.device)
+        if reason is not None:
+            raise FaultError(
+                f"{reason}: the disk has not taken all weights and moments of iteration "
+                f"{iteration}, so that this state is not saved; {newest()}; resume from it with "
+                "another disk, or cpu"
+            )
+
+    return check
 
 
 def _line(key: str, files: MappedFiles) -> str:
