@@ -17,7 +17,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # come as source are built with what build.txt has installed. DeepSpeed compiles nothing.
 INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --require-hashes --no-deps --no-build-isolation
 
-.PHONY: help install lock audit quickstart test proof null-gpu docs bench bench-gpu lint clean
+.PHONY: help install lock audit quickstart test proof null-gpu docs dist notebooks bench bench-gpu lint clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -58,6 +58,17 @@ docs: $(BIN)/docs-installed  ## build the documentation into site/
 # The packages for it are installed when it is first built, or by .ci/run.
 $(BIN)/docs-installed: $(STAMP) requirements/docs.txt
 	$(INSTALL) --quiet -r requirements/docs.txt
+	@touch $@
+
+# TAG=v0.1.0 also compares the tag that is to be published with version and changelog (RELEASING.md).
+dist: $(BIN)/release-installed  ## build and check the wheel and the source archive in dist/
+	$(BIN)/python release/check.py $(if $(TAG),--tag $(TAG))
+
+notebooks: $(BIN)/notebooks-installed  ## run the notebooks, and keep their output in them
+	$(BIN)/python examples_deepspeed/notebooks/run.py
+
+$(BIN)/release-installed $(BIN)/notebooks-installed: $(BIN)/%-installed: $(STAMP) requirements/%.txt
+	$(INSTALL) --quiet -r requirements/$*.txt
 	@touch $@
 
 lint: $(STAMP)  ## ruff and mypy

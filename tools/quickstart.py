@@ -20,20 +20,22 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # the root of this checkout
 
 from megatron.apps.pictures.plots import plot_loss  # noqa: E402
-from megatron.config import ConfigError, parse_configs  # noqa: E402
-from megatron.config.flags import option  # noqa: E402
-from megatron.util.errors import one_line  # noqa: E402
-from tools.first_training.commands import (  # noqa: E402
+from megatron.apps.quickstart.commands import (  # noqa: E402
     SPLIT,
     VOCAB_SIZE,
     CommandChain,
     CommandFailed,
     QuickstartFolder,
     data_commands,
+    in_checkout_folder,
+    installed,
     say,
     training_commands,
 )
-from tools.first_training.corpus import HeldOut, held_out, standard_library, write_corpus  # noqa: E402
+from megatron.apps.quickstart.corpus import HeldOut, held_out, standard_library, write_corpus  # noqa: E402
+from megatron.config import ConfigError, parse_configs  # noqa: E402
+from megatron.config.flags import option  # noqa: E402
+from megatron.util.errors import one_line  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,10 @@ class QuickstartConfig:
         """Checks the flags and the folder.
 
         Raises:
-            ConfigError: a flag is out of range, or this is not the checkout.
+            ConfigError: a flag is out of range.
         """
         if self.train_iters < 2 or self.train_iters % 2:
             raise ConfigError(f"--train-iters {self.train_iters} must be even and positive")
-        if not Path("pretrain_gpt.py").is_file():
-            raise ConfigError(
-                f"{Path.cwd()} does not contain pretrain_gpt.py: run this in the checkout"
-            )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -93,11 +91,12 @@ def run(config: QuickstartConfig) -> None:
         f"from {sources}"
     )
     chain = CommandChain(at.stamps, corpus.digest)
+    typed = in_checkout_folder()
     for command in data_commands(at):
-        chain.run(command)
+        chain.run(command if typed else installed(command))
     reference = held_out(at.prefix, at.corpus, SPLIT, VOCAB_SIZE)
     for command in training_commands(at, config.train_iters, reference):
-        chain.run(command)
+        chain.run(command if typed else installed(command))
     report(at, reference)
 
 

@@ -1,5 +1,6 @@
 """Errors as users see them: which are about their input, what libraries in Rust raise about it, the
-signal of a mapped file that cannot be read, output that cannot be written, and Ctrl-C."""
+signal of a mapped file that cannot be read, output that cannot be written, Ctrl-C, and the names of
+programs: ``tools/plan.py`` of a checkout is the command ``megatron-plan`` without one."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -27,6 +29,14 @@ status of a program that this signal kills."""
 
 _PANIC = "PanicException"
 _PAUSE = 60.0
+_LAUNCHED = re.compile(
+    r"\b(?P<launcher>deepspeed|torchrun)"
+    r"(?P<flags>(?: +--?[\w-]+(?:[= ](?:'[^']*'|(?!\w+\.py)[^\s-]\S*))?)*) +(?P<module>\w+)\.py\b"
+)
+_OWN_ERROR = re.compile(r"^\w+\.py(?=: )", re.MULTILINE)
+"""A program that begins a line, as in its errors, names itself without its folder."""
+_MODULE_FLAG = {"deepspeed": "--module", "torchrun": "-m"}
+_FOLDERS = "tools", "tasks"
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LONG_WORD = re.compile(r"(\S{500})\S{500,}(\S{100})")
 _LONG = re.compile(r"(?s)(.{6000}).{2000,}(.{1000})")
@@ -92,14 +102,78 @@ def _ends(found: re.Match[str]) -> str:
     return f"{found[1]}[... {left_out:,} characters ...]{found[2]}"
 
 
+def in_checkout() -> bool:
+    """True if this package is run from a checkout, or is installed from one as editable."""
+    return (Path(__file__).resolve().parents[2] / "tools" / "plan.py").is_file()
+
+
+def spelled(text: str) -> str:
+    """Return a text that names programs by their paths with the installed commands instead, if
+    there is no checkout."""
+    return text if in_checkout() else as_commands(text)
+
+
+@cache
+def commands() -> dict[str, str]:
+    """The installed command of each program, by the program's path in a checkout."""
+    from importlib.metadata import entry_points  # takes 20 ms, which no run needs
+
+    scripts = entry_points(group="console_scripts")
+    return {
+        path_of(script.module): script.name
+        for script in scripts
+        if script.name.startswith("megatron-") and script.attr == "main"
+    }
+
+
+def path_of(module: str) -> str:
+    """Return the path in a checkout of an installed program: of ``megatron.tools.plan`` it is
+    ``tools/plan.py``."""
+    parts = module.split(".")
+    if parts[0] == "megatron" and parts[1:2] and parts[1] in _FOLDERS:
+        parts = parts[1:]
+    return "/".join(parts) + ".py"
+
+
+def as_commands(text: str, names: dict[str, str] | None = None) -> str:
+    """Return a text with the programs that it names as commands.
+
+    Args:
+        text: a message or a help text.
+        names: commands by path; those that are installed, if None.
+    """
+    if names is None:
+        names = commands()
+
+    def launched(match: re.Match[str]) -> str:
+        if f"{match['module']}.py" not in names:
+            return match[0]
+        launcher, flags = match["launcher"], match["flags"]
+        return f"{launcher}{flags} {_MODULE_FLAG[launcher]} {match['module']}"
+
+    text = _LAUNCHED.sub(launched, text)
+    text = _OWN_ERROR.sub(lambda match: _by_name(names).get(match[0], match[0]), text)
+    if not names:
+        return text
+    paths = "|".join(re.escape(path) for path in sorted(names, key=len, reverse=True))
+    program = rf"(?<![\w/.-])(?:python3? )?({paths})\b"
+    return re.sub(program, lambda match: names[match[1]], text)
+
+
+def _by_name(names: dict[str, str]) -> dict[str, str]:
+    return {path.rpartition("/")[2]: name for path, name in names.items()}
+
+
 class ProgramOutput:
     """A standard stream that names itself where it cannot be written. At first a reader that is
     gone ends the program without a message, and any other failure is an OSError with the stream's
     name. After :func:`outlive_output` the text is dropped instead, and the other stream gets one
     line about it."""
 
-    def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream, self._name = stream, name
+    def __init__(
+        self, stream: TextIO, name: str, spelled: Callable[[str], str] = lambda text: text
+    ) -> None:
+        self._stream, self._name, self._spelled = stream, name, spelled
         self.outlived = False
         self.lost = ""
         """Reason why text was dropped; empty if none was."""
@@ -110,7 +184,7 @@ class ProgramOutput:
     def write(self, text: str) -> int:
         """Writes text, or drops it."""
         try:
-            return self._stream.write(text)
+            self._stream.write(self._spelled(text))
         except OSError as error:
             self._failed(error)
         return len(text)
@@ -160,7 +234,7 @@ def name_output() -> None:
     if not isinstance(sys.stdout, ProgramOutput):
         sys.stdout = ProgramOutput(sys.stdout, "standard output")  # type: ignore[assignment]
     if not isinstance(sys.stderr, ProgramOutput):
-        sys.stderr = ProgramOutput(sys.stderr, "standard error")  # type: ignore[assignment]
+        sys.stderr = ProgramOutput(sys.stderr, "standard error", spelled)  # type: ignore[assignment]
 
 
 def outlive_output() -> None:
@@ -207,10 +281,8 @@ def rust_errors(subject: str) -> Iterator[None]:
 
 
 def name_lost_pages() -> None:
-    """Makes this process end with a message where the system cannot give it a page of a file that
-    is mapped into memory: the file was cut short, its disk failed, or shared memory is full. The
-    signal, SIGBUS, otherwise kills it without a word. Where the system is not Linux it remains so.
-    """
+    """Make this process end with a message where a page of a mapped file is lost: it was cut short,
+    its disk failed, or shared memory is full. Elsewhere than on Linux SIGBUS kills it silently."""
     if sys.platform != "linux" or sys.maxsize < 2**32:
         return
     action = _SignalAction(ctypes.cast(_on_lost_page, ctypes.c_void_p), flags=_SA_SIGINFO)
@@ -258,6 +330,8 @@ def _lost_page(address: int) -> str:
             return "memory of this process cannot be read (SIGBUS)"
     if name.startswith(("/dev/shm/", "/SYSV", "/memfd:")):
         return f"{name}: shared memory is full; make /dev/shm larger, or use fewer processes"
+    if os.path.basename(name)[0] == "#" and name.endswith(" (deleted)"):  # it never had a name
+        return f"a file in {os.path.dirname(name)} cannot be used: its disk has failed or is full"
     size = os.stat(name).st_size if os.path.exists(name) else 0
     if int(fields[2], 16) + address - start < size:
         return f"{name} cannot be read: its disk or network failed"

@@ -10,14 +10,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from megatron.apps.quickstart.corpus import HeldOut
 from megatron.util.digests import sha256, sha256_of_file
+from megatron.util.errors import as_commands, commands
 from megatron.util.files import write_whole
-from tools.first_training.corpus import HeldOut
 
 SPLIT, VOCAB_SIZE, SEQ_LENGTH, GLOBAL_BATCH_SIZE, EVALUATIONS = "97,3,0", 2048, 256, 8, 5
 DEEPSPEED_CONFIG = Path("deepspeed_configs/ds_zero1.json")
@@ -76,6 +77,20 @@ class QuickstartFolder:
     def fill(self, template: str, **values: object) -> tuple[str, ...]:
         """Return the words of a command, with these files and values filled in."""
         return tuple(word.format(**vars(self), **values) for word in template.split())
+
+
+def in_checkout_folder() -> bool:
+    """True if the current folder is a checkout, whose programs are started by their paths."""
+    return Path("pretrain_gpt.py").is_file() and DEEPSPEED_CONFIG.is_file()
+
+
+def installed(command: Command) -> Command:
+    """Return a command for a folder without the checkout: installed commands, and modules for the
+    launchers. A flag replaces DeepSpeed's JSON, which the package does not contain."""
+    text = shlex.join(command.words)
+    text = text.replace(f"--deepspeed_config {DEEPSPEED_CONFIG}", "--zero-stage 1")
+    words = tuple(shlex.split(as_commands(text, commands()))) if command.words[1] != "-c" else None
+    return replace(command, words=words or command.words, reads=())
 
 
 class CommandFailed(RuntimeError):
@@ -183,7 +198,8 @@ def run_command(command: Command) -> None:
         status = subprocess.run(words, env=environment, check=False).returncode
     except FileNotFoundError:
         raise CommandFailed(
-            f"{command.name}: command {words[0]} not found; run make install"
+            f"{command.name}: command {words[0]} not found; run make install in a checkout, or "
+            "install this project with pip"
         ) from None
     if status:
         raise CommandFailed(f"{command.name}: the command above failed with exit status {status}")
