@@ -1,0 +1,115 @@
+"""Texts with their rewards, to read: on the console, and a line each in ``completions.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.apps.reinforcement.episodes import Episode
+from megatron.apps.reinforcement.flags import ReinforcementConfig
+from megatron.training.report import say
+from megatron.training.trainer import Callback, Step, Trainer
+from megatron.util.processes import is_main_process
+
+FILE = "completions.jsonl"
+_SHOWN = 300
+
+
+class CompletionLog(Callback):
+    """Writes and prints the texts of the last generation at every log line, and names rewards that
+    failed."""
+
+    def __init__(
+        self, options: ReinforcementConfig, scorer: Any, folder: str | None, interval: int
+    ) -> None:
+        """``scorer`` are the :class:`~megatron.apps.reinforcement.rewards.scoring.Rewards` of this
+        rank, ``folder`` that of ``--save``."""
+        self._options, self._scorer, self._interval = options, scorer, interval
+        self._file = None if folder is None else Path(folder, FILE)
+        self._texts: Sequence[Episode] = ()
+        self._table: Any = None
+        self._rewards_E: npt.NDArray[np.float64] = np.empty(0)
+        self._failed: dict[str, Any] = {}
+
+    def __exit__(self, *_: object) -> None:
+        if self._scorer is not None:
+            self._scorer.close()
+
+    def before_step(self, trainer: Trainer) -> None:
+        if self._scorer is not None:
+            self._scorer.state = {
+                "global_step": trainer.iteration,
+                "max_steps": trainer.plan.train_iters,
+            }
+
+    def generated(
+        self, episodes: Sequence[Episode], table: Any, rewards_E: npt.NDArray[np.float64]
+    ) -> None:
+        """Take the texts of a generation."""
+        self._texts, self._table, self._rewards_E = episodes, table, rewards_E
+        for name, failed in (table.failures if table is not None else {}).items():
+            known = self._failed.get(name)
+            self._failed[name] = failed if known is None else known.more(failed.texts)
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        if step.iteration % self._interval or not is_main_process():
+            return
+        if self._failed:
+            from megatron.apps.reinforcement.rewards.scoring import described
+
+            say(f"rl: rewards failed since the last line: {described(self._failed)}")
+            self._failed.clear()
+        rows = [self._row(place, step.iteration) for place in range(len(self._texts))]
+        if self._options.log_completions and self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        for row in rows[: self._options.num_completions_to_print]:
+            say(_line(row))
+
+    def _row(self, place: int, iteration: int) -> dict[str, Any]:
+        """A text with its rewards, as JSON values."""
+        episode = self._texts[place]
+        rewards = {}
+        if self._table is not None:
+            values = self._table.values_ER[place].tolist()
+            rewards = {n: _known(v) for n, v in zip(self._table.names, values, strict=True)}
+        text = episode.prompt.text
+        return {
+            "iteration": iteration,
+            "record": episode.prompt.number + 1,
+            "prompt": text if isinstance(text, str) else list(text),
+            "completion": list(episode.turns) or episode.text,
+            "reward": _known(float(self._rewards_E[place])),
+            "rewards": rewards,
+            "tokens": int(episode.own_L.sum()),
+            "ended": episode.ended,
+        }
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A text for the console; line breaks as \\n, long texts shortened."""
+    parts = [f"{name} {_number(value)}" for name, value in row["rewards"].items()]
+    prompt, completion = (
+        text if isinstance(text, str) else "\n".join(str(turn["content"]) for turn in text)
+        for text in (row["prompt"], row["completion"])
+    )
+    return (
+        f"text of iteration {row['iteration']}: {repr(prompt[-_SHOWN:])} -> "
+        f"{repr(completion[:_SHOWN])}{'' if row['ended'] else ' (cut off)'}, reward "
+        f"{_number(row['reward'])} ({', '.join(parts)})"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "failed" if value is None else f"{value:g}"

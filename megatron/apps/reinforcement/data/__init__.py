@@ -1,0 +1,1 @@
+"""Prompts, and the order in which a run has them."""

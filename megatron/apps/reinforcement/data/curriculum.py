@@ -1,0 +1,104 @@
+"""The order of prompts by the share of good texts after each.
+
+Every second group, by a draw, keeps the prompt of the order of the data, so that all prompts come
+again and again. The others draw among the prompts that were answered before, by weights
+
+    1 - ((share - target) / max(target, 1 - target)) ** 2
+
+which for a target of 1/2 are four times the variance of success: what can be learned of a prompt
+(Foster, Foerster 2025, arXiv:2502.12272). A draw is a function of the seed, the number of the group
+and the shares before its generation, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.apps.reinforcement.data.prompts import RepeatedPrompts
+from megatron.apps.reinforcement.episodes import Episode, Prompt
+from megatron.apps.reinforcement.flags import ReinforcementConfig
+
+_OF_ORDER = 0.5
+"""Share of groups that keep the prompt of the data's order."""
+_STREAM = zlib.crc32(b"curriculum")
+
+
+class SuccessCurriculum:
+    """Shares of good texts by prompt, and the choice of prompts by them.
+
+    Attributes:
+        shares_N: of each record, float64; NaN before its first texts.
+    """
+
+    def __init__(self, options: ReinforcementConfig, prompts: RepeatedPrompts, seed: int) -> None:
+        self._options, self._prompts, self._seed = options, prompts, seed
+        self.shares_N: npt.NDArray[np.float64] = np.full(prompts.records, np.nan)
+
+    def prompt(self, group: int, prompt: Prompt) -> Prompt:
+        """The prompt of a group of a run, whose prompt in the order of the data is ``prompt``."""
+        rng = np.random.default_rng([self._seed, _STREAM, group])
+        if rng.random() < _OF_ORDER:
+            return prompt
+        known = np.flatnonzero(~np.isnan(self.shares_N))
+        weights = self.weights(self.shares_N[known])
+        total = float(weights.sum())
+        if total <= 0:
+            return prompt
+        place = int(np.searchsorted(np.cumsum(weights), rng.random() * total, side="right"))
+        return self._record(int(known[min(place, len(known) - 1)]))
+
+    def weights(self, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Weights of prompts with these shares of good texts, from 0 to 1."""
+        target = self._options.curriculum_target
+        return 1.0 - np.square((shares - target) / max(target, 1.0 - target))
+
+    def generated(
+        self, episodes: Sequence[Episode], table: Any, rewards_E: npt.NDArray[np.float64]
+    ) -> None:
+        """Take the rewards of whole groups, in the order of samples."""
+        size, decay = self._options.num_generations or 1, self._options.curriculum_decay
+        for start in range(0, len(episodes), size):
+            rewards = rewards_E[start : start + size]
+            rewards = rewards[~np.isnan(rewards)]
+            number = episodes[start].prompt.number
+            if not len(rewards) or not 0 <= number < len(self.shares_N):
+                continue
+            share = float(np.mean(rewards >= self._options.curriculum_success))
+            known = float(self.shares_N[number])
+            self.shares_N[number] = (
+                share if np.isnan(known) else decay * known + (1.0 - decay) * share
+            )
+
+    def _record(self, number: int) -> Prompt:
+        first = max(first for first in self._prompts.files if first <= number)
+        prompt = self._prompts.files[first].prompt(number - first)
+        return dataclasses.replace(prompt, number=number)
+
+    def state(self) -> dict[str, Any]:
+        """Values for a checkpoint: all bits of the shares."""
+        content = base64.b64encode(self.shares_N.astype("<f8").tobytes()).decode()
+        return {"records": len(self.shares_N), "shares": content}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take what a checkpoint has. Raises ValueError if it is of other data."""
+        if state["records"] != len(self.shares_N):
+            raise ValueError(
+                f"--rl-curriculum success: the checkpoint has the shares of {state['records']} "
+                f"records, and the data have {len(self.shares_N)}: give the data of before, or "
+                "--rl-curriculum none"
+            )
+        self.shares_N = np.frombuffer(base64.b64decode(state["shares"]), "<f8").copy()
+
+
+def repeated_prompts(dataset: Any) -> RepeatedPrompts:
+    """The prompts below the orders that a run has them in."""
+    while not isinstance(dataset, RepeatedPrompts):
+        dataset = dataset.dataset
+    return dataset

@@ -1,0 +1,119 @@
+"""Prompts that the policy answers, instead of .bin/.idx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.apps.reinforcement.data.prompts import (
+    PromptBatch,
+    PromptExamples,
+    PromptRecipe,
+    PromptSample,
+    RepeatedPrompts,
+    collate_prompts,
+    read_prompts,
+)
+from megatron.apps.reinforcement.flags import ReinforcementConfig
+from megatron.config import ConfigError, RunConfig
+from megatron.data.build import SourceReader
+from megatron.data.indexed import idx_path
+from megatron.data.pipeline import BatchSizes, DataKind, DataPipeline, sequence_lengths
+from megatron.data.sampler import parse_skipped
+from megatron.data.samples import SampleDataset, SampleView, bracketed, segments_of
+from megatron.data.sources import DataSource
+from megatron.features.instruction.columns import RecordColumns
+from megatron.features.instruction.conversations import ANSWER, Example, Turn
+from megatron.features.instruction.example_encoder import ExampleEncoder
+from megatron.features.instruction.flags import InstructionConfig
+from megatron.features.instruction.record_files import example_files
+
+
+class PromptFiles(DataKind):
+    """Files of prompts instead of .bin/.idx. A training sample is a prompt to be answered once;
+    each is repeated ``--num-generations`` times. Held-out prompts are answered once."""
+
+    def reader(self, data: DataPipeline) -> SourceReader:
+        options = data.config.section(ReinforcementConfig)
+        instruction = data.config.section(InstructionConfig)
+        if options.rl is None:
+            raise ConfigError(
+                "data of the type prompts need --rl, the algorithm that they are trained by"
+            )
+        if sequence_lengths(data.config).grows:
+            raise ConfigError(
+                "a curriculum of sequence lengths cuts samples, and prompts are not cut: leave out "
+                "one of the two"
+            )
+        group = _group(data.config)
+        for numbers in parse_skipped(data.config.data.skip_samples):
+            if numbers.start % group or numbers.stop % group:
+                raise ConfigError(
+                    f"--skip-samples {' '.join(data.config.data.skip_samples)} divides the "
+                    f"{group} texts of a prompt (--num-generations {group}): begin and end at "
+                    "multiples of it"
+                )
+        longest = data.seq_length - options.max_completion_length
+        recipe = PromptRecipe(
+            min(longest, options.max_prompt_length or longest),
+            data.seed,
+            instruction.split_by == "prompt",
+            instruction.on_long_example == "skip",
+        )
+
+        def open_prompts(path: str, source: DataSource) -> PromptExamples:
+            if idx_path(path).is_file() and not Path(path).exists():
+                raise ConfigError(
+                    f"{path} is the prefix of a .bin and an .idx; --rl reads files of prompts "
+                    "(JSON, JSON lines, Parquet, CSV)"
+                )
+            encoder = ExampleEncoder(instruction, data.tokenizer, data.config.tokenizer)
+            return PromptExamples.open(path, encoder, data.cache(path))
+
+        return SourceReader(open_prompts, recipe)
+
+    def needed(self, config: RunConfig, num_samples: int) -> int:
+        return -(-num_samples // _group(config))
+
+    def order(
+        self,
+        data: DataPipeline,
+        train: SampleDataset[Any],
+        num_samples: int,
+        batch_sizes: BatchSizes,
+    ) -> RepeatedPrompts:
+        return RepeatedPrompts(train, _group(data.config))
+
+    def conversation(self, config: RunConfig, path: str) -> Example | None:
+        """The first prompt with an empty answer."""
+        columns = RecordColumns.of(config.section(InstructionConfig))
+        for _, record in islice(read_prompts(example_files(path)[0].path, columns), 1):
+            example = record.example
+            return Example((*example.turns, Turn(ANSWER, "")), False, example.variables)
+        return None
+
+    def collator(
+        self, data: DataPipeline, collate: Callable[[Sequence[Any]], Any]
+    ) -> Callable[[Sequence[Any]], PromptBatch]:
+        if data.config.data.mock_data:
+            raise ConfigError("--mock-data has no prompts: name files, or leave --rl out")
+        return collate_prompts
+
+    def views(self, data: DataPipeline, sample: PromptSample) -> list[SampleView] | None:
+        """The prompt, of which no token counts in a loss."""
+        tokens = sample.prompt.tokens
+        counted = np.zeros(len(tokens), np.bool_)
+        segments = list(segments_of(data.tokenizer, tokens, counted))
+        name = f"sample {sample.number}, record {sample.prompt.number + 1}"
+        return [SampleView(tokens, counted.astype(np.float32), bracketed(segments), segments, name)]
+
+
+def _group(config: RunConfig) -> int:
+    return config.section(ReinforcementConfig).num_generations or 1
+
+
+KIND = PromptFiles()

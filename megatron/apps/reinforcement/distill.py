@@ -1,0 +1,267 @@
+"""On-policy distillation: a student writes texts, and learns the distribution of a teacher at every
+token of them (Agarwal et al. 2024, arXiv:2306.13649, algorithm 1 with lambda = 1).
+
+Shapes: those of head.py; N columns of a rank that student and teacher both have.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.apps.reinforcement.episodes import EpisodeBatch
+from megatron.apps.reinforcement.flags import ReinforcementConfig
+from megatron.config import RunConfig
+from megatron.engine.evaluator import Evaluator
+from megatron.features.distillation.divergence import TeacherHead, TopTokens, teacher_chunks
+from megatron.features.distillation.objective import TaughtBatch
+from megatron.features.distillation.teacher import FoundTeacher
+from megatron.kernels.sums import rows_of_work
+from megatron.model.embedding import LM_LOSS
+from megatron.model.layer_list import LayerState
+from megatron.model.spec import ModelSpec
+from megatron.parallel.cross_entropy import ChunkedCrossEntropy, LogitChunks
+from megatron.parallel.loss_head import HeadInput, LossHead, Targets
+from megatron.parallel.mesh import Group, Mesh
+from megatron.parallel.softmax_loss import capped, of_ranks, slices
+
+DISTILLATION_LOSS = "distillation loss"
+
+
+def with_texts_taught(spec: ModelSpec, config: RunConfig) -> ModelSpec:
+    """A model that is trained on texts with what a teacher says of them."""
+    options = config.section(ReinforcementConfig)
+    others = {name: weight for name, weight in spec.losses.items() if name != LM_LOSS}
+
+    def begin(batch: Any) -> LayerState:
+        if isinstance(batch, EpisodeBatch):
+            return spec.begin(batch.answers)
+        if not isinstance(batch, TaughtBatch):
+            return spec.begin(batch)
+        assert not isinstance(batch.teacher, TopTokens)
+        objective = OnPolicyDistillation(options, batch.batch, batch.teacher)
+        return spec.begin(batch.batch.answers).changed(objective=objective, batch=batch.batch)
+
+    losses = {DISTILLATION_LOSS: 1.0, **others}
+    numbers = spec.no_perplexity | {DISTILLATION_LOSS}
+    return replace(spec, begin=begin, losses=losses, no_perplexity=numbers)
+
+
+class TextTeacher:
+    """The teacher of a run, which says of texts what it finds probable. Raises CheckpointError if
+    its weights are damaged."""
+
+    def __init__(self, found: FoundTeacher, mesh: Mesh, device: torch.device) -> None:
+        self._teacher = found.start(mesh, device)
+
+    @property
+    def engine(self) -> Evaluator:
+        """Its model."""
+        return self._teacher.engine
+
+    def teach(self, batches: Iterator[EpisodeBatch], count: int) -> Iterator[TaughtBatch]:
+        """``count`` micro batches with the teacher's hidden states."""
+        waiting: deque[EpisodeBatch] = deque()
+
+        def answers() -> Iterator[Any]:
+            for batch in batches:
+                waiting.append(batch.to(self._teacher.engine.device, non_blocking=True))
+                yield waiting[-1].answers
+
+        for taught in self._teacher.teach(answers(), count):
+            yield taught._replace(batch=waiting.popleft())
+
+
+@dataclass(frozen=True)
+class OnPolicyDistillation:
+    """The divergence of a micro batch of texts from their teacher.
+
+    Attributes:
+        losses: see :class:`~megatron.parallel.loss_head.Objective`.
+    """
+
+    options: ReinforcementConfig
+    batch: EpisodeBatch
+    teacher: TeacherHead | None
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        return {DISTILLATION_LOSS: 1.0}
+
+    def __call__(self, inputs: HeadInput, batch: Any) -> dict[str, Tensor]:
+        assert self.teacher is not None
+        x_BPH, weight_VH, bias_V, targets, head = inputs
+        kept_B = self.batch.kept_B
+        if kept_B is not None:
+            whole = targets.whole
+            targets = targets.changed(mask_BS=targets.mask_BS * kept_B[:, None])
+            if whole is not None:
+                kept = whole.changed(mask_BS=whole.mask_BS * kept_B[:, None])
+                targets = targets.changed(whole=kept)
+        terms = Divergence(self.options.jsd_beta, self.options.temperature)
+        loss = linear_divergence(x_BPH, weight_VH, targets, head, self.teacher, terms, bias_V)
+        return {DISTILLATION_LOSS: loss * self.batch.share(loss)}
+
+
+class Divergence(NamedTuple):
+    """The generalized Jensen-Shannon divergence of a student p from a teacher q, both softened by a
+    temperature: with the mixture m = (1 - beta) p + beta q it is beta KL(q || m) + (1 - beta)
+    KL(p || m); at beta 0 KL(q || p), and at 1 KL(p || q)."""
+
+    beta: float
+    temperature: float
+
+
+def linear_divergence(
+    x_BPH: Tensor,
+    weight_VH: Tensor,
+    targets: Targets,
+    head: LossHead,
+    teacher: TeacherHead,
+    terms: Divergence,
+    bias_V: Tensor | None = None,
+) -> Tensor:
+    """The mean over the tokens whose mask is 1, zero if none is: a scalar, float32 or float64, the
+    same on every rank. Of tokens that only one of both has, nothing counts."""
+    make = partial(_Divergences, targets=targets, head=head, teacher=teacher, terms=terms)
+    (loss,) = ChunkedCrossEntropy.apply(
+        x_BPH, weight_VH, bias_V, head, make, torch.is_grad_enabled()
+    )
+    return loss if targets.whole is None else head.tp.context.sum(loss)
+
+
+class _Divergences(LogitChunks):
+    """The tokens of a micro batch, chunk by chunk, whose gradients are those of the divergence."""
+
+    def __init__(
+        self,
+        x_TH: Tensor,
+        weight_PH: Tensor,
+        bias_P: Tensor | None,
+        targets: Targets,
+        head: LossHead,
+        needs: Any,
+        teacher: TeacherHead,
+        terms: Divergence,
+    ) -> None:
+        super().__init__(x_TH, weight_PH, bias_P, targets, head, needs, compiled=False)
+        self._terms, self._teaching = terms, teacher_chunks(teacher, self.chunks)
+
+    def losses(self) -> tuple[Tensor]:
+        """The mean over the tokens that count; fills in the gradients."""
+        total = torch.zeros((), dtype=self.work, device=self.x_TH.device)
+        gradients = self.x_needs or self.weight_needs or self.bias_needs
+        for chunk in self.chunks:
+            mask_C = self.mask_T[chunk]
+            logits_CP, taught_CP = self._logits(chunk), self._teaching._logits(chunk)
+            pair = _Pair(self, logits_CP, taught_CP)
+            total += pair.divergence_C @ mask_C
+            if gradients:
+                pair.write_gradient(logits_CP)
+                self.multiply(chunk, logits_CP, mask_C)
+        return (total / self.counted,)
+
+    def pair_of(
+        self, at: slice, logits_CP: Tensor, taught_CP: Tensor, common: int
+    ) -> tuple[Tensor, Tensor]:
+        """Some rows of the student's and of the teacher's softened logits, [R, N] each."""
+        caps = self.columns.softcap, self._teaching.columns.softcap
+        student_RN, teacher_RN = (
+            capped(each[at, :common].to(self.work), cap) / self._terms.temperature
+            for each, cap in zip((logits_CP, taught_CP), caps, strict=True)
+        )
+        return student_RN, teacher_RN
+
+    @property
+    def common(self) -> int:
+        """Columns of this rank that both have."""
+        return min(self.columns.used, self._teaching.columns.used)
+
+
+class _Pair:
+    """A chunk of a student's and of a teacher's logits, and the divergence of each token."""
+
+    def __init__(self, run: _Divergences, logits_CP: Tensor, taught_CP: Tensor) -> None:
+        self._run, self._beta, self._common = run, run._terms.beta, run.common
+        self._logits, count = (logits_CP, taught_CP), len(logits_CP)
+        # Of the student and of the teacher: the largest logit, and the sum of exp(logit - largest).
+        known_4C = logits_CP.new_zeros((4, count), dtype=run.work)
+        known_4C[::2] = torch.finfo(run.work).min
+        for at in self._rows():
+            for place, soft_RN in enumerate(run.pair_of(at, *self._logits, self._common)):
+                known_4C[2 * place, at] = largest_R = soft_RN.amax(-1)
+                known_4C[2 * place + 1, at] = (soft_RN - largest_R[:, None]).exp().sum(-1)
+        self._norms_2C = _log_sums(run.group, known_4C)
+        # For each token KL(p || m) and KL(q || m), as far as the divergence has them.
+        self._parts_2C = known_4C.new_zeros((2, count))
+        for at in self._rows():
+            p_RN, q_RN, m_RN = self._log_probs(at)
+            for place, log_RN in enumerate((p_RN, q_RN)):
+                self._parts_2C[place, at] = (log_RN.exp() * (log_RN - m_RN)).sum(-1)
+        if run.group.size > 1:
+            parts = of_ranks(run.group, *self._parts_2C)
+            self._parts_2C = torch.stack([part_NC.sum(0) for part_NC in parts])
+        of_student, of_teacher = self._parts_2C
+        beta = self._beta
+        if beta in (0.0, 1.0):
+            self.divergence_C = of_teacher if beta == 0.0 else of_student
+        else:
+            self.divergence_C = beta * of_teacher + (1 - beta) * of_student
+
+    def _rows(self) -> Iterator[slice]:
+        if not self._common:
+            return iter(())
+        return slices(len(self._logits[0]), rows_of_work(self._common))
+
+    def _log_probs(self, at: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities under the student, the teacher and what both are compared with, [R, N]
+        each."""
+        pair = self._run.pair_of(at, *self._logits, self._common)
+        p_RN, q_RN = (
+            soft_RN - norm_C[at, None] for soft_RN, norm_C in zip(pair, self._norms_2C, strict=True)
+        )
+        if self._beta == 1.0:
+            return p_RN, q_RN, q_RN
+        if self._beta == 0.0:
+            return p_RN, q_RN, p_RN
+        shares = torch.tensor([1 - self._beta, self._beta], dtype=p_RN.dtype).log().tolist()
+        return p_RN, q_RN, torch.logaddexp(p_RN + shares[0], q_RN + shares[1])
+
+    def write_gradient(self, logits_CP: Tensor) -> None:
+        """Replace the student's logits by the gradient of each token's divergence."""
+        for at in self._rows():
+            p_RN, q_RN, m_RN = self._log_probs(at)
+            if self._beta == 0.0:
+                grad_RN = p_RN.exp() - q_RN.exp()
+            else:
+                # d / d logit of sum p log(p / m), where m changes with p too, which cancels.
+                grad_RN = p_RN.exp() * (p_RN - m_RN - self._parts_2C[0, at, None])
+                grad_RN *= 1.0 if self._beta == 1.0 else 1 - self._beta
+            grad_RN /= self._run._terms.temperature
+            softcap = self._run.columns.softcap
+            if softcap is not None:
+                wide_RN = capped(logits_CP[at, : self._common].to(grad_RN.dtype), softcap)
+                grad_RN *= 1.0 - (wide_RN / softcap).square_()
+            logits_CP[at, : self._common] = grad_RN
+        logits_CP[:, self._common :] = 0.0
+
+
+def _log_sums(group: Group, known_4C: Tensor) -> Tensor:
+    """Logarithms of the sums of exponentials over the columns of all ranks, [2, C], from the
+    largest and the sum of each rank's, of student and teacher."""
+    if group.size > 1:
+        parts = of_ranks(group, *known_4C)
+    else:
+        parts = tuple(row_C[None] for row_C in known_4C)
+    sums = []
+    for largest_NC, total_NC in (parts[:2], parts[2:]):
+        largest_C = largest_NC.amax(0)
+        total_C = (total_NC * (largest_NC - largest_C).exp()).sum(0)
+        sums.append(largest_C + total_C.log())
+    return torch.stack(sums)

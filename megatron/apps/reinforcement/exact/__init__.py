@@ -1,0 +1,1 @@
+"""Probabilities of training with the bits of those of generation."""

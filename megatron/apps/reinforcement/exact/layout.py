@@ -1,0 +1,220 @@
+"""Texts of a micro batch as generation computes them: one row of tokens, parts of sequences in
+pages.
+
+The prompt of several texts is computed once, and its keys and values are copied. Tokens of the
+policy are separate queries, as where each was drawn. The answer of an environment, with the
+policy's token before it, is computed as a prompt is.
+
+Shapes: B texts, S places of a text with its prompt, P predicted tokens of a text, T tokens of the
+row, W places that are written in pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron.apps.generation.execution.runner import PAGE_SIZE
+from megatron.apps.generation.request import SequencePart
+from megatron.apps.reinforcement.episodes import Episode
+
+Ids = npt.NDArray[np.int64]
+
+
+class RowLayout(NamedTuple):
+    """The row of a micro batch.
+
+    Attributes:
+        parts: of all sequences, in the order of the row.
+        pages: number of pages.
+        rows_W: tokens of the row whose keys and values are written, in the order of ``places_W``.
+        places_W: page x positions of a page + place in it.
+        rows_BS: the token of the row at each place of each text; any at places of padding.
+        first_BS: True at places whose token is of this text first.
+        padded: see :class:`~megatron.model.caches.LayerCache`.
+        positions: most tokens of a sequence of the model.
+    """
+
+    parts: tuple[SequencePart, ...]
+    pages: int
+    rows_W: Tensor
+    places_W: Tensor
+    rows_BS: Tensor
+    first_BS: Tensor
+    padded: Callable[[int], int]
+    positions: int
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> RowLayout:
+        """The layout with its tensors on a device."""
+        return RowLayout._make(
+            part.to(device, non_blocking=non_blocking) if isinstance(part, Tensor) else part
+            for part in self
+        )
+
+
+class PagedEpisodes(NamedTuple):
+    """A micro batch of texts for a model that computes them as generation does.
+
+    Attributes:
+        rows: the same texts as a batch of the model's family, whose targets are at positions.
+        tokens_1T: the row, padded on the right.
+        targets_BP: the token of the row that predicts each target of ``rows``.
+    """
+
+    rows: Any
+    tokens_1T: Tensor
+    targets_BP: Tensor
+    layout: RowLayout
+
+    @property
+    def tokens_BS(self) -> Tensor:
+        """All that the model reads, text by text."""
+        return self.rows.tokens_BS
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PagedEpisodes:
+        """The batch on a device."""
+        return PagedEpisodes._make(part.to(device, non_blocking=non_blocking) for part in self)
+
+    def lengthened(self, seq_length: int) -> PagedEpisodes:
+        """With padding after every text, up to ``seq_length`` tokens; the row stays as it is."""
+        missing = seq_length - self.tokens_BS.shape[1]
+        rows_BS, first_BS = (
+            torch.nn.functional.pad(each, (0, missing))
+            for each in (self.layout.rows_BS, self.layout.first_BS)
+        )
+        layout = self.layout._replace(rows_BS=rows_BS, first_BS=first_BS)
+        return self._replace(rows=self.rows.lengthened(seq_length), layout=layout)
+
+    def filled(self, count: int) -> PagedEpisodes:
+        """With a row of ``count`` tokens."""
+        missing = count - self.tokens_1T.shape[1]
+        return self._replace(tokens_1T=torch.nn.functional.pad(self.tokens_1T, (0, missing)))
+
+
+@dataclass
+class _Row:
+    """Tokens, parts and pages of a row while it is made."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parts: list[SequencePart] = []
+        self.rows: list[int] = []
+        self.places: list[int] = []
+        self.pages = 0
+
+    def new_pages(self, count: int) -> tuple[int, ...]:
+        self.pages += count
+        return tuple(range(self.pages - count, self.pages))
+
+    def add(
+        self, tokens: Sequence[int], start: int, pages: tuple[int, ...], decoding: bool
+    ) -> list[int]:
+        """The rows of the tokens of a part."""
+        first, end = len(self.tokens), start + len(tokens)
+        self.tokens += tokens
+        rows = list(range(first, first + len(tokens)))
+        used = pages[: -(-end // self.size)]
+        self.parts.append(SequencePart(tuple(tokens), start, used, decoding))
+        self.write(rows, start, pages)
+        return rows
+
+    def write(self, rows: Sequence[int], start: int, pages: tuple[int, ...]) -> None:
+        """Write tokens of the row at positions from ``start`` on."""
+        self.rows += rows
+        positions = range(start, start + len(rows))
+        self.places += [pages[at // self.size] * self.size + at % self.size for at in positions]
+
+
+def laid_out(
+    episodes: Sequence[Episode],
+    rows: Any,
+    padded: Callable[[int], int],
+    positions: int,
+    size: int = PAGE_SIZE,
+) -> PagedEpisodes:
+    """Lay out a micro batch.
+
+    Args:
+        rows: the texts as a batch of the family, with ``positions_BP``.
+        padded: the row rule of the model.
+        positions: most tokens of a sequence of the model.
+        size: positions of a page.
+    """
+    row = _Row(size)
+    rows_BS = np.zeros(rows.tokens_BS.shape, np.int64)
+    first_BS = np.zeros(rows.tokens_BS.shape, np.bool_)
+    prompts: dict[bytes, list[int]] = {}
+    for number, episode in enumerate(episodes):
+        prompt = episode.prompt.tokens.tolist()
+        key = episode.prompt.tokens.tobytes()
+        length = len(prompt)
+        parts = list(segments(episode))
+        end = length + (parts[-1][1] if parts else 0)
+        fresh = key not in prompts
+        if fresh:
+            pages = row.new_pages(-(-max(end, length) // size))
+            prompts[key] = row.add(prompt, 0, pages, False)
+        read = prompts[key]
+        if not fresh:
+            # Copies, since consecutive pages are read together.
+            pages = row.new_pages(-(-end // size))
+            row.write(read[: len(pages) * size], 0, pages)
+        rows_BS[number, :length] = read
+        first_BS[number, :length] = fresh
+        tokens = episode.tokens_L.tolist()
+        for begin, stop, decoding in parts:
+            rows_BS[number, length + begin : length + stop] = row.add(
+                tokens[begin:stop], length + begin, pages, decoding
+            )
+            first_BS[number, length + begin : length + stop] = True
+    count = padded(len(row.tokens))
+    tokens_1T = np.zeros((1, count), np.int64)
+    tokens_1T[0, : len(row.tokens)] = row.tokens
+    layout = RowLayout(
+        tuple(row.parts),
+        row.pages,
+        torch.tensor(row.rows),
+        torch.tensor(row.places),
+        torch.from_numpy(rows_BS),
+        torch.from_numpy(first_BS),
+        padded,
+        positions,
+    )
+    targets_BP = layout.rows_BS.gather(1, rows.positions_BP)
+    return PagedEpisodes(rows, torch.from_numpy(tokens_1T), targets_BP, layout)
+
+
+def segments(episode: Episode) -> Iterator[tuple[int, int, bool]]:
+    """(begin, end, drawn one by one) of the parts after a prompt that the model reads: the last
+    token of the policy is read only if an answer follows it, and nothing is read after the last
+    token that is predicted."""
+    own = np.flatnonzero(episode.own_L)
+    if not len(own):
+        return
+    last = int(own[-1])
+    begin = 0
+    while begin < last:
+        drawn = bool(episode.own_L[begin])
+        if drawn:
+            end = begin
+            while end < last and episode.own_L[end + 1]:
+                end += 1
+            # The last one of several is read with what answers it.
+            if end > begin:
+                yield begin, end, True
+            begin = end
+            if begin >= last:
+                return
+        end = begin + 1
+        while not episode.own_L[end]:
+            end += 1
+        yield begin, end, False
+        begin = end

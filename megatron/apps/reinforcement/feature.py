@@ -1,0 +1,92 @@
+"""Reinforcement learning of a GPT on its own texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.apps.reinforcement import settings
+from megatron.apps.reinforcement.flags import ReinforcementConfig
+from megatron.config.features import Feature
+from megatron.config.flags import ConfigResolver
+
+
+class ReinforcementFeature(Feature):
+    needs = after = ("instruction", "preference", "distillation", "adapters", "averages")
+    sections = {"reinforcement": ReinforcementConfig}
+    only_trained = ("value_head.",)
+
+    def resolve(self, parts: dict[str, Any], processes: int, resolver: ConfigResolver) -> None:
+        parts["reinforcement"] = settings.resolved(parts["reinforcement"], resolver)
+
+    def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
+        settings.check(config.section(ReinforcementConfig), config, resolver)
+
+    def checkpoints(self, config: Any) -> dict[str, str | None]:
+        return {"--reward-model": config.section(ReinforcementConfig).reward_model}
+
+    def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
+        from megatron.run.fingerprint import located_model
+
+        return located_model("reward model", config.section(ReinforcementConfig).reward_model)
+
+    def data_kind(self, section: str) -> Any:
+        from megatron.apps.reinforcement.data.kind import KIND
+
+        return KIND
+
+    def model(self, spec: Any, config: Any) -> Any:
+        if config.section(ReinforcementConfig).rl is None:
+            return spec
+        if config.section(ReinforcementConfig).rl == "distill":
+            from megatron.apps.reinforcement.distill import with_texts_taught
+
+            return with_texts_taught(spec, config)
+        from megatron.apps.reinforcement.exact.head import drawn_numbers
+        from megatron.apps.reinforcement.exact.model import with_pages
+        from megatron.apps.reinforcement.objective import with_reinforcement
+
+        return with_reinforcement(with_pages(spec), config, drawn_numbers)
+
+    def built(self, engine: Any) -> None:
+        if engine.config.section(ReinforcementConfig).needs_reference:
+            from megatron.apps.reinforcement.reference import keep_reference
+
+            keep_reference(engine)
+
+    def load(self, engine: Any, source: Any, fresh: Sequence[str], continues: bool) -> Any:
+        if not engine.config.section(ReinforcementConfig).has_values:
+            return None
+        from megatron.apps.reinforcement.values import load_with_value_head
+
+        return load_with_value_head(engine, source, fresh, continues)
+
+    def before_engine(self, context: Any) -> None:
+        if context.config.section(ReinforcementConfig).rl is not None:
+            from megatron.apps.reinforcement.start import repeat_generations
+
+            repeat_generations(context)
+
+    def ready(self, context: Any) -> None:
+        options, reference = context.config.section(ReinforcementConfig), None
+        if options.rl is None:
+            return
+        if options.rl == "distill":
+            from megatron.apps.reinforcement.distill import TextTeacher
+            from megatron.features.distillation.teacher import find_teacher
+
+            teacher = find_teacher(context.config, context.run.tokenizer.vocab_size)
+            started = TextTeacher(teacher, context.mesh, context.device)
+            context.engine.teach = started.teach
+        if options.needs_reference:
+            from megatron.apps.reinforcement.reference import ReferenceModel
+            from megatron.training.context import Order
+
+            reference = ReferenceModel(context.engine, context.mesh)
+            context.add(Order.TEACH, reference)
+        from megatron.apps.reinforcement.start import start_loop
+
+        start_loop(context, reference)
+
+
+FEATURE = ReinforcementFeature()

@@ -1,0 +1,201 @@
+"""Log-probabilities of tokens and entropies of their distributions, at a temperature, with
+gradients, without all of the logits in memory.
+
+The gradient comes with the backward pass, where the logits of each chunk are computed again; those
+of a single chunk are kept.
+
+Shapes: B batch, P positions (outside the region a rank's slice of them if that is split), T tokens
+(B x P), C tokens of a chunk, R rows of it, H hidden, V one rank's share of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.kernels.sums import rows_of_work
+from megatron.parallel.cross_entropy import LogitChunks, as_computed, factor_of, scaled, summed
+from megatron.parallel.loss_head import HeadInput, LossHead, Targets
+from megatron.parallel.softmax_loss import capped, of_ranks, slices
+
+DEVICE_ROWS = 256
+"""Rows of logits that are worked on at a time on GPUs."""
+
+
+ScoreChunk = Callable[[LogitChunks, slice, Tensor], Tensor]
+"""Computes the log-probabilities [C] of a chunk's labels from its logits [C, V]."""
+
+
+class TokenNumbers(NamedTuple):
+    """Numbers of each target, [B, P] of all ranks of a context, float32 or float64, 0 where the
+    mask is; the same on every tensor-parallel rank, and so must be their gradients.
+
+    Attributes:
+        log_probs_BP: natural logarithm of the target's probability.
+        entropies_BP: of the distribution that the target is drawn from, in nats.
+    """
+
+    log_probs_BP: Tensor
+    entropies_BP: Tensor
+
+
+def token_numbers(
+    inputs: HeadInput, temperature: float, score: ScoreChunk | None = None
+) -> TokenNumbers:
+    """Numbers of the targets of a head, whose logits are divided by a temperature. With ``score``
+    the log-probabilities are what it computes."""
+    x_BPH, weight_VH, bias_V, targets, head = inputs
+    numbers = _LinearNumbers.apply(
+        x_BPH, weight_VH, bias_V, targets, head, temperature, score, torch.is_grad_enabled()
+    )
+    return TokenNumbers(*(targets.gathered(each, head.tp.context) for each in numbers))
+
+
+class _LinearNumbers(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Targets,
+        head: LossHead,
+        temperature: float,
+        score: ScoreChunk | None,
+        training: bool,
+    ) -> tuple[Tensor, Tensor]:
+        counted = targets.changed(mask_BS=targets.mask_BS > 0)
+        whole, weight_VH, bias_V = as_computed(x, weight, bias, head.tp)
+        with torch.autocast(x.device.type, enabled=False):
+            run = LogitChunks(whole.flatten(0, 1), weight_VH, bias_V, counted, head, compiled=False)
+            softmax = _Softmax(run, temperature, score)
+        shape = targets.mask_BS.shape
+        if training and any(ctx.needs_input_grad[:3]):
+            ctx.run, ctx.softmax, ctx.head, ctx.shape = run, softmax, head, whole.shape
+            # ZeRO 3 frees the weight between the passes, and gathers the parameter again.
+            run.weight_PH = run.bias_P = None  # type: ignore[assignment]
+            ctx.save_for_backward(weight, bias)
+            ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return softmax.log_probs_T.view(shape), softmax.entropies_T.view(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads_BP: Tensor) -> tuple[Tensor | None, ...]:
+        run, softmax = ctx.run, ctx.softmax
+        weight, bias = ctx.saved_tensors
+        dtype = run.x_TH.dtype
+        run.weight_PH = weight.to(dtype)
+        run.bias_P = None if bias is None else bias.to(dtype)
+        run.x_needs, run.weight_needs, run.bias_needs = ctx.needs_input_grad[:3]
+        # At most 1, which 16 bits represent better than what a loss of many tokens gives to each.
+        parts_2T = torch.stack([each.flatten() for each in grads_BP]).to(run.work) * run.mask_T
+        largest = parts_2T.abs().amax().clamp(min=torch.finfo(run.work).tiny)
+        parts_2T /= largest
+        with torch.autocast(run.x_TH.device.type, enabled=False):
+            run.allocate_gradients()
+            for chunk in run.chunks:
+                logits_CP = run.logits_CP if len(run.chunks) == 1 else run._logits(chunk)
+                softmax.write_gradient(logits_CP, chunk, parts_2T)
+                run.multiply(chunk, logits_CP, None)
+        gradients = run.x_grad_TH, run.weight_grad_PH, run.bias_grad_P
+        del ctx.run, ctx.softmax, run, softmax  # and with it the logits
+        x_grad, *others = gradients
+        if x_grad is not None:
+            x_grad = summed(x_grad.view(ctx.shape), ctx.head.tp)
+        factor = factor_of(largest)
+        scaled_grads = (
+            None if grad is None else scaled(grad, factor, dtype)
+            for grad, dtype in zip((x_grad, *others), ctx.dtypes, strict=True)
+        )
+        return *scaled_grads, None, None, None, None, None
+
+
+class _Softmax:
+    """The distribution of every token: numbers of it, [T] each in the dtype of the work."""
+
+    def __init__(
+        self, run: LogitChunks, temperature: float, score: ScoreChunk | None = None
+    ) -> None:
+        self._run, self._temperature = run, temperature
+        self._used, self._softcap = run.columns.used, run.columns.softcap
+        absent_T = (run.labels_T < 0) | (run.labels_T >= self._used)
+        self._columns_T = run.labels_T.masked_fill(absent_T, 0)
+        self._here_T = (~absent_T).to(run.work)
+        # The largest logit; of exp(logit - largest) the sum, and that of its product with the
+        # exponent; the label's logit.
+        known_4T = run.x_TH.new_zeros((4, len(run.x_TH)), dtype=run.work)
+        known_4T[0] = torch.finfo(run.work).min
+        scored_T = torch.zeros_like(run.mask_T)
+        for chunk in reversed(run.chunks):
+            logits_CP = run._logits(chunk)
+            self._read(logits_CP, chunk, known_4T)
+            if score is not None:
+                scored_T[chunk] = score(run, chunk, logits_CP)
+        largest_T, total_T, product_T, target_T = _over_ranks(run, known_4T)
+        self._largest_T, self._log_total_T = largest_T, total_T.log()
+        log_probs_T = (target_T - largest_T) - self._log_total_T
+        if score is not None:
+            log_probs_T = scored_T
+        self.log_probs_T = log_probs_T.masked_fill(run.mask_T == 0, 0.0)
+        entropies_T = self._log_total_T - product_T / total_T
+        self.entropies_T = entropies_T.masked_fill(run.mask_T == 0, 0.0)
+
+    def _softened(self, logits_CP: Tensor, at: slice) -> Tensor:
+        """[R, V]."""
+        wide_RV = logits_CP[at, : self._used].to(self._run.work)
+        return capped(wide_RV, self._softcap) / self._temperature
+
+    def _parts(self, logits_CP: Tensor) -> list[slice]:
+        rows = DEVICE_ROWS if logits_CP.is_cuda else rows_of_work(max(1, self._used))
+        return list(slices(len(logits_CP), rows)) if self._used else []
+
+    def _read(self, logits_CP: Tensor, chunk: slice, known_4T: Tensor) -> None:
+        into_4C, columns_C = known_4T[:, chunk], self._columns_T[chunk]
+        for at in self._parts(logits_CP):
+            soft_RV = self._softened(logits_CP, at)
+            target_R = soft_RV.gather(1, columns_C[at, None]).squeeze(1)
+            into_4C[3, at] = target_R * self._here_T[chunk][at]
+            into_4C[0, at] = largest_R = soft_RV.amax(-1)
+            exponent_RV = soft_RV.sub_(largest_R[:, None])
+            share_RV = exponent_RV.exp()
+            into_4C[1, at] = share_RV.sum(-1)
+            into_4C[2, at] = share_RV.mul_(exponent_RV).sum(-1)
+
+    def write_gradient(self, logits_CP: Tensor, chunk: slice, parts_2T: Tensor) -> None:
+        """Replace the logits of a chunk by their gradient, where ``parts_2T`` are those of the
+        log-probabilities and of the entropies."""
+        into_CP = logits_CP
+        log_prob_C1, entropy_C1 = parts_2T[:, chunk, None]
+        for at in self._parts(logits_CP):
+            soft_RV = self._softened(logits_CP, at)
+            log_p_RV = soft_RV - (self._largest_T + self._log_total_T)[chunk][at, None]
+            p_RV = log_p_RV.exp()
+            # d H / d logit = -p (log p + H).
+            grad_RV = log_p_RV.add_(self.entropies_T[chunk][at, None]).mul_(-entropy_C1[at])
+            grad_RV = grad_RV.sub_(log_prob_C1[at]).mul_(p_RV)
+            label_R1 = log_prob_C1[at] * self._here_T[chunk][at, None]
+            grad_RV.scatter_add_(1, self._columns_T[chunk][at, None], label_R1)
+            grad_RV /= self._temperature
+            if self._softcap is not None:
+                ratio_RV = soft_RV * (self._temperature / self._softcap)
+                grad_RV *= 1.0 - ratio_RV.square_()
+            into_CP[at, : self._used] = grad_RV
+        into_CP[:, self._used :] = 0.0
+
+
+def _over_ranks(run: LogitChunks, known_4T: Tensor) -> Tensor:
+    """The numbers of the columns of all ranks, from those of this one's."""
+    if run.group.size == 1:
+        return known_4T
+    largest_NT, total_NT, product_NT, target_NT = of_ranks(run.group, *known_4T)
+    largest_T = largest_NT.amax(0)
+    lower_NT = largest_NT - largest_T
+    factor_NT = lower_NT.exp()
+    # A rank without tokens has no total, and a difference that is as good as infinite.
+    lower_NT = lower_NT.masked_fill(total_NT == 0, 0.0)
+    product_T = ((product_NT + lower_NT * total_NT) * factor_NT).sum(0)
+    return torch.stack((largest_T, (total_NT * factor_NT).sum(0), product_T, target_NT.sum(0)))

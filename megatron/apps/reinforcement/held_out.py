@@ -1,0 +1,106 @@
+"""Evaluation of a policy: rewards of texts after held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.apps.reinforcement.episodes import Episode, Prompt
+from megatron.data.samples import SampleDataset
+from megatron.parallel.mesh import Mesh
+from megatron.training.trainer import Callback, Trainer
+
+Floats = npt.NDArray[np.float64]
+Written = tuple[dict[int, Episode], Any, Floats]
+Write = Callable[[dict[int, Prompt], dict[int, int]], Written]
+"""Texts of all replicas after the prompts of this one, by numbers that determine the draws, and
+their rewards; see ``ReinforcementLoop``."""
+FIRST_DRAW = 2**41
+"""Number of the first draw of evaluations: the same in each, and of no training sample."""
+
+
+@dataclass(frozen=True)
+class HeldOutRewards:
+    """Means over the texts after ``prompts`` held-out prompts; see
+    :class:`~megatron.training.metrics.Reported`."""
+
+    iteration: int
+    name: str
+    values: Mapping[str, float]
+    prompts: int
+    test: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The writers' name for the values."""
+        kind = "test" if self.test else "validation"
+        return kind if self.name in ("valid", "test") else f"{kind} {self.name}"
+
+    @property
+    def minimised(self) -> float | None:
+        """Minus the reward, by which ``--keep-best`` chooses; None on a test set."""
+        return None if self.test or "reward" not in self.values else -self.values["reward"]
+
+    def line(self) -> str:
+        """The console line."""
+        values = " | ".join(f"{name}: {value:.6E}" for name, value in self.values.items())
+        where = f"{self.kind} rewards at iteration {self.iteration}"
+        return f"{where} | {values} | {self.prompts} texts"
+
+    def row(self) -> dict[str, float | None]:
+        """The values by name, for writers."""
+        return dict(self.values)
+
+
+@dataclass
+class HeldOutTexts(Callback):
+    """Writes a text after each held-out prompt where an evaluation is due.
+
+    Attributes:
+        count: prompts of an evaluation.
+        success: reward from which on a text is good.
+    """
+
+    write: Write
+    valid: Mapping[str, SampleDataset[Any]]
+    test: Mapping[str, SampleDataset[Any]]
+    count: int
+    success: float
+    mesh: Mesh
+    _at: int | None = field(default=None)
+
+    def evaluate(self, trainer: Trainer, last: bool) -> None:
+        due = trainer.plan.evaluates_after(trainer.iteration)
+        if (last or due) and self._at != trainer.iteration:
+            self._at = trainer.iteration
+            trainer.settle()
+            for name, prompts in self.valid.items():
+                trainer.report(self._measured(trainer.iteration, name, prompts))
+        if last:
+            for name, prompts in self.test.items():
+                trainer.report(self._measured(trainer.iteration, name, prompts, test=True))
+
+    def _measured(
+        self, iteration: int, name: str, dataset: SampleDataset[Any], test: bool = False
+    ) -> HeldOutRewards:
+        count = min(self.count, len(dataset))
+        data = self.mesh.samples
+        own = {n: dataset[n].prompt for n in range(data.rank, count, data.size)}
+        texts, table, rewards_E = self.write(own, {n: FIRST_DRAW + n for n in own})
+        known_E = rewards_E[~np.isnan(rewards_E)]
+        values: dict[str, float] = {}
+        if len(known_E):
+            values["reward"] = float(known_E.mean())
+            values["success"] = float(np.mean(known_E >= self.success))
+        for column, source in enumerate(table.names if table is not None else ()):
+            of_source = table.values_ER[:, column]
+            of_source = of_source[~np.isnan(of_source)]
+            if len(of_source):
+                values[f"rewards/{source}/mean"] = float(of_source.mean())
+        lengths = [int(text.own_L.sum()) for text in texts.values()]
+        values["completions/mean_length"] = float(np.mean(lengths))
+        return HeldOutRewards(iteration, name, values, len(texts), test)

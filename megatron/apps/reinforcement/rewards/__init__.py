@@ -1,0 +1,1 @@
+"""Rewards of texts, and the processes that compute them within limits."""

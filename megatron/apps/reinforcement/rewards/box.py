@@ -1,0 +1,403 @@
+"""A confined process with all that it starts: begun, watched, and ended as a whole.
+
+The keeper forks a warden in new namespaces, which forks the first process of these; that one forks
+the target, and reaps what loses its parent. When it dies, the kernel ends all processes of its
+namespace. Without namespaces the keeper is the parent of whatever loses its own, and ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from megatron.apps.reinforcement.rewards.confinement import Limits, confine, unshared
+
+OUTPUT_BYTES = 1 << 20
+"""Most that is kept of a stream of a process."""
+_LOOK = 0.02
+"""Seconds between looks at memory, processes and files."""
+_LOOKS_PER_FOLDER = 10
+_MOST_FILES = 4096
+_SUBREAPER, _DEATH_SIGNAL = 36, 1
+_PAGE = resource.getpagesize()
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH")
+"""Variables of the environment; others may contain secrets."""
+
+
+@dataclass
+class Box:
+    """A confined process.
+
+    Attributes:
+        folder: its own, which it may write below, and which goes with it.
+        pipes: descriptors of this side, by number of the target's side.
+        output: beginnings of what came out of each, and their whole lengths.
+        status: of the target once it ended: as of a shell, negative for a signal.
+    """
+
+    limits: Limits
+    folder: str
+    namespaces: tuple[str, ...] = ()
+    pipes: dict[int, int] = field(default_factory=dict)
+    output: dict[int, bytearray] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+    status: int | None = None
+    _warden: int = 0
+    _first: int = 0
+    _ended: int = -1
+    _looks: int = 0
+
+    @classmethod
+    def start(cls, limits: Limits, target: Callable[[], None]) -> Box:
+        """Fork a process with pipes for its standard streams and for descriptor 3, which it answers
+        over; it calls ``target`` and ends with status 0, or 1 where that raised."""
+        _LIBC.prctl(_SUBREAPER, 1, 0, 0, 0)
+        box = cls(limits, tempfile.mkdtemp(prefix="megatron-reward-"))
+        os.chmod(box.folder, 0o700)
+        theirs = {}
+        for number in range(4):
+            read, write = os.pipe()
+            theirs[number], box.pipes[number] = (read, write) if number == 0 else (write, read)
+            os.set_blocking(box.pipes[number], False)
+        report, tell = os.pipe()
+        box._warden = os.fork()
+        if not box._warden:
+            try:
+                os.close(report)
+                for descriptor in box.pipes.values():
+                    os.close(descriptor)
+                box._run_warden(tell, theirs, target)
+            finally:
+                os._exit(70)
+        os.close(tell)
+        for descriptor in theirs.values():
+            os.close(descriptor)
+        box._ended = report
+        words = _line(report).split()
+        if len(words) < 1 or not words[0].isdecimal():
+            box.end()
+            raise OSError(f"a process for rewards cannot be started: {' '.join(words)}")
+        box._first, box.namespaces = int(words[0]), tuple(words[1:])
+        box.output = {number: bytearray() for number in (1, 2, 3)}
+        box.lengths = dict.fromkeys(box.output, 0)
+        return box
+
+    def _run_warden(self, tell: int, theirs: dict[int, int], target: Callable[[], None]) -> None:
+        _LIBC.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            self.namespaces = tuple(unshared(self.limits))
+        except OSError as error:
+            os.write(tell, f"{error}\n".encode())
+            return
+        first = os.fork()
+        if first:
+            os.write(tell, f"{first} {' '.join(self.namespaces)}\n".encode())
+            for descriptor in (tell, *theirs.values()):
+                os.close(descriptor)
+            os.waitpid(first, 0)
+            os._exit(0)
+        _LIBC.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        _LIBC.prctl(_SUBREAPER, 1, 0, 0, 0)
+        own = os.fork()
+        if not own:
+            os.close(tell)
+            self._run(theirs, target)
+        for descriptor in theirs.values():
+            os.close(descriptor)
+        ended, status = 0, 0
+        while ended != own:
+            ended, status = os.wait()
+        with contextlib.suppress(OSError):
+            os.write(tell, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        if "pid" not in self.namespaces:
+            _kill_all(lambda: _descendants(os.getpid()))
+        os._exit(0)
+
+    def _run(self, theirs: dict[int, int], target: Callable[[], None]) -> None:
+        """The target."""
+        status = 1
+        try:
+            # Above the numbers that they get, so that none is closed by another.
+            high = {number: _above(descriptor) for number, descriptor in theirs.items()}
+            for number, descriptor in high.items():
+                os.dup2(descriptor, number)
+            os.closerange(4, 4096)
+            os.setsid()
+            os.chdir(self.folder)
+            os.nice(5)  # the keeper, which watches, comes first
+            kept = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+            os.environ.clear()
+            os.environ |= kept | {"HOME": self.folder, "TMPDIR": self.folder}
+            os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+            tempfile.tempdir = None
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
+                signal.signal(number, signal.SIG_DFL)
+            confine(self.limits, self.folder, self.namespaces)
+            target()
+            status = 0
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else stop.code is not None
+        except BaseException as error:
+            with contextlib.suppress(BaseException):
+                os.write(2, f"{type(error).__name__}: {str(error)[:1000]}\n".encode())
+        finally:
+            os._exit(int(status) & 255)
+
+    def send(self, data: bytes) -> None:
+        """Begin to write to the target's standard input, as far as its pipe has space; the rest
+        is written in :meth:`watch`."""
+        self._unsent = memoryview(data)
+
+    _unsent: memoryview = field(default=memoryview(b""))
+
+    def watch(self, until: float, done: Callable[[], bool]) -> str | None:
+        """Let the target run until ``done``, or it ended; return the reason to end it: the limit
+        that it exceeded, or None. ``until`` is a time of the monotonic clock."""
+        parent = os.getppid()
+        while True:
+            if done():
+                return None
+            if os.getppid() != parent:  # the trainer was killed
+                raise SystemExit(1)
+            if self.status is not None and not self._drain():
+                return None
+            now = time.monotonic()
+            if now > until:
+                return "time"
+            if problem := self._look():
+                return problem
+            if self.lengths[1] > self.most_output or self.lengths[3] > 64 * OUTPUT_BYTES:
+                return "output"
+            reading = [self.pipes[n] for n in (1, 2, 3) if n in self.pipes]
+            if self.status is None:
+                reading.append(self._ended)
+            writing = [self.pipes[0]] if self._unsent and 0 in self.pipes else []
+            pause = min(_LOOK, max(0.0, until - now))
+            ready, free, _ = select.select(reading, writing, [], pause)
+            if free:
+                self._write()
+            if self._ended in ready:
+                line = _line(self._ended)
+                self.status = int(line) if line.lstrip("-").isdecimal() else -signal.SIGKILL
+            self._drain()
+
+    def close_input(self) -> None:
+        """Close the target's standard input."""
+        if 0 in self.pipes:
+            os.close(self.pipes.pop(0))
+
+    def _write(self) -> None:
+        try:
+            sent = os.write(self.pipes[0], self._unsent[: 1 << 16])
+        except BlockingIOError:
+            return
+        except OSError:  # a target that reads nothing
+            self._unsent = memoryview(b"")
+            self.close_input()
+            return
+        self._unsent = self._unsent[sent:]
+        if not self._unsent and self.closes:
+            self.close_input()
+
+    closes: bool = False
+    """Close the input once all is written."""
+    most_output: int = OUTPUT_BYTES
+
+    def _drain(self) -> bool:
+        """Read what is there; True if there was something."""
+        some = False
+        for number in (1, 2, 3):
+            for _ in range(16):
+                if number not in self.pipes:
+                    break
+                try:
+                    part = os.read(self.pipes[number], 1 << 16)
+                except BlockingIOError:
+                    break
+                if not part:
+                    os.close(self.pipes.pop(number))
+                    break
+                some = True
+                self.lengths[number] += len(part)
+                space = (OUTPUT_BYTES if number < 3 else 64 * OUTPUT_BYTES) - len(
+                    self.output[number]
+                )
+                self.output[number] += part[: max(0, space)]
+        return some
+
+    def _look(self) -> str | None:
+        """The limit that processes, memory or files of the box exceed."""
+        processes = self.processes()
+        threads = resident = 0
+        for process in processes:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                threads += len(os.listdir(f"/proc/{process}/task"))
+                with open(f"/proc/{process}/statm") as file:
+                    fields = file.read().split()
+                shared = int(fields[2]) * _PAGE if len(processes) > 1 else 0
+                resident += int(fields[1]) * _PAGE - shared
+        if threads > self.limits.processes and "processes" not in self.limits.allowed:
+            return "processes"
+        if resident > self.limits.memory:
+            return "memory"
+        self._looks += 1
+        if self._looks % _LOOKS_PER_FOLDER == 0 and not self._folder_fits():
+            return "files"
+        return None
+
+    def processes(self) -> list[int]:
+        """The target and what it started."""
+        return _descendants(self._first)
+
+    def _folder_fits(self) -> bool:
+        size = 0
+        for count, entry in enumerate(_entries(self.folder), 1):
+            with contextlib.suppress(OSError):
+                size += entry.stat(follow_symlinks=False).st_blocks * 512
+            if count > _MOST_FILES or size > 4 * self.limits.file_bytes:
+                return False
+        return True
+
+    def end(self) -> None:
+        """Kill everything, close the pipes, remove the folder."""
+        if self._first:
+            if "pid" not in self.namespaces:
+                _kill_all(self.processes)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._first, signal.SIGKILL)
+        elif self._warden:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._warden, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._warden, 0)
+        for descriptor in (*self.pipes.values(), self._ended):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self.pipes.clear()
+        remove(self.folder)
+
+
+def sweep(boxes: set[int]) -> None:
+    """Kill processes that lost their parents, and are of none of the boxes with these wardens."""
+    _kill_all(
+        lambda: [
+            process
+            for child in _children(os.getpid())
+            if child not in boxes
+            for process in (child, *_descendants(child))
+        ]
+    )
+
+
+def warden_of(box: Box) -> int:
+    """The number of the process that holds a box."""
+    return box._warden
+
+
+def remove(folder: str) -> None:
+    """Remove a folder, whatever is in it: however deep, whatever its rights. What is in folders of
+    it moves to the top before they go, so that no path is long."""
+    moved = 0
+    for _ in range(1 << 16):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+        if not os.path.lexists(folder):
+            return
+        for entry in list(os.scandir(folder)):
+            with contextlib.suppress(OSError):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)
+                for inner in list(os.scandir(entry.path)):
+                    moved += 1
+                    if inner.is_dir(follow_symlinks=False):
+                        os.chmod(inner.path, 0o700)
+                    with contextlib.suppress(OSError):
+                        os.rename(inner.path, os.path.join(folder, f"removed-{moved}"))
+                os.rmdir(entry.path)
+
+
+def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+    folders = [folder]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                yield entry
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+
+
+def _above(descriptor: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64)
+
+
+def _line(descriptor: int) -> str:
+    """A short line of a pipe; empty at its end."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(descriptor, 1)
+        if not part:
+            break
+        line += part
+    return line.decode("ascii", "replace").strip()
+
+
+def _children(process: int) -> list[int]:
+    processes: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{process}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{process}/task/{task}/children") as f:
+                processes += map(int, f.read().split())
+    return processes
+
+
+def _descendants(process: int) -> list[int]:
+    processes: list[int] = []
+    queue = _children(process)
+    while queue:
+        child = queue.pop()
+        processes.append(child)
+        queue += _children(child)
+    return processes
+
+
+def _kill_all(processes: Callable[[], list[int]]) -> None:
+    """Stop all, so that none starts another, then kill them, until none is left."""
+    for _ in range(100):
+        alive = [process for process in processes() if _state(process) not in ("Z", "")]
+        if not alive:
+            break
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, number)
+        _reap()
+        time.sleep(0.001)
+    _reap()
+
+
+def _reap() -> None:
+    """Take the status of ended orphans; wardens are waited for by their boxes."""
+    for child in _children(os.getpid()):
+        if _state(child) == "Z":
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG)
+
+
+def _state(process: int) -> str:
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{process}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+    return ""

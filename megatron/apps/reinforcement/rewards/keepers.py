@@ -1,0 +1,151 @@
+"""The processes of a rank that compute rewards, from the side of the trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.apps.reinforcement.rewards import keeper
+from megatron.apps.reinforcement.rewards.box import remove
+from megatron.apps.reinforcement.rewards.confinement import Limits
+
+Item = TypeVar("Item")
+Answer = dict[str, Any]
+
+_ROOT = Path(__file__).parents[4]
+_SECONDS_TO_END = 30.0
+_MARGIN = 150.0
+"""Seconds for the start of processes, in which a function's file imports what it needs."""
+
+
+class KeeperProcess:
+    """One such process, which is started again where it does not answer."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = ""
+
+    def ask(self, request: Mapping[str, Any], seconds: float) -> Answer:
+        """The answer to a request, which may take ``seconds`` by its own limits."""
+        content = json.dumps(request).encode()
+        for _ in range(2):
+            process = self._process or self._start()
+            assert process.stdin is not None
+            try:
+                process.stdin.write(struct.pack("<Q", len(content)) + content)
+                process.stdin.flush()
+                answer = self._read(process, time.monotonic() + seconds + _MARGIN)
+            except OSError:
+                answer = None
+            if answer is not None:
+                return answer
+            self.stop()
+        return {"failure": "was lost with the process that computes it"}
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # The folders of its processes are in it, also when it is killed.
+        self._folder = tempfile.mkdtemp(prefix=keeper.FOLDER)
+        paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", keeper.__name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                "TMPDIR": self._folder,
+            },
+        )
+        weakref.finalize(self, _stop, self._process, self._folder, os.getpid())
+        return self._process
+
+    @staticmethod
+    def _read(process: subprocess.Popen[bytes], until: float) -> Answer | None:
+        """An answer; None if none comes in time."""
+        assert process.stdout is not None
+        descriptor = process.stdout.fileno()
+        data, length = bytearray(), 8
+        while len(data) < length:
+            left = until - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                return None
+            part = os.read(descriptor, 1 << 20)
+            if not part:
+                return None
+            data += part
+            if length == 8 and len(data) >= 8:
+                length += struct.unpack("<Q", data[:8])[0]
+        answer: Answer = json.loads(data[8:])
+        return answer
+
+    def stop(self) -> None:
+        """End the process with all that it keeps."""
+        if self._process is not None:
+            _stop(self._process, self._folder, os.getpid())
+            self._process = None
+
+
+def _stop(process: subprocess.Popen[bytes], folder: str, owner: int) -> None:
+    if os.getpid() != owner:  # a fork, whose parent still uses it
+        return
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    try:
+        process.wait(_SECONDS_TO_END)  # it ends what it keeps
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    remove(folder)
+
+
+class Keepers:
+    """Several of them, which answer requests at the same time."""
+
+    def __init__(self, count: int, limits: Limits) -> None:
+        self.limits = limits
+        self._all = [KeeperProcess() for _ in range(count)]
+        self._free: queue.SimpleQueue[KeeperProcess] = queue.SimpleQueue()
+        for each in self._all:
+            self._free.put(each)
+        self._threads: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, request: Mapping[str, Any], texts: int = 1) -> Answer:
+        """The answer to a request about a number of texts, by the next process that is free."""
+        free = self._free.get()
+        try:
+            request = {**request, "limits": asdict(self.limits)}
+            return free.ask(request, texts * self.limits.seconds)
+        finally:
+            self._free.put(free)
+
+    def map(self, ask: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
+        """Answers about items, in their order; ``ask`` calls :meth:`ask`."""
+        if len(items) < 2 or len(self._all) < 2:
+            return [ask(item) for item in items]
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(len(self._all))
+        return list(self._threads.map(ask, items))
+
+    def close(self) -> None:
+        """End all processes."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+        for each in self._all:
+            each.stop()

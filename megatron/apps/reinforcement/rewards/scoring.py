@@ -1,0 +1,232 @@
+"""Rewards of episodes by all sources of a run, in one table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.apps.reinforcement.episodes import Episode
+from megatron.apps.reinforcement.flags import ReinforcementConfig
+from megatron.apps.reinforcement.rewards.confinement import LIMITS, Limits
+from megatron.apps.reinforcement.rewards.keepers import Keepers
+from megatron.apps.reinforcement.rewards.sources import Reward, RewardSource, sources_of
+from megatron.config import ConfigError, RunConfig
+from megatron.util.digests import digest
+
+ENVIRONMENT, MODEL = "environment", "reward model"
+_KEPT = 1 << 16
+_PROBED: dict[Limits, dict[str, Any]] = {}
+"""Limits that this node does not enforce, tried once in a process."""
+
+
+class Failures(NamedTuple):
+    """Failed rewards of a source.
+
+    Attributes:
+        texts: number of them.
+        first: the message of the first.
+    """
+
+    texts: int
+    first: str
+
+    def more(self, count: int) -> Failures:
+        """With so many more."""
+        return Failures(self.texts + count, self.first)
+
+
+class RewardTable(NamedTuple):
+    """Rewards of E episodes by R sources.
+
+    Attributes:
+        names: of the sources.
+        weights_R: float64.
+        values_ER: float64; NaN where a reward failed, or a source has none for a text.
+        failures: by the name of the source.
+    """
+
+    names: tuple[str, ...]
+    weights_R: npt.NDArray[np.float64]
+    values_ER: npt.NDArray[np.float64]
+    failures: Mapping[str, Failures]
+
+
+def combined(table: RewardTable) -> npt.NDArray[np.float64]:
+    """The weighted sum of the rewards of each episode that there are, float64 [E], as in trl
+    (1.16); NaN without any."""
+    known_ER = np.isfinite(table.values_ER)
+    sums_E = np.where(known_ER, table.values_ER, 0.0) @ table.weights_R
+    return np.where(known_ER.any(axis=1), sums_E, np.nan)
+
+
+def merged(tables: Sequence[RewardTable]) -> RewardTable:
+    """Tables of several ranks as one, in their order."""
+    failures: dict[str, Failures] = {}
+    for table in tables:
+        for name, failed in table.failures.items():
+            known = failures.get(name)
+            failures[name] = failed if known is None else known.more(failed.texts)
+    first = tables[0]
+    values_ER = np.concatenate([table.values_ER for table in tables])
+    return RewardTable(first.names, first.weights_R, values_ER, failures)
+
+
+def with_model(table: RewardTable, rewards_E: npt.NDArray[np.float64]) -> RewardTable:
+    """A table with the rewards of the reward model, which every rank has."""
+    values_ER, failures = table.values_ER.copy(), dict(table.failures)
+    good_E = np.isfinite(rewards_E)
+    values_ER[:, table.names.index(MODEL)] = np.where(good_E, rewards_E, np.nan)
+    if not good_E.all():
+        first = f"gave {rewards_E[~good_E][0]} instead of a number"
+        failures[MODEL] = Failures(int((~good_E).sum()), first)
+    return table._replace(values_ER=values_ER, failures=failures)
+
+
+def check_failures(table: RewardTable, most: float) -> None:
+    """Raise RewardsFailedError where more than a share ``most`` of the rewards failed."""
+    failed = sum(failures.texts for failures in table.failures.values())
+    if failed > most * table.values_ER.size:
+        raise RewardsFailedError(
+            f"{failed} of {table.values_ER.size} rewards failed, more than --reward-failures "
+            f"{most:g} allows: {described(table.failures)}"
+        )
+
+
+def described(failures: Mapping[str, Failures]) -> str:
+    """Failures as a line for a log."""
+    return "; ".join(
+        f"{name}: {failed.texts} x, the first {failed.first}" for name, failed in failures.items()
+    )
+
+
+class RewardsFailedError(ValueError):
+    """Too many rewards failed."""
+
+
+class Rewards:
+    """The sources of rewards of a run, and the processes of a rank that compute them."""
+
+    def __init__(self, options: ReinforcementConfig, sources: Sequence[RewardSource]) -> None:
+        self.options, self.sources = options, sources
+        allowed = tuple(options.reward_allow)
+        limits = Limits(options.reward_timeout, options.reward_memory_mib << 20, allowed=allowed)
+        self.keepers = Keepers(options.reward_workers, limits)
+        self.state: Mapping[str, Any] = {}
+        """Position of the training, which functions get as trl's ``trainer_state``."""
+        self.environments: Any = None
+        """Those of the run, whose failures are counted with the others."""
+        self._known: OrderedDict[str, float | None] = OrderedDict()
+
+    @classmethod
+    def of(cls, config: RunConfig, run: Any = None) -> Rewards:
+        """The rewards of a run. Raises ConfigError if a source cannot be used, or this node cannot
+        enforce a limit."""
+        options = config.section(ReinforcementConfig)
+        rewards = cls(options, sources_of(options))
+        try:
+            rewards.check()
+        except BaseException:
+            rewards.close()
+            raise
+        return rewards
+
+    def check(self) -> None:
+        """Raise ConfigError if a source cannot be used, or a limit does not hold on this node."""
+        if not self.sources:
+            return
+        limits = self.keepers.limits
+        if limits not in _PROBED:
+            _PROBED[limits] = self.keepers.ask({"kind": "probe"})
+        answer = _PROBED[limits]
+        for name in LIMITS:
+            problem = answer.get(name, answer.get("failure"))
+            if problem and name not in self.keepers.limits.allowed:
+                raise ConfigError(
+                    f"--reward-funcs {' '.join(self.options.reward_funcs)}: this node does not "
+                    f"limit the {name} of their processes: {problem}; run on a kernel that does "
+                    f"(docs/guides/reinforcement.md), or trust them by --reward-allow {name}"
+                )
+        for source, text in zip(self.sources, self.options.reward_funcs, strict=True):
+            if problem := source.check(self.keepers):
+                raise ConfigError(f"--reward-funcs {text} {problem}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the columns of a table."""
+        options, names = self.options, [source.name for source in self.sources]
+        names += [MODEL] * (options.reward_model is not None)
+        return (*names, *[ENVIRONMENT] * (options.environment is not None))
+
+    @property
+    def weights_R(self) -> npt.NDArray[np.float64]:
+        """Weights of the columns; that of an environment is 1."""
+        weights = list(self.options.reward_weights)
+        return np.array((weights + [1.0] * len(self.names))[: len(self.names)], np.float64)
+
+    def score(self, episodes: Sequence[Episode]) -> RewardTable:
+        """Rewards of the episodes of this rank; :func:`with_model` adds those of the reward
+        model."""
+        values_ER = np.full((len(episodes), len(self.names)), np.nan)
+        failures: dict[str, Failures] = {}
+        for place, source in enumerate(self.sources):
+            for row, reward in enumerate(self._scored(source, episodes)):
+                if isinstance(reward, str):
+                    known = failures.get(source.name, Failures(0, reward))
+                    failures[source.name] = known.more(1)
+                elif reward is not None:
+                    values_ER[row, place] = reward
+        if ENVIRONMENT in self.names:
+            given = [math.nan if e.reward is None else e.reward for e in episodes]
+            values_ER[:, self.names.index(ENVIRONMENT)] = given
+            count = sum(e.reward is not None and math.isnan(e.reward) for e in episodes)
+            if count:
+                said = list(self.environments.failures) if self.environments else []
+                failures[ENVIRONMENT] = Failures(count, (*said, "failed")[0])
+        if self.environments is not None:
+            self.environments.failures.clear()
+        return RewardTable(self.names, self.weights_R, values_ER, failures)
+
+    def _scored(self, source: RewardSource, episodes: Sequence[Episode]) -> list[Reward]:
+        keeps = self.options.reward_cache and source.identity is not None
+        if not keeps:
+            return source.score(episodes, self.keepers, self.state)
+        keys = [_key(source, episode) for episode in episodes]
+        # Of equal texts one is scored.
+        unknown = {key: e for key, e in zip(keys, episodes, strict=True) if key not in self._known}
+        scored = source.score(list(unknown.values()), self.keepers, self.state) if unknown else []
+        failed: dict[str, Reward] = {}
+        for key, reward in zip(unknown, scored, strict=True):
+            if isinstance(reward, str):
+                failed[key] = reward
+            else:
+                self._known[key] = reward
+        rewards: list[Reward] = []
+        for key in keys:
+            if key in failed:
+                rewards.append(failed[key])
+            else:
+                self._known.move_to_end(key)
+                rewards.append(self._known[key])
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        return rewards
+
+    def close(self) -> None:
+        """End the processes."""
+        self.keepers.close()
+        if self.environments is not None:
+            self.environments.close()
+
+
+def _key(source: RewardSource, episode: Episode) -> str:
+    """Identifies a source and all that it reads of an episode."""
+    prompt = episode.prompt
+    content = [source.identity, prompt.text, episode.text, episode.turns, prompt.columns]
+    text = json.dumps(content, sort_keys=True, default=str)
+    return digest(text.encode() + episode.tokens_L.tobytes())

@@ -1,0 +1,195 @@
+"""Rewards of texts that a program can check: functions with trl's arguments, each a number from 0
+to 1, or None where a record has nothing to compare with. They run in confined processes.
+
+Code of texts is run by the keeper itself; this finds the code and the tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+Completions = Sequence[Any]
+"""Texts, or lists of messages."""
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]{0,80}(?:\.\d{0,80})?|\.\d{1,80})(?:[eE][-+]?\d{1,3})?")
+_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{(\d{1,80})\}\{(\d{1,80})\}|([-+]?\d{1,80})/(\d{1,80})")
+_RELATIVE, _ABSOLUTE = 1e-6, 1e-9
+_FENCED = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
+_LONGEST_JSON = 1 << 20
+
+
+def text_of(completion: Any) -> str:
+    """The text, or that of the last message of the model."""
+    if isinstance(completion, str):
+        return completion
+    own = [m for m in completion if m.get("role", "assistant") == "assistant"]
+    return str(own[-1].get("content") or "") if own else ""
+
+
+def number(completions: Completions, answer: Sequence[Any], **_: Any) -> list[float | None]:
+    r"""1 where the number of a text is that of the answer: the one in the last \\boxed{}, else the
+    last one. Whole numbers must be equal, others within 1e-6 of the larger."""
+    return [
+        None if (right := last_number(_plain(expected))) is None else _equal(text, right)
+        for text, expected in zip(map(text_of, completions), answer, strict=True)
+    ]
+
+
+def _equal(text: str, right: Fraction | float) -> float:
+    written = last_number(text)
+    if written is None:
+        return 0.0
+    if all(isinstance(n, Fraction) and n.denominator == 1 for n in (written, right)):
+        return float(written == right)
+    return float(math.isclose(float(written), float(right), rel_tol=_RELATIVE, abs_tol=_ABSOLUTE))
+
+
+def last_number(text: str) -> Fraction | float | None:
+    r"""The number in the last \\boxed{} of a text, if it is one, else the last number; None without
+    any. Decimals and fractions are exact."""
+    boxes = boxed(text)
+    for part in (*boxes[-1:], text):
+        fractions = [(match.end(), match) for match in _FRACTION.finditer(part)]
+        numbers = [(match.end(), match) for match in _NUMBER.finditer(part)]
+        ends = max((end for end, _ in (*fractions, *numbers)), default=None)
+        if ends is None:
+            continue
+        if fractions and fractions[-1][0] >= ends - 1:
+            sign, top, bottom, left, right = fractions[-1][1].groups()
+            above, below = int(f"{sign}{top}" if top else left), int(bottom or right)
+            if below:
+                return Fraction(above, below)
+        digits = numbers[-1][1].group().replace(",", "").rstrip(".")
+        try:
+            return Fraction(digits) if "e" not in digits.lower() else float(digits)
+        except ValueError:
+            continue
+    return None
+
+
+def boxed(text: str) -> list[str]:
+    r"""The contents of \\boxed{}, whose braces are balanced."""
+    contents = []
+    start = text.find("\\boxed{")
+    while start >= 0:
+        depth, place = 1, start + len("\\boxed{")
+        begin = place
+        while place < len(text) and depth:
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            place += 1
+        if depth:
+            break
+        contents.append(text[begin : place - 1])
+        start = text.find("\\boxed{", place)
+    return contents
+
+
+def exact(completions: Completions, answer: Sequence[Any], **_: Any) -> list[float | None]:
+    r"""1 where a text, or its last \\boxed{}, is the answer, or one of a list of answers, but for
+    space around them."""
+    rewards: list[float | None] = []
+    for text, expected in zip(map(text_of, completions), answer, strict=True):
+        if expected is None:
+            rewards.append(None)
+            continue
+        answers = expected if isinstance(expected, list) else [expected]
+        right = {_plain(each).strip() for each in answers}
+        rewards.append(float(not right.isdisjoint(t.strip() for t in (text, *boxed(text)[-1:]))))
+    return rewards
+
+
+def _plain(value: Any) -> str:
+    """An answer as text: whole floats, as tables have them, without their decimals."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return "" if value is None else str(value)
+
+
+def json_schema(completions: Completions, schema: Sequence[Any], **_: Any) -> list[float | None]:
+    """1 where a text, or its last block of code, is JSON that agrees with the schema of its record,
+    an object or its JSON; None for a record without one."""
+    rewards: list[float | None] = []
+    for text, expected in zip(map(text_of, completions), schema, strict=True):
+        if isinstance(expected, str):
+            expected = json.loads(expected)
+        rewards.append(None if expected is None else float(_agrees(text, expected)))
+    return rewards
+
+
+def _agrees(text: str, schema: Any) -> bool:
+    blocks = [body for kind, body in _FENCED.findall(text) if kind in ("json", "")]
+    source = blocks[-1] if blocks else text
+    if len(source) > _LONGEST_JSON:
+        return False
+    try:
+        value = json.loads(source, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return False
+    validators = importlib.import_module("jsonschema.validators")
+    kind = validators.validator_for(schema)
+    kind.check_schema(schema)
+    try:
+        return bool(kind(schema).is_valid(value))
+    except RecursionError:
+        return False
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def code_of(text: str) -> str:
+    """The last block of Python of a text, or the whole text."""
+    blocks = [body for kind, body in _FENCED.findall(text) if kind.lower() in ("python", "py", "")]
+    return str(blocks[-1]) if blocks else text
+
+
+def tests_of(value: Any) -> list[Any]:
+    """Tests of a record: one or a list of statements, or of objects with "input" and "output", or
+    their JSON. Raises ValueError."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = json.loads(value)
+    tests = value if isinstance(value, list) else [value]
+    for test in tests:
+        if not isinstance(test, str) and not (
+            isinstance(test, dict) and {"input", "output"} <= test.keys()
+        ):
+            raise ValueError(
+                'tests must be statements, or objects with "input" and "output", not '
+                f"{json.dumps(test)[:60]}"
+            )
+    return tests
+
+
+def think_format_reward(completions: Completions, **_: Any) -> list[float]:
+    """1 where a text begins with one block of <think> and </think>, as trl (1.16) defines it."""
+    rewards = []
+    for text in map(text_of, completions):
+        inside = text.removeprefix("<think>")
+        good = inside != text and "<think>" not in inside and "</think>" in inside
+        rewards.append(float(good))
+    return rewards
+
+
+def repetition_penalty_reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """Minus the share of repeated triples of tokens, as trl (1.16) has it by default."""
+    rewards = []
+    for ids in completion_ids:
+        triples = list(zip(ids, ids[1:], ids[2:], strict=False))
+        rewards.append(len(set(triples)) / len(triples) - 1.0 if triples else 0.0)
+    return rewards
+
+
+def accuracy_reward(
+    completions: Completions, solution: Sequence[str], **_: Any
+) -> list[float | None]:
+    """trl's own function, by the package math-verify."""
+    rewards = importlib.import_module("trl.rewards")
+    messages = [[{"role": "assistant", "content": text_of(each)}] for each in completions]
+    result: list[float | None] = rewards.accuracy_reward(messages, solution=list(solution))
+    return result

@@ -1,0 +1,247 @@
+"""The loop of a run: made of its flags when model and data exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.apps.reinforcement.batches import Shapes
+from megatron.apps.reinforcement.completions import CompletionLog
+from megatron.apps.reinforcement.episodes import Episode
+from megatron.apps.reinforcement.exact.head import drawn_numbers
+from megatron.apps.reinforcement.exact.model import inexact_device, inexact_layout, row_rule
+from megatron.apps.reinforcement.flags import ReinforcementConfig
+from megatron.apps.reinforcement.held_out import HeldOutTexts
+from megatron.apps.reinforcement.loop import Floats, ReinforcementLoop, SeenAgain
+from megatron.apps.reinforcement.losses import SAMPLING_DIFFERENCE
+from megatron.apps.reinforcement.rollout import Writing
+from megatron.checkpoint import generation_settings
+from megatron.config import ConfigError
+from megatron.families import family_of, spec_of
+from megatron.training.context import Order, RunContext
+from megatron.training.report import say
+from megatron.training.stopping import TrainingStopped
+from megatron.training.trainer import Callback, Step, Trainer
+
+STATE, CURRICULUM = "reinforcement", "prompt successes"
+"""Names in ``state.json``."""
+
+
+def repeat_generations(context: RunContext) -> None:
+    """Let the samples of a generation come again in each further pass of training over it."""
+    options = context.config.section(ReinforcementConfig)
+    passes, data = options.num_iterations or 1, context.data
+    if passes == 1 or data.datasets.train is None:
+        return
+    size = context.config.training.global_batch_size * options.steps_per_generation
+    again = SeenAgain(data.datasets.train, size, passes)
+    context.data = data._replace(datasets=data.datasets._replace(train=again))
+
+
+def start_loop(context: RunContext, reference: Any = None) -> None:
+    """Let the engine of a run train on texts that it writes. Raises ConfigError for a run whose
+    probabilities cannot be those of generation, where the flags require it."""
+    config, engine, run = context.config, context.engine, context.run
+    options = config.section(ReinforcementConfig)
+    shapes = _shapes(context, options)
+    origin, train = context.origin, context.data.datasets.train
+    assert train is not None
+    settings = generation_settings.for_tokenizer(
+        dict(origin.generation), origin.tokenizer, config.tokenizer, run.tokenizer
+    )
+    ends = generation_settings.end_tokens(run.tokenizer, settings)
+    record = Records(context, options)
+    scorer = scorer_of(context) if options.needs_rewards else None
+    prompts = getattr(train, "dataset", train) if isinstance(train, SeenAgain) else train
+    begin_dialogue, curriculum = None, None
+    if options.environment is not None and scorer is not None:
+        from megatron.apps.reinforcement.rewards.environments import Environments
+
+        environments = Environments.of(config, run.tokenizer, ends)
+        scorer.environments, begin_dialogue = environments, environments.begin
+    if options.rl_curriculum == "success":
+        from megatron.apps.reinforcement.data.curriculum import SuccessCurriculum, repeated_prompts
+
+        curriculum = SuccessCurriculum(options, repeated_prompts(prompts), config.training.seed)
+    judge = None
+    if options.reward_model is not None:
+        from megatron.apps.reinforcement.rewards.reward_model import RewardModel
+
+        judge = RewardModel.start(config, context.mesh)
+    interval = config.logging.log_interval
+    completions = CompletionLog(options, scorer, config.checkpoint.save, interval)
+    loop = ReinforcementLoop(
+        engine,
+        run.tokenizer,
+        Writing(options, config.training.seed, ends),
+        shapes,
+        prompts,
+        scorer,
+        combined_of(options),
+        drawn_numbers,
+        reference,
+        (record, completions, *([curriculum] if curriculum else [])),
+        begin_dialogue,
+        curriculum,
+        judge,
+    )
+    source = context.source
+    if source is not None and source.continues:
+        state = source.found.open(verify=False).state
+        if STATE in state:
+            loop.kept.load(state[STATE])
+        if curriculum is not None and CURRICULUM in state:
+            curriculum.load(state[CURRICULUM])
+    context.notes[STATE] = loop.kept
+    context.checkpoints.counted[STATE] = lambda: dict(loop.kept)
+    if curriculum is not None:
+        context.notes[CURRICULUM] = {}
+        context.checkpoints.counted[CURRICULUM] = curriculum.state
+    engine.look_ahead = loop.look_ahead
+    context.add(Order.TEACH, loop)
+    context.add(Order.TEACH, record)
+    context.add(Order.TEACH, completions)
+    _evaluate_rewards(context, loop)
+    context.add(Order.TEACH, ExactnessCheck(loop, shapes.padded is not None))
+
+
+def _evaluate_rewards(context: RunContext, loop: ReinforcementLoop) -> None:
+    """Let evaluations write texts after held-out prompts, instead of computing losses."""
+    sets, options = context.data.datasets, loop.options
+    if not options.needs_rewards:
+        return
+    valid, test = dict(sets.valid), dict(sets.test)
+    context.data = context.data._replace(datasets=sets._replace(valid={}, test={}))
+    count = context.plan.eval_micro_batches * context.config.training.micro_batch_size
+    held_out = HeldOutTexts(
+        loop.written,
+        valid,
+        test,
+        count * context.mesh.samples.size,
+        options.curriculum_success,
+        context.mesh,
+    )
+    if count and (valid or test):
+        context.add(Order.EVALUATE, held_out)
+
+
+def scorer_of(context: RunContext) -> Any:
+    """The rewards of a run."""
+    from megatron.apps.reinforcement.rewards.scoring import Rewards
+
+    return Rewards.of(context.config, context.run)
+
+
+def combined_of(options: ReinforcementConfig) -> Any:
+    """A function of the tables of several ranks, the places of their rows in the order of samples,
+    and the numbers of the reward model, if any: one table, and the sums of its rows."""
+
+    def combine(
+        tables: Sequence[Any], places: npt.NDArray[np.int64], judged: Floats | None
+    ) -> tuple[Any, Floats]:
+        from megatron.apps.reinforcement.rewards import scoring
+
+        table = scoring.merged(tables)
+        table = table._replace(values_ER=table.values_ER[places])
+        if judged is not None:
+            table = scoring.with_model(table, judged)
+        scoring.check_failures(table, options.reward_failures)
+        return table, scoring.combined(table)
+
+    return combine
+
+
+def _shapes(context: RunContext, options: ReinforcementConfig) -> Shapes:
+    """Return the shapes of micro batches. Every rank must call it."""
+    config, engine = context.config, context.engine
+    family = family_of(config.model.family)
+    generation = family.generation(config, context.run.tokenizer)
+    dtype = next(engine.model.parameters()).dtype
+    reason: str | None = "--rl-exact off"
+    padded = None
+    if options.rl == "distill":
+        reason = "--rl distill compares whole distributions"
+    elif options.rl_exact != "off":
+        reason = inexact_layout(config, spec_of(config.model, config.parallel), dtype)
+        if reason is None:
+            rule = row_rule(engine)
+            reason, padded = inexact_device(engine, rule), rule.padded
+    if reason is not None:
+        padded = None
+        if options.rl_exact == "require":
+            raise ConfigError(
+                f"--rl-exact require: probabilities of training and generation differ in their "
+                f"last bits, since {reason}; give auto, or another layout"
+            )
+        say(f"rl: training and generation differ in rounding ({reason}); the log has by how much")
+    data = family.data(config, context.run.tokenizer)
+    return Shapes(
+        data.length_multiple,
+        generation.max_positions,
+        padded,
+        engine.mesh.pipeline.size > 1,
+    )
+
+
+class Records(Callback):
+    """Numbers of the texts of steps for the log."""
+
+    def __init__(self, context: RunContext, options: ReinforcementConfig) -> None:
+        self._context, self._options = context, options
+        self._numbers: dict[str, float] = {}
+
+    def generated(self, episodes: Sequence[Episode], table: Any, rewards_E: Floats) -> None:
+        """Take the numbers of a generation."""
+        lengths = np.array([each.own_L.sum() for each in episodes])
+        cut = [not each.ended for each in episodes]
+        numbers = {
+            "completions/mean_length": float(lengths.mean()),
+            "completions/clipped_ratio": float(np.mean(cut)),
+        }
+        if table is not None:
+            group = self._options.num_generations or 1
+            grouped = (
+                rewards_E.reshape(-1, group) if not len(rewards_E) % group else rewards_E[None]
+            )
+            known = rewards_E[~np.isnan(rewards_E)]
+            numbers |= {
+                "reward": float(known.mean()) if len(known) else 0.0,
+                "reward_std": float(known.std()) if len(known) else 0.0,
+                "frac_reward_zero_std": float(np.mean(grouped.max(axis=1) == grouped.min(axis=1))),
+            }
+            for name, column in zip(table.names, table.values_ER.T, strict=True):
+                own = column[~np.isnan(column)]
+                if len(own):
+                    numbers[f"rewards/{name}/mean"] = float(own.mean())
+                    numbers[f"rewards/{name}/std"] = float(own.std())
+        self._numbers = numbers
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        for name, value in self._numbers.items():
+            self._context.report.record(name, value, "mean")
+
+
+class ExactnessCheck(Callback):
+    """Compares the probabilities that tokens were drawn from with those of training on them, at
+    every step whose texts are of its own weights."""
+
+    def __init__(self, loop: ReinforcementLoop, promised: bool) -> None:
+        self._loop, self._promised = loop, promised
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        if not (self._promised and self._loop.fresh):
+            return
+        difference = float(step.result.losses[SAMPLING_DIFFERENCE])
+        if difference == 0.0:
+            return
+        text = (
+            f"step {step.iteration}, samples {step.first_sample:,} to "
+            f"{step.first_sample + step.samples - 1:,}: log-probabilities of training differ from "
+            f"those of generation by {difference:.3g} in the mean, and should have the same bits"
+        )
+        if self._loop.options.rl_exact == "require":
+            raise TrainingStopped(f"{text} (--rl-exact require)")
+        say(f"rl: {text}")
