@@ -26,7 +26,7 @@ from megatron.config.flags import (
     nearest_flag,
     type_hints,
 )
-from megatron.util.errors import name_output, one_line
+from megatron.util.errors import name_output, one_line, spelled
 
 MANY_FLAGS = 40
 """With more flags than this, --help shows the examples again at its end."""
@@ -78,15 +78,16 @@ class CommandParser(argparse.ArgumentParser):
 
             for action in self._actions:
                 if action.metavar in ("INT", "FLOAT"):
-                    action.completer = argcomplete.SuppressCompleter()  # type: ignore[attr-defined]
+                    # Not files. SuppressCompleter would hide the flag itself.
+                    action.completer = argcomplete.ChoicesCompleter({})  # type: ignore[attr-defined]
             argcomplete.autocomplete(self)
 
     def format_help(self) -> str:
         text = super().format_help()
-        if len(self._actions) <= MANY_FLAGS:
-            return text
         examples = [match[0] for match in _EXAMPLE.finditer(self.description or "")]
-        return "\n\n".join([f"{text}\nexamples:", *examples]) + "\n" if examples else text
+        if examples and len(self._actions) > MANY_FLAGS:
+            text = "\n\n".join([f"{text}\nexamples:", *examples]) + "\n"
+        return spelled(text)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")

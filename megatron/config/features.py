@@ -177,6 +177,8 @@ class Feature:
         model_parts: classes of flags of the network.
         families: names of the model families that :meth:`family` returns.
         tokenizers: values of ``--tokenizer-type`` that :meth:`tokenizer` returns.
+        only_trained: how the canonical names of parameters begin that only training uses, and
+            which models written for other programs leave out.
         optimizers: values of ``--optimizer`` that :meth:`optimizer` returns, with the names of the
             states of a parameter.
     """
@@ -186,6 +188,7 @@ class Feature:
     model_parts: ClassVar[tuple[type[ModelPart], ...]] = ()
     families: ClassVar[tuple[str, ...]] = ()
     tokenizers: ClassVar[tuple[str, ...]] = ()
+    only_trained: ClassVar[tuple[str, ...]] = ()
     optimizers: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
 
     # The configuration of a run.

@@ -102,7 +102,7 @@ def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> Lay
 class GPTData(DataPipeline):
     """The data of a GPT: streams of text, instructions and answers, text to be filled in."""
 
-    takes = frozenset({DOCUMENTS, PACKED, "pairs"})
+    takes = frozenset({DOCUMENTS, PACKED, "pairs", "prompts"})
 
     def recipe(self) -> SampleRecipe[Any]:
         epochs = self.config.data.train_data_exact_num_epochs

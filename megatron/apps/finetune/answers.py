@@ -16,6 +16,7 @@ from megatron.apps.generation.request import (
     StopRules,
 )
 from megatron.apps.generation.writing import TextWriter, training_runner
+from megatron.apps.reinforcement.data.prompts import PromptSample
 from megatron.checkpoint.generation_settings import ends_of, for_tokenizer
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config import ConfigError
@@ -83,6 +84,8 @@ def sample_prompts(config: TuningConfig, run: Run, data: TrainingData) -> Prompt
 
 def prompt_of(sample: Any) -> PromptTokens | None:
     """The first prompt of a sample, with the better of two answers; None without one."""
+    if isinstance(sample, PromptSample):
+        return PromptTokens(tuple(sample.prompt.tokens.tolist()))
     if isinstance(sample, PreferenceSample):
         row = sample.rows[0]
         return PromptTokens(tuple(row.context.tolist()), tuple(row.continuation.tolist()))

@@ -110,7 +110,7 @@ def planned(config: TuningConfig, settings: Settings, processes: int) -> TuningR
         settings |= derived({name: words})
     epochs = None
     if not has_length(settings):
-        count = config.epochs or (1 if "preference" in settings else 3)
+        count = config.epochs or (1 if {"preference", "rl"} & settings.keys() else 3)
         epochs = Epochs(count, sum(counts.train))
         how = f"derived: {count} epochs of {epochs.samples} samples"
         settings["train_samples"] = Setting(count * epochs.samples, how)

@@ -10,6 +10,8 @@ from typing import Any
 from megatron.apps.finetune.provenance import TuningRecord, run_of
 from megatron.apps.finetune.settings import CHECKPOINTS, TuningConfig
 from megatron.apps.finetune.summary import TuningSummary, model_card
+from megatron.apps.reinforcement.data.prompts import read_prompts
+from megatron.apps.reinforcement.flags import ReinforcementConfig
 from megatron.checkpoint.files import CheckpointError, read_json, write_json
 from megatron.checkpoint.folder import BEST, replace_folder, unfinished_folder
 from megatron.checkpoint.generation_settings import ends_of, with_ends
@@ -197,6 +199,9 @@ def _has_pairs(run: Run) -> bool:
     assert train is not None
     file = example_files(train.sources[0].paths[0])[0]
     columns = RecordColumns.of(run.config.section(InstructionConfig))
+    if run.config.section(ReinforcementConfig).rl is not None:
+        _, prompt = next(iter(read_prompts(file.path, columns)))
+        return prompt.example.is_pair
     if run.config.section(PreferenceConfig).preference is not None:
         _, preference = next(iter(read_preferences(file.path, columns)))
         return preference.is_text

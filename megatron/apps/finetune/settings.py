@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,8 +28,12 @@ ORIGIN = "finetune.py"
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in --output."""
 GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, SEQ_LENGTH = 16, 2, 2048
-RATES = {"full": 1e-5, "lora": 1e-4, "full preference": 5e-7, "lora preference": 5e-6}
-"""Usual peak learning rates, those of LLaMA-Factory's examples."""
+RATES = {
+    "full": 1e-5, "lora": 1e-4, "full preference": 5e-7, "lora preference": 5e-6, "full rl": 1e-6,
+    "lora rl": 1e-5,
+}  # fmt: skip
+"""Usual peak learning rates, those of LLaMA-Factory's examples, and of trl for texts of the
+model."""
 _OF_THIS_COMMAND = {
     **dict.fromkeys(("pretrained_checkpoint", "use_checkpoint_args"), "--model"),
     **dict.fromkeys(("data_path", "train_data_path", "data_args_path", "train_data"), "--data"),
@@ -56,9 +61,9 @@ class TuningConfig:
     """Folder of the model, as downloaded from Hugging Face, or a checkpoint of any format."""
     data: tuple[str, ...] = option(())
     """Files, folders or globs of examples (JSON, JSON lines, Parquet, CSV, TSV): instructions and
-    answers, or, with --preference, better and worse answers. Of the folder of a data set its
-    training split. PATH PATH ... uses all examples of each, WEIGHT PATH WEIGHT PATH ... blends
-    them."""
+    answers; with --preference better and worse answers; with --rl prompts, and what rewards
+    compare with. Of the folder of a data set its training split. PATH PATH ... uses all examples of
+    each, WEIGHT PATH WEIGHT PATH ... blends them."""
     output: str | None = option(None)
     """Folder for the result: a model of Hugging Face, the checkpoints, and a report."""
     eval_data: tuple[str, ...] = option(())
@@ -69,7 +74,10 @@ class TuningConfig:
     )
     """Share of --data that is held out and evaluated on; 0 for none."""
     epochs: int | None = option(
-        None, derived="3; with --preference 1", bounds=POSITIVE, aliases=("--num-train-epochs",)
+        None,
+        derived="3; with --preference and --rl 1",
+        bounds=POSITIVE,
+        aliases=("--num-train-epochs",),
     )
     """How often to train on all examples; --train-iters and the like set another length."""
     sample_prompts: str | None = option(None, derived="the first held-out prompts")
@@ -159,7 +167,7 @@ def _files(config: TuningConfig, settings: Settings) -> dict[str, Any]:
         "save": checkpoints,
         "load": checkpoints,
     }
-    if "preference" not in settings:
+    if not _objective(settings):
         files["sft"] = True
     if config.eval_data:
         files["train_data_path"] = weighted(training_paths(config))
@@ -205,7 +213,8 @@ def _defaults(
     assert origin is not None  # --model exists
     model = origin.found.open(verify=False).model
     lora = "lora" in settings or "qlora" in settings
-    kind = f"{'lora' if lora else 'full'}{' preference' if 'preference' in settings else ''}"
+    objective = _objective(settings)
+    kind = f"{'lora' if lora else 'full'} {objective}".strip()
     defaults = {
         **_moved_tokenizer(config, origin),
         "seq_length": min(SEQ_LENGTH, model.seq_length),
@@ -215,7 +224,7 @@ def _defaults(
         "keep_last": 2,
         **_batches(settings, processes),
     }
-    if "preference" in settings:  # as in trl: the model begins as its reference
+    if objective:  # as in trl: the model begins as its reference, and reads what it wrote
         defaults |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     else:
         defaults["sft_loss_weights"] = "tokens"
@@ -225,6 +234,11 @@ def _defaults(
     if not {"lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens"} & settings.keys():
         defaults["lr_warmup_fraction"] = 0.03
     return defaults
+
+
+def _objective(settings: Settings) -> str:
+    """``preference`` or ``rl`` where the data have no answers to learn, else nothing."""
+    return next((name for name in ("preference", "rl") if name in settings), "")
 
 
 def _moved_tokenizer(config: TuningConfig, origin: ResumeSource) -> dict[str, str]:
@@ -245,6 +259,7 @@ def _batches(settings: Settings, processes: int) -> dict[str, int]:
     def value(name: str, default: int) -> int:
         return settings[name].value if name in settings else default
 
+    group = _group(settings)
     ranks = value("tensor_model_parallel_size", 1) * value("pipeline_model_parallel_size", 1)
     replicas = max(1, processes // ranks)
     whole = settings.get("global_batch_size")
@@ -255,8 +270,20 @@ def _batches(settings: Settings, processes: int) -> dict[str, int]:
     micro = value("micro_batch_size", MICRO_BATCH_SIZE)
     sizes = {"micro_batch_size": micro}
     if "num_accumulation_steps" not in settings:
-        sizes["global_batch_size"] = -(-GLOBAL_BATCH_SIZE // (micro * replicas)) * micro * replicas
+        multiple = math.lcm(micro * replicas, group)
+        sizes["global_batch_size"] = -(-GLOBAL_BATCH_SIZE // multiple) * multiple
     return sizes
+
+
+def _group(settings: Settings) -> int:
+    """Texts after each prompt, of which a batch has all."""
+    if "rl" not in settings:
+        return 1
+    from megatron.apps.reinforcement.settings import PAPERS  # after the flags of all features
+
+    given = settings.get("num_generations")
+    paper = PAPERS[settings["rl"].value][1]
+    return paper.get("num_generations", 8) if given is None else given.value
 
 
 def has_length(settings: Settings) -> bool:

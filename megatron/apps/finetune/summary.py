@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.apps.finetune.provenance import TuningRecord
+from megatron.apps.reinforcement.flags import ReinforcementConfig
 from megatron.config import RunConfig
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.instruction.flags import InstructionConfig
@@ -42,6 +43,17 @@ PREFERENCES = {
     "simpo": "SimPO",
     "reward": "reward model",
 }
+TITLES = {
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "dapo": "DAPO",
+    "gspo": "GSPO",
+    "rloo": "RLOO",
+    "reinforce++": "REINFORCE++",
+    "ppo": "PPO",
+    "online-dpo": "Online DPO",
+    "distill": "On-policy distillation",
+}
 
 
 @dataclass(frozen=True)
@@ -65,8 +77,10 @@ class TuningSummary:
         preference = self.config.section(PreferenceConfig).preference
         adapters = self.config.section(AdapterConfig)
         trained = "QLoRA" if adapters.qlora else "LoRA" if adapters.lora else ""
-        if preference is not None:
-            return PREFERENCES[preference] + (f" with {trained}" if trained else "")
+        algorithm = self.config.section(ReinforcementConfig).rl
+        name = TITLES.get(algorithm or "") or PREFERENCES.get(preference or "")
+        if name is not None:
+            return name + (f" with {trained}" if trained else "")
         return f"Supervised fine-tuning{f' with {trained}' if trained else ' of all weights'}"
 
     def facts(self) -> dict[str, str]:
@@ -119,6 +133,9 @@ class TuningSummary:
     def _format(self) -> dict[str, str]:
         instruction = self.config.section(InstructionConfig)
         preference = self.config.section(PreferenceConfig)
+        texts = self.config.section(ReinforcementConfig)
+        if texts.rl is not None:
+            return {"Texts": _texts(texts)}
         if preference.preference is not None:
             return {"Loss": f"{preference.preference}, beta {preference.beta:g}"}
         counted = {
@@ -145,6 +162,17 @@ class TuningSummary:
                     (shown, "" if before is None else f"{before:.4f}", f"{value:.4f}")
                 )
         return comparisons
+
+
+def _texts(options: ReinforcementConfig) -> str:
+    """Number, length and judges of the texts that the policy wrote."""
+    model = () if options.reward_model is None else ("a reward model",)
+    environment = () if options.environment is None else (options.environment,)
+    rewards = ", ".join((*options.reward_funcs, *model, *environment)) or "a teacher"
+    return (
+        f"{options.num_generations} after each prompt, of at most {options.max_completion_length} "
+        f"tokens, at temperature {options.temperature:g}; judged by {rewards}"
+    )
 
 
 _OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD", "muon": "Muon", "lion": "Lion"}
@@ -174,8 +202,9 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 def model_card(summary: TuningSummary, name: str, has_template: bool) -> str:
     """The card of the model in the folder ``name``; ``has_template``: it is prompted by a chat
     template."""
-    preference = "rl" if summary.method.startswith(("DPO", "IPO", "KTO", "ORPO", "SimPO")) else ""
-    tags = ["megatron-deepspeed", "sft" if not preference else summary.method.split()[0].lower()]
+    names = {*PREFERENCES.values(), *TITLES.values()} - {"reward model"}
+    method = summary.method.partition(" with ")[0]
+    tags = ["megatron-deepspeed", method.lower() if method in names else "sft"]
     if summary.config.section(AdapterConfig).lora:
         tags.append("lora")
     front = {

@@ -52,27 +52,8 @@ class AveragesConfig(FlagSection):
 
     def check(self, config: Any, resolver: ConfigResolver) -> None:
         """Refuse what cannot have averages, or would lose them. Raises ConfigError."""
-        checkpoint = config.checkpoint
         for flag in self.names.values():
-            for wrong, what, instead in (
-                (
-                    config.optimizer.optimizer == "schedule_free",
-                    "--optimizer schedule_free, whose weights are an average",
-                    "leave it out",
-                ),
-                (
-                    not checkpoint.save_optim,
-                    "--no-save-optim: checkpoints have the average with the optimizer's states",
-                    "leave one of them out",
-                ),
-                (
-                    checkpoint.checkpoint_format != "safetensors",
-                    f"--checkpoint-format {checkpoint.checkpoint_format}, which has no place for "
-                    "the average",
-                    "leave one of them out",
-                ),
-            ):
-                resolver.check(not wrong, f"{flag} contradicts {what}; {instead}")
+            check_kept(flag, "the average", config, resolver)
 
     def check_start(self, last: int) -> None:
         """Refuse averages that start after the last iteration. Raises ConfigError."""
@@ -85,6 +66,30 @@ class AveragesConfig(FlagSection):
                     f"{flag} {first} is after the last iteration, {last}: the average would have "
                     "no term; give an earlier one"
                 )
+
+
+def check_kept(flag: str, what: str, config: Any, resolver: ConfigResolver) -> None:
+    """Refuse runs that cannot keep ``what`` next to the weights, as ``flag`` needs it, or would
+    lose it. Raises ConfigError."""
+    checkpoint = config.checkpoint
+    for wrong, why, instead in (
+        (
+            config.optimizer.optimizer == "schedule_free",
+            "--optimizer schedule_free, whose weights are an average",
+            "leave it out",
+        ),
+        (
+            not checkpoint.save_optim,
+            f"--no-save-optim: checkpoints have {what} with the optimizer's states",
+            "leave one of them out",
+        ),
+        (
+            checkpoint.checkpoint_format != "safetensors",
+            f"--checkpoint-format {checkpoint.checkpoint_format}, which has no place for {what}",
+            "leave one of them out",
+        ),
+    ):
+        resolver.check(not wrong, f"{flag} contradicts {why}; {instead}")
 
 
 class AveragesFeature(Feature):

@@ -54,6 +54,7 @@ from megatron.formats.features import layers_of
 from megatron.formats.huggingface import architecture_of
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
+from megatron.util.errors import spelled
 from megatron.util.progress import say
 
 _PAIRS = {"attention.proj": "attention.qkv", "mlp.up": "mlp.down"}
@@ -85,7 +86,8 @@ def clean(argv: Sequence[str]) -> None:
         print(line)
     with published(output, config.overwrite, source.folder, marks=(MEGATRON_TRACKER,)) as folder:
         write_checkpoint(folder, source, moments=False, progress=say)
-    print(f"{output}: {source.folder} as it computes; tools/convert_checkpoint.py to-hf exports it")
+    export = spelled("tools/convert_checkpoint.py to-hf")
+    print(f"{output}: {source.folder} as it computes; {export} exports it")
 
 
 class CleanSource(Source):

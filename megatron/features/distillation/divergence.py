@@ -101,7 +101,7 @@ def linear_distillation(
 def linear_top_tokens(teacher: TeacherHead, count: int, temperature: float) -> TopTokens:
     """The ``count`` most probable tokens of a teacher at each of its positions, the same on every
     rank, those of the whole sequence."""
-    run, whole = _chunks_of(teacher), teacher.head.tp.context.whole
+    run, whole = teacher_chunks(teacher), teacher.head.tp.context.whole
     parts = [_top_of_chunk(run, chunk, count, temperature) for chunk in run.chunks]
     shape = (teacher.x_BPH.shape[0], -1)
     wholes = (torch.cat(part).unflatten(0, shape) for part in zip(*parts, strict=True))
@@ -159,7 +159,7 @@ class _Distilled(LogitChunks):
         self.terms, self.teacher = terms, teacher
         self._teaching: LogitChunks | None = None
         if isinstance(teacher, TeacherHead):
-            self._teaching = _chunks_of(teacher, self.chunks)
+            self._teaching = teacher_chunks(teacher, self.chunks)
 
     def losses(self) -> DistilledLosses:
         """Means over the tokens that count; fills in the gradients."""
@@ -209,7 +209,7 @@ class _Distilled(LogitChunks):
         return _TopTeacher(columns_CK, probs_CK.to(self.work), rest_C.to(self.work), self)
 
 
-def _chunks_of(teacher: TeacherHead, chunks: list[slice] | None = None) -> LogitChunks:
+def teacher_chunks(teacher: TeacherHead, chunks: list[slice] | None = None) -> LogitChunks:
     """The teacher's tokens, in given chunks."""
     x_BPH, weight_VH, bias_V, head = teacher
     if head.tp.split:

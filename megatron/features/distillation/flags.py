@@ -63,7 +63,9 @@ class DistillationConfig(FlagSection):
             for field in dataclasses.fields(self):
                 # Scripts of dense models pass a teacher's experts, 1, without a teacher.
                 dense = field.name == "num_experts_teacher" and set(self.num_experts_teacher) <= {1}
-                if field.name != "kd" and not dense:
+                # Reinforcement learning may have a teacher for the texts that it writes.
+                other = field.name == "load_teacher" and resolver.values.get("rl") == "distill"
+                if field.name != "kd" and not dense and not other:
                     resolver.check_unused(field.name, "--kd")
             return
         resolver.check(

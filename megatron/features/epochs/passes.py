@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.config import ConfigError, Setting, Settings
+from megatron.config.features import DOCUMENTS
 from megatron.config.training import LENGTHS
 from megatron.families import family_of
 from megatron.run.run import Run
@@ -75,6 +76,7 @@ def _unit(settings: Settings) -> str:
 def _files(run: Run, epochs: int, shown: str) -> list[FileSamples]:
     data = family_of(run.config.model.family).data(run.config, run.tokenizer)
     of_examples = data.reads_examples or any(kind.weighs(run.config) for kind in data.acting)
+    of_examples |= any(kind.acts and kind.samples != DOCUMENTS for kind in run.config.kinds)
     if not of_examples and data.samples_of(0) is None:
         raise ConfigError(
             f"{shown}: samples of {run.config.model.family} are drawn again in every pass, and "

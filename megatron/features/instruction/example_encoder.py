@@ -46,6 +46,7 @@ _FORMS = {
 """Patterns of chat templates that write more of a message than its content."""
 _KNOWS_NULL = re.compile(r"(?<!\w)content(['\"]\])?\s+is\s+(not\s+)?none", re.IGNORECASE)
 
+_STAND_IN = "An answer of the model."
 Messages = list[dict[str, Any]]
 Item = TypeVar("Item")
 Found = TypeVar("Found")
@@ -186,6 +187,43 @@ class ExampleEncoder:
             start += sum(len(tokens) for tokens, _ in before)
             encoded[number] = Continued(np.asarray(tokens, np.int32), start)
         return [encoded[number] for number in range(len(examples))]
+
+    def prompts(self, examples: Sequence[tuple[str, Example]]) -> list[npt.NDArray[np.int32]]:
+        """Ids of (place, example) pairs up to where the model answers: with what the template
+        writes before an answer. Raises as calling it does."""
+        encoded: dict[int, npt.NDArray[np.int32]] = {}
+        plain: dict[int, list[PromptAnswer]] = {}
+        for number, (place, example) in enumerate(examples):
+            kind = self.format_of(example)
+            try:
+                self._check(example, kind)
+                if kind == "chat":
+                    encoded[number] = np.asarray(self._chat.prompt(example), np.int32)
+                    continue
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
+            asked = replace(example, turns=(*example.turns, Turn(ANSWER, "")))
+            plain[number] = list(plain_texts(asked, alpaca=kind == "alpaca"))
+        places = [examples[number][0] for number in plain]
+        tokenized = _naming(places, self._tokenized, [parts[:-1] for parts in plain.values()])
+        asked_last = _naming(
+            places, self._tokenizer.tokenize_batch, [parts[-1][0] for parts in plain.values()]
+        )
+        for number, before, last in zip(plain, tokenized, asked_last, strict=True):
+            answered = [np.asarray(tokens, np.int32) for tokens, _ in before]
+            encoded[number] = np.concatenate([*answered, np.asarray(last, np.int32)])
+        return [encoded[number] for number in range(len(examples))]
+
+    def following(self, example: Example) -> list[int]:
+        """Ids of what follows the last answer of a conversation, up to where the model answers
+        again; a chat template begins it with what ends the answer. Raises ValueError."""
+        kind = self.format_of(example)
+        self._check(example, kind)
+        if kind == "chat":
+            return self._chat.following(example)
+        turns = (*example.turns, Turn(ANSWER, ""))
+        *_, (text, _) = plain_texts(Example(turns), alpaca=kind == "alpaca")
+        return list(self._tokenizer.tokenize(text))
 
     def _check(self, example: Example, kind: str) -> None:
         """Raises ValueError if the format leaves out what an example has."""
@@ -342,6 +380,23 @@ class ChatTemplate:
         """The conversation as the template writes it. Raises ValueError if it refuses it, or leaves
         out a part of it."""
         return self._rendered(example).text
+
+    def prompt(self, example: Example) -> list[int]:
+        """Ids of the conversation up to where the model answers. Raises as :meth:`text_of`."""
+        return self._with_offsets(self._prompt(example, len(example.turns)))[0]
+
+    def following(self, example: Example) -> list[int]:
+        """Ids after the last answer, up to where the model answers again. Raises ValueError if the
+        template does not write that answer."""
+        # Another text stands for the answer, which the template may not write as it was.
+        turns = list(example.turns)
+        last = max(number for number, turn in enumerate(turns) if turn.role == ANSWER)
+        turns[last] = Turn(ANSWER, _STAND_IN)
+        text = self._prompt(replace(example, turns=tuple(turns)), len(turns))
+        _, mark, rest = text.rpartition(_STAND_IN)
+        if not mark:
+            raise ValueError("the chat template leaves out the answer before the last messages")
+        return self._with_offsets(rest)[0]
 
     def continued(self, example: Example, count: int) -> Continued:
         """Ids of the conversation, and the first of them that its first ``count`` turns, to be

@@ -84,6 +84,9 @@ class BestEvaluation(Callback):
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
         if isinstance(evaluation, Evaluation) and not evaluation.test:
             self._now[evaluation.name] = _minimised(trainer, evaluation)
+        # An evaluation of another kind may have a number that is best when it is lowest.
+        elif (number := getattr(evaluation, "minimised", None)) is not None:
+            self._now[evaluation.kind] = number
 
     def evaluate(self, trainer: Trainer, last: bool) -> None:
         """After the validation: takes it into account."""

@@ -40,6 +40,7 @@ from megatron.formats.inspection import counted, model_of
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.legacy_megatron.writer import write_megatron
 from megatron.model.spec import training_dtype
+from megatron.util.errors import spelled
 from megatron.util.progress import say
 
 
@@ -247,7 +248,7 @@ def from_hf(argv: Sequence[str]) -> None:
     if source.model.head == "lm":
         print(f"train on it with --load {output} --use-checkpoint-args")
     else:
-        print(f"evaluate it, or train on it, with tasks/main.py --load {output}")
+        print(f"evaluate it, or train on it, with {spelled('tasks/main.py')} --load {output}")
 
 
 def import_hf(

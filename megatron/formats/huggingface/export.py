@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, finite, read_json, save_tensors, write_json
 from megatron.checkpoint.source import DTYPES, Source
+from megatron.config.features import features
 from megatron.formats.huggingface import architecture_of, departure
 from megatron.formats.huggingface.entries import Parameter
 from megatron.formats.huggingface.tasks import Task
@@ -41,6 +42,8 @@ def write_model(
         progress(f"written as {form.title}: {why}")
     parameters = list(form.parameters(model))
     expected, present = {parameter.ours for parameter in parameters}, set(source.names())
+    left_out = tuple(part for feature in features().values() for part in feature.only_trained)
+    present = {name for name in present if not name.startswith(left_out)}
     if present != expected:
         missing, foreign = sorted(expected - present), sorted(present - expected)
         raise CheckpointError(

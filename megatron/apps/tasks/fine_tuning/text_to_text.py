@@ -35,7 +35,7 @@ from megatron.run.run import Run
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TaskPrompt:
     """Prompt of a task, with {0} and {1} for the texts of a row, and its answers by the label's
     word in the files. The text of the number ``sentence`` gets a full stop if it has none."""
 
@@ -69,57 +69,57 @@ _NUMBERS = _same(NUMBERS)
 _NO_YES = {"0": "no", "1": "yes"}
 _ENTAILMENT = ("entailment", "not_entailment")
 
-PROMPTS: dict[str, dict[str, Prompt]] = {
+PROMPTS: dict[str, dict[str, TaskPrompt]] = {
     "decoder": {
-        "MNLI": Prompt(
+        "MNLI": TaskPrompt(
             "{0}\nQuestion: {1} True, False or Neither?\nAnswer:",
             {"contradiction": "False", "entailment": "True", "neutral": "Neither"},
             sentence=1,
         ),
-        "QQP": Prompt(
+        "QQP": TaskPrompt(
             "Question 1: {0}\nQuestion 2: {1}\nQuestion: Do both questions ask the same thing?\n"
             "Answer:",
             _NO_YES,
         ),
-        "QNLI": Prompt(
+        "QNLI": TaskPrompt(
             "{0}\n{1}\nQuestion: Does this response answer the question?\nAnswer:",
             {"entailment": "yes", "not_entailment": "no"},
         ),
-        "SST-2": Prompt(
+        "SST-2": TaskPrompt(
             "{0}\nQuestion: Is this sentence positive or negative?\nAnswer:",
             {"0": "negative", "1": "positive"},
         ),
-        "CoLA": Prompt("{0}\nQuestion: Does this sentence make sense?\nAnswer:", _NO_YES),
-        "STS-B": Prompt(
+        "CoLA": TaskPrompt("{0}\nQuestion: Does this sentence make sense?\nAnswer:", _NO_YES),
+        "STS-B": TaskPrompt(
             "Sentence 1: {0}\nSentence 2: {1}\nQuestion: How similar are the sentences, from 0.0 "
             "to 5.0?\nAnswer:",
             _NUMBERS,
         ),
-        "MRPC": Prompt(
+        "MRPC": TaskPrompt(
             "Sentence 1: {0}\nSentence 2: {1}\nQuestion: Do both sentences mean the same thing?\n"
             "Answer:",
             _NO_YES,
         ),
-        "RTE": Prompt(
+        "RTE": TaskPrompt(
             "{0}\nQuestion: {1} True or False?\nAnswer:",
             {"entailment": "True", "not_entailment": "False"},
         ),
     },
     "encoder": {
-        "MNLI": Prompt(
+        "MNLI": TaskPrompt(
             "mnli hypothesis: {1} premise: {0}", _same(("contradiction", "entailment", "neutral"))
         ),
-        "QQP": Prompt(
+        "QQP": TaskPrompt(
             "qqp question1: {0} question2: {1}", {"0": "not_duplicate", "1": "duplicate"}
         ),
-        "QNLI": Prompt("qnli question: {0} sentence: {1}", _same(_ENTAILMENT)),
-        "SST-2": Prompt("sst2 sentence: {0}", {"0": "negative", "1": "positive"}),
-        "CoLA": Prompt("cola sentence: {0}", {"0": "unacceptable", "1": "acceptable"}),
-        "STS-B": Prompt("stsb sentence1: {0} sentence2: {1}", _NUMBERS),
-        "MRPC": Prompt(
+        "QNLI": TaskPrompt("qnli question: {0} sentence: {1}", _same(_ENTAILMENT)),
+        "SST-2": TaskPrompt("sst2 sentence: {0}", {"0": "negative", "1": "positive"}),
+        "CoLA": TaskPrompt("cola sentence: {0}", {"0": "unacceptable", "1": "acceptable"}),
+        "STS-B": TaskPrompt("stsb sentence1: {0} sentence2: {1}", _NUMBERS),
+        "MRPC": TaskPrompt(
             "mrpc sentence1: {0} sentence2: {1}", {"0": "not_equivalent", "1": "equivalent"}
         ),
-        "RTE": Prompt("rte sentence1: {0} sentence2: {1}", _same(_ENTAILMENT)),
+        "RTE": TaskPrompt("rte sentence1: {0} sentence2: {1}", _same(_ENTAILMENT)),
     },
 }
 """By what reads them, and the task."""
