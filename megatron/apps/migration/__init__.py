@@ -1,0 +1,1 @@
+"""Configurations of other trainers as commands of this one (``tools/migrate.py``)."""

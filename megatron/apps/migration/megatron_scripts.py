@@ -1,0 +1,221 @@
+"""Scripts of Megatron-LM and Megatron-DeepSpeed: most flags are this trainer's own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.apps.migration.deepspeed_keys import flattened, translate_json
+from megatron.apps.migration.rules import put_value, table
+from megatron.apps.migration.shell import Script
+from megatron.apps.migration.translation import Translation, Unfit, flag_kinds
+from megatron.config import ConfigError
+from megatron.config.flags import flag_names
+from megatron.config.foreign_flags import LegacyFlags, refused_flag
+from megatron.util.json_text import parse_json
+
+import dataclasses  # isort: skip
+
+PROGRAMS = {
+    **{
+        f"pretrain_{name}.py": f"pretrain_{name}.py"
+        for name in ("gpt", "bert", "t5", "ict", "retro")
+    },
+    "pretrain_gpt2.py": "pretrain_gpt.py",
+    "pretrain_gpt_core.py": "pretrain_gpt.py",
+    "pretrain_mamba.py": "pretrain_gpt.py",
+    "pretrain_hybrid.py": "pretrain_gpt.py",
+    "finetune_llama.py": "finetune_llama.py",
+}
+"""Training programs of Megatron, and the program here."""
+
+JSON_FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepscale_config")
+_NUMBER = re.compile(r"-\d[\d.e-]*$")
+
+
+def flags_of(words: Sequence[str]) -> dict[str, Any]:
+    """Flags with their values; a switch is True, several values a list. Of a flag that comes twice
+    the last counts. Words without a flag are under the empty name."""
+    flags: dict[str, Any] = {}
+    name, values = "", list[str]()
+    for word in [*words, "--"]:
+        if word.startswith("-") and not _NUMBER.match(word):
+            if name or values:
+                flags[name] = True if not values else values[0] if len(values) == 1 else values
+            name, equals, value = word.partition("=")
+            values = [value] if equals else []
+        else:
+            values.append(word)
+    return flags
+
+
+def processes_of(launcher: Sequence[str]) -> int | None:
+    """Number of processes that a launcher starts, where its words say so."""
+    flags = {
+        name.lstrip("-").replace("-", "_"): value for name, value in flags_of(launcher[1:]).items()
+    }
+    each = flags.get("nproc_per_node") or flags.get("num_gpus") or flags.get("num_processes")
+    nodes = flags.get("nnodes") or flags.get("num_nodes") or flags.get("num_machines") or "1"
+    each, nodes = (value[0] if isinstance(value, list) else value for value in (each, nodes))
+    if not str(each).isdigit() or not str(nodes).isdigit():
+        return None
+    return int(str(each)) * (1 if "num_processes" in flags else int(str(nodes)))
+
+
+def json_of(path: str, script: Script, folder: Path) -> dict[str, Any] | None:
+    """A DeepSpeed JSON that a script writes itself, or that is on this machine; None otherwise.
+    Raises ConfigError if it is not a JSON object."""
+    text = script.files.get(path)
+    if text is None:
+        file = next((p for p in (Path(path), folder / path) if p.is_file()), None)
+        if file is None:
+            return None
+        text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        content = parse_json(text.encode(), path)
+    except ValueError as error:
+        raise ConfigError(
+            f"{error}; if the script fills it with sed, run that line first"
+        ) from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object")
+    return content
+
+
+def read(script: Script, name: str, folder: Path) -> Translation:
+    """A script's command, not translated yet."""
+    program = Path(script.program).name
+    if program not in PROGRAMS:
+        known = ", ".join(PROGRAMS)
+        raise ConfigError(
+            f"{name}: {script.program} is not a training program that is known here: {known}"
+        )
+    flags = flags_of(script.words)
+    path = next((flags[each] for each in JSON_FLAGS if each in flags), None)
+    content = json_of(str(path), script, folder) if path else None
+    source = {key.lstrip("-") or "(words)": value for key, value in flags.items()}
+    return Translation(
+        source | (flattened(content, f"{path}:") if content else {}),
+        "Megatron",
+        PROGRAMS[program],
+        processes_of(script.launcher),
+        list(script.launcher),
+    )
+
+
+def apply(t: Translation) -> None:
+    """Translates flags, and the DeepSpeed JSON that they name."""
+    named = next((key for key in t.source if f"--{key}" in JSON_FLAGS), "")
+    prefix = f"{t.source.get(named)}:"
+    notes, rows = _notes(), table("megatron")
+    for key in [key for key in t.source if not key.startswith(prefix)]:
+        value = t.source[key]
+        row = next((row for row in rows if row.fits(key)), None)
+        if key == named and any(name.startswith(prefix) for name in t.source):
+            t.tell(key, "the JSON below")
+        elif row is not None and row.action == "flag":
+            words = "true" if value is True else value
+            put_value(t, key, row.words, words)
+        elif row is not None and row.action.startswith("@"):
+            _RULES[row.action[1:]](t, key, value)
+        elif row is not None:
+            t.harmless(key, row.words)
+        else:
+            _own(t, key, value, notes)
+    translate_json(t, prefix, flags_win=True)
+    t.finish()
+
+
+def _notes() -> dict[str, str]:
+    """Return why each flag that is accepted and not used changes nothing."""
+    notes: dict[str, str] = {}
+    for field in dataclasses.fields(LegacyFlags):
+        names, off = flag_names(field)
+        notes |= dict.fromkeys((*names, *(off or "").split()), field.metadata["note"])
+    return notes
+
+
+def _own(t: Translation, key: str, value: Any, notes: dict[str, str]) -> None:
+    flag = f"--{key}" if f"--{key}" in flag_kinds() or f"--{key}" in notes else f"-{key}"
+    if flag in notes:
+        t.harmless(key, notes[flag])
+        return
+    kind, refused = flag_kinds().get(f"--{key}"), refused_flag(f"--{key}")
+    if kind is not None:
+        try:
+            _put_own(t, key, value)
+        except Unfit as error:
+            t.lose(key, str(error))
+    elif refused is not None:
+        t.outcomes.setdefault(key, _lost(refused))
+
+
+def _lost(reason: str) -> Any:
+    from megatron.apps.migration.translation import KeyOutcome
+
+    return KeyOutcome("lost", reason)
+
+
+def _put_own(t: Translation, key: str, value: Any) -> None:
+    """A flag that both programs have, in the spelling that the script uses."""
+    kind, flag = flag_kinds()[f"--{key}"], f"--{key}"
+    if kind.type is bool or value is True:
+        words: tuple[str, ...] = (flag,)
+        if value is not True:
+            raise Unfit(f"{flag} takes no value, and has {value}")
+        if kind.type is not bool and not kind.bare:
+            raise Unfit(
+                "it has no value: a variable or position of the script is empty (--set NAME=VALUE)"
+            )
+    else:
+        values = value if isinstance(value, list) else [value]
+        for each in values:
+            if kind.type in (int, float) and not re.match(r"[-+]?[\d.]", str(each)):
+                raise Unfit(f"{each} is not a number, as {flag} needs")
+            names = [str(choice) for choice in kind.choices]
+            if names and str(each) not in names:
+                raise Unfit(f"{flag} has no {each}: {', '.join(names)}")
+        words = (flag, *map(str, values))
+    before = t.words.get(kind.name)
+    if before is not None and before[1:] != words[1:]:
+        raise ConfigError(
+            f"{before[0]} and {flag} set the same thing: {' '.join(before)}, "
+            f"{' '.join(words)}; leave one out"
+        )
+    t.words[kind.name], t.origins[kind.name] = words, key
+    t.tell(key, " ".join(words))
+
+
+def _offload(t: Translation, key: str, value: Any) -> None:
+    t.put_json(key, "zero_optimization.offload_optimizer.device", "cpu")
+
+
+def _window(t: Translation, key: str, value: Any) -> None:
+    numbers = re.findall(r"-?\d+", " ".join(value) if isinstance(value, list) else str(value))
+    if len(numbers) == 2 and int(numbers[0]) >= 0 and int(numbers[1]) <= 0:
+        t.put(key, "--sliding-window", int(numbers[0]) + 1)
+    else:
+        t.lose(
+            key,
+            "--sliding-window N+1 is a window of N tokens before each token, and of none after it",
+        )
+
+
+def _interpolation(t: Translation, key: str, value: Any) -> None:
+    t.put(key, "--rope-scaling", json.dumps({"rope_type": "linear", "factor": float(value)}))
+
+
+def _graphs(t: Translation, key: str, value: Any) -> None:
+    t.put(key, "--torch-compile", "on")
+    t.put(key, "--torch-compile-mode", "reduce-overhead")
+
+
+_RULES = {
+    "offload": _offload,
+    "window": _window,
+    "interpolation": _interpolation,
+    "graphs": _graphs,
+}

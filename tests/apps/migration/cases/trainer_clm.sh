@@ -1,0 +1,32 @@
+#!/bin/bash
+MODEL=meta-llama/Llama-3.2-1B
+deepspeed --num_gpus 8 run_clm.py \
+    --model_name_or_path $MODEL \
+    --train_file train.json \
+    --validation_file valid.json \
+    --do_train \
+    --do_eval \
+    --block_size 2048 \
+    --per_device_train_batch_size 4 \
+    --per_device_eval_batch_size 4 \
+    --gradient_accumulation_steps 8 \
+    --num_train_epochs 2 \
+    --learning_rate 2e-5 \
+    --lr_scheduler_type cosine \
+    --warmup_ratio 0.03 \
+    --weight_decay 0.1 \
+    --adam_beta2 0.95 \
+    --max_grad_norm 1.0 \
+    --bf16 True \
+    --gradient_checkpointing True \
+    --logging_steps 10 \
+    --eval_strategy steps \
+    --eval_steps 200 \
+    --save_strategy steps \
+    --save_steps 500 \
+    --save_total_limit 2 \
+    --report_to tensorboard \
+    --output_dir out \
+    --overwrite_output_dir \
+    --ddp_timeout 7200 \
+    --deepspeed ds_z3.json
