@@ -37,6 +37,7 @@ INCLUDED = {
     "deepspeed_configs/README.md": "guides/deepspeed-json.md",
     "benchmarks/RESULTS.md": "evidence/results.md",
     "CONTRIBUTING.md": "design/contributing.md",
+    "RELEASING.md": "design/releasing.md",
     "SECURITY.md": "reference/security.md",
     "CHANGELOG.md": "reference/changelog.md",
 }
