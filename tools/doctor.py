@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import megatron
 from megatron.apps.doctor.examination import (
     OVER,
     Examination,
@@ -44,7 +45,7 @@ from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import POSITIVE, build, option
 from megatron.data.json_lines import READ_IN_PLACE, expand
 from megatron.features.resilience.restart.nodes import ask
-from megatron.util.errors import one_line
+from megatron.util.errors import one_line, spelled
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,15 @@ def subject_of(config: DoctorConfig) -> Subject:
             data += files_of(word)
     save = os.path.abspath(config.save) if config.save else None
     return Subject(
-        os.getcwd(), data, save, config.master_port, config.free_gib, config.over, interface(config)
-    )
+        code_folder(), data, save, config.master_port, config.free_gib, config.over,
+        interface(config),
+    )  # fmt: skip
+
+
+def code_folder() -> str:
+    """The folder with the trainer's code, on every node: the checkout, or that of the packages."""
+    here = os.getcwd()
+    return here if os.path.isdir("megatron") else str(Path(megatron.__file__).parents[1])
 
 
 def files_of(path: str) -> list[str]:
@@ -188,8 +196,12 @@ def interface(config: DoctorConfig) -> str:
     return address
 
 
+NAME = spelled("doctor.py: ")
+"""Begins each line."""
+
+
 def tell(text: str) -> None:
-    print(f"doctor.py: {text}", file=sys.stderr)
+    print(f"{NAME}{text}", file=sys.stderr)
 
 
 def as_json(names: Sequence[str], done: Examination) -> str:
@@ -207,17 +219,17 @@ def as_text(names: Sequence[str], done: Examination, over: str) -> str:
     for check in done.checks:
         wrong = any(finding.check.startswith(check.findings) for finding in done.findings)
         mark = "✗" if wrong else "✓" if check.value else "-"
-        lines.append(f"doctor.py: {mark} {check.name}: {check.value or 'nothing to examine'}")
-    lines += [f"doctor.py: {finding}" for finding in done.findings]
+        lines.append(f"{NAME}{mark} {check.name}: {check.value or 'nothing to examine'}")
+    lines += [f"{NAME}{finding}" for finding in done.findings]
     if done.links:
         most = usual_link(done.links)
         lines.append(
-            f"doctor.py: median of {len(done.links)} links: {most.rate / 1e6:,.0f} MB/s, "
+            f"{NAME}median of {len(done.links)} links: {most.rate / 1e6:,.0f} MB/s, "
             f"{most.trip * 1e6:,.0f} us there and back ({over})"
         )
     count = len(done.findings)
     verdict = f"{count} finding{'s' * (count != 1)}" if count else "nothing is wrong"
-    lines.append(f"doctor.py: {len(names)} node{'s' * (len(names) != 1)}: {verdict}")
+    lines.append(f"{NAME}{len(names)} node{'s' * (len(names) != 1)}: {verdict}")
     return "\n".join(lines)
 
 

@@ -89,6 +89,7 @@ from megatron.features.optimizers.flags import OptimizersConfig
 from megatron.formats.huggingface import architecture_named
 from megatron.formats.huggingface.within import text_content
 from megatron.run.run import run_of
+from megatron.util.errors import spelled
 
 GIB, GB = 2**30, 10**9
 
@@ -207,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         has_tokenizer = config.load and any(Path(config.load).glob("tokenizer*.*"))
         folder = config.load if config.load and has_tokenizer else "FOLDER"
         tokenizer = ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", folder]
-        print(f"\nCommand of the first:\n  {command(budget, more, tokenizer)}")
+        print(f"\nCommand of the first:\n  {spelled(command(budget, more, tokenizer))}")
     else:
         print(f"\nFlags of the first, for {hardware.gpus} processes:")
         print("  " + shlex.join([*model_words(work.model), *best[0].flags, *more]))

@@ -80,7 +80,8 @@ def _version(package: str) -> str | None:
 
 def _code(folder: Path) -> dict[str, str]:
     """A digest of each file of the trainer."""
-    files = [*folder.glob("*.py"), *folder.glob("megatron/**/*.py")]
+    programs = folder.glob("*.py") if (folder / "setup.py").is_file() else ()  # else packages'
+    files = [*programs, *folder.glob("megatron/**/*.py")]
     return {str(file.relative_to(folder)): digest(file.read_bytes())[:12] for file in files}
 
 

@@ -7,6 +7,20 @@ const EVALUATION_COSTS = new Set(["examples", "seconds", "tokens_per_second", "s
 /** Values that differ from step to step for no reason, which a smoothed line makes readable. */
 const NOISY = true;
 
+/** Of the kind `train`, of runs that learn from rewards; as below. */
+const REWARDS = [
+  ["Rewards", "Reward", "number", ["reward"], NOISY],
+  ["Rewards", "Deviation of rewards", "number", ["reward_std"], NOISY],
+  ["Rewards", "Groups of equal rewards", "share", ["frac_reward_zero_std"], NOISY],
+  ["Rewards", "Tokens of a text", "number", ["completions/mean_length"], NOISY],
+  ["Rewards", "Texts that were cut off", "share", ["completions/clipped_ratio"], NOISY],
+  ["Rewards", "Entropy of tokens", "number", ["entropy"], NOISY],
+  ["Rewards", "Divergence from the reference", "number", ["kl"], NOISY],
+  ["Rewards", "Clipped tokens", "share",
+    ["clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean"], NOISY],
+  ["Rewards", "Divergence of training from sampling", "number", ["sampling/kl"]],
+  ["Rewards", "Difference of training from sampling", "number", ["sampling/logp_difference"]],
+];
 /** Of the kind `train`: section, title, unit, the series of each panel, whether they are noisy. */
 const TRAINING = [
   ["Loss", "Training loss", "number", ["loss"], NOISY],
@@ -41,7 +55,7 @@ const TRAINING = [
   ["Schedule", "Skipped and NaN steps", "count", ["skipped_steps", "nan_steps"]],
 ];
 const SECTIONS = [
-  "Loss", "Evaluation", "Optimization", "Experts", "Speed and memory", "Ranks", "Data", "Energy and cost", "Schedule",
+  "Loss", "Rewards", "Evaluation", "Optimization", "Experts", "Speed and memory", "Ranks", "Data", "Energy and cost", "Schedule",
   "Checkpoints", "Other",
 ];
 
@@ -58,12 +72,15 @@ const LABELS = {
   experts_entropy: "worst layer",
   experts_dropped_share: "worst layer",
   experts_idle: "all layers",
+  "clip_ratio/region_mean": "all",
+  "clip_ratio/low_mean": "from below",
+  "clip_ratio/high_mean": "from above",
   cost: "so far",
   cost_left: "to finish",
 };
 
 const BY_TRAINING_NAME = new Map(
-  TRAINING.flatMap(([section, heading, unit, names, noisy], order) =>
+  [...REWARDS, ...TRAINING].flatMap(([section, heading, unit, names, noisy], order) =>
     names.map((name) => [name, { section, heading, unit, order, noisy }]),
   ),
 );
@@ -89,6 +106,11 @@ function placed({ kind, name }) {
   if (family === "train") {
     const known = BY_TRAINING_NAME.get(name);
     if (known) return { ...known, label };
+    const source = /^rewards\/(.+)\/(mean|std)$/.exec(name);
+    if (source) {
+      const heading = source[2] === "mean" ? "Rewards by source" : "Deviations by source";
+      return { section: "Rewards", heading, unit: "number", order: 45, label: source[1], noisy: NOISY };
+    }
     if (/loss/.test(name)) {
       return { section: "Loss", heading: "Parts of the loss", unit: "number", order: 50, label: name, noisy: NOISY };
     }
