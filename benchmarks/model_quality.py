@@ -59,9 +59,9 @@ RATES = {
     "Muon": (MUON, (4e-3, 8e-3, 1.6e-2, 3.2e-2)),
     "Lion": ("--optimizer lion --lion-beta1 0.9 --lion-beta2 0.99 --weight-decay 0.5",
              (8e-4, 1.6e-3, 3.2e-3)),
-    "SOAP": ("--optimizer soap", (8e-3, 1.6e-2)),
+    "SOAP": ("--optimizer soap", (8e-3, 1.6e-2, 3.2e-2)),
     "schedule-free": ("--optimizer schedule_free --lr-decay-style constant",
-                      (1.6e-2, 3.2e-2)),
+                      (1.6e-2, 3.2e-2, 6.4e-2)),
 }  # fmt: skip
 MODELS = {
     "optimizers": {

@@ -11,12 +11,12 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # the root of this checkout
 
-from megatron.util.files import write_whole  # noqa: E402
-from tools.first_training.corpus import (  # noqa: E402
+from megatron.apps.quickstart.corpus import (  # noqa: E402
     read_source,
     source_files,
     standard_library,
 )
+from megatron.util.files import write_whole  # noqa: E402
 
 SHORTEST, SHARE = 1500, 0.3
 """Characters of a page of documentation at least, and its share of the source's; modules with less
