@@ -68,18 +68,24 @@ def save_blank(folder: Path) -> Path:
 
 
 def save_data(folder: Path) -> dict[str, str]:
-    """Files by kind: instructions, and pairs whose better answer repeats the instruction."""
+    """Files by kind: instructions, pairs whose better answer repeats the instruction, and prompts
+    with what rewards compare with."""
     draw = random.Random(3)
-    rows, pairs = [], []
+    rows, pairs, prompts = [], [], []
     for number in range(30):
         word, other = draw.sample(WORDS, 2)
         rows.append(
             {"instruction": f"say {word} {number}", "input": "", "output": f"{word} {word}"}
         )
         pairs.append({"instruction": f"say {word} {number}", "chosen": word, "rejected": other})
-    found = {"sft": folder / "rows.json", "dpo": folder / "pairs.jsonl"}
+        prompts.append({"prompt": f"say {word} {number}", "answer": word})
+    found = {
+        name: folder / file
+        for name, file in (("sft", "rows.json"), ("dpo", "pairs.jsonl"), ("rl", "prompts.jsonl"))
+    }
     found["sft"].write_text(json.dumps(rows))
-    found["dpo"].write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    for name, lines in (("dpo", pairs), ("rl", prompts)):
+        found[name].write_text("".join(json.dumps(line) + "\n" for line in lines))
     return {kind: str(path) for kind, path in found.items()}
 
 

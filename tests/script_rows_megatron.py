@@ -313,7 +313,8 @@ def universal(name: str, family: str, dtype: str, folder: str) -> tuple[Script, 
             settings=TO | FROM | own,
             before=(save, UNIVERSAL.format(saved=saved)),
             gpus=2,
-            prints=("global_step5_universal at iteration 5", r"iteration +10/"),
+            prints=("global_step5_universal at iteration 5",),
+            continues=5e-4,
             note="16 samples a step as before, where Megatron-DeepSpeed had 4"
             if name == "bf16"
             else "",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -57,6 +58,9 @@ class Script:
     before: tuple[str, ...] = ()
     """Shell lines that make what the script starts from."""
     prints: tuple[str, ...] = ()
+    continues: float | None = None
+    """Largest relative difference of its losses, with another layout, to those of the first line
+    of ``before``, which trained on where this script begins."""
     cwd: str = ""
     leaves: tuple[str, ...] = ()
     """Files that the script leaves in ``cwd``."""
@@ -197,14 +201,15 @@ def steps(printed: str) -> dict[int, dict[str, str]]:
 
 def run(row: Script, data: Data, out: Path) -> str:
     """Run a row; return its result in words."""
-    for line in row.before:
-        settings = data.settings(row.family)
-        finish(["bash", "-c", data.fill(line, out)], settings | {"GPUS": "1", "NUM_GPUS": "1"})
+    settings = data.settings(row.family) | {"GPUS": "1", "NUM_GPUS": "1"}
+    earlier = [finish(["bash", "-c", data.fill(line, out)], settings) for line in row.before]
     if row.kind == "serve":
         return serve(row, data, out)
     if row.kind == "run":
         said = start(row, data, out)
         texts = [match(pattern, said).replace("|", " ") for pattern in row.prints]
+        if row.continues is not None:
+            texts.append(follows(steps(earlier[0]), steps(said), row.continues))
         return "; ".join(" ".join(text.split()) for text in texts)
     whole = start(row, data, out / "whole")
     for pattern in row.prints:
@@ -222,6 +227,20 @@ def run(row: Script, data: Data, out: Path) -> str:
     return (
         f"10 steps, loss {float(loss[0]):.3f} to {float(loss[1]):.3f}; resumed from step 5: equal"
     )
+
+
+def follows(unbroken: dict[int, dict], resumed: dict[int, dict], tolerance: float) -> str:
+    """Compare losses from the middle of a run on with those of a run in one piece."""
+    assert list(resumed) == list(range(STOP + 1, STEPS + 1)), resumed
+    largest = 0.0
+    for step, numbers in resumed.items():
+        losses = {name: float(value) for name, value in numbers.items() if name.endswith("loss")}
+        assert losses, numbers
+        for name, loss in losses.items():
+            before = float(unbroken[step][name])
+            assert math.isclose(loss, before, rel_tol=tolerance), f"{resumed}\n{unbroken}"
+            largest = max(largest, abs(loss / before - 1))
+    return f"steps {STOP + 1} to {STEPS} as without a stop, to {largest:.0e}"
 
 
 def match(pattern: str, text: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from import_statements import ROOT, closure, imported_files, sources
 
-MOST_FILES = 165
+MOST_FILES = 166
 """That pretrain_gpt.py and its family import, themselves included."""
 MOST_FRAMES = 14
 """Of ours, from ``main`` to the first matrix product of a step, both ends included."""
@@ -95,7 +95,7 @@ def test_a_data_path_passes_few_files(tmp_path):
     """From the command line to the loader: who parses, opens, indexes, reads."""
     flags = [*figures.SMALL_RUN, "--data-path", "the-books", "--split", "1,0,0"]
     lines = ours_of(THE_WAY_OF_A_PATH, flags, tmp_path)
-    lines = [line for line in lines if "/util/errors.py" not in line]  # what is printed of it
+    lines = [line for line in lines if "/util/" not in line]  # what is printed of it
     assert "loader.py" in lines[-1]
     packages = [line.removeprefix(f"{ROOT}/megatron/").partition("/")[0] for line in lines]
     assert packages == ["config"] + ["data"] * (len(lines) - 1)

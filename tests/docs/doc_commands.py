@@ -24,6 +24,9 @@ from typing import Any
 
 import psutil
 from doc_pages import ROOT, Block
+from setup_arguments import setup_arguments
+
+from megatron.util.errors import path_of
 
 RUN = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --train-iters 4 "
@@ -158,10 +161,8 @@ def _program(word: str) -> str | None:
 
 def console_scripts() -> dict[str, str]:
     """Files of the installed commands, by name."""
-    found = re.findall(r'"(megatron-[\w-]+) = ([\w.]+):main"', (ROOT / "setup.py").read_text())
-    return {
-        name: module.removeprefix("megatron.").replace(".", "/") + ".py" for name, module in found
-    }
+    scripts = (line.split(" = ") for line in setup_arguments()["entry_points"]["console_scripts"])
+    return {name: path_of(at.removesuffix(":main")) for name, at in scripts}
 
 
 def smaller(command: Command, extra: str) -> list[str]:

@@ -86,7 +86,7 @@ class Page:
 
 def paths() -> list[str]:
     """All pages: README and docs, the folders' own pages, and how to contribute."""
-    found = ["README.md", "CONTRIBUTING.md", "tools/README.md"]
+    found = ["README.md", "CONTRIBUTING.md", "RELEASING.md", "tools/README.md"]
     found += ["examples_deepspeed/README.md", "examples_deepspeed/megatron/detxoify_lm/README.md"]
     found += ["deepspeed_configs/README.md", "compat/README.md"]
     return found + sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))

@@ -13,7 +13,15 @@ from programs import PROGRAMS, Refused, flags_of, parse, parser_of
 
 OTHERS = {
     "deepspeed": {
-        *("--hostfile", "--num_gpus", "--include", "--exclude", "--master_port", "--master_addr"),
+        *(
+            "--hostfile",
+            "--module",
+            "--num_gpus",
+            "--include",
+            "--exclude",
+            "--master_port",
+            "--master_addr",
+        ),
         *("--launcher", "--launcher_args", "--no_ssh", "--node_rank", "--venv_script"),
         *("--ssh_port", "--force_multi"),
     },
@@ -22,7 +30,16 @@ OTHERS = {
         *("--max-restarts", "--rdzv-backend", "--rdzv-id", "--rdzv-endpoint", "--rdzv-conf"),
         "--local-addr",
     },
-    "Megatron": {"--ckpt-format", "--moe-layer-recompute", "--num-experts-switch"},
+    "Megatron": {
+        *("--ckpt-format", "--moe-layer-recompute", "--num-experts-switch"),
+        *("--use-megatron-fsdp", "--use-torch-fsdp2", "--optimizer-cpu-offload"),
+    },
+    "torchtitan": {"--job", "--nproc_per_node"},
+    "transformers": {
+        *("--model_name_or_path", "--block_size", "--per_device_train_batch_size", "--optim"),
+        *("--gradient_accumulation_steps", "--num_train_epochs", "--max_steps", "--warmup_ratio"),
+        *("--lr_scheduler_type", "--gradient_checkpointing"),
+    },
     "mpirun": {"--allow-run-as-root", "--mca"},
     "sbatch": {"--array", "--nodes", "--signal"},
     "docker": {"--build-arg", "--user", "--device"},
@@ -34,7 +51,7 @@ OTHERS = {
     },
     "nvidia-ctk": {"--output"},
     "nsys": {"--capture-range"},
-    "pip": {"--no-deps", "--target"},
+    "pip": {"--index-url", "--no-deps", "--target"},
     "pytest": {"--log-cli-level", "--part", "--junitxml", "--numprocesses"},
     "sha256sum": {"--check"},
     "wikiextractor": {"--json"},

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from doc_commands import LINKS, free_port, understood
 
+from megatron.apps.quickstart import commands
+from megatron.apps.quickstart.corpus import standard_library
 from tools import quickstart as program
-from tools.first_training import commands
-from tools.first_training.corpus import standard_library
 
 ROOT = Path(__file__).parents[2]
 LAST_LINE = (

@@ -13,6 +13,7 @@ from megatron.apps.finetune.command import (
 )
 from megatron.apps.finetune.export import check_output_folder
 from megatron.apps.finetune.settings import TuningConfig, check_flags
+from megatron.apps.reinforcement.flags import ReinforcementConfig
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ConfigError
 from megatron.features.instruction.flags import InstructionConfig
@@ -81,6 +82,28 @@ def test_flags_come_first(tuning):
 def test_rates_by_method(tuning, more, rate):
     data = "dpo" if "--preference" in more else "sft"
     assert tuning(*more, data=data).run.config.optimizer.lr == rate
+
+
+@pytest.mark.parametrize(
+    "more, group, size, rate",
+    [
+        (["--rl", "grpo"], 8, 16, 1e-6),
+        (["--rl", "rloo", "--lora"], 4, 16, 1e-5),
+        (["--rl", "dapo", "--num-generations", "6"], 6, 18, 1e-6),
+        (["--rl", "ppo"], 1, 16, 1e-6),
+    ],
+)
+def test_texts_of_the_model(tuning, more, group, size, rate):
+    """Batches of whole groups, one pass over the prompts, no dropout, and no answers to learn."""
+    tuned = tuning(*more, "--reward-funcs", "exact", data="rl")
+    config = tuned.run.config
+    options = config.section(ReinforcementConfig)
+    assert (options.num_generations, config.optimizer.lr) == (group, rate)
+    assert config.training.global_batch_size == size
+    assert not config.section(InstructionConfig).sft
+    assert config.model.hidden_dropout == config.model.attention.attention_dropout == 0.0
+    held_out = sum(tuned.counts.valid.values())
+    assert (tuned.epochs.count, tuned.epochs.samples) == (1, (30 - held_out) * group)
 
 
 def test_batches_fit_the_layout(tuning):

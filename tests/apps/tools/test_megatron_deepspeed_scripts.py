@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from example_scripts import FOLDER, ROOT, printed, resolved, script
-from script_runs import MARK, PAGE, rows
+from script_runs import MARK, PAGE, follows, rows, steps
 
 from megatron.config import FLAG_CLASSES, FlagParser
 from megatron.features.experts.flags import ExpertsConfig
@@ -202,3 +202,21 @@ def test_relative_paths_are_those_of_the_caller(tmp_path):
         assert words[words.index("--titles-data-path") + 1] == str(here / "data/vocab.json")
         if "rebase" in path:
             assert words[words.index("--save") + 1].startswith(f"{here}/out/checkpoint/")
+
+
+LOG = " iteration {0:8}/      10 | learning rate: 1.0E-03 | lm loss: {1:.6E} | grad norm: 1.5 |"
+
+
+@pytest.mark.parametrize(
+    ("first", "factor", "same"),
+    [(6, 1.0, True), (6, 1 + 4e-4, True), (6, 1 + 7e-4, False), (6, float("nan"), False),
+     (5, 1.0, False), (7, 1.0, False)],
+)  # fmt: skip
+def test_a_resumed_run_is_compared_with_one_in_one_piece(first, factor, same):
+    whole = steps("\n".join(LOG.format(n, 10 - n / 4) for n in range(1, 11)))
+    resumed = steps("\n".join(LOG.format(n, factor * (10 - n / 4)) for n in range(first, 11)))
+    if same:
+        assert follows(whole, resumed, 5e-4).startswith("steps 6 to 10 as without a stop")
+    else:
+        with pytest.raises(AssertionError):
+            follows(whole, resumed, 5e-4)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from tool_modules import load_program
 
+from megatron.apps.quickstart import commands
+from megatron.apps.quickstart.commands import QuickstartFolder, training_commands
+from megatron.apps.quickstart.corpus import HeldOut
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_file import read_json
-from tools.first_training import commands
-from tools.first_training.commands import QuickstartFolder, training_commands
-from tools.first_training.corpus import HeldOut
 
 ROOT = Path(__file__).parents[3]
 REFERENCE = HeldOut(tokens=139_264, text_bytes=439_000, unigram_entropy=6.39)
@@ -33,12 +33,32 @@ def refused(quickstart, *argv):
     return str(error.value)
 
 
-def test_bad_input(quickstart, tmp_path, monkeypatch):
+def test_bad_input(quickstart, tmp_path):
     assert "--train-iters 7 must be even" in refused(quickstart, "--train-iters", "7")
     empty = refused(quickstart, "--sources", str(tmp_path), "--output", str(tmp_path / "out"))
     assert f"{tmp_path} contains no .py files" in empty
+
+
+def test_without_the_checkout_commands_are_those_of_the_package(tmp_path, monkeypatch):
+    """No word of them names a file of the checkout, and the others stay as they are."""
+    assert commands.in_checkout_folder()
+    at = QuickstartFolder(tmp_path)
+    typed = [*commands.data_commands(at), *training_commands(at, 640, REFERENCE)]
     monkeypatch.chdir(tmp_path)
-    assert "run this in the checkout" in refused(quickstart)
+    assert not commands.in_checkout_folder()
+    names = {"tools/train_tokenizer.py": "megatron-train-tokenizer", "pretrain_gpt.py": "-"}
+    names |= {f"tools/{n}.py": n for n in ("preprocess_data", "convert_checkpoint")}
+    monkeypatch.setattr(commands, "commands", lambda: names)
+    packaged = [commands.installed(command) for command in typed]
+    assert not [w for c in packaged for w in c.words if w.endswith((".py", ".json"))
+                and not w.startswith(str(tmp_path))]  # fmt: skip
+    assert [c.words[0] for c in packaged] == [
+        "megatron-train-tokenizer", "preprocess_data", "deepspeed", "deepspeed",
+        "convert_checkpoint", "python",
+    ]  # fmt: skip
+    train = packaged[2].words
+    assert train[train.index("--module") :][:4] == ("--module", "pretrain_gpt", "--zero-stage", "1")
+    assert packaged[2].reads == () and packaged[-1].words == typed[-1].words
 
 
 def test_fresh_removes_only_a_quickstart(quickstart, tmp_path):

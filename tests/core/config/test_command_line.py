@@ -65,6 +65,7 @@ def test_completes_flags_choices_and_files():
     assert completions("python pretrain_gpt.py --load deepspeed_con", script, start=2) == [
         "deepspeed_configs/"
     ]
+    assert completions("pretrain_gpt.py --micro-b", script) == ["--micro-batch-size"]
     assert completions("pretrain_gpt.py --num-layers ", script) == [""]
 
 

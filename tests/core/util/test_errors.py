@@ -22,7 +22,10 @@ with open(sys.argv[1], "r+b") as file:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the signal's data are those of Linux")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the signal's data are those of Linux")
+
+
+@linux
 def test_a_mapped_file_that_is_cut_short_is_named(tmp_path):
     """In place of death by SIGBUS, and what was printed before is not lost."""
     file = tmp_path / "long name.npy"
@@ -32,6 +35,27 @@ def test_a_mapped_file_that_is_cut_short_is_named(tmp_path):
     assert done.returncode == 2 and done.stdout == "before"
     assert done.stderr.startswith(f"error: {file} was cut short or deleted while it was read, and ")
     assert done.stderr.count("\n") == 1
+
+
+WRITES_WITHOUT_ROOM = """
+import mmap, os, sys, tempfile
+from megatron.util.errors import name_lost_pages
+name_lost_pages()
+with tempfile.TemporaryFile(dir=sys.argv[1]) as file:
+    os.truncate(file.fileno(), 2**17)
+    pages = mmap.mmap(file.fileno(), 0)
+    os.truncate(file.fileno(), 0)
+    pages[2**16] = 1
+"""
+
+
+@linux
+def test_a_file_that_has_no_name_is_told_by_its_folder(tmp_path):
+    command = [sys.executable, "-c", WRITES_WITHOUT_ROOM, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    told = "cannot be used: its disk has failed or is full\n"
+    assert done.stderr == f"error: a file in {tmp_path} {told}"
 
 
 @pytest.mark.parametrize(

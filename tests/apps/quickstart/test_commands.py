@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tools.first_training.commands import FREE_PORT, Command, CommandChain, CommandFailed, shown
+from megatron.apps.quickstart.commands import FREE_PORT, Command, CommandChain, CommandFailed, shown
 
 WRITE = "import sys; open(sys.argv[1], 'a').write(sys.argv[2])"
 

@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedDatasetWriter
-from tools.first_training.corpus import (
+from megatron.apps.quickstart.corpus import (
     HeldOut,
     held_out,
     source_files,
@@ -15,6 +14,7 @@ from tools.first_training.corpus import (
     unigram_cross_entropy,
     write_corpus,
 )
+from megatron.data.indexed import IndexedDatasetWriter
 
 
 @pytest.fixture

@@ -1,0 +1,3 @@
+from drawn_episodes import WritingGPT
+
+FAMILY = WritingGPT()
