@@ -82,6 +82,8 @@ declare -A MODEL=(
     [gpt2-1.5b]="$GPT2 --num-layers 48 --hidden-size 1600 --num-attention-heads 25"
     [gpt3-175b]="--max-position-embeddings 2048 --seq-length 2048 --num-layers 96
         --hidden-size 12288 --num-attention-heads 96 --init-method-std 0.006"
+    [bert-base]="--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512
+        --max-position-embeddings 512"
     [bert-345m]="--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512
         --max-position-embeddings 512"
     [t5-220m]="--num-layers 12 --hidden-size 768 --num-attention-heads 12 --kv-channels 64
@@ -91,6 +93,13 @@ declare -A MODEL=(
         --num-attention-heads 32 --num-query-groups 4 --seq-length 2048"
     [llama-8b]="$LLAMA --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
         --num-attention-heads 32 --num-query-groups 8 --rotary-base 500000 --seq-length 8192"
+    [mixtral-8x7b]="$LLAMA --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
+        --num-attention-heads 32 --num-query-groups 8 --rotary-base 1000000 --seq-length 4096
+        --num-experts 8 --moe-router-topk 2"
+    [qwen3-30b-a3b]="$LLAMA --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144
+        --num-attention-heads 32 --num-query-groups 4 --kv-channels 128 --qk-layernorm
+        --rotary-base 1000000 --norm-epsilon 1e-6 --seq-length 4096
+        --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768"
 )
 
 fail() {
@@ -276,12 +285,20 @@ restarting() {
 
 # Starts, or resumes from what is there. Of a flag that comes twice the last one counts.
 pretrain() {
-    local folder=${RUNS:-runs}/$1 FLAGS=()
+    pretrain_of gpt "$@"
+}
+
+pretrain_of() { # FAMILY NAME --flag value ...
+    local folder=${RUNS:-runs}/$2 FLAGS=()
     data
-    tokenizer
-    start pretrain_gpt.py "${FLAGS[@]}" --save "$folder" --load "$folder" --save-interval 1000 \
+    if [[ $1 == gpt ]]; then
+        tokenizer
+    else
+        vocabulary "$1"
+    fi
+    start "pretrain_$1.py" "${FLAGS[@]}" --save "$folder" --load "$folder" --save-interval 1000 \
         --tensorboard-dir "$folder/tensorboard" --log-interval 10 --eval-interval 1000 \
-        --eval-iters 20 "${@:2}"
+        --eval-iters 20 "${@:3}"
 }
 
 # Megatron-LM's scripts name no type of tokenizer and start torchrun.
