@@ -95,7 +95,9 @@ class Model:
         ]
         options = {"temperature": 0.7} | options
         flags = ReinforcementConfig(rl="grpo", max_completion_length=count, **options)
-        written = write(self.runner(), TOKENIZER, tasks, Writing(flags, 7, ENDS))
+        # A model that repeats the last token ends texts, too, which an answer follows.
+        ends = ENDS | {int(prompts[0].tokens[-1])} if talks else ENDS
+        written = write(self.runner(), TOKENIZER, tasks, Writing(flags, 7, ends))
         return [written[place] for place in range(len(tasks))]
 
     def laid_out(self, episodes: list[Episode]) -> PagedEpisodes:
