@@ -84,7 +84,7 @@ class Recipe:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What the script needs to print its command."""
+        """Variables without which the script prints no command."""
         return {"BASE": "BASE", "DATA": "DATA", "DATA_PATH": "DATA"}
 
     def command(self, *flags: str, **settings: str) -> list[str]:

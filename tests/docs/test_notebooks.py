@@ -33,7 +33,7 @@ def cells(path: Path) -> list[str]:
 
 
 def outputs(path: Path) -> str:
-    """What a notebook shows below its cells."""
+    """The outputs of a notebook's cells."""
     book = json.loads(path.read_text())
     shown = [out for cell in book["cells"] for out in cell.get("outputs", ())]
     return "".join("".join(out.get("text", ())) for out in shown)

@@ -35,7 +35,7 @@ with contextlib.redirect_stdout(sys.stderr):
     outputs = [path.removeprefix("BUILD/") for path in build.get_outputs(include_bytecode=0)]
 print(json.dumps(outputs))
 """
-"""What setuptools would put into a wheel; nothing is built."""
+"""Prints the files that setuptools would put into a wheel; nothing is built."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_setup_installs_what_the_manifest_has(manifest):
 
 
 def test_every_program_is_a_command_or_a_module(manifest):
-    """What has a main() is started without the checkout, or is named here with the reason."""
+    """Each file with a main() is started without the checkout, or is named here with the reason."""
     from setup_arguments import setup_arguments
 
     from megatron.util.errors import path_of
@@ -124,7 +124,7 @@ def wheel(folder, manifest, changes=None, without=()):
     ids=["right", "missing", "extra", "stale", "licence", "metadata"],
 )
 def test_a_wheel_is_compared(tmp_path, manifest, monkeypatch, changes, without, message):
-    """Of a few files only: what is missing, what is too much, what is not the repository's."""
+    """Missing, surplus and foreign files are named."""
     few = {n: s for n, s in manifest.items() if n.count("/") < 2 or "dashboard/page/st" in n}
     monkeypatch.setattr(check, "in_wheel", lambda files, text: few)
     path = wheel(tmp_path, few, changes, without)

@@ -95,7 +95,7 @@ class ReinforcementConfig(KindConfig):
         derived="that of the algorithm; gspo grpo; reinforce++ and ppo dapo; sigmoid "
         "for online-dpo",
     )
-    """What counts equally in the loss of a step: every text (grpo), every token of a micro batch
+    """Units that count equally in a step's loss: every text (grpo), every token of a micro batch
     (bnpo), a token as one of --max-completion-length (dr_grpo), every token of the step (dapo, and
     cispo, which clips weights instead of ratios), or texts whose ratio is the product over tokens
     (rloo). sigmoid and ipo compare two texts."""

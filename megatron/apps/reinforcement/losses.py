@@ -22,8 +22,8 @@ CLIPPED_LOW, CLIPPED_HIGH, CLIPPED = (
     "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
 )  # fmt: skip
 SAMPLING_KL, SAMPLING_DIFFERENCE = SAMPLING = "sampling/kl", "sampling/logp_difference"
-"""Of the distributions that tokens were drawn from and are trained under: their divergence (k3),
-and the mean absolute difference of log-probabilities, 0 only if all have the same bits."""
+"""Divergence (k3) of the distributions that tokens were drawn from and are trained under, and mean
+absolute difference of log-probabilities, 0 only if all have the same bits."""
 PAIRS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 """Reported for pairs, as by ``--preference dpo``."""
 

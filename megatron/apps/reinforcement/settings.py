@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -184,12 +185,15 @@ def _unused(name: str, needs: str, resolver: ConfigResolver) -> None:
         resolver.check_unused(name, needs)
 
 
+def _refuse(
+    options: ReinforcementConfig, resolver: ConfigResolver, condition: bool, name: str, why: str
+) -> None:
+    resolver.check(not condition, f"--rl {options.rl} with {resolver.show(name)}: {why}")
+
+
 def _check_loss(options: ReinforcementConfig, resolver: ConfigResolver) -> None:
     """Values of the loss, of the reference model and of the advantages."""
-
-    def refuse(condition: bool, name: str, why: str) -> None:
-        resolver.check(not condition, f"--rl {options.rl} with {resolver.show(name)}: {why}")
-
+    refuse = partial(_refuse, options, resolver)
     paired = options.loss_type in PAIRED
     pairs = options.rl == "online-dpo"
     refuse(paired != pairs, "loss_type", f"give {' or '.join(PAIRED)} for online-dpo, and only it")
@@ -231,6 +235,12 @@ def _check_loss(options: ReinforcementConfig, resolver: ConfigResolver) -> None:
         "dynamic_sampling",
         "it needs groups of several texts: give --num-generations, too",
     )
+    _check_bounds(options, resolver)
+
+
+def _check_bounds(options: ReinforcementConfig, resolver: ConfigResolver) -> None:
+    """Values that bound ratios and weights, and those of a reference model."""
+    refuse = partial(_refuse, options, resolver)
     if options.epsilon is not None and options.loss_type != "cispo":
         refuse(options.epsilon >= 1, "epsilon", "a ratio is above 0; give less than 1")
     if options.delta is not None and options.epsilon_high is not None:

@@ -357,6 +357,16 @@ class InstructionDataset:
         ]
 
 
+def shuffled_epochs(count: int, num_samples: int, seed: int, name: str) -> npt.NDArray[np.int64]:
+    """Return at least ``num_samples`` places among ``count`` examples, in whole epochs. Their order
+    is a function of the seed, the part's name and the epoch's number."""
+    epochs = [
+        np.random.default_rng([seed, zlib.crc32(name.encode()), epoch]).permutation(count)
+        for epoch in range(max(1, -(-num_samples // count)))
+    ]
+    return np.concatenate(epochs)
+
+
 def of_prompts(hashes: npt.NDArray[np.uint64], units: range, part: str) -> npt.NDArray[np.int64]:
     """The numbers, ascending, of a part's examples: those whose prompts come in the places `units`
     of all examples sorted by the hash of their prompt. Examples of one prompt are all in the part

@@ -8,7 +8,6 @@ another prompt. S sequence.
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from torch import Tensor
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.samples import Documents, Piece, checked_index
 from megatron.data.texts import ScoredText
-from megatron.features.instruction.examples import of_prompts
+from megatron.features.instruction.examples import of_prompts, shuffled_epochs
 from megatron.features.preference.records import PreferenceExamples
 from megatron.util.digests import digest
 
@@ -195,7 +194,7 @@ class PreferenceRecipe:
             return {
                 "usable": usable,
                 "others": others,
-                "order": self._order(len(usable), num_samples, name),
+                "order": shuffled_epochs(len(usable), num_samples, self.seed, name),
             }
 
         index = cache.arrays(f"preference-{name}", depends_on, arrays)
@@ -224,14 +223,6 @@ class PreferenceRecipe:
                 "for an answer)"
             )
         return usable
-
-    def _order(self, count: int, num_samples: int, name: str) -> np.ndarray:
-        """Places in the usable documents."""
-        epochs = [
-            np.random.default_rng([self.seed, zlib.crc32(name.encode()), epoch]).permutation(count)
-            for epoch in range(-(-num_samples // count))
-        ]
-        return np.concatenate(epochs)
 
 
 class PreferenceDataset:

@@ -15,7 +15,7 @@ from pathlib import Path
 OUTSIDE = Path("/tmp/megatron-hostile")
 SLEEP = ["sleep", "4242"]
 HOSTILE = {}
-"""What the run says of each; None for what does no harm."""
+"""Message of the run about each; None where no harm is done."""
 
 
 def hostile(expected):

@@ -137,7 +137,7 @@ class Rollout:
         return placed
 
     def batch(self, options, rewards=None, old=None, sampled=None, reference=None):
-        """What training gets of them."""
+        """Inputs of training that are made of them."""
         texts = Texts(
             self.rewards if rewards is None else rewards, self.groups, self.lengths, self.ended,
             None if reference is None or options.kl_in == "loss" else reference[1],

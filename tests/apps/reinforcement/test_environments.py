@@ -65,7 +65,7 @@ def prompt_of(built: Built, text, **columns) -> Prompt:
 
 
 def test_tokens_are_those_of_the_whole_conversation(with_template, environments) -> None:
-    """What the model reads is what the chat template makes of all messages."""
+    """The model reads exactly the text that the chat template makes of all messages."""
     built = with_template(CHATML)
     game = environments(built, f"{EXAMPLES}:Guessing")
     first = {"role": "user", "content": "Let us play."}

@@ -52,7 +52,7 @@ def test_texts_are_written_with_their_rewards(tmp_path, capsys) -> None:
 
 
 def test_every_evaluation_has_the_same_draws() -> None:
-    """Of held-out prompts each rank has its share; failures count in no mean."""
+    """Each rank answers its share of the prompts; failures count in no mean."""
     drawn, reported = [], []
 
     def write(own, draws):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +42,7 @@ from megatron.features.instruction.conversations import (
     with_system,
 )
 from megatron.features.instruction.example_encoder import ExampleEncoder
-from megatron.features.instruction.examples import TokenizedExamples, of_prompts
+from megatron.features.instruction.examples import TokenizedExamples, of_prompts, shuffled_epochs
 from megatron.util.digests import digest, hash64
 from megatron.util.progress import progress_bar
 
@@ -246,7 +245,8 @@ class PromptRecipe:
             if self.by_prompt:
                 numbers = of_prompts(documents.prompt_hashes, units, f"{documents.prefix}, {name}")
             usable = self._usable(documents, numbers, name)
-            return {"usable": usable, "order": self._order(len(usable), num_samples, name)}
+            order = shuffled_epochs(len(usable), num_samples, self.seed, name)
+            return {"usable": usable, "order": order}
 
         index = cache.arrays(f"prompts-{name}", depends_on, arrays)
         return PromptDataset(documents, index, self.longest)
@@ -275,14 +275,6 @@ class PromptRecipe:
             raise ValueError(f"{problem}: give a larger one, and --seq-length")
         logger.warning("%s; they are left out", problem)
         return numbers[~is_long]
-
-    def _order(self, count: int, num_samples: int, name: str) -> npt.NDArray[np.int64]:
-        """Places in the usable prompts."""
-        epochs = [
-            np.random.default_rng([self.seed, zlib.crc32(name.encode()), epoch]).permutation(count)
-            for epoch in range(max(1, -(-num_samples // count)))
-        ]
-        return np.concatenate(epochs)
 
 
 class PromptDataset:

@@ -120,7 +120,7 @@ class Rewards:
         self.state: Mapping[str, Any] = {}
         """Position of the training, which functions get as trl's ``trainer_state``."""
         self.environments: Any = None
-        """Those of the run, whose failures are counted with the others."""
+        """Environments of the run, whose failures are counted, too."""
         self._known: OrderedDict[str, float | None] = OrderedDict()
 
     @classmethod

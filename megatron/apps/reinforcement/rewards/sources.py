@@ -74,7 +74,7 @@ class FunctionSource(RewardSource):
     file: str
     function: str
     column: tuple[str, tuple[str, ...], str] | None = None
-    """Of a verifier: see ``_OF_COLUMNS``, with the column that a flag names."""
+    """Column that a verifier reads, as in ``_OF_COLUMNS``, with the name that a flag gives it."""
 
     def check(self, keepers: Keepers) -> str | None:
         answer = keepers.ask(self._request())
