@@ -27,7 +27,9 @@ def flat_partitions(
         averaged_gradients={},
         all_grad_tensors={},
         order_of_use=range(len(groups)),
-        start_gather=lambda number: lambda: None,
+        start_gather=lambda number: None,
+        await_weights=lambda: None,
+        gathers_late=False,
         _lazy_init_hp_params_optimizer_state=lambda: None,
     )
     return wrapper, optimizer

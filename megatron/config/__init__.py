@@ -20,11 +20,7 @@ from megatron.config.run import (
     explain,
     resolve,
 )
-from megatron.config.training import (
-    PrecisionConfig,
-    TrainingConfig,
-    TrainingFlags,
-)
+from megatron.config.training import PrecisionConfig, TrainingConfig, TrainingFlags
 
 __all__ = [
     "FLAG_CLASSES",

@@ -13,13 +13,7 @@ from megatron.config.flags import (
     needs_value,
     option,
 )
-from megatron.config.layouts import (
-    COMMUNICATIONS,
-    SCHEDULES,
-    Layout,
-    complete_schedule,
-    refusal,
-)
+from megatron.config.layouts import COMMUNICATIONS, SCHEDULES, Layout, complete_schedule, refusal
 from megatron.config.model import ModelConfig
 
 

@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.config.flags import (
-    FRACTION,
-    POSITIVE,
-    ConfigResolver,
-    needs_value,
-    option,
-    shared,
-)
+from megatron.config.flags import FRACTION, POSITIVE, ConfigResolver, needs_value, option, shared
 from megatron.config.patterns import FREQUENCY, but_every_last, in_pattern, resolved_pattern
 
 _ROPE = needs_value("position_embedding_type", "rope")

@@ -24,11 +24,7 @@ from megatron.config.foreign_flags import LegacyFlags
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.model import ModelConfig, ModelFlags, resolve_model
 from megatron.config.optimizer import OptimizerConfig, OptimizerFlags, resolve_optimizer
-from megatron.config.output import (
-    CheckpointConfig,
-    LoggingConfig,
-    resolve_logging,
-)
+from megatron.config.output import CheckpointConfig, LoggingConfig, resolve_logging
 from megatron.config.parallel import ParallelConfig, resolve_parallel
 from megatron.config.training import (
     PrecisionConfig,

@@ -4,7 +4,7 @@ whole layer list at any ZeRO stage, or the stages of a pipeline."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, reduce
 from operator import add
 from typing import Any
@@ -65,6 +65,7 @@ class Backend(ABC):
         self._spec = spec.divided(self._tp.context)
         self.layers, self.stage = spec.layers(self._tp), stage_of(settings)
         self.model = self._build(settings)
+        self.await_weights: Callable[[], None] = lambda: None
 
     @abstractmethod
     def _build(self, settings: Json) -> nn.Module:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +26,7 @@ from megatron.engine.deepspeed_patches import (
     guard,
     leave_norm_to_us,
     measure_fewer_replicas,
+    outlast_monitor,
     own_reduction,
     reduces,
     refuse_what_is_wrong,
@@ -34,7 +34,6 @@ from megatron.engine.deepspeed_patches import (
 )
 from megatron.engine.state import gradients_of
 from megatron.engine.train_engine import TrainEngine
-from megatron.engine.update.adam import StateStore
 from megatron.engine.update.async_step import can_defer
 from megatron.engine.update.groups import check_patterns, factors_of, group_lines
 from megatron.engine.update.optimizer import (
@@ -44,11 +43,7 @@ from megatron.engine.update.optimizer import (
     partition_ranks,
 )
 from megatron.engine.update.shared_gradients import SharedGradients
-from megatron.engine.update.zero_optimizer import (
-    ReducingOptimizer,
-    cut_into_buckets,
-    sum_in_place,
-)
+from megatron.engine.update.zero_optimizer import ReducingOptimizer, cut_into_buckets, sum_in_place
 from megatron.kernels.compiler import missing_compiler
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.layer_list import canonical_parameters
@@ -121,17 +116,18 @@ def build_engine(
         check_groups(optimizer, mesh)
     with (
         own_reduction(make),
-        fp16_optimizer(_fp16_maker(config, mesh)),
+        fp16_optimizer(config, mesh),
         fewer_replicas_apart(apart, mesh, backend.stage),
     ):
         engine = backend.start(optimizer, settings)
-    _outlast_monitor(engine)
+    outlast_monitor(engine)
     if not runs_graphs(config, device):
         sum_in_place(trained, engine.optimizer)
     take_out(engine, mesh.dense.size)
     guard(engine.optimizer)
     measure_fewer_replicas(engine.optimizer, apart, mesh)
-    stored = _stored_states(config)
+    formats = (feature.stored_states(config) for feature in taking_part())
+    stored = next((form for form in formats if form is not None), None)
     if stored is not None:
         ranks = partition_ranks(engine.optimizer, mesh)
         stored.take_main_weights(engine.optimizer, optimizer, ranks)
@@ -178,41 +174,6 @@ def kernel_states(
     )
     members = [member for member in states if member is not None]
     return members[0] if len(members) == 1 else SeveralStates(members)
-
-
-def _stored_states(config: RunConfig) -> StateStore | None:
-    formats = (feature.stored_states(config) for feature in taking_part())
-    return next((form for form in formats if form is not None), None)
-
-
-def _fp16_maker(config: RunConfig, mesh: Mesh) -> Callable[[Any, Any], Any] | None:
-    """Return the maker of the optimizer of fp16 at stage 0, which takes DeepSpeed's engine and the
-    optimizer inside; None elsewhere."""
-    if not config.precision.fp16 or config.engine.zero_stage > 0:
-        return None
-    from megatron.engine.update.unpartitioned_fp16 import UnpartitionedFp16Optimizer
-
-    return partial(UnpartitionedFp16Optimizer, config=config, mesh=mesh)
-
-
-def _outlast_monitor(engine: Any) -> None:
-    """Keeps DeepSpeed's own writers (``tensorboard`` and others of its JSON) from ending a run, as
-    on a full disk."""
-    monitor = getattr(engine, "monitor", None)
-    if monitor is None or not monitor.enabled:
-        return
-    write = monitor.write_events
-
-    def write_events(*events: Any, **options: Any) -> None:
-        try:
-            write(*events, **options)
-        except Exception as error:  # each library has classes of its own
-            logger.warning(
-                "DeepSpeed's monitor cannot write (%s); training continues without it", error
-            )
-            monitor.write_events = lambda *events, **options: None
-
-    monitor.write_events = write_events
 
 
 def backend_class(config: RunConfig) -> type[Backend]:

@@ -17,7 +17,7 @@ from megatron.kernels.compiler import allow_graphs, missing_compiler
 from megatron.model.attention_masks import slopes_on
 from megatron.model.layer_list import LayerSequence
 from megatron.model.rope import rope_table
-from megatron.parallel.collectives import keep_between_graphs
+from megatron.parallel.collectives import Graphs
 from megatron.util.processes import is_main_process
 
 LONG_ENOUGH = 200
@@ -107,7 +107,7 @@ def compile_blocks(
         torch.compiler.assume_constant_result(table)
     mode = paths.torch_compile_mode
     if mode in GRAPH_MODES:
-        keep_between_graphs()
+        Graphs.between = True
     for sequence in sequences:
         sequence.hand_on()
     for block in (block for sequence in sequences for block in sequence.blocks):

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -52,6 +53,8 @@ from megatron.engine.update.optimizer import EXPERTS
 from megatron.parallel.mesh import Group, Mesh
 from megatron.parallel.shard import shard_of
 
+logger = logging.getLogger(__name__)
+
 
 def refuse_what_is_wrong(stage: int, sums_in_fp32: bool) -> None:
     """Raises ConfigError if this run needs what some DeepSpeed versions compute incorrectly;
@@ -69,12 +72,8 @@ def start_without_compiler() -> None:
         vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     if made(NO_COMPILER):
         # DeepSpeed's own decorator for a torch without a compiler replaces torch.compile.
-        decorator = compiler.compile
-        compiler.compile = lambda: compiler.dummy_decorator
-        try:
+        with _replaced(compiler, "compile", lambda: compiler.dummy_decorator):
             importlib.import_module(MUON)
-        finally:
-            compiler.compile = decorator
 
 
 def allow_fp16() -> None:
@@ -99,11 +98,8 @@ def sharing_groups(handles: Mapping[tuple[int, ...], Any]) -> Iterator[None]:
             known[key] = make(backend, list(key))
         return known[key]
 
-    TorchBackend.new_group = shared
-    try:
+    with _replaced(TorchBackend, "new_group", shared):
         yield
-    finally:
-        TorchBackend.new_group = make
 
 
 def take_out(engine: Any, replicas: int) -> None:
@@ -128,38 +124,35 @@ def reduces(settings: Json, config: RunConfig) -> bool:
 
 
 @contextmanager
-def own_reduction(make: Callable[..., Any] | None) -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an attribute another value inside."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def own_reduction(make: Callable[..., Any] | None) -> AbstractContextManager[None]:
     """Makes an engine that is built inside get its optimizer of ZeRO 1 or 2 from ``make``, which
     takes DeepSpeed's arguments; None for DeepSpeed's."""
-    if make is None:
-        yield
-        return
-    stock = vars(ds_engine)[_ZERO]
-    vars(ds_engine)[_ZERO] = make
-    try:
-        yield
-    finally:
-        vars(ds_engine)[_ZERO] = stock
+    zero = DeepSpeedZeroOptimizer.__name__
+    return nullcontext() if make is None else _replaced(ds_engine, zero, make)
 
 
-_ZERO = DeepSpeedZeroOptimizer.__name__
-
-
-@contextmanager
-def fp16_optimizer(make: Callable[[Any, Any], Any] | None) -> Iterator[None]:
-    """Makes an engine that is built inside get its optimizer for fp16 at stage 0 from ``make``, of
-    the engine and the optimizer to wrap; None at other stages and in other dtypes. Raises
+def fp16_optimizer(config: RunConfig, mesh: Mesh) -> AbstractContextManager[None]:
+    """Makes an engine that is built inside get this trainer's optimizer for fp16 at stage 0. Raises
     ConfigError if DeepSpeed's own, which is wrong, cannot be replaced in this version."""
-    if make is None:
-        yield
-        return
+    if not config.precision.fp16 or config.engine.zero_stage > 0:
+        return nullcontext()
     require(UNPARTITIONED_FP16)
-    configure = DeepSpeedEngine._configure_fp16_optimizer
-    DeepSpeedEngine._configure_fp16_optimizer = lambda engine, optimizer, _: make(engine, optimizer)
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._configure_fp16_optimizer = configure
+    from megatron.engine.update.unpartitioned_fp16 import UnpartitionedFp16Optimizer
+
+    def configure(engine: Any, optimizer: Any, _: Any) -> Any:
+        return UnpartitionedFp16Optimizer(engine, optimizer, config=config, mesh=mesh)
+
+    return _replaced(DeepSpeedEngine, "_configure_fp16_optimizer", configure)
 
 
 def check_fewer_replicas(settings: Json, stage: int) -> None:
@@ -202,11 +195,8 @@ def fewer_replicas_apart(
         configure(engine, model)
         engine.has_moe_layers = any(param.requires_grad for param in params)
 
-    DeepSpeedEngine._configure_distributed_model = configure_with_experts
-    try:
+    with _replaced(DeepSpeedEngine, "_configure_distributed_model", configure_with_experts):
         yield
-    finally:
-        DeepSpeedEngine._configure_distributed_model = configure
 
 
 def partition_among_replicas(init: Any, mesh: Mesh) -> None:
@@ -386,6 +376,26 @@ class PlacedModule(PipelineModule):
         assert self.forward_funcs is before
 
 
+def outlast_monitor(engine: Any) -> None:
+    """Keeps DeepSpeed's own writers (``tensorboard`` and others of its JSON) from ending a run, as
+    on a full disk."""
+    monitor = getattr(engine, "monitor", None)
+    if monitor is None or not monitor.enabled:
+        return
+    write = monitor.write_events
+
+    def write_events(*events: Any, **options: Any) -> None:
+        try:
+            write(*events, **options)
+        except Exception as error:  # each library has classes of its own
+            logger.warning(
+                "DeepSpeed's monitor cannot write (%s); training continues without it", error
+            )
+            monitor.write_events = lambda *events, **options: None
+
+    monitor.write_events = write_events
+
+
 @contextmanager
 def save_errors_at_end(engine: Any) -> Iterator[None]:
     """Within it, the first error of a file that DeepSpeed's engine writes into a checkpoint is
@@ -425,12 +435,8 @@ def fetching_whole(blocks: Iterable[nn.Module]) -> Iterator[None]:
         return
     for block in blocks:
         deepspeed.utils.set_z3_leaf_module(block, True)
-    delays_reduction = stage3.z3_leaf_parameter
-    stage3.z3_leaf_parameter = lambda param: False
-    try:
+    with _replaced(stage3, "z3_leaf_parameter", lambda param: False):
         yield
-    finally:
-        stage3.z3_leaf_parameter = delays_reduction
 
 
 def partition_late(model: nn.Module) -> None:

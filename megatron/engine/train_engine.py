@@ -32,7 +32,6 @@ from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.linear import KernelStates
 from megatron.parallel.mesh import Group, Mesh
 from megatron.parallel.random import dropout_seed
-from megatron.parallel.shard import shard_of
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,6 @@ class ModelEngine:
     Attributes:
         stage: the ZeRO stage that runs.
         buffers: canonical name of each buffer of this process, to the buffer.
-        trained: those of ``names`` that are trained; the others are frozen, without gradients,
-            optimizer state or a place in checkpoints.
         stored_states: how main weights and moments are stored; None for float32.
         base: the model that the adapters of ``--lora`` belong to; None without.
         teach: adds to each of so many micro batches what the losses need of another model; None if
@@ -98,15 +95,35 @@ class ModelEngine:
         kernels: KernelStates,
     ) -> None:
         self.config, self.spec, self.mesh, self.device = config, spec, mesh, device
-        self.backend, self.names, self.kernels = backend, names, kernels
-        self.trained = {param: name for param, name in names.items() if param.requires_grad}
-        self.layers, self.model, self.stage = backend.layers, backend.model, backend.stage
-        self.buffers = dict(canonical_buffers(self.model, self.layers))
+        self.backend, self._names, self.kernels = backend, names, kernels
+        self._trained = {param: name for param, name in names.items() if param.requires_grad}
+        self.layers, self.stage = backend.layers, backend.stage
+        self.buffers = dict(canonical_buffers(backend.model, self.layers))
         for buffer in self.buffers.values():
             buffer.start(device)
         self.quantised: list[tuple[str, Any]] = []
         """(canonical name, weight) of this process's weights that are no parameters, since fewer
         bits are stored of them: a ``weight`` fills itself of a tensor."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The layers of this process. Here and in the next two are the weights of the last update:
+        who reads a weight outside of forward passes comes by one of them."""
+        self.backend.await_weights()
+        return self.backend.model
+
+    @property
+    def names(self) -> Mapping[nn.Parameter, str]:
+        """Canonical name of each parameter of which this process has a part."""
+        self.backend.await_weights()
+        return self._names
+
+    @property
+    def trained(self) -> Mapping[nn.Parameter, str]:
+        """Names of the parameters that are trained; others are frozen, without gradients,
+        optimizer state or a place in checkpoints."""
+        self.backend.await_weights()
+        return self._trained
 
     @property
     def sequences(self) -> list[LayerSequence]:
@@ -248,14 +265,9 @@ class TrainEngine(ModelEngine):
                 clip_grad=config.optimizer.clip_grad,
                 hold=config.training.check_for_nan_in_loss_and_grad,
                 form=stored_states,
-                keys={
-                    param: stored_states.key(
-                        config.training.seed, name, shard_of(param), mesh.coordinates
-                    )
-                    for param, name in self.trained.items()
-                }
-                if stored_states is not None
-                else None,
+                keys=None
+                if stored_states is None
+                else stored_states.keys(config.training.seed, self.trained, mesh.coordinates),
             )
 
     def train_step(
@@ -318,13 +330,14 @@ class TrainEngine(ModelEngine):
         return gradient_norm(list(self.trained), self.mesh) if alone else None
 
     def prepare(self, micro_batches: int) -> None:
-        if not self.model.training:  # train() visits every module
+        if not self.backend.model.training:  # train() visits every module
             self.engine.train()
         if self.switch is not None:
             self.switch(True)
         context = self.mesh.group("context").size  # DeepSpeed counts the samples of each rank
         self.engine.set_train_batch_size(self._samples_per_round * context * micro_batches)
-        self.kernels.refresh()
+        if not getattr(self.optimizer_wrapper, "gathers_late", False):
+            self.kernels.refresh()
 
     def mean_losses(self, sums: Tensor, micro_batches: int) -> dict[str, Tensor]:
         """Means of the losses by name, from the sums of each rank's :meth:`Backend.accumulate`."""
@@ -354,12 +367,14 @@ class TrainEngine(ModelEngine):
             whole[0].all_gather(whole)
 
     def prepare_evaluation(self) -> None:
+        self.backend.await_weights()
         if self.switch is not None:
             self.switch(False)
         self.engine.eval()
 
     def close(self) -> None:
         """Removes DeepSpeed's hooks from the parameters; they would keep the engine alive."""
+        self.backend.await_weights()
         self.engine.destroy()
 
     @record_function("megatron::optimizer")

@@ -12,14 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.config import (
-    ConfigError,
-    ModelConfig,
-    ParallelConfig,
-    RunConfig,
-    Setting,
-    Settings,
-)
+from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, Setting, Settings
 from megatron.config.engine import GRAPH_MODES
 from megatron.config.features import DOCUMENTS, PACKED, KindConfig, kind_classes
 from megatron.config.flags import build

@@ -21,13 +21,7 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.config.blocks import Window
 from megatron.kernels.compiler import allow_graphs, missing_compiler
-from megatron.model.attention_masks import (
-    AttentionScoring,
-    first_key,
-    last_key,
-    narrows,
-    slopes_on,
-)
+from megatron.model.attention_masks import AttentionScoring, first_key, last_key, narrows, slopes_on
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -261,21 +261,32 @@ def _grouped(x_BNSD: Tensor, kv_heads: int) -> Tensor:
 def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
     """x / sqrt(mean(x^2) + epsilon) * weight over [..., H], computed in float32 or better; the
     weight and the result have the dtype of ``x`` (Zhang and Sennrich 2019, arXiv:1910.07467)."""
-    return _RMSNorm.apply(x, weight_H, epsilon)
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x, weight_H, epsilon)
+    return _rms_norm(x, weight_H, epsilon)[0]
+
+
+def _rms_norm(x: Tensor, weight_H: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The result, and the factor [T, 1] of each row."""
+    kind = torch.promote_types(x.dtype, torch.float32)
+    x_TH, weight_H = x.reshape(-1, x.shape[-1]), weight_H.to(kind)
+    factor_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True, dtype=kind)
+    factor_T1.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    if x.numel() <= _CHUNK:
+        y_TH = (x_TH.to(kind) * factor_T1).mul_(weight_H).to(x.dtype)
+        return y_TH.view(x.shape), factor_T1
+    y_TH = torch.empty_like(x_TH)
+    for x_CH, factor_C1, y_CH in _chunks(x_TH, factor_T1, y_TH):
+        y_CH.copy_((x_CH.to(kind) * factor_C1).mul_(weight_H))
+    return y_TH.view(x.shape), factor_T1
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
-        kind = torch.promote_types(x.dtype, torch.float32)
-        x_TH = x.reshape(-1, x.shape[-1])
-        factor_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True, dtype=kind)
-        factor_T1.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        y, factor_T1 = _rms_norm(x, weight_H, epsilon)
         ctx.save_for_backward(x, weight_H, factor_T1)
-        y_TH, weight_H = torch.empty_like(x_TH), weight_H.to(kind)
-        for x_CH, factor_C1, y_CH in _chunks(x_TH, factor_T1, y_TH):
-            y_CH.copy_((x_CH.to(kind) * factor_C1).mul_(weight_H))
-        return y_TH.view(x.shape)
+        return y
 
     @staticmethod
     @once_differentiable

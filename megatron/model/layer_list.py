@@ -216,9 +216,17 @@ class LayerSequence:
                 index, step = self.steps[place]
                 self.steps[place] = index, partial(around, step)
 
+    def wrap(self, around: Callable[[int, Step], Step]) -> None:
+        """Replaces every layer by what ``around`` makes of its index and of it."""
+        for place, (index, step) in enumerate(self.steps):
+            if index is not None:
+                self.steps[place] = index, around(index, step)
+            elif isinstance(step, LayerSequence):
+                step.wrap(around)
+
     def observe(self, observer: Callable[[int, LayerState], None]) -> None:
         """Calls a function with the index of every layer and the state after it."""
-        self.steps = [(index, _observed(index, step, observer)) for index, step in self.steps]
+        self.wrap(partial(_observed, observer))
 
 
 class RecomputedLayers(LayerSequence):
@@ -249,12 +257,7 @@ def _with_total(block: Step, state: LayerState) -> LayerState:
     return state.with_hidden(state.total)
 
 
-def _observed(index: int | None, step: Step, observer: Callable[[int, LayerState], None]) -> Step:
-    if index is None:
-        assert isinstance(step, LayerSequence)
-        step.observe(observer)
-        return step
-
+def _observed(observer: Callable[[int, LayerState], None], index: int, step: Step) -> Step:
     def observed(state: LayerState) -> LayerState:
         state = step(state)
         observer(index, state.with_hidden(state.total))
@@ -390,10 +393,8 @@ def canonical_prefixes(specs: Sequence[LayerSpec]) -> dict[str, str]:
     """Registered prefix (``3`` or ``tied_modules.embed``) to canonical layer name."""
     prefixes: dict[str, str] = {}
     for place, spec in enumerate(specs):
-        if spec.tied_key is None:
-            prefixes[str(place)] = spec.name
-        else:
-            prefixes.setdefault(f"tied_modules.{spec.tied_key}", spec.name)
+        key = str(place) if spec.tied_key is None else f"tied_modules.{spec.tied_key}"
+        prefixes.setdefault(key, spec.name)
     return prefixes
 
 

@@ -48,7 +48,7 @@ class Norm(nn.Module, ABC):
         if self.weight is None:
             return self.normalise(x, None, None).to(x.dtype)
         dtype = self.weight.dtype if self.narrows else x.dtype
-        weight, *biases = self.share(*self.parameters())
+        weight, *biases = self.share(*(p for p in self._parameters.values() if p is not None))
         if self.offset:
             # In 16 bits the offset would swallow a much smaller weight.
             weight = self.offset + weight.to(torch.promote_types(weight.dtype, torch.float32))

@@ -29,19 +29,27 @@ reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 _TRACED = torch.ops._c10d_functional
 
 
-_between_graphs = False
+class Graphs:
+    """Collectives in the graphs of the compiler.
+
+    Attributes:
+        between: they break graphs: those that become CUDA graphs would record NCCL's streams, which
+            is not tested.
+        for_products: sequences are gathered and scattered in the forms that the compiler looks for
+            next to a product: a copy more, unless it joins both.
+    """
+
+    between = for_products = False
 
 
-def keep_between_graphs() -> None:
-    """From now on collectives break the graphs of the compiler: those that become CUDA graphs would
-    record NCCL's streams, which is not tested."""
-    global _between_graphs
-    _between_graphs = True
+def finds_products() -> bool:
+    """True within a graph in which the compiler looks for products next to collectives."""
+    return Graphs.for_products and traced()
 
 
 def traced() -> bool:
     """True where the compiler takes what is called into a graph."""
-    return torch.compiler.is_compiling() and not _between_graphs
+    return torch.compiler.is_compiling() and not Graphs.between
 
 
 def after(x: Tensor, grad: Tensor) -> Tensor:
@@ -122,6 +130,8 @@ def start_exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], grou
 def start_gather_sequence(x: Tensor, group: Group) -> Finish:
     """The slices [B, S/t, ...] of all ranks as [B, S, ...]; without a copy when B is 1."""
     finish = start_gather(x, group)
+    if finds_products():
+        return lambda: torch.cat(finish().chunk(group.size), 1)
     return lambda: finish().unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1, 2)
 
 
@@ -129,6 +139,8 @@ def start_scatter_sequence(x: Tensor, group: Group) -> Finish:
     """This rank's slice [B, S/t, ...] of the sum of all ranks' [B, S, ...]; without a copy when B
     is 1."""
     assert x.shape[1] % group.size == 0, (x.shape, group.size)
+    if finds_products():
+        return start_scatter(torch.cat(x.chunk(group.size, 1)), group)
     return start_scatter(x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1), group)
 
 

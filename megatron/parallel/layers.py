@@ -14,9 +14,7 @@ from megatron.parallel.cross_entropy import linear_cross_entropy, linear_scores
 from megatron.parallel.linear import LinearKernel, LinearMap, column_linear, linear
 from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.shard import Cut, Init, Shard, parameter
-from megatron.parallel.tensor_parallel import (
-    TensorParallel,
-)
+from megatron.parallel.tensor_parallel import TensorParallel
 
 RowMap = tuple[Tensor | None, Tensor]
 """Rows that use a weight, bool [S, 1], or None for all, and the weight."""

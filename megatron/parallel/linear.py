@@ -18,13 +18,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.sums import add_later, key_of
 from megatron.parallel.collectives import (
     Finish,
     after,
+    finds_products,
     start_all_reduce,
     start_gather_sequence,
     start_scatter_sequence,
@@ -123,6 +124,10 @@ class KernelStates:
     def refresh(self) -> None:
         """Called before every forward pass that follows an update, a load or an initialisation."""
 
+    def refresh_layer(self, layer: nn.Module) -> None:
+        """Called instead where weights arrive a layer at a time, before each of them runs."""
+        self.refresh()
+
     def invalidate(self) -> None:
         """Called when weights have changed other than by a step."""
 
@@ -156,6 +161,10 @@ class SeveralStates(KernelStates):
     def refresh(self) -> None:
         for member in self._members:
             member.refresh()
+
+    def refresh_layer(self, layer: nn.Module) -> None:
+        for member in self._members:
+            member.refresh_layer(layer)
 
     def invalidate(self) -> None:
         for member in self._members:
@@ -259,7 +268,9 @@ class PlainKernel:
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         # F.linear, not a plain GEMM: DeepSpeed's profiler counts it.
         outputs = [
-            F.linear(x_BSI, weight.to(x_BSI.dtype), bias)
+            F.linear(x_BSI, weight.to(x_BSI.dtype)) + bias
+            if bias is not None and finds_products()  # of products without a bias
+            else F.linear(x_BSI, weight.to(x_BSI.dtype), bias)
             for weight, bias in zip(weights, biases, strict=True)
         ]
         return outputs, (x_BSI if save else None,)

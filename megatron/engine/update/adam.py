@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.parallel.mesh import Coordinates
-from megatron.parallel.shard import Shard
 
 BLOCK = 256
 """Slices start at multiples of this number of elements, and all but the last of a partition have a
@@ -95,8 +94,10 @@ class StateStore(StateFormat, Protocol):
         instead of a float32 copy; ``ranks``: this process's place among those that share each group
         of parameters."""
 
-    def key(self, seed: int, name: str, shard: Shard, coordinates: Coordinates) -> int:
-        """The identifier (int32) of the first element of a rank's share of a parameter."""
+    def keys(
+        self, seed: int, names: Mapping[nn.Parameter, str], coordinates: Coordinates
+    ) -> Mapping[nn.Parameter, int]:
+        """The identifier (int32) of the first element of a rank's share of each parameter."""
         ...
 
     def model_weights(self, values: Tensor) -> Tensor:

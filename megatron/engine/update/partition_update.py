@@ -146,18 +146,18 @@ class PartitionUpdate:
         """Updates with the gradients times ``factor``, or nothing where ``held`` is 1; both float32
         on the device."""
         wrapper = self._wrapper
-        gathers = []
+        wrapper.await_weights()  # of layers that have not run
         for number in wrapper.order_of_use:
             main = wrapper.single_partition_of_fp32_groups[number]
             self._update(number, main, factor, held)
             # While the next ones are updated.
-            gathers.append(wrapper.start_gather(number))
+            wrapper.start_gather(number)
             wrapper.averaged_gradients[number] = None
             for param in wrapper.bit16_groups[number]:
                 param.grad = None
         wrapper._lazy_init_hp_params_optimizer_state()
-        for gather in gathers:
-            gather()
+        if not wrapper.gathers_late:
+            wrapper.await_weights()
 
     def _update(self, number: int, main: Tensor, factor: Tensor | None, held: Tensor) -> None:
         wrapper, state = self._wrapper, self._optimizer.state[main]

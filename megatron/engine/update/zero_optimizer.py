@@ -83,6 +83,7 @@ class ReducingOptimizer(DeepSpeedZeroOptimizer):
     """
 
     _own_step: Callable[[], None] | None = None
+    gathers_late = False
 
     def __init__(
         self,
@@ -99,11 +100,13 @@ class ReducingOptimizer(DeepSpeedZeroOptimizer):
         options |= {"contiguous_gradients": True, "overlap_comm": False, "reduce_scatter": True}
         super().__init__(*args, **options)
         self._mesh, self._uses = mesh, uses
+        self._arriving: dict[int, dist.Work] = {}
         self._kept: dict[int, Tensor] = {}
         self._counted = {p for p in uses if owned(p, mesh, MODEL)}
         buckets = [self._bucket(number) for number in range(len(self.bit16_groups))]
         # The last weights that are used get their gradients first.
         self._order = sorted(range(len(buckets)), key=lambda n: -self._first_use(n))
+        self.order_of_use = self._order[::-1]  # by the next forward pass
         wire = self.communication_data_type
         rules = ReductionRules(
             each_pass=stage == 2,
@@ -197,20 +200,18 @@ class ReducingOptimizer(DeepSpeedZeroOptimizer):
         firsts = (self.bit16_groups[number][0] for number in numbers)
         return [self._mesh.replicas(shard_of(param)).rank for param in firsts]
 
-    @property
-    def order_of_use(self) -> Sequence[int]:
-        """Numbers of the groups in the order in which the next forward pass uses their weights."""
-        return self._order[::-1]
-
-    def start_gather(self, number: int) -> Callable[[], object]:
-        """Begin to gather the updated parts of a group from all ranks; returns a function that
-        waits for them."""
+    def start_gather(self, number: int) -> None:
+        """Begin to gather the updated parts of a group from all ranks."""
         flat = self.bit16_groups_flat[number]
         group = self._mesh.replicas(shard_of(self.bit16_groups[number][0]))
-        if group.size == 1:
-            return lambda: None
-        part = self.parallel_partitioned_bit16_groups[number][group.rank]
-        return all_gather_flat(flat, part, group=group.handle, async_op=True).wait
+        if group.size > 1:
+            part = self.parallel_partitioned_bit16_groups[number][group.rank]
+            self._arriving[number] = all_gather_flat(flat, part, group=group.handle, async_op=True)
+
+    def await_weights(self, numbers: Iterable[int] | None = None) -> None:
+        """Wait for the updated weights that are on their way, of some groups or of all."""
+        for number in self._arriving.keys() & (self._order if numbers is None else numbers):
+            self._arriving.pop(number).wait()
 
     def forget_gradients(self) -> None:
         """Drop the gradients of a step before its update."""

@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import (
-    FLAG_CLASSES,
-    PART_FLAGS,
-    FlagParser,
-    ModelFlags,
-    Setting,
-    parse_configs,
-)
+from megatron.config import FLAG_CLASSES, PART_FLAGS, FlagParser, ModelFlags, Setting, parse_configs
 from megatron.config.flags import ConfigError, check_value, field_help, flag_of, option
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "flags.json"

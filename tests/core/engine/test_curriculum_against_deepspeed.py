@@ -17,22 +17,10 @@ from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIn
 from megatron.data.index_cache import IndexCache
 from megatron.data.sampler import MicroBatchSampler
 from megatron.engine.deepspeed_json import section_text
-from megatron.features.curriculum.analysis import (
-    METRICS,
-    Analysis,
-    Share,
-)
-from megatron.features.curriculum.flags import (
-    CurriculumConfig,
-    data_sampling,
-    sequence_lengths,
-)
+from megatron.features.curriculum.analysis import METRICS, Analysis, Share
+from megatron.features.curriculum.flags import CurriculumConfig, data_sampling, sequence_lengths
 from megatron.features.curriculum.metric_files import read_rows, write_rows
-from megatron.features.curriculum.order import (
-    difficulty,
-    draw_samples,
-    stages,
-)
+from megatron.features.curriculum.order import difficulty, draw_samples, stages
 from megatron.features.masked.batch import BertSample
 
 

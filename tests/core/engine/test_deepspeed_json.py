@@ -9,13 +9,7 @@ import torch
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.engine.deepspeed_file import check_settings, file_notes, read_json
-from megatron.engine.deepspeed_json import (
-    complete,
-    for_engine,
-    merge,
-    stage_notes,
-    stage_of,
-)
+from megatron.engine.deepspeed_json import complete, for_engine, merge, stage_notes, stage_of
 from megatron.features.optimizers.flags import OptimizersConfig
 
 SHIPPED = Path(__file__).parents[3] / "deepspeed_configs"

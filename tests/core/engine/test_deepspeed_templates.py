@@ -15,7 +15,8 @@ from megatron.engine.deepspeed_file import check_settings, read_json
 from megatron.engine.deepspeed_json import complete, for_engine, merge
 
 EXAMPLES = Path(__file__).parents[3] / "examples_deepspeed"
-TEMPLATES = sorted(path for path in EXAMPLES.rglob("*.json") if path.name != "curves.json")
+OTHERS = {"curves.json", "runs.json"}
+TEMPLATES = sorted(path for path in EXAMPLES.rglob("*.json") if path.name not in OTHERS)
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 10 "
     "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --log-interval 7 --clip-grad 1.0 "

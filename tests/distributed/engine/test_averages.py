@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
+from megatron.engine.update.adam import KeptState
+from megatron.features.averages import callback
 from megatron.run.run import parse_run
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Callback
@@ -106,6 +109,21 @@ def test_averages_are_those_of_torch(pool, layout, precision):
     for wrong, skipped in pool.run(processes, differing, argv, timeout=300):
         assert not wrong, wrong
         assert (skipped > 0) == (precision == "fp16")
+
+
+def test_a_step_that_is_skipped_on_the_device_counts_in_no_mean(monkeypatch):
+    weight, kept, taken = torch.zeros(3), KeptState(), []
+    own = SimpleNamespace(get=lambda kind: weight if kind == "weight" else kept.tensors[weight])
+    monkeypatch.setattr(callback, "holders", lambda engine: [weight])
+    monkeypatch.setattr(callback, "owned_slices", lambda engine: [own])
+    engine = SimpleNamespace(kept={"mean": kept}, device=torch.device("cpu"))
+    for step, skipped in enumerate((1.0, 0.0, 0.0, 1.0, 0.0)):
+        weight.fill_(step)
+        callback.add_weights(engine, "mean", None, torch.tensor(skipped))
+        taken += [] if skipped else [float(step)]
+        expected = torch.full((3,), sum(taken) / max(1, len(taken)))
+        torch.testing.assert_close(kept.tensors[weight], expected)
+    assert int(kept.count) == 3
 
 
 CONTINUED = (

@@ -9,11 +9,7 @@ import pytest
 from samples import sampled
 from training_jobs import TINY
 
-from megatron.apps.parity.runs import (
-    PlainTraining,
-    RunRecord,
-    watched_trainer,
-)
+from megatron.apps.parity.runs import PlainTraining, RunRecord, watched_trainer
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices

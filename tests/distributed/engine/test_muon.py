@@ -80,9 +80,10 @@ def rule_of(kind: str, names: dict[nn.Parameter, str], mesh: Mesh):
     )  # fmt: skip
 
 
-def trained(mesh: Mesh, divided: bool, kind: str) -> dict[str, torch.Tensor]:
+def trained(mesh: Mesh, divided: bool, kind: str) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Weights after steps in float64, whole, from parts that a flat tensor has of what this rank's
-    replicas divide among them, unevenly; or, without, from whole shares."""
+    replicas divide among them, each parameter in another way, some all to the first; or, without,
+    from whole shares. Names of the states that this rank writes."""
     random = torch.Generator().manual_seed(3)
     shapes = SHAPES | VECTORS if kind == "adam-mini" else SHAPES
     draws = [
@@ -95,11 +96,12 @@ def trained(mesh: Mesh, divided: bool, kind: str) -> dict[str, torch.Tensor]:
         name: nn.Parameter(shard.cut(draws[0][name], places)) for name, shard in shapes.items()
     }
     bounds, length = {}, 0
-    for name, param in params.items():
+    for number, (name, param) in enumerate(params.items()):
         param.shard = shapes[name]  # type: ignore[attr-defined]
         ranks = mesh.replicas(shapes[name])
         size, n = (ranks.size, ranks.rank) if divided else (1, 0)
-        edges = [round(param.numel() * (k / size) ** 1.5) for k in range(size + 1)]
+        power = (1.5, 0.5, 1e-9)[number % 3]
+        edges = [round(param.numel() * (k / size) ** power) for k in range(size + 1)]
         bounds[name] = (edges[n], edges[n + 1], length)
         length += edges[n + 1] - edges[n]
     flat = nn.Parameter(torch.zeros(length, dtype=torch.float64))
@@ -114,7 +116,7 @@ def trained(mesh: Mesh, divided: bool, kind: str) -> dict[str, torch.Tensor]:
 
     def place_of(param):
         start, end, at = bounds[names[param]]
-        return start, flat, at, end - start
+        return start, flat, at, end - start or -1
 
     rule.place_of, rule.divided = place_of, divided
     optimizer = RuledOptimizer(
@@ -138,18 +140,22 @@ def trained(mesh: Mesh, divided: bool, kind: str) -> dict[str, torch.Tensor]:
             counted = shapes[name].counted(places)
             whole[name] *= float(counted)
             dist.all_reduce(whole[name])
-    return whole
+    return whole, [*optimizer.more_states()]
 
 
-def on_mesh(sizes: dict[str, int], divided: bool, kind: str) -> dict[str, np.ndarray]:
+def on_mesh(
+    sizes: dict[str, int], divided: bool, kind: str
+) -> tuple[dict[str, np.ndarray], list[str]]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    return {name: each.numpy() for name, each in trained(build_mesh(sizes), divided, kind).items()}
+    weights, states = trained(build_mesh(sizes), divided, kind)
+    return {name: each.numpy() for name, each in weights.items()}, states
 
 
 @cache
-def alone(kind: str) -> dict[str, np.ndarray]:
-    return {name: each.numpy() for name, each in trained(Mesh(), False, kind).items()}
+def alone(kind: str) -> tuple[dict[str, np.ndarray], list[str]]:
+    weights, states = trained(Mesh(), False, kind)
+    return {name: each.numpy() for name, each in weights.items()}, states
 
 
 MESHES = {
@@ -169,16 +175,23 @@ SAMPLE_OF_MESHES = {
         ("muon", "normuon", "adamuon", "soap", "soap-kl", "adam-mini"), MESHES, (True, False))
 ])  # fmt: skip
 def test_parts_are_updated_as_whole_parameters(pool, kind, layout, divided):
-    """Float64, 1e-12: parameters of every kind of cut, dealt out over the ranks. ``divided``: as
-    ZeRO 1 to 3 do it."""
+    """Float64, 1e-12: parameters of every kind of cut, dealt out over the ranks, of which one
+    writes each state. ``divided``: as ZeRO 1 to 3 do it."""
     processes = 2 if layout in ("dp2", "tp2") else 4
     check_mesh(pool, processes, MESHES[layout], divided, kind)
 
 
 def check_mesh(pool, processes, sizes, divided, kind):
-    for of_rank in pool.run(processes, on_mesh, sizes, divided, kind):
-        for name, values in alone(kind).items():
+    weights, states = alone(kind)
+    written = []
+    for of_rank, names in pool.run(processes, on_mesh, sizes, divided, kind):
+        written += names
+        for name, values in weights.items():
             np.testing.assert_allclose(of_rank[name], values, rtol=0, atol=1e-12, err_msg=name)
+    if kind == "adam-mini":  # ranks write their parts of a state
+        assert len(written) == len(set(written))
+    else:
+        assert sorted(written) == sorted(states)
 
 
 ALL_FLAGS = FLAGS = [

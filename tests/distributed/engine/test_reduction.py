@@ -210,8 +210,9 @@ def test_buckets_leave_within_the_backward_pass(pool, stage):
     assert len(seen[0]) == (0 if stage == 1 else len(SIZES) - 1)
 
 
-def passes(stage: int) -> list[Tensor]:
-    """Two stages of a pipeline on a rank, with a weight in common; for the pool."""
+def passes(stage: int) -> tuple[list[Tensor], int]:
+    """Two stages of a pipeline on a rank, with a weight in common: the averages, and how often
+    buckets were sent; for the pool."""
     group = tensor_group()
     weights = weights_of(torch.float32)
     of_stage = {0: weights[:2] + weights[4:], 1: weights[2:]}
@@ -221,21 +222,26 @@ def passes(stage: int) -> list[Tensor]:
         for p in reversed(weights)
     ]  # fmt: skip
     reduction = GradientReduction(buckets, ReductionRules(stage == 2, group.size))
-    for name, batch, last in ((1, 0, False), (1, 1, True), (0, 0, False), (0, 1, True)):
-        reduction.begin_pass(last, name)
-        x = inputs(group.rank, 10 * name + batch, torch.float32)
-        loss(of_stage[name], x, None).backward()
-        reduction.end_pass()
-    parts = [grads.flat_partition for grads in reduction.finish()]  # type: ignore[attr-defined]
+    with mock.patch(
+        "megatron.engine.update.reduction.start_reduction", wraps=start_reduction
+    ) as sent:
+        for name, batch, last in ((1, 0, False), (1, 1, True), (0, 0, False), (0, 1, True)):
+            reduction.begin_pass(last, name)
+            x = inputs(group.rank, 10 * name + batch, torch.float32)
+            loss(of_stage[name], x, None).backward()
+            reduction.end_pass()
+        parts = [grads.flat_partition for grads in reduction.finish()]  # type: ignore[attr-defined]
     wholes = [torch.empty(bucket.length) for bucket in buckets]
     for whole, part in zip(wholes, parts, strict=True):
         dist.all_gather(list(whole.chunk(group.size)), part)
-    return wholes[::-1]
+    return wholes[::-1], sent.call_count
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_bucket_waits_for_all_passes_with_its_gradients(pool, stage):
-    found = pool.run(2, passes, stage)[0]
+    """At stage 1 each is sent once."""
+    found, sent = pool.run(2, passes, stage)[0]
+    assert sent == len(SIZES) or stage == 2
     weights = weights_of(torch.float32)
     for name, params in ((1, weights[2:]), (0, weights[:2] + weights[4:])):
         for rank in range(2):

@@ -177,6 +177,15 @@ def test_weights_of_other_formats_by_their_content(theirs: str, tmp_path: Path) 
     assert digest(copied) != first == digest(Path(theirs))
 
 
+@pytest.mark.proof
+def test_a_reference_of_its_own_has_all_its_bits(pool, theirs: str, pairs: str) -> None:
+    """Where the base of adapters has 4 bits, of the same checkpoint too."""
+    own = ["--reference-checkpoint", theirs, "--lora", "--qlora"]
+    (parts,) = pool.run(1, found, flags(theirs, pairs, *own))
+    for rows, log_probs, _ in parts:
+        np.testing.assert_allclose(log_probs, by_transformers(theirs, rows), rtol=1e-5)
+
+
 def test_without_a_reference(pool, pairs: str, base: str) -> None:
     argv = [*FLAGS, *MODEL, "--preference", "dpo", "--data-path", pairs]
     with pytest.raises(Exception, match="--preference dpo compares .* --reference-checkpoint"):

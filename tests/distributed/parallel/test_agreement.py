@@ -24,11 +24,7 @@ from megatron.features.recurrent.delta_flags import DeltaConfig
 from megatron.features.recurrent.mamba_flags import MambaConfig
 from megatron.parallel import agreement
 from megatron.parallel.agreement import Agreement, DisagreementError
-from megatron.run.fingerprint import (
-    MAY_DIFFER,
-    checkpoint_facts,
-    run_facts,
-)
+from megatron.run.fingerprint import MAY_DIFFER, checkpoint_facts, run_facts
 from megatron.run.run import run_of
 
 TIMEOUT = timedelta(seconds=20)
