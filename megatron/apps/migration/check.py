@@ -45,14 +45,7 @@ class Checked:
     missing: tuple[str, ...]
 
 
-REQUIRED = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "micro_batch_size",
-    "lr",
-)
+REQUIRED = "num_layers hidden_size num_attention_heads seq_length micro_batch_size lr".split()
 
 
 def resolved(t: Translation) -> Checked:

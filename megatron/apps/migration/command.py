@@ -12,19 +12,11 @@ from typing import Any
 
 import yaml
 
-from megatron.apps.migration import (
-    axolotl,
-    megatron_scripts,
-    nanotron,
-    neox,
-    torchtitan,
-    trainer,
-    tuning,
-)
+from megatron.apps.migration import megatron_scripts
 from megatron.apps.migration.check import resolved
-from megatron.apps.migration.deepspeed_keys import flattened
+from megatron.apps.migration.conversions import FUNCTIONS, flattened, with_json
 from megatron.apps.migration.reconcile import reconcile
-from megatron.apps.migration.rules import Rule, TableRow, table, translate
+from megatron.apps.migration.rules import TableRow, table, translate
 from megatron.apps.migration.shell import Script, read_script
 from megatron.apps.migration.translation import Translation, flag_kinds
 from megatron.config import ConfigError
@@ -43,15 +35,6 @@ TRAINERS = {
     "axolotl": "axolotl",
 }
 """Other trainers by the name of their table."""
-
-_RULES: dict[str, Mapping[str, Rule]] = {
-    "neox": neox.RULES,
-    "nanotron": nanotron.RULES,
-    "torchtitan": torchtitan.RULES,
-    "transformers": trainer.RULES,
-    "llama_factory": {**trainer.RULES, **tuning.RULES},
-    "axolotl": {**trainer.RULES, **tuning.RULES, **axolotl.RULES},
-}
 
 
 @dataclass(frozen=True)
@@ -87,7 +70,8 @@ def apply(t: Translation) -> None:
     if name == "megatron":
         megatron_scripts.apply(t)
     else:
-        translate(name, t, _RULES[name])
+        translate(name, t, FUNCTIONS)
+    t.finish()
 
 
 def _read(files: Sequence[str], name: str | None, variables: Mapping[str, str] | None) -> Migrated:
@@ -115,7 +99,7 @@ def _read(files: Sequence[str], name: str | None, variables: Mapping[str, str] |
 def _of_content(name: str, content: dict[str, Any], folder: Path) -> Translation:
     if name == "neox":
         content = {key.replace("-", "_"): value for key, value in content.items()}
-    source = trainer.with_json(flattened(content), folder)
+    source = with_json(flattened(content), folder)
     return Translation(source, TRAINERS[name])
 
 
@@ -124,15 +108,23 @@ def _of_script(script: Script, path: Path, name: str | None) -> Migrated:
     hugging_face = name == "transformers" or (name is None and "--output_dir" in words)
     if not hugging_face:
         return Migrated(megatron_scripts.read(script, str(path), path.parent), tuple(script.notes))
-    source = trainer.words_of(megatron_scripts.flags_of(script.words))
-    positions = source.pop("(words)", None)
+    flags = megatron_scripts.flags_of(script.words)
+    positions = flags.pop("", None)
     if positions is not None:
         raise ConfigError(
             f"{path}: {positions} is not a flag: a file of arguments is not read; write its "
             "values as flags"
         )
+    # HfArgumentParser takes dashes as underscores, and values as text.
+    spelled = {"True": True, "true": True, "False": False, "false": False, "None": None}
+    source = {
+        name.lstrip("-").replace("-", "_"): spelled.get(value, value)
+        if isinstance(value, str)
+        else value
+        for name, value in flags.items()
+    }
     t = Translation(
-        trainer.with_json(source, path.parent),
+        with_json(source, path.parent),
         "transformers",
         processes=megatron_scripts.processes_of(script.launcher),
         launcher=script.launcher,
@@ -295,15 +287,14 @@ def run(
 _KINDS = {
     "=": "not needed",
     "!": "no counterpart",
-    "json": "DeepSpeed JSON",
-    "keep": "DeepSpeed JSON",
+    **dict.fromkeys(("json", "keep"), "DeepSpeed JSON"),
 }
 
 
 def markdown(name: str) -> str:
     """The rules of a trainer as a table of a page."""
     lines = ["| there | here |", "|---|---|"]
-    for row in table(name):
+    for row in table(name).rows:
         keys = ", ".join(f"`{key}`" for key in row.keys)
         lines.append(f"| {keys} | {_cell(row)} |".replace("\\", ""))
     return "\n".join(lines) + "\n"

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.apps.migration.deepspeed_keys import flattened, translate_json
-from megatron.apps.migration.rules import put_value, table
+from megatron.apps.migration.conversions import flattened, json_object
+from megatron.apps.migration.rules import translate
 from megatron.apps.migration.shell import Script
-from megatron.apps.migration.translation import Translation, Unfit, flag_kinds
+from megatron.apps.migration.translation import KeyOutcome, Translation, Unfit, flag_kinds
 from megatron.config import ConfigError
 from megatron.config.flags import flag_names
 from megatron.config.foreign_flags import LegacyFlags, refused_flag
-from megatron.util.json_text import parse_json
-
-import dataclasses  # isort: skip
 
 PROGRAMS = {
     **{
@@ -70,19 +67,16 @@ def json_of(path: str, script: Script, folder: Path) -> dict[str, Any] | None:
     Raises ConfigError if it is not a JSON object."""
     text = script.files.get(path)
     if text is None:
-        file = next((p for p in (Path(path), folder / path) if p.is_file()), None)
+        file = next((place for place in (Path(path), folder / path) if place.is_file()), None)
         if file is None:
             return None
         text = file.read_text(encoding="utf-8", errors="replace")
     try:
-        content = parse_json(text.encode(), path)
+        return json_object(text.encode(), path)
     except ValueError as error:
         raise ConfigError(
             f"{error}; if the script fills it with sed, run that line first"
         ) from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a JSON object")
-    return content
 
 
 def read(script: Script, name: str, folder: Path) -> Translation:
@@ -110,23 +104,14 @@ def apply(t: Translation) -> None:
     """Translates flags, and the DeepSpeed JSON that they name."""
     named = next((key for key in t.source if f"--{key}" in JSON_FLAGS), "")
     prefix = f"{t.source.get(named)}:"
-    notes, rows = _notes(), table("megatron")
-    for key in [key for key in t.source if not key.startswith(prefix)]:
-        value = t.source[key]
-        row = next((row for row in rows if row.fits(key)), None)
-        if key == named and any(name.startswith(prefix) for name in t.source):
-            t.tell(key, "the JSON below")
-        elif row is not None and row.action == "flag":
-            words = "true" if value is True else value
-            put_value(t, key, row.words, words)
-        elif row is not None and row.action.startswith("@"):
-            _RULES[row.action[1:]](t, key, value)
-        elif row is not None:
-            t.harmless(key, row.words)
-        else:
-            _own(t, key, value, notes)
-    translate_json(t, prefix, flags_win=True)
-    t.finish()
+    if any(name.startswith(prefix) for name in t.source):
+        t.tell(named, "the JSON below")
+    translate("megatron", t, {})
+    notes = _notes()
+    for key in t.source:
+        if not key.startswith(prefix) and key not in t.outcomes:
+            _own(t, key, t.source[key], notes)
+    translate("deepspeed", t, {}, prefix, flags_win=True)
 
 
 def _notes() -> dict[str, str]:
@@ -139,24 +124,18 @@ def _notes() -> dict[str, str]:
 
 
 def _own(t: Translation, key: str, value: Any, notes: dict[str, str]) -> None:
-    flag = f"--{key}" if f"--{key}" in flag_kinds() or f"--{key}" in notes else f"-{key}"
-    if flag in notes:
-        t.harmless(key, notes[flag])
-        return
-    kind, refused = flag_kinds().get(f"--{key}"), refused_flag(f"--{key}")
-    if kind is not None:
+    flags = (f"--{key}", f"-{key}")
+    note = next((notes[flag] for flag in flags if flag in notes), None)
+    refused = refused_flag(f"--{key}")
+    if note is not None:
+        t.harmless(key, note)
+    elif f"--{key}" in flag_kinds():
         try:
             _put_own(t, key, value)
         except Unfit as error:
             t.lose(key, str(error))
     elif refused is not None:
-        t.outcomes.setdefault(key, _lost(refused))
-
-
-def _lost(reason: str) -> Any:
-    from megatron.apps.migration.translation import KeyOutcome
-
-    return KeyOutcome("lost", reason)
+        t.outcomes[key] = KeyOutcome("lost", refused)
 
 
 def _put_own(t: Translation, key: str, value: Any) -> None:
@@ -187,35 +166,3 @@ def _put_own(t: Translation, key: str, value: Any) -> None:
         )
     t.words[kind.name], t.origins[kind.name] = words, key
     t.tell(key, " ".join(words))
-
-
-def _offload(t: Translation, key: str, value: Any) -> None:
-    t.put_json(key, "zero_optimization.offload_optimizer.device", "cpu")
-
-
-def _window(t: Translation, key: str, value: Any) -> None:
-    numbers = re.findall(r"-?\d+", " ".join(value) if isinstance(value, list) else str(value))
-    if len(numbers) == 2 and int(numbers[0]) >= 0 and int(numbers[1]) <= 0:
-        t.put(key, "--sliding-window", int(numbers[0]) + 1)
-    else:
-        t.lose(
-            key,
-            "--sliding-window N+1 is a window of N tokens before each token, and of none after it",
-        )
-
-
-def _interpolation(t: Translation, key: str, value: Any) -> None:
-    t.put(key, "--rope-scaling", json.dumps({"rope_type": "linear", "factor": float(value)}))
-
-
-def _graphs(t: Translation, key: str, value: Any) -> None:
-    t.put(key, "--torch-compile", "on")
-    t.put(key, "--torch-compile-mode", "reduce-overhead")
-
-
-_RULES = {
-    "offload": _offload,
-    "window": _window,
-    "interpolation": _interpolation,
-    "graphs": _graphs,
-}

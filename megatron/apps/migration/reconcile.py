@@ -5,27 +5,16 @@ from __future__ import annotations
 from megatron.apps.migration.translation import KeyOutcome, Translation
 
 _STEPS = ("--lr-warmup-iters", "--lr-wsd-decay-iters", "--lr-decay-iters")
+_EIGHT_BITS = "moments in 8 bits need ZeRO 1 or 2; they are in float32"
 _LEFT_OUT = (
     (
         "--use-dora",
         "--qlora",
         "DoRA needs the lengths of the base's rows, which --qlora keeps in 4 bits",
     ),
-    (
-        "--exp-avg-dtype",
-        "--zero-stage 3",
-        "moments in 8 bits need ZeRO 1 or 2; they are in float32",
-    ),
-    (
-        "--exp-avg-sq-dtype",
-        "--zero-stage 3",
-        "moments in 8 bits need ZeRO 1 or 2; they are in float32",
-    ),
-    (
-        "--use-precision-aware-optimizer",
-        "--zero-stage 3",
-        "moments in 8 bits need ZeRO 1 or 2; they are in float32",
-    ),
+    ("--exp-avg-dtype", "--zero-stage 3", _EIGHT_BITS),
+    ("--exp-avg-sq-dtype", "--zero-stage 3", _EIGHT_BITS),
+    ("--use-precision-aware-optimizer", "--zero-stage 3", _EIGHT_BITS),
 )
 """A flag, another with which it is refused, and why; the first is left out."""
 

@@ -1,44 +1,65 @@
-"""Tables of rules in ``tables/*.txt``: a line for the keys of another trainer that mean the same.
+r"""Tables of rules in ``tables/*.txt``: a line for the keys of another trainer that mean the same.
 
     KEY ...: --flag                     the value is the flag's
     KEY ...: --flag FROM=TO FROM=TO     values have other names; one that is not listed is lost
     KEY ...: --flag [default VALUE]     the value that the trainer has without the key
     KEY ...: --flag [off]               0, false and the like switch it off
-    KEY ...: @rule words                a function converts them; words for the documentation
     KEY ...: = reason                   it changes nothing here
     KEY ...: ! reason                   there is no counterpart; where it is off that is harmless
     KEY ...: json PATH                  a key of the DeepSpeed JSON; of KEY.* the rest is added
+    KEY ...: keep                       the same key of the DeepSpeed JSON
+    KEY ...: @name words                the lines that follow, or a function; words for readers
 
-A key may be a pattern (*). The first line that fits counts. ``include NAME`` inserts another table.
+A key may be a pattern (*). The first line that fits counts. Lines that depend on other keys are
+indented; all of them are applied, in their order, whether the file has the keys or not:
+
+        KEY ... if CONDITION: --flag    the first key that has a value gives it, or its default
+        KEY ... if CONDITION: --flag VALUE --flag VALUE      a constant, or an {EXPRESSION}
+        KEY ... if CONDITION: --flag    # a note for the user
+        KEY ...: = reason               of keys for which no line above did anything; so has "!"
+        let NAME = EXPRESSION
+        @function
+        KEY ...: processes EXPRESSION   number of processes; also without keys
+        program NAME
+
+Conditions and expressions are Python's, with the keys of the file, dotted ones too, as names; None
+where it has no such key and ``default KEY=VALUE`` says none. ``value`` is that of the line's keys,
+``tuning`` is true for ``finetune.py``. Reasons may have {EXPRESSIONS}. ``include TABLE`` inserts
+another table, ``blocks TABLE`` only the lines behind its @names.
 """
 
 from __future__ import annotations
 
+import ast
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from types import FunctionType
+from typing import Any
 
+from megatron.apps.migration.expressions import Values
 from megatron.apps.migration.translation import Translation, Unfit, flag_kinds, is_off
 from megatron.config import ConfigError
 
 TABLES = Path(__file__).with_name("tables")
 _DEFAULT = re.compile(r" *\[default ([^\]]+)\]$")
+_FLAGS = re.compile(r" (?=--)")
+_FILLED = re.compile(r"\{([^{}\"]*)\}")
 
-Rule = Callable[[Translation], None]
+Function = Callable[[Translation], None]
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """A line of a table: keys, kind of action, its words, and the default of the other trainer."""
+    """A line of a table: keys, condition, kind of action, its words, and the default of the other
+    trainer."""
 
     keys: tuple[str, ...]
     action: str
     words: str
+    condition: str = ""
     default: str | None = None
     may_be_off: bool = False
 
@@ -46,118 +67,247 @@ class TableRow:
         return any(key == name or ("*" in name and fnmatchcase(key, name)) for name in self.keys)
 
 
+@dataclass(frozen=True)
+class RuleTable:
+    """Rows of a table, the lines behind its @names, and defaults of keys in expressions."""
+
+    rows: tuple[TableRow, ...]
+    blocks: Mapping[str, tuple[TableRow, ...]]
+    defaults: Mapping[str, Any]
+
+
 @cache
-def table(name: str) -> tuple[TableRow, ...]:
-    """The rows of a table."""
-    return tuple(_rows(name))
-
-
-def _rows(name: str) -> Iterator[TableRow]:
+def table(name: str) -> RuleTable:
+    """Reads a table."""
+    rows = list[TableRow]()
+    own, blocks = dict[str, list[TableRow]](), dict[str, tuple[TableRow, ...]]()
+    defaults = dict[str, Any]()
     for line in (TABLES / f"{name}.txt").read_text(encoding="utf-8").splitlines():
-        keys, colon, words = line.partition(": ")
-        if not colon and line.startswith("include "):
-            yield from table(line.split()[1])
-        if not colon or line.startswith("#"):
-            continue
-        default = _DEFAULT.search(words)
-        words = _DEFAULT.sub("", words)
-        may_be_off, words = words.endswith(" [off]"), words.removesuffix(" [off]")
-        first, _, rest = words.partition(" ")
-        action = "flag" if first.startswith("--") else first
-        yield TableRow(
-            tuple(keys.split()),
-            action,
-            words if action == "flag" else rest,
-            default[1] if default else None,
-            may_be_off,
-        )
-
-
-def rules_of(module: str) -> Mapping[str, Rule]:
-    """The functions of a module by name, which tables call with an @."""
-    functions = vars(sys.modules[module]).items()
-    return {
-        name: rule
-        for name, rule in functions
-        if isinstance(rule, FunctionType) and rule.__module__ == module and name[0] != "_"
-    }
-
-
-def translate(name: str, translation: Translation, rules: Mapping[str, Rule]) -> None:
-    """Applies a table. ConfigError names a value that no flag can have only where it contradicts
-    another; otherwise the key is lost, with the reason."""
-    rows, done = table(name), set[str]()
+        word, _, rest = line.partition(" ")
+        if word in ("include", "blocks") and ": " not in line:
+            name, _, start = rest.partition(" ")
+            other = table(name)
+            if word == "include":
+                rows += (row for row in other.rows if row.keys[0].startswith(start))
+            blocks, defaults = {**other.blocks, **blocks}, {**other.defaults, **defaults}
+        elif word == "default":
+            pairs = (pair.partition("=") for pair in rest.split())
+            defaults |= {key: _literal(text) for key, _, text in pairs}
+        elif line.startswith(" "):
+            own.setdefault(rows[-1].action, []).append(_row(line.strip()))
+        elif line and word != "#":
+            rows.append(_row(line))
     for row in rows:
-        if row.action.startswith("@") and row.action not in done:
-            done.add(row.action)
-            rules[row.action[1:]](translation)
-    for key in translation.source:
-        fitting = next((row for row in rows if row.fits(key)), None)
-        if fitting is not None and key not in translation.outcomes:
-            _apply(fitting, key, translation)
-    for row in rows:
-        if row.default is not None and not translation.given(row.keys) and row.action == "flag":
-            flag, *_ = row.words.split()
-            if not translation.has(flag):
-                translation.put(row.keys[0], flag, *_default(row.default))
-    translation.finish()
+        if row.default is not None:
+            defaults = {**dict.fromkeys(row.keys, _literal(row.default)), **defaults}
+    return RuleTable(
+        tuple(rows), {**blocks, **{name: tuple(lines) for name, lines in own.items()}}, defaults
+    )
 
 
-def _default(text: str) -> tuple[object, ...]:
-    return ({"true": True, "false": False}.get(text, text),)
-
-
-def _apply(row: TableRow, key: str, translation: Translation) -> None:
-    value = translation.source[key]
-    if row.action == "=":
-        translation.harmless(key, row.words)
-    elif row.action == "!":
-        translation.lose(key, row.words)
-    elif row.action == "json":
-        pattern = next(name for name in row.keys if name == key or fnmatchcase(key, name))
-        rest = key[len(pattern) - 1 :] if pattern.endswith("*") else ""
-        path = ".".join(filter(None, (row.words, rest)))
-        translation.put_json(key, path, value)
-    elif row.may_be_off and is_off(value):
-        translation.harmless(key, "it is off")
-    elif row.action == "flag":
-        put_value(translation, key, row.words, value)
-
-
-def put_value(translation: Translation, key: str, words: str, value: object) -> None:
-    """Gives a flag the value of a key, by the names in ``words``; a value that it cannot have is
-    lost."""
-    flag, *names = words.split()
-    if value is None:
-        translation.harmless(key, "it is not set")
-        return
-    if names:
-        spellings = dict(each.split("=", 1) for each in names)
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        if text not in spellings:
-            translation.lose(
-                key, f"{flag} has no counterpart of {text}: it has that of {', '.join(spellings)}"
-            )
-            return
-        value = spellings[text]
-        if value == "":
-            translation.harmless(key, f"{text} is what happens without {flag}")
-            return
-        if value in ("on", "off"):
-            value = value == "on"
-    elif flag_kinds()[flag].type is bool and isinstance(value, str):
-        value = not is_off(value.lower())
+def _literal(text: str) -> Any:
     try:
-        translation.put(key, flag, value)
-    except Unfit as error:
-        translation.lose(key, str(error))
+        return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
+    except (ValueError, SyntaxError):
+        return text
 
 
-def check_tables(names: tuple[str, ...]) -> None:
-    """Raises ConfigError if a row names a flag that does not exist; for the tests."""
-    for name in names:
-        for row in table(name):
-            if row.action == "flag" and row.words.split()[0] not in flag_kinds():
-                raise ConfigError(f"{name}.txt: {row.words.split()[0]} does not exist")
-            if row.action not in ("flag", "=", "!", "json") and not row.action.startswith("@"):
-                raise ConfigError(f"{name}.txt: {' '.join(row.keys)}: {row.action} is no action")
+def _row(line: str) -> TableRow:
+    if line.startswith(("let ", "@", "program ", "processes ")):
+        action, _, words = line.partition(" ")
+        return TableRow((), action, words)
+    head, _, words = line.partition(": ")
+    keys, _, condition = head.partition(" if ")
+    default = _DEFAULT.search(words)
+    words = _DEFAULT.sub("", words)
+    may_be_off, words = words.endswith(" [off]"), words.removesuffix(" [off]")
+    first, _, rest = words.partition(" ")
+    flag = first.startswith("--")
+    return TableRow(
+        tuple(keys.split()),
+        "flag" if flag else first,
+        words if flag else rest,
+        condition,
+        default[1] if default else None,
+        may_be_off,
+    )
+
+
+class _Engine:
+    def __init__(
+        self, name: str, t: Translation, functions: Mapping[str, Function], prefix: str
+    ) -> None:
+        self.table, self.t, self.functions, self.prefix = table(name), t, functions, prefix
+        self.values = Values(t, self.table.defaults, prefix)
+
+    def run(self, flags_win: bool) -> None:
+        for key in self._keys():
+            known = any(row.fits(self._name(key)) for row in self.table.rows)
+            if known and self.t.source[key] == "auto" and (self.prefix or key.startswith("zero_")):
+                reason = "auto: the flags say it, or DeepSpeed's default is used"
+                self.t.harmless([key], reason)
+        for name in dict.fromkeys(row.action for row in self.table.rows if row.action[0] == "@"):
+            for row in self.table.blocks.get(name, (TableRow((), name, ""),)):
+                with_keys = [key for key in self._keys() if row.fits(self._name(key))]
+                self._tried(row, with_keys, flags_win, self._line)
+        for key in self._keys():
+            rows = (row for row in self.table.rows if row.fits(self._name(key)))
+            first = next(rows, None)
+            if first is not None and first.action[0] != "@" and key not in self.t.outcomes:
+                self._tried(first, [key], flags_win, self._single)
+        for row in self.table.rows:
+            if row.action == "flag" and row.default is not None:
+                flag = row.words.split()[0]
+                if not self.t.given(row.keys) and not self.t.has(flag):
+                    self.t.put(row.keys, flag, _literal(row.default))
+
+    def _keys(self) -> Iterator[str]:
+        return (key for key in list(self.t.source) if key.startswith(self.prefix))
+
+    def _name(self, key: str) -> str:
+        return key[len(self.prefix) :]
+
+    def _tried(
+        self,
+        row: TableRow,
+        keys: list[str],
+        flags_win: bool,
+        apply: Callable[[TableRow, list[str]], None],
+    ) -> None:
+        try:
+            apply(row, keys)
+        except Unfit as error:
+            self.t.lose(keys, str(error))
+        except ConfigError:
+            if not flags_win:
+                raise
+            self.t.harmless(
+                keys, "the command line has another value, which Megatron-DeepSpeed used"
+            )
+
+    def _single(self, row: TableRow, keys: list[str]) -> None:
+        """Applies a row to one key."""
+        (key,) = keys
+        value, t = self.t.source[key], self.t
+        section = f"{self.prefix}{self._name(key).split('.')[0]}.enabled"
+        if row.may_be_off and is_off(value):
+            t.harmless(key, "it is off")
+        elif value in (None, "") and row.action == "flag":
+            t.harmless(key, "it is not set")
+        elif row.action == "!" and t.source.get(section) is False:
+            t.harmless(key, "it is off")
+        else:
+            self._line(row, keys)
+
+    def _line(self, row: TableRow, given: list[str]) -> None:
+        t = self.t
+        keys = [key for key in given if t.state_of(key) != "harmless"]
+        if row.action == "let":
+            name, _, text = row.words.partition(" = ")
+            self.values[name] = self.values.of(text)
+        elif row.action == "processes":
+            t.processes = self.values.of(row.words) or t.processes
+            for key in keys:
+                t.tell(key, f"{t.processes} processes in all")
+        elif row.action[0] == "@":
+            self.functions[row.action[1:]](t)
+        elif row.action == "program" and not row.keys:
+            t.program = row.words
+        if not row.keys or (given and not keys):
+            return
+        defaults = (self.table.defaults.get(key) for key in row.keys)
+        sources = (t.source[key] for key in keys)
+        self.values["value"] = next((v for v in (*sources, *defaults) if v not in (None, "")), None)
+        if row.condition and not self.values.of(row.condition):
+            return
+        if row.action == "program":
+            t.program = row.words
+        elif row.action == "=":
+            t.harmless(keys, self._text(row.words))
+        elif row.action == "!":
+            after_flags = bool(row.condition)
+            t.lose([k for k in keys if after_flags or k not in t.outcomes], self._text(row.words))
+        elif row.action in ("json", "keep"):
+            self._json(row, keys)
+        elif row.action == "flag":
+            words, _, note = row.words.partition(" # ")
+            usual = sorted(row.keys, key=lambda key: self.table.defaults.get(key) is None)
+            for part in re.split(_FLAGS, words):
+                self._flag(part, keys or usual, self._text(note))
+                note = ""
+
+    def _json(self, row: TableRow, keys: list[str]) -> None:
+        path, _, constant = row.words.partition(" ")
+        for key in keys:
+            pattern = next(name for name in row.keys if fnmatchcase(self._name(key), name))
+            rest = self._name(key)[len(pattern) - 1 :] if pattern.endswith("*") else ""
+            whole = (
+                self._name(key) if row.action == "keep" else ".".join(filter(None, (path, rest)))
+            )
+            self.t.put_json(key, whole, constant or self.t.source[key])
+
+    def _flag(self, words: str, keys: list[str], note: str) -> None:
+        """Gives a flag the value of its line, by the names in ``words``; a value without a name is
+        lost."""
+        t, value = self.t, self.values["value"]
+        flag, _, names = words.partition(" ")
+        names = names.strip()
+        if names.startswith("{"):
+            value = self.values.of(names[1:-1])
+        elif names and not all("=" in name for name in names.split()):
+            value = names if len(names.split()) == 1 else names.split()
+        elif names and value is not None:
+            spellings = dict(name.split("=", 1) for name in names.split())
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            value = spellings.get(text, spellings.get(text.lower()))
+            if value is None:
+                known = ", ".join(spellings)
+                t.lose(keys, f"{flag} has no counterpart of {text}: it has that of {known}")
+                return
+            if value == "":
+                t.harmless(keys, f"{text} is what happens without {flag}")
+                return
+        if flag_kinds()[flag].type is bool and isinstance(value, str):
+            value = value != "off" and not is_off(value.lower())
+        if value is not None:
+            t.put(keys, flag, value, note=note)
+
+    def _text(self, words: str) -> str:
+        return _FILLED.sub(lambda match: str(self.values.of(match[1])), words)
+
+
+def translate(
+    name: str,
+    t: Translation,
+    functions: Mapping[str, Function],
+    prefix: str = "",
+    flags_win: bool = False,
+) -> None:
+    """Applies a table to the keys with a prefix, such as ``ds.json:``. With ``flags_win`` a flag
+    that is there already replaces another value of a key, as Megatron-DeepSpeed's flags do those of
+    the JSON.
+
+    Raises ConfigError if two keys contradict each other, or a value is of another kind. A value
+    that no flag can have is lost, with the reason."""
+    _Engine(name, t, functions, prefix).run(flags_win)
+
+
+def flags_in(row: TableRow) -> list[str]:
+    """Flags that a row gives values to."""
+    return (
+        re.findall(r"(?:^| )(--[\w-]+)", row.words.split(" # ")[0]) if row.action == "flag" else []
+    )
+
+
+def expressions_in(row: TableRow) -> list[str]:
+    """Expressions of a row."""
+    words, _, note = row.words.partition(" # ")
+    texts = [row.condition]
+    if row.action in ("let", "processes"):
+        texts.append(words.partition(" = ")[2] or words)
+    elif row.action == "flag":
+        parts = (part.partition(" ")[2].strip() for part in re.split(_FLAGS, words))
+        texts += [part[1:-1] for part in parts if part.startswith("{")] + _FILLED.findall(note)
+    elif row.action in ("=", "!"):
+        texts += _FILLED.findall(row.words)
+    return list(filter(None, texts))

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Literal
 
@@ -21,19 +22,7 @@ State = Literal["translated", "harmless", "lost", "unknown"]
 DEFAULT = "default of"
 """Mark of a line about a key that the file leaves out, where the two programs' defaults differ."""
 
-OFF: tuple[Any, ...] = (
-    None,
-    False,
-    0,
-    "",
-    "none",
-    "None",
-    "null",
-    "no",
-    "false",
-    "False",
-    "disabled",
-)
+OFF: tuple[Any, ...] = (None, False, 0, "", *"none None null no false False disabled".split())
 """Values with which a feature is not used, next to empty lists and objects."""
 
 
@@ -150,8 +139,14 @@ class Translation:
         return default if value is None else value
 
     def given(self, keys: str | Iterable[str]) -> list[str]:
-        """Return the keys that the file has."""
-        return [name for name in self._named(keys) if name in self.source]
+        """Return the keys that the file has, by their names or patterns (*)."""
+        given: dict[str, None] = {}
+        for name in self._named(keys):
+            if name in self.source:
+                given[name] = None
+            elif "*" in name:
+                given |= dict.fromkeys(key for key in self.source if fnmatchcase(key, name))
+        return list(given)
 
     def _named(self, keys: str | Iterable[str]) -> list[str]:
         """Keys of a text with spaces between them; a key may have some, too."""
@@ -162,6 +157,14 @@ class Translation:
     def has(self, flag: str) -> bool:
         """True if the command has the flag."""
         return flag_kinds()[flag].name in self.words
+
+    def value_of(self, flag: str) -> str | None:
+        """The word behind a flag of the command."""
+        return next(iter(self.words.get(flag_kinds()[flag].name, ())[1:]), None)
+
+    def state_of(self, key: str) -> State | None:
+        """The state of a key; None where nothing is decided yet."""
+        return self.outcomes[key].state if key in self.outcomes else None
 
     def put(self, keys: str | Iterable[str], flag: str, *values: Any, note: str = "") -> None:
         """Adds a flag that keys of the file lead to. ConfigError if another key has led to another
@@ -232,11 +235,12 @@ class Translation:
             self.outcomes.setdefault(key, KeyOutcome("harmless", reason))
 
     def lose(self, keys: str | Iterable[str], reason: str) -> None:
-        """Records that keys have no counterpart; those that are off are harmless."""
+        """Records that keys have no counterpart, also of a part of their value that a flag has;
+        those that are off are harmless."""
         for key in self.given(keys):
             if is_off(self.source[key]):
                 self.harmless(key, "it is off")
-            else:
+            elif self.state_of(key) != "harmless":
                 self.outcomes[key] = KeyOutcome("lost", reason)
 
     def finish(self) -> None:

@@ -14,8 +14,10 @@ from transformers import TrainingArguments, get_scheduler
 from megatron.apps.migration import megatron_scripts
 from megatron.apps.migration.check import resolved
 from megatron.apps.migration.command import TRAINERS, apply, markdown, migrate
+from megatron.apps.migration.conversions import FUNCTIONS
+from megatron.apps.migration.expressions import compiled
 from megatron.apps.migration.reconcile import reconcile
-from megatron.apps.migration.rules import table
+from megatron.apps.migration.rules import expressions_in, flags_in, table
 from megatron.apps.migration.shell import read_script
 from megatron.apps.migration.translation import Translation, flag_kinds
 from megatron.config import ConfigError
@@ -97,17 +99,20 @@ def test_a_planted_loss_is_seen(name, flag, key, monkeypatch):
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_tables_name_flags_that_exist(name):
-    for row in table(name):
-        if row.action == "flag":
-            assert row.words.split()[0] in flag_kinds(), row
-        else:
-            assert row.action in ("=", "!", "json", "keep") or row.action.startswith("@"), row
+    """And have actions, expressions and functions that exist."""
+    read = table(name)
+    for row in (*read.rows, *(row for block in read.blocks.values() for row in block)):
+        known = {"flag", "=", "!", "json", "keep", "let", "program", "processes"}
+        assert row.action in known | {f"@{function}" for function in FUNCTIONS} | set(read.blocks)
+        assert set(flags_in(row)) <= set(flag_kinds()), row
+        for text in expressions_in(row):
+            compiled(text)
     markdown(name)
 
 
 @pytest.mark.parametrize("name", ["transformers", "llama_factory"])
 def test_every_training_argument_of_transformers_has_a_row(name):
-    rows = table(name)
+    rows = table(name).rows
     missing = [
         field.name
         for field in dataclasses.fields(TrainingArguments)
@@ -255,6 +260,18 @@ def test_width_of_gated_mlps_of_neox(hidden, size, multiple, width):
         "GPT-NeoX", hidden_size=hidden, activation="swiglu", mlp_multiple_of=multiple, **source
     )
     assert t.words["--ffn-hidden-size"][1] == str(width)
+
+
+@pytest.mark.parametrize("fused, formula", [(True, "gelu_tanh"), (False, "gelu_erf")])
+def test_gelu_of_neox(fused, formula):
+    """Its fused kernel computes the formula with tanh (megatron/model/fused_bias_gelu.py there)."""
+    t = translation("GPT-NeoX", hidden_size=64, num_attention_heads=8, bias_gelu_fusion=fused)
+    assert resolved(t).config.model.mlp.activation == formula
+
+
+def test_a_value_of_another_kind_is_named():
+    with pytest.raises(ConfigError, match="pipe_parallel_size 'two': the value is not of the kind"):
+        translation("GPT-NeoX", num_layers=2, hidden_size=64, pipe_parallel_size="two")
 
 
 def test_steps_of_a_run_in_epochs_become_samples():
