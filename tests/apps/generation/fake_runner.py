@@ -12,12 +12,7 @@ import torch
 from gpt_forward import forward
 from torch import Tensor
 
-from megatron.apps.generation.request import (
-    SequencePart,
-    StepInput,
-    StepOutput,
-    TargetScores,
-)
+from megatron.apps.generation.request import SequencePart, StepInput, StepOutput, TargetScores
 from megatron.model.layer_list import LayerStack
 
 NOTHING = -1

@@ -14,12 +14,7 @@ from torch import Tensor
 
 from megatron.apps.generation.decoding.sampling import token_score
 from megatron.apps.generation.decoding.text_stream import continuation_text
-from megatron.apps.generation.request import (
-    BeamResult,
-    Beams,
-    StopRules,
-    TokenScore,
-)
+from megatron.apps.generation.request import BeamResult, Beams, StopRules, TokenScore
 from megatron.tokenizer import Tokenizer
 
 

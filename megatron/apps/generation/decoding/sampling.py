@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ Ids = npt.NDArray[np.int64]
 
 _BLOCK, _SMALL_BLOCK = 256, 32
 _BIN_BITS = 11
+_AT_ONCE = 2**19  # logits that are softened at a time
 _FEW = 4096  # numbers that are sorted; more are searched for those that matter
 
 
@@ -56,13 +58,7 @@ class TokenSampler:
             logits = np.where(allowed, logits, np.float32(-np.inf))
         if self._tokenizer is not None:
             logits = self._without_newline(logits, self._tokenizer)
-        largest = logits.max()
-        if not np.isfinite(largest):
-            raise ValueError(
-                "the model's logits contain NaN or infinity"
-                if largest != -np.inf
-                else "no token may come next: every one is excluded"
-            )
+        _check_largest(logits.max())
         token = int(logits.argmax()) if self.sampling.greedy else self._draw(logits)
         self._add(token)
         return token
@@ -130,25 +126,73 @@ class TokenSampler:
 
     def _draw(self, logits: Row) -> int:
         ids, weights = self._candidates(logits)
-        uniform = (derive_seed(self._seed, "token", self._position) >> 10) / 2**53
-        place = place_of(weights, uniform)
+        place = self._place(weights)
         return place if ids is None else int(ids[place])
+
+    def _place(self, weights: Row) -> int:
+        uniform = (derive_seed(self._seed, "token", self._position) >> 10) / 2**53
+        return place_of(weights, uniform)
+
+    @property
+    def unfiltered(self) -> bool:
+        """True if a draw is from all tokens, by their logits divided by the temperature."""
+        sampling = self.sampling
+        penalized = self._seen or sampling.presence_penalty or sampling.frequency_penalty
+        filtered = sampling.top_k > 0 or self._top_p < 1 or sampling.min_p > 0
+        other = sampling.bias or self._tokenizer is not None
+        return not (sampling.greedy or penalized or filtered or other)
+
+    def choose_softened(self, soft: SoftRow) -> int:
+        """:meth:`choose` of an :attr:`unfiltered` sampler."""
+        _check_largest(soft.largest)
+        token = self._place(soft.weights_V)
+        self._add(token)
+        return token
+
+
+def _check_largest(largest: np.float32) -> None:
+    if not np.isfinite(largest):
+        raise ValueError(
+            "the model's logits contain NaN or infinity"
+            if largest != -np.inf
+            else "no token may come next: every one is excluded"
+        )
+
+
+class SoftRow(NamedTuple):
+    """Raw logits divided by a temperature, float32 [V]: the largest, exp(logit - largest), and the
+    logarithm of the sum of these."""
+
+    logits_V: Row
+    largest: np.float32
+    weights_V: Row
+    log_sum: float
+
+    def log_prob(self, token: int) -> float:
+        """The log-probability of a token."""
+        return float(self.logits_V[token]) - float(self.largest) - self.log_sum
+
+
+def softened(logits_RV: Row, temperature: float) -> Iterator[SoftRow]:
+    """Each row of raw logits, with bits that do not depend on the other rows."""
+    size = max(1, _AT_ONCE // logits_RV.shape[1])
+    for first in range(0, len(logits_RV), size):
+        rows = logits_RV[first : first + size]
+        logits: Row = np.divide(rows, np.float32(temperature), dtype=np.float32)
+        largest_R = logits.max(axis=1)
+        weights = np.exp(logits - largest_R[:, None])
+        # The sum is near 1 and the subtractions are in float64, so that nothing is rounded to the
+        # spacing of float32 around the logits.
+        log_sums_R = np.log(weights.astype(np.float64).sum(axis=1))
+        yield from map(SoftRow, logits, largest_R, weights, log_sums_R.tolist())
 
 
 def token_score(logits_V: Tensor, token: int, top: int = 0, temperature: float = 1.0) -> TokenScore:
     """The log-probability of a token under raw logits divided by a temperature, and the ``top``
     most probable tokens with theirs; of equal ones the lower id comes first."""
-    logits: Row = np.divide(logits_V.numpy(), np.float32(temperature), dtype=np.float32)
-    largest = logits.max()
-    # The sum is near 1 and the subtractions are in float64, so that nothing is rounded to the
-    # spacing of float32 around the logits.
-    log_sum = float(np.log(np.exp(logits - largest).sum(dtype=np.float64)))
-
-    def logprob(i: int) -> float:
-        return float(logits[i]) - float(largest) - log_sum
-
-    ids = most_probable(logits, top) if top else []
-    return TokenScore(token, logprob(token), tuple((i, logprob(i)) for i in ids))
+    (soft,) = softened(logits_V.numpy()[None], temperature)
+    ids = most_probable(soft.logits_V, top) if top else []
+    return TokenScore(token, soft.log_prob(token), tuple((i, soft.log_prob(i)) for i in ids))
 
 
 def most_probable(logits: Row, count: int) -> list[int]:
@@ -216,8 +260,9 @@ def place_of(weights: Row, uniform: float) -> int:
 def _first_above(sums: npt.NDArray[np.float64], share: float) -> int:
     """The first place whose sum exceeds a share of the last; rounding cannot lead beyond the last
     place that adds something."""
-    place = int(np.searchsorted(sums, share * sums[-1], side="right"))
-    return min(place, int(np.searchsorted(sums, sums[-1])))
+    last = sums[-1]
+    target = share * last
+    return int(sums.searchsorted(target, "right") if target < last else sums.searchsorted(last))
 
 
 def _chosen(ids: Ids | None, weights: Row, places: Ids) -> tuple[Ids, Row]:

@@ -19,25 +19,27 @@ vector.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.apps.generation.execution.row_rule import SMALL_PRODUCT
+from megatron.apps.generation.execution.page_reading import (
+    PageReading,
+    ReadShape,
+    StoredPages,
+    first_page,
+    scaled_scores,
+)
 from megatron.apps.generation.execution.states import StateCache
 from megatron.apps.generation.memory import PageMemory
 from megatron.apps.generation.request import SequencePart
 from megatron.config.blocks import Chunk, Window
 from megatron.model.attention_masks import AttentionScoring, first_key, slopes_on
 from megatron.model.caches import NeighborStore
-
-_VECTORS = 64  # columns that kernels of sums take at a time
 
 
 class EncodedPrompt:
@@ -58,22 +60,6 @@ class EncodedPrompt:
         return self._layers[layer]
 
 
-class _Stored(NamedTuple):
-    """Keys [X, K, P, D] and values [X, K, P, V] of a block; with ``one`` the values are the first V
-    numbers of the keys."""
-
-    keys: Tensor
-    values: Tensor
-    one: bool = False
-
-    def rows(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies [K, L, D] and [K, L, V] of pages in a row."""
-        keys_KLD = self.keys[pages].transpose(0, 1).flatten(1, 2)
-        if self.one:
-            return keys_KLD, keys_KLD[..., : self.values.shape[-1]]
-        return keys_KLD, self.values[pages].transpose(0, 1).flatten(1, 2)
-
-
 @dataclass(frozen=True)
 class _Prompt:
     """A part of a prompt: its rows, its first position, and its pages on the device."""
@@ -89,38 +75,6 @@ class _Query(NamedTuple):
     row: int
     position: int
     part: SequencePart
-
-
-class _Run(NamedTuple):
-    """Consecutive pages ``first`` to ``end`` - 1 that are read at ``begin`` of U."""
-
-    begin: int
-    first: int
-    end: int
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """The pages that the generated tokens of a step read within a window: those of the first token
-    in order, then those of the next.
-
-    Attributes:
-        runs: the pages as runs, which a CPU reads in place.
-        pages_U: their numbers; an accelerator, where many calls cost more, copies them.
-        owners_U: the reader of each among the B tokens.
-        mask_UP: addend of scores.
-        distances_UP: from the token back to each key.
-        places_BC: places in U of the pages of each token, in order; any for missing ones.
-        missing_BC: -infinity for missing pages, else 0.
-    """
-
-    runs: Sequence[_Run]
-    pages_U: Tensor
-    owners_U: Tensor
-    mask_UP: Tensor
-    distances_UP: Tensor
-    places_BC: Tensor
-    missing_BC: Tensor
 
 
 class PagedCache:
@@ -145,32 +99,35 @@ class PagedCache:
         self._device = memory.device
         self._parts, self._states = parts, states
         P = memory.shape.positions
-        at = [np.arange(part.start, part.start + len(part.tokens)) for part in parts]
         lengths = np.ones(rows, np.int64)
-        places_T = np.zeros(rows, np.int64)
-        places_T[: sum(map(len, at))] = np.concatenate(at)
+        places: list[int] = []
+        pages_T: list[int] = []
         self._prompts: list[_Prompt] = []
         self._decoding: list[_Query] = []
-        pages_T, row = [], 0
-        for part, positions_S in zip(parts, at, strict=True):
-            pages = np.array(part.pages)
-            pages_T.append(pages[positions_S // P])
-            end = row + len(part.tokens)
-            last = positions_S if part.decoding else part.start + len(part.tokens) - 1
-            lengths[row:end] = positions if part.long else last + 1
+        for part in parts:
+            row, end = len(places), len(places) + len(part.tokens)
+            positions_S = range(part.start, part.start + len(part.tokens))
+            places += positions_S
+            pages_T += [part.pages[position // P] for position in positions_S]
             if part.decoding:
-                places = enumerate(positions_S.tolist(), row)
-                self._decoding += [_Query(place, position, part) for place, position in places]
+                self._decoding += [_Query(*each, part) for each in enumerate(positions_S, row)]
+                lengths[row:end] = positions if part.long else np.array(positions_S) + 1
             else:
-                self._prompts.append(_Prompt(slice(row, end), part.start, self._on_device(pages)))
-            row = end
+                pages = self._on_device(np.array(part.pages))
+                self._prompts.append(_Prompt(slice(row, end), part.start, pages))
+                lengths[row:end] = positions if part.long else positions_S.stop
+        row = len(places)
+        places_T = np.zeros(rows, np.int64)
+        places_T[:row] = places
         self.tokens = row
         self.lengths_BS = self._on_device(lengths).unsqueeze(0)
         self.position_ids_BS = self._on_device(places_T).unsqueeze(0)
-        self._pages_T, self._offsets_T = np.concatenate(pages_T), places_T[:row] % P
+        self._pages_T, self._offsets_T = np.array(pages_T), places_T[:row] % P
         self._written: dict[int, Tensor] = {}
-        self._rows_B = self._on_device(np.array([each.row for each in self._decoding], np.int64))
-        self._readings: dict[Window, _Reading] = {}
+        rows_B = np.array([each.row for each in self._decoding], np.int64)
+        # None for all rows but the padding.
+        self._rows_B = self._on_device(rows_B) if self._prompts else None
+        self._readings: dict[tuple[Window, ReadShape], PageReading] = {}
 
     def attend(
         self,
@@ -183,7 +140,7 @@ class PagedCache:
         sinks_N: Tensor | None,
     ) -> Tensor:
         """See :class:`LayerCache`; keys and values of the current tokens are written first."""
-        stored = _Stored(*self._memory.of(layer))
+        stored = StoredPages(*self._memory.of(layer))
         self._write(stored.keys, k_BSKD)
         self._write(stored.values, v_BSKD)
         return self._attend(q_BSND, stored, scores, bias_NT, sinks_N)
@@ -200,7 +157,7 @@ class PagedCache:
         """See :class:`LayerCache`; latents of the current tokens are written first."""
         (latents_X1PW,) = self._memory.of(layer)
         self._write(latents_X1PW, latents_BSW)
-        stored = _Stored(latents_X1PW, latents_X1PW[..., :width], one=True)
+        stored = StoredPages(latents_X1PW, latents_X1PW[..., :width], one=True)
         return self._attend(q_BSNW, stored, scores, None, sinks_N)
 
     def recur(
@@ -226,7 +183,7 @@ class PagedCache:
     def _attend(
         self,
         q_BSND: Tensor,
-        stored: _Stored,
+        stored: StoredPages,
         scores: AttentionScoring,
         bias_NT: Tensor | None,
         sinks_N: Tensor | None,
@@ -236,13 +193,18 @@ class PagedCache:
         if scores.slopes:
             distances = torch.arange(self.positions, device=self._device)
             bias_NT = -slopes_on(scores.slopes, self._device)[:, None] * distances
-        y_TKGV = q_TKGD.new_zeros(*q_TKGD.shape[:-1], stored.values.shape[-1])
+        rows_B, y_BKGV = self._rows_B, None
         if self._decoding:
-            if scores.window not in self._readings:
-                self._readings[scores.window] = self._planned(scores.window)
-            q_BKGD, reading = q_TKGD.index_select(0, self._rows_B), self._readings[scores.window]
-            y_BKGV = _read(q_BKGD, stored, scores, bias_NT, sinks_N, reading)
-            y_TKGV.index_copy_(0, self._rows_B, y_BKGV)
+            q_BKGD = q_TKGD[: self.tokens] if rows_B is None else q_TKGD.index_select(0, rows_B)
+            reading = self._reading(scores.window, ReadShape.of(q_BKGD, stored))
+            y_BKGV = reading.attend(q_BKGD, stored, scores, bias_NT, sinks_N)
+            if len(q_BKGD) == len(q_TKGD):
+                return y_BKGV.flatten(1, 2).unsqueeze(0)
+        y_TKGV = q_TKGD.new_zeros(*q_TKGD.shape[:-1], stored.values.shape[-1])
+        if y_BKGV is not None and rows_B is None:
+            y_TKGV[: self.tokens] = y_BKGV
+        elif y_BKGV is not None:
+            y_TKGV.index_copy_(0, rows_B, y_BKGV)
         for prompt in self._prompts:
             y_SKGV = _prompt(q_TKGD, prompt, stored, scores, bias_NT, sinks_N, self._unseen)
             y_TKGV[prompt.rows] = y_SKGV
@@ -272,134 +234,18 @@ class PagedCache:
             row = end
         return y_BSND
 
-    def _planned(self, window: Window) -> _Reading:
-        P = self._memory.shape.positions
-        queries = [each.position for each in self._decoding]
-        firsts = [_first_page(q, P, window) for q in queries]
-        counts = [q // P + 1 - first for q, first in zip(queries, firsts, strict=True)]
-        read = zip(self._decoding, firsts, counts, strict=True)
-        pages = [each.part.pages[first : first + count] for each, first, count in read]
-        pages_U = np.concatenate(pages).astype(np.int64)
-        owners_U = np.repeat(np.arange(len(queries)), counts)
-        order_U = np.concatenate([np.arange(f, f + c) for f, c in zip(firsts, counts, strict=True)])
-        keys_UP = order_U[:, None] * P + np.arange(P)
-        queries_U1 = np.array(queries)[owners_U][:, None]
-        distances_UP = queries_U1 - keys_UP
-        hidden_UP = distances_UP < 0
-        hidden_UP |= (keys_UP < self._unseen) & (distances_UP > 0)
-        if window is not None:
-            hidden_UP |= keys_UP < first_key(queries_U1, window)
-        # A sum over rows adds up every fourth one first, in columns behind the last block of a
-        # vector instruction: with a multiple of 4, missing pages do not change the order.
-        order_C = np.arange(-(-max(counts) // 4) * 4)
-        missing_BC = order_C >= np.array(counts)[:, None]
-        begins_B1 = (np.cumsum(counts) - counts)[:, None]
-        places_BC = begins_B1 + np.where(missing_BC, 0, order_C)
-        return _Reading(
-            _runs(pages_U),
-            self._on_device(pages_U),
-            self._on_device(owners_U),
-            self._minus_infinity(hidden_UP),
-            self._on_device(distances_UP.clip(min=0)),
-            self._on_device(places_BC),
-            self._minus_infinity(missing_BC),
-        )
-
-    def _minus_infinity(self, where: np.ndarray) -> Tensor:
-        return self._on_device(np.where(where, np.float32(-np.inf), np.float32(0)))
+    def _reading(self, window: Window, shape: ReadShape) -> PageReading:
+        key = window, shape
+        if key not in self._readings:
+            positions = [each.position for each in self._decoding]
+            tables = [each.part.pages for each in self._decoding]
+            self._readings[key] = PageReading.of(
+                positions, tables, window, shape, self._device, self._unseen
+            )
+        return self._readings[key]
 
     def _on_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
-
-
-def _runs(pages_U: np.ndarray) -> list[_Run]:
-    breaks = np.flatnonzero(np.diff(pages_U) != 1) + 1
-    begins, ends = [0, *breaks.tolist()], [*breaks.tolist(), len(pages_U)]
-    firsts = pages_U[begins].tolist()
-    return [_Run(b, f, f + e - b) for b, f, e in zip(begins, firsts, ends, strict=True)]
-
-
-def _read(
-    q_BKGD: Tensor,
-    stored: _Stored,
-    scores: AttentionScoring,
-    bias_NT: Tensor | None,
-    sinks_N: Tensor | None,
-    reading: _Reading,
-) -> Tensor:
-    """[B, K, G, V], float32 sums over the pages."""
-    keys, values, _ = stored
-    K = keys.shape[1]
-    q_UKGD = q_BKGD.index_select(0, reading.owners_U)
-    scores_UKGP = _products(q_UKGD, keys.transpose(2, 3), reading)
-    scores_UKGP = scaled_scores(scores_UKGP, q_BKGD, scores)
-    if bias_NT is not None:
-        biases_NUP = bias_NT[:, reading.distances_UP]
-        scores_UKGP = scores_UKGP + biases_NUP.transpose(0, 1).unflatten(1, (K, -1))
-    scores_UKGP = scores_UKGP + reading.mask_UP[:, None, None]
-    largest_UKG1 = scores_UKGP.amax(-1, keepdim=True)
-    weights_UKGP = (scores_UKGP - largest_UKG1).exp_()
-    totals_UKG1 = weights_UKGP.sum(-1, keepdim=True)
-    weights_UKGP = weights_UKGP.to(values.dtype)
-    y_UKGD = _products(weights_UKGP, values, reading)
-    # Over the pages of a sequence: missing ones have no weight.
-    largest_BCKG1 = _taken(largest_UKG1, reading) + reading.missing_BC[..., None, None, None]
-    most_B1KG1 = largest_BCKG1.amax(1, keepdim=True)
-    if sinks_N is not None:
-        sinks_KG1 = sinks_N.to(most_B1KG1.dtype).view(K, -1, 1)
-        most_B1KG1 = torch.maximum(most_B1KG1, sinks_KG1)
-    shares_BCKG1 = (largest_BCKG1 - most_B1KG1).exp_()
-    both_UKGE = torch.cat([y_UKGD.to(totals_UKG1.dtype), totals_UKG1], -1)
-    sums_BKGE = _sum_of_pages(_taken(both_UKGE, reading).mul_(shares_BCKG1))
-    if sinks_N is not None:
-        sums_BKGE[..., -1:] += (sinks_KG1 - most_B1KG1[:, 0]).exp_()
-    return (sums_BKGE[..., :-1] / sums_BKGE[..., -1:]).to(q_BKGD.dtype)
-
-
-def _sum_of_pages(x_BCKGE: Tensor) -> Tensor:
-    """The sum over C, whose order depends neither on B nor on zero pages at the end: other code
-    adds columns that do not fill vectors."""
-    columns = x_BCKGE[0, 0].numel()
-    whole = F.pad(x_BCKGE.flatten(2), (0, -columns % _VECTORS)).sum(1)
-    return whole[:, :columns].unflatten(1, x_BCKGE.shape[2:])
-
-
-def _taken(x_U: Tensor, reading: _Reading) -> Tensor:
-    """[U, ...] to the pages of each sequence, [B, C, ...]."""
-    places_BC = reading.places_BC
-    # A third of the time of indexing.
-    return x_U.index_select(0, places_BC.flatten()).unflatten(0, places_BC.shape)
-
-
-def _products(left_UKGA: Tensor, right_XKAB: Tensor, reading: _Reading) -> Tensor:
-    """[U, K, G, B]: a GEMM for each page that is read and head."""
-    pages, K, G = left_UKGA.shape[:3]
-    left, right = left_UKGA.flatten(0, 1), right_XKAB.flatten(0, 1)
-    products = left.new_empty(pages * K, G, right.shape[-1])
-    if left.device.type == "cpu":
-        counts = [(end - first) * K for _, first, end in reading.runs]
-        least = 1
-        if left.dtype.itemsize == 2:  # the code of many
-            least = SMALL_PRODUCT // (left[0].numel() * right.shape[-1]) + 1
-        runs = zip(reading.runs, counts, left.split(counts), products.split(counts), strict=True)
-        for (_, first, end), count, of_run, into in runs:
-            read = right[first * K : end * K]
-            if count >= least:
-                torch.bmm(of_run, read, out=into)
-                continue
-            again = -(-least // count)
-            into[:] = torch.bmm(of_run.repeat(again, 1, 1), read.repeat(again, 1, 1))[:count]
-    else:
-        torch.bmm(left, right_XKAB[reading.pages_U].flatten(0, 1), out=products)
-    return products.unflatten(0, (pages, K))
-
-
-def scaled_scores(products: Tensor, q: Tensor, scores: AttentionScoring) -> Tensor:
-    """Scores in float32 or better, before what is added to them."""
-    scale = 1 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
-    scaled = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
-    cap = scores.softcap
-    return scaled if cap is None else cap * torch.tanh(scaled / cap)
 
 
 def softmax(scores_KXL: Tensor, sinks_N: Tensor | None) -> Tensor:
@@ -416,7 +262,7 @@ def softmax(scores_KXL: Tensor, sinks_N: Tensor | None) -> Tensor:
 def _prompt(
     q_TKGD: Tensor,
     prompt: _Prompt,
-    stored: _Stored,
+    stored: StoredPages,
     scores: AttentionScoring,
     bias_NT: Tensor | None,
     sinks_N: Tensor | None,
@@ -433,13 +279,13 @@ def _prompt(
     padded[before : before + count] = q_SKGD
     tiles_XKQD = padded.view(tiles, P, heads, group, width).permute(0, 2, 3, 1, 4)
     tiles_XKQD = tiles_XKQD.reshape(tiles, heads, group * P, width)
-    first = _first_page(begin * P, P, window)
+    first = first_page(begin * P, P, window)
     # All keys of the tiles in a row, copied once.
     keys_KLD, values_KLV = stored.rows(prompt.pages[first : begin + tiles])
     y_XKQV = tiles_XKQD.new_empty(*tiles_XKQD.shape[:-1], values_KLV.shape[-1])
     for number in range(tiles):
         tile = begin + number
-        start = _first_page(tile * P, P, window)
+        start = first_page(tile * P, P, window)
         seen = slice((start - first) * P, (tile + 1 - first) * P)
         scores_KQL = torch.bmm(tiles_XKQD[number], keys_KLD[:, seen].transpose(1, 2))
         scores_KQL = scaled_scores(scores_KQL, q_SKGD, scores)
@@ -460,11 +306,6 @@ def _prompt(
         torch.bmm(weights_KQL, values_KLV[:, seen], out=y_XKQV[number])
     y_XPKGV = y_XKQV.unflatten(2, (group, P)).permute(0, 3, 1, 2, 4)
     return y_XPKGV.flatten(0, 1)[before : before + count]
-
-
-def _first_page(query: int, positions: int, window: Window) -> int:
-    """The page of the first position that a query sees."""
-    return 0 if window is None else max(0, first_key(query, window)) // positions
 
 
 @functools.lru_cache(maxsize=32)

@@ -130,13 +130,14 @@ def _divided(rows: int, widths: tuple[int, ...], threads: int) -> int:
 def independent(
     product: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype, fewest: int = _FEWEST
 ) -> bool:
-    """True if rows of a product do not depend on their number, if they are ``fewest`` or more."""
+    """True if rows of a product do not depend on their number, if they are ``fewest`` or more, nor
+    on their place, with which the alignment of a row in memory changes."""
     sizes = _TRIED if torch.get_num_threads() == 1 else (*_TRIED, *_SHARED)
     tried = [rows for rows in sizes if rows >= fewest] or [fewest]
     x_MI = some_weight(max(_TRIED[-1], fewest) + 1, inputs, dtype)
     whole_MO = product(x_MI)
     return all(
-        torch.equal(product(x_MI[first : first + rows]), whole_MO[first : first + rows])
+        torch.equal(product(x_MI[first : first + rows].clone()), whole_MO[first : first + rows])
         for rows in tried
         for first in (0, 1)
     )

@@ -32,11 +32,7 @@ from megatron.apps.generation.execution.neighbor_memory import (
     ending,
 )
 from megatron.apps.generation.execution.paged_attention import EncodedPrompt, PagedCache
-from megatron.apps.generation.execution.row_rule import (
-    PackedWeights,
-    RowRule,
-    is_packed,
-)
+from megatron.apps.generation.execution.row_rule import PackedWeights, RowRule, is_packed
 from megatron.apps.generation.execution.stages import (
     EncoderOutput,
     Head,
@@ -45,18 +41,8 @@ from megatron.apps.generation.execution.stages import (
     WantedRows,
 )
 from megatron.apps.generation.execution.states import StateCache
-from megatron.apps.generation.memory import (
-    TEXTS,
-    PageMemory,
-    PageShape,
-    StateMemory,
-    StateShape,
-)
-from megatron.apps.generation.request import (
-    SequencePart,
-    StepInput,
-    StepOutput,
-)
+from megatron.apps.generation.memory import TEXTS, PageMemory, PageShape, StateMemory, StateShape
+from megatron.apps.generation.request import SequencePart, StepInput, StepOutput
 from megatron.config import ModelConfig
 from megatron.config.memory import LayerMemory, States, memory_of
 from megatron.families import GenerationSpec, NeighborSpec
@@ -122,7 +108,8 @@ class PagedRunner:
         self._group = self._mesh.model
         self.main = self._group.rank == 0
         # At ZeRO 3 weights that a step has gathered are let go outside of it.
-        self._without_gradients = torch.no_grad if in_training else torch.inference_mode
+        partitioned = in_training and any(hasattr(p, "ds_id") for p in stages.weights)
+        self._without_gradients = torch.no_grad if partitioned else torch.inference_mode
         self._packed = PackedWeights(() if in_training else stages.weights)
         self._adapters = adapters
         self.adapters = () if adapters is None else adapters.names

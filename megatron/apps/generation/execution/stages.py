@@ -16,11 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.apps.generation.execution.row_rule import RowRule
-from megatron.apps.generation.request import (
-    SequencePart,
-    StepOutput,
-    TargetScores,
-)
+from megatron.apps.generation.request import SequencePart, StepOutput, TargetScores
 from megatron.engine.pipeline_module import StageModule
 from megatron.engine.train_engine import ModelEngine
 from megatron.model.layer_list import LayerSequence, LayerSpec, LayerStack, LayerState
@@ -173,8 +169,15 @@ class StagedLayers:
 def _matrices(model: nn.Module) -> list[Tensor]:
     """Matrices whose numbers of rows are tried; of the matrices of experts the first, and parts of
     matrices that a layer multiplies by one by one. Those of few columns are the taps of
-    convolutions, which no product has."""
-    params = [p for p in model.parameters() if p.ndim in (2, 3) and p.shape[-1] >= _FEW]
+    convolutions, which no product has, and on layers that are ``only_trained`` no text depends."""
+    unread = {
+        param
+        for module in model.modules()
+        if getattr(module, "only_trained", False)
+        for param in module.parameters()
+    }
+    kept = [param for param in model.parameters() if param not in unread]
+    params = [p for p in kept if p.ndim in (2, 3) and p.shape[-1] >= _FEW]
     parts = [part for module in model.modules() for part in getattr(module, "row_matrices", ())]
     return [*(param if param.ndim == 2 else param.detach()[0] for param in params), *parts]
 

@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.apps.generation.decoding.text_stream import TextStream, continuation_text
-from megatron.apps.generation.generation.config import (
-    GenerateConfig,
-    prompts_of,
-    unused_flags,
-)
+from megatron.apps.generation.generation.config import GenerateConfig, prompts_of, unused_flags
 from megatron.apps.generation.opening import opened_runner
 from megatron.apps.generation.request import (
     Completion,

@@ -17,17 +17,9 @@ from megatron.apps.generation.request import (
     StepOutput,
     Update,
 )
-from megatron.apps.generation.scheduling.jobs import (
-    BeamJob,
-    Job,
-    TextJob,
-)
+from megatron.apps.generation.scheduling.jobs import BeamJob, Job, TextJob
 from megatron.apps.generation.scheduling.pages import PagePool
-from megatron.apps.generation.scheduling.schedule import (
-    EngineLimits,
-    PlannedPart,
-    Scheduler,
-)
+from megatron.apps.generation.scheduling.schedule import EngineLimits, PlannedPart, Scheduler
 from megatron.tokenizer import Tokenizer
 
 
@@ -240,13 +232,18 @@ class GenerationEngine:
                 rows[job] = rows.get(job, 0) + 1 + len(drafts[job])
         # The parts of a job follow each other.
         of_jobs = result.logits_RV.split(list(rows.values())) if rows else ()
-        for first, logits_RV in zip(rows, of_jobs, strict=True):
-            for job in (first, *followers.get(first, ())):
+        takers = [(first, *followers.get(first, ())) for first in rows]
+        self.before_taking(takers, result.logits_RV)
+        for first, jobs, logits_RV in zip(rows, takers, of_jobs, strict=True):
+            for job in jobs:
                 updates = list(_taken(job, logits_RV, drafts[first]))
                 if drafts[first]:
                     self._stats.draft_tokens += len(drafts[first])
                     self._stats.accepted_tokens += len(updates) - 1
                 yield from ((job, update) for update in updates)
+
+    def before_taking(self, takers: Sequence[Sequence[Job]], logits_RV: Tensor) -> None:
+        """Called with the logits of a step, and with the jobs that take the same ones."""
 
     def _end(self, job: Job, update: Update) -> None:
         self._schedule.end(job)

@@ -9,11 +9,7 @@ from collections.abc import AsyncGenerator, Hashable
 import torch
 
 from megatron.apps.generation.request import GenerationRequest, Update
-from megatron.apps.generation.scheduling.engine import (
-    EngineStats,
-    GenerationEngine,
-    QueueFull,
-)
+from megatron.apps.generation.scheduling.engine import EngineStats, GenerationEngine, QueueFull
 from megatron.apps.generation.scheduling.jobs import Job
 
 

@@ -17,17 +17,9 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 
 from megatron.apps.dashboard.pages import PAGE_HEADERS, page_files
-from megatron.apps.generation.server.exchange import (
-    JSON,
-    ClientGone,
-    RequestError,
-)
+from megatron.apps.generation.server.exchange import JSON, ClientGone, RequestError
 from megatron.apps.generation.server.megatron_api import megatron_router
-from megatron.apps.generation.server.metrics import (
-    Metrics,
-    RequestRecord,
-    current_record,
-)
+from megatron.apps.generation.server.metrics import Metrics, RequestRecord, current_record
 from megatron.apps.generation.server.openai_api import openai_router
 from megatron.apps.generation.server.service import Service
 

@@ -9,12 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from megatron.apps.generation.decoding.text_stream import token_texts
-from megatron.apps.generation.request import (
-    Beams,
-    GenerationRequest,
-    Sampling,
-    StopRules,
-)
+from megatron.apps.generation.request import Beams, GenerationRequest, Sampling, StopRules
 from megatron.apps.generation.server.config import RequestDefaults
 from megatron.apps.generation.server.exchange import (
     JSON,

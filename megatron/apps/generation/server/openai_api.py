@@ -14,21 +14,9 @@ from fastapi.responses import StreamingResponse
 
 from megatron.apps.generation.decoding.text_stream import bytes_of_token
 from megatron.apps.generation.request import TokenScore, Update
-from megatron.apps.generation.server.exchange import (
-    JSON,
-    RequestError,
-    while_connected,
-)
-from megatron.apps.generation.server.openai_requests import (
-    BodyReader,
-    TextsAsked,
-    check_model_name,
-)
-from megatron.apps.generation.server.service import (
-    ServedModel,
-    Service,
-    TextReader,
-)
+from megatron.apps.generation.server.exchange import JSON, RequestError, while_connected
+from megatron.apps.generation.server.openai_requests import BodyReader, TextsAsked, check_model_name
+from megatron.apps.generation.server.service import ServedModel, Service, TextReader
 from megatron.apps.generation.server.texts import (
     ChoiceText,
     PlacedToken,

@@ -7,18 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatron.apps.generation.request import (
-    Constraint,
-    GenerationRequest,
-    Sampling,
-    StopRules,
-)
-from megatron.apps.generation.server.exchange import (
-    Fields,
-    RequestError,
-    is_integer,
-    is_number,
-)
+from megatron.apps.generation.request import Constraint, GenerationRequest, Sampling, StopRules
+from megatron.apps.generation.server.exchange import Fields, RequestError, is_integer, is_number
 from megatron.apps.generation.server.service import (
     ServedModel,
     Service,

@@ -28,11 +28,7 @@ from megatron.apps.generation.request import (
     Update,
     prompt_tokens,
 )
-from megatron.apps.generation.scheduling.engine import (
-    EngineStats,
-    QueueFull,
-    completion_of,
-)
+from megatron.apps.generation.scheduling.engine import EngineStats, QueueFull, completion_of
 from megatron.apps.generation.scheduling.engine_thread import EngineStopped, EngineThread
 from megatron.apps.generation.server.config import RequestDefaults, ServiceLimits
 from megatron.apps.generation.server.exchange import (
@@ -42,11 +38,7 @@ from megatron.apps.generation.server.exchange import (
     RequestError,
     while_connected,
 )
-from megatron.apps.generation.server.metrics import (
-    Metrics,
-    RequestRecord,
-    current_record,
-)
+from megatron.apps.generation.server.metrics import Metrics, RequestRecord, current_record
 from megatron.apps.generation.server.turns import RequestTurn, Turns
 from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer

@@ -15,12 +15,7 @@ from megatron.apps.generation.decoding.text_stream import (
     bytes_of_token,
     token_texts,
 )
-from megatron.apps.generation.request import (
-    Completion,
-    Finish,
-    TokenScore,
-    Update,
-)
+from megatron.apps.generation.request import Completion, Finish, TokenScore, Update
 from megatron.tokenizer import Tokenizer
 
 

@@ -211,8 +211,8 @@ def test_the_place_of_a_share(count):
     rng = np.random.default_rng(count)
     weights = rng.random(count).astype(np.float32)
     weights[rng.random(count) < 0.3] = 0
-    weights[-1] = 0
-    weights[0] = 0.5
+    weights[[0, -1]] = 0
+    weights[count // 2] = 0.5
     sums = np.cumsum(weights.astype(np.float64))
     for uniform in (0.0, 1 - 2**-53, *rng.random(200)):
         place = place_of(weights, uniform)

@@ -40,6 +40,13 @@ KINDS = {
         "v_head_dim": 8,
     },
     "experts": LLAMA | {"mtp_num_layers": 1, "num_experts": (4,), "moe_router_topk": 2},
+    "temperature": LLAMA
+    | {
+        "mtp_num_layers": 1,
+        "attention_temperature": 0.5,
+        "attention_temperature_floor": 3,
+        "attention_temperature_rotary": True,
+    },
     "window": LLAMA | {"mtp_num_layers": 1, "sliding_window": 5, "softmax_type": "learnable"},
 }
 PROOF = pytest.mark.proof

@@ -17,12 +17,7 @@ from tool_modules import load_program
 from torch import nn
 
 from megatron.apps.generation.execution import states
-from megatron.apps.generation.execution.runner import (
-    PagedRunner,
-    cut,
-    page_shape,
-    state_shape,
-)
+from megatron.apps.generation.execution.runner import PagedRunner, cut, page_shape, state_shape
 from megatron.apps.generation.execution.stages import StagedLayers
 from megatron.apps.generation.memory import CacheConfig
 from megatron.apps.generation.request import (

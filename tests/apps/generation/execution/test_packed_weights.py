@@ -1,5 +1,7 @@
 """Products with packed weights, next to F.linear."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -97,6 +99,25 @@ def test_rows_of_small_products():
     assert RowRule.of([weights[1].float()], lambda weight: False).fewest <= 24
 
 
+def test_ranks_agree_on_the_strictest_rule(monkeypatch):
+    rules = RowRule(4, None, 0, (8,)), RowRule(8, 32, 1, (6, 8))
+
+    def gather(into, own, group):
+        into[:] = rules
+
+    monkeypatch.setattr(row_rule.dist, "all_gather_object", gather)
+    ranks = SimpleNamespace(size=2, handle=None)
+    assert [rule.agreed(ranks) for rule in rules] == [RowRule(8, 32, 1, (6, 8))] * 2
+
+
+def test_no_row_that_counts_is_the_last():
+    """Where a width is no multiple of 128 bytes, other code computes the end of a pass."""
+    for width, spare in ((45, 1), (64, 0)):
+        rule = RowRule.of([some_weight(width, 32, torch.float32)], lambda weight: True)
+        assert [rule.padded(rows) for rows in (1, 4, 9)] == [4 + spare, 4 + spare, 9 + spare]
+    assert RowRule(32, 32, 1).padded(32) == 33
+
+
 def test_threads_have_whole_vectors():
     widths, grain = (172, 344), 2**15
     for threads in (1, 2, 3, 7):
@@ -106,3 +127,20 @@ def test_threads_have_whole_vectors():
             for width in widths:
                 used = min(threads, -(-padded * width // grain))
                 assert used < 2 or -(-padded * width // used) % 128 == 0
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(8, 22), (4, 11), (16, 22), (8, 33), (32, 16)])
+def test_rows_of_a_promise_do_not_depend_on_their_place(outputs, inputs):
+    """Rows whose length is no multiple of 16 bytes are aligned differently in other places."""
+    weight = some_weight(outputs, inputs, torch.float32)
+    rule = RowRule.of([weight], lambda weight: False)
+    if rule.most is not None:
+        return  # it promises nothing
+    row_I = torch.randn(inputs, generator=torch.Generator().manual_seed(2))
+    placed = set()
+    for rows in (4, 9, 21, 65):
+        for place in range(rows):
+            x_MI = torch.zeros(rows, inputs)
+            x_MI[place] = row_I
+            placed.add(F.linear(x_MI, weight)[place].numpy().tobytes())
+    assert len(placed) == 1

@@ -193,3 +193,10 @@ def searched(tokens, count):
 def test_room_for_drafts_in_a_step():
     with pytest.raises(ValueError, match=r"step_tokens 64 .* running 16 x \(1 \+ drafts 3\)"):
         EngineLimits(16, 64, drafts=3)
+    engine = engine_of(3, by_runner=True)  # 4 texts, 17 tokens
+    sizes, run = [], engine.runner.run
+    count = lambda step: sum(len(part.tokens) + part.drafts for part in step.parts)  # noqa: E731
+    engine.runner.run = lambda step: sizes.append(count(step)) or run(step)
+    asked = [((0,), 20), ((1, 2), 20), (tuple(range(5)) * 10, 1), ((3,) * 40, 1)]
+    engine.complete([GenerationRequest(prompt, StopRules(new)) for prompt, new in asked])
+    assert max(sizes) == 17

@@ -6,12 +6,7 @@ import re
 import pytest
 from fake_runner import FakeRunner
 
-from megatron.apps.generation.request import (
-    Constraint,
-    GenerationRequest,
-    Sampling,
-    StopRules,
-)
+from megatron.apps.generation.request import Constraint, GenerationRequest, Sampling, StopRules
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.engine_thread import EngineThread
 from megatron.apps.generation.scheduling.schedule import EngineLimits

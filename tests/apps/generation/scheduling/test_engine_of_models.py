@@ -7,23 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from configs import run_config
-from generation_models import (
-    SHAPES,
-    VOCAB,
-    save_theirs,
-    their_greedy,
-    their_model,
-    tolerance,
-)
+from generation_models import SHAPES, VOCAB, save_theirs, their_greedy, their_model, tolerance
 
 from megatron.apps.generation.execution.runner import PagedRunner
 from megatron.apps.generation.execution.stages import StagedLayers
-from megatron.apps.generation.request import (
-    Beams,
-    GenerationRequest,
-    Sampling,
-    StopRules,
-)
+from megatron.apps.generation.request import Beams, GenerationRequest, Sampling, StopRules
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.families import family_of

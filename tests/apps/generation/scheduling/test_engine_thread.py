@@ -8,11 +8,7 @@ import time
 import pytest
 from fake_runner import FakeRunner
 
-from megatron.apps.generation.request import (
-    GenerationRequest,
-    Sampling,
-    StopRules,
-)
+from megatron.apps.generation.request import GenerationRequest, Sampling, StopRules
 from megatron.apps.generation.scheduling.engine import GenerationEngine, QueueFull
 from megatron.apps.generation.scheduling.engine_thread import EngineStopped, EngineThread
 from megatron.apps.generation.scheduling.schedule import EngineLimits

@@ -13,11 +13,7 @@ from megatron.apps.generation.scheduling.engine_thread import EngineThread
 from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.apps.generation.server.app import Access, build_app
 from megatron.apps.generation.server.config import RequestDefaults, ServiceLimits
-from megatron.apps.generation.server.listening import (
-    ConnectionLimits,
-    HTTPThread,
-    listening_socket,
-)
+from megatron.apps.generation.server.listening import ConnectionLimits, HTTPThread, listening_socket
 from megatron.apps.generation.server.service import ServedModel, Service
 from megatron.checkpoint.generation_settings import end_tokens
 from megatron.config import TokenizerConfig

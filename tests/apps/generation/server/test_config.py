@@ -4,11 +4,7 @@ import socket
 
 import pytest
 
-from megatron.apps.generation.server.config import (
-    KEY_VARIABLE,
-    ServerConfig,
-    is_loopback,
-)
+from megatron.apps.generation.server.config import KEY_VARIABLE, ServerConfig, is_loopback
 from megatron.apps.generation.server.listening import listening_socket
 from megatron.config import ConfigError
 from megatron.run.run import RunToolParser

@@ -6,11 +6,7 @@ from dataclasses import replace
 import pytest
 from serving import byte_tokenizer, served
 
-from megatron.apps.generation.request import (
-    GenerationRequest,
-    Sampling,
-    StopRules,
-)
+from megatron.apps.generation.request import GenerationRequest, Sampling, StopRules
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.server.config import RequestDefaults
 from megatron.apps.generation.server.exchange import RequestError

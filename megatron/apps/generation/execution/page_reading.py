@@ -1,0 +1,382 @@
+"""Attention of generated tokens to the pages of their sequences: a softmax for each page, and the
+pages added up in the order of the sequence.
+
+A page that one token reads is a GEMM of the few query heads that share a head of keys, filled up
+to the rows from which on those of a product are independent. One that several tokens read, of one
+text in training or of texts that share a prompt, is a GEMM of all of them, with the same bits. On a
+CPU a batched GEMM for each run of consecutive pages reads them where they are: a copy would take
+longer than the products.
+
+Shapes: B generated tokens and drafts, C pages of the longest of their sequences, U pages that are
+read, N query heads, K key and value heads, G = N / K query heads that share one, R rows of a
+product, X pages, P positions of a page, L keys in a row, D head width, V width of a value, E = V +
+1.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.apps.generation.execution.row_rule import SMALL_PRODUCT
+from megatron.config.blocks import Window
+from megatron.model.attention_masks import AttentionScoring, first_key
+
+Ids = npt.NDArray[np.int64]
+
+_VECTORS = 64  # columns that kernels of sums take at a time
+_GAP = 3  # pages between two of a run that are multiplied for nothing: a call takes longer
+_FEWEST = (1, 4, 8)  # rows of a product that are tried
+_TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 31, 64)
+_MOST_TRIED = 137
+
+
+class StoredPages(NamedTuple):
+    """Keys [X, K, P, D] and values [X, K, P, V] of a block; with ``one`` the values are the first V
+    numbers of the keys."""
+
+    keys: Tensor
+    values: Tensor
+    one: bool = False
+
+    def rows(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies [K, L, D] and [K, L, V] of pages in a row."""
+        keys_KLD = self.keys[pages].transpose(0, 1).flatten(1, 2)
+        if self.one:
+            return keys_KLD, keys_KLD[..., : self.values.shape[-1]]
+        return keys_KLD, self.values[pages].transpose(0, 1).flatten(1, 2)
+
+
+class ReadShape(NamedTuple):
+    """Sizes of a block's products with pages.
+
+    Attributes:
+        fewest: rows of a product from which on they are independent; None if they never are.
+    """
+
+    heads: int
+    group: int
+    key_width: int
+    value_width: int
+    positions: int
+    dtype: torch.dtype
+    fewest: int | None
+
+    @classmethod
+    def of(cls, q_BKGD: Tensor, stored: StoredPages) -> ReadShape:
+        """Sizes of the queries' products with these pages."""
+        heads, group, width = q_BKGD.shape[-3:]
+        positions, values = stored.values.shape[2:]
+        fewest = None
+        if q_BKGD.device.type == "cpu":
+            sizes = width, values, positions, q_BKGD.dtype
+            fewest = _fewest_rows(*sizes, torch.get_num_threads())
+        return cls(heads, group, width, values, positions, q_BKGD.dtype, fewest)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the product of one token with a page."""
+        return max(self.group, self.fewest or 1)
+
+    @property
+    def readers(self) -> float:
+        """The fewest tokens whose products with a page are one GEMM."""
+        if self.fewest is None:
+            return math.inf
+        least = max(2, -(-self.fewest // self.group))
+        if self.dtype.itemsize == 2:
+            width = min(self.key_width, self.value_width)
+            one = self.heads * self.group * width * self.positions
+            least = max(least, SMALL_PRODUCT // one + 1)
+        return least
+
+
+class _Run(NamedTuple):
+    """Pages that are read at ``begin`` to ``end`` - 1 of U: consecutive ones from ``page`` on, or
+    the same one."""
+
+    begin: int
+    end: int
+    page: int
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """Pages that are multiplied alike.
+
+    Attributes:
+        same: the pages of a run are one page, and U comes after K in tensors.
+        runs: the pages, for a CPU.
+        pages_U: their numbers; an accelerator, where many calls cost more, copies them.
+        owners_U: the reader of each among the B tokens.
+        mask_UP: addend of scores.
+        distances_UP: from the token back to each key.
+    """
+
+    same: bool
+    runs: Sequence[_Run]
+    pages_U: Tensor
+    owners_U: Tensor
+    mask_UP: Tensor
+    distances_UP: Tensor
+
+
+@dataclass(frozen=True)
+class PageReading:
+    """The pages that the generated tokens of a step read within a window.
+
+    Attributes:
+        parts: all pages: those that one token reads, then those that several do.
+        places_BC: places in U of the pages of each token, in order; any for missing ones.
+        missing_BC: -infinity for missing pages, else 0.
+    """
+
+    shape: ReadShape
+    parts: Sequence[_Pages]
+    places_BC: Tensor
+    missing_BC: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        positions_B: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        window: Window,
+        shape: ReadShape,
+        device: torch.device,
+        unseen: int = 0,
+    ) -> PageReading:
+        """The reading of tokens at these positions of sequences with these pages, of which the
+        first ``unseen`` positions are attended to by themselves only."""
+
+        def moved(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        P = shape.positions
+        firsts = [first_page(q, P, window) for q in positions_B]
+        counts = [q // P + 1 - first for q, first in zip(positions_B, firsts, strict=True)]
+        read = zip(tables, firsts, counts, strict=True)
+        pages_U = np.concatenate([t[first : first + count] for t, first, count in read])
+        pages_U = pages_U.astype(np.int64)
+        owners_U = np.repeat(np.arange(len(counts)), counts)
+        order_U = np.concatenate([np.arange(f, f + c) for f, c in zip(firsts, counts, strict=True)])
+        order_C = np.arange(max(counts))
+        missing_BC = order_C >= np.array(counts)[:, None]
+        begins_B1 = (np.cumsum(counts) - counts)[:, None]
+        places_BC = begins_B1 + np.where(missing_BC, 0, order_C)
+        of_each_U = np.unique(pages_U, return_inverse=True, return_counts=True)
+        several_U = of_each_U[2][of_each_U[1]] >= shape.readers
+        places_U, parts, total = np.zeros(len(pages_U), np.int64), [], 0
+        for same in (False, True):
+            (some,) = np.nonzero(several_U == same)
+            if not len(some):
+                continue
+            some = some[np.argsort(pages_U[some], kind="stable")]
+            runs, into = _runs(pages_U[some], same, device.type == "cpu")
+            count = runs[-1].end
+            # Pages between those of a run have any reader.
+            sources = np.full(count, some[0])
+            sources[into] = some
+            places_U[some] = total + into
+            total += count
+            queries_U1 = np.array(positions_B)[owners_U[sources]][:, None]
+            keys_UP = order_U[sources][:, None] * P + np.arange(P)
+            distances_UP = queries_U1 - keys_UP
+            hidden_UP = distances_UP < 0
+            hidden_UP |= (keys_UP < unseen) & (distances_UP > 0)
+            if window is not None:
+                hidden_UP |= keys_UP < first_key(queries_U1, window)
+            parts.append(
+                _Pages(
+                    same,
+                    runs,
+                    moved(pages_U[sources]),
+                    moved(owners_U[sources]),
+                    moved(_minus_infinity(hidden_UP)),
+                    moved(distances_UP.clip(min=0)),
+                )
+            )
+        places_BC = places_U[places_BC]
+        return cls(shape, parts, moved(places_BC), moved(_minus_infinity(missing_BC)))
+
+    def attend(
+        self,
+        q_BKGD: Tensor,
+        stored: StoredPages,
+        scores: AttentionScoring,
+        bias_NT: Tensor | None,
+        sinks_N: Tensor | None,
+    ) -> Tensor:
+        """[B, K, G, V], float32 sums over the pages."""
+        of_parts = (self._of_pages(q_BKGD, stored, scores, bias_NT, part) for part in self.parts)
+        largest, both = zip(*of_parts, strict=True)
+        largest_UKG1, both_UKGE = _together(largest), _together(both)
+        # Over the pages of a sequence: missing ones have no weight.
+        largest_BCKG1 = self._taken(largest_UKG1) + self.missing_BC[..., None, None, None]
+        most_B1KG1 = largest_BCKG1.amax(1, keepdim=True)
+        if sinks_N is not None:
+            sinks_KG1 = sinks_N.to(most_B1KG1.dtype).view(self.shape.heads, -1, 1)
+            most_B1KG1 = torch.maximum(most_B1KG1, sinks_KG1)
+        shares_BCKG1 = (largest_BCKG1 - most_B1KG1).exp_()
+        sums_BKGE = _sum_of_pages(self._taken(both_UKGE).mul_(shares_BCKG1))
+        if sinks_N is not None:
+            sums_BKGE[..., -1:] += (sinks_KG1 - most_B1KG1[:, 0]).exp_()
+        return (sums_BKGE[..., :-1] / sums_BKGE[..., -1:]).to(q_BKGD.dtype)
+
+    def _of_pages(
+        self,
+        q_BKGD: Tensor,
+        stored: StoredPages,
+        scores: AttentionScoring,
+        bias_NT: Tensor | None,
+        pages: _Pages,
+    ) -> tuple[Tensor, Tensor]:
+        """The largest score [U, K, G, 1] in each page, and the sums [U, K, G, E] of values and of
+        weights."""
+        keys, values, _ = stored
+        mask = pages.mask_UP[:, None, None]
+        if pages.same:
+            q = q_BKGD.transpose(0, 1).index_select(1, pages.owners_U)
+            mask = mask.transpose(0, 1)
+        else:
+            q = q_BKGD.index_select(0, pages.owners_U)
+        scored = scaled_scores(self._products(q, keys.transpose(2, 3), pages), q, scores)
+        if bias_NT is not None:
+            biases_KGUP = bias_NT[:, pages.distances_UP].unflatten(0, (self.shape.heads, -1))
+            order = (0, 2, 1, 3) if pages.same else (2, 0, 1, 3)
+            scored = scored + biases_KGUP.permute(order)
+        scored = scored + mask
+        largest = scored.amax(-1, keepdim=True)
+        weights = scored.sub_(largest).exp_()
+        totals = weights.sum(-1, keepdim=True)
+        y = self._products(weights.to(values.dtype), values, pages)
+        both = torch.cat([y.to(totals.dtype), totals], -1)
+        return (largest.transpose(0, 1), both.transpose(0, 1)) if pages.same else (largest, both)
+
+    def _products(self, left: Tensor, right_XKAB: Tensor, pages: _Pages) -> Tensor:
+        """[U, K, G, B], or [K, U, G, B] where pages are the same: GEMMs for each head."""
+        K, group, rows = self.shape.heads, self.shape.group, self.shape.rows
+        if pages.same:
+            products = left.new_empty(*left.shape[:-1], right_XKAB.shape[-1])
+            for begin, end, page in pages.runs:
+                into = products[:, begin:end].flatten(1, 2)
+                torch.bmm(left[:, begin:end].flatten(1, 2), right_XKAB[page], out=into)
+            return products
+        if rows > group:
+            left = F.pad(left, (0, 0, 0, rows - group))
+        left, count = left.flatten(0, 1), left.shape[0]
+        if left.device.type != "cpu":
+            products = torch.bmm(left, right_XKAB[pages.pages_U].flatten(0, 1))
+        else:
+            products = self._products_of_runs(left, right_XKAB.flatten(0, 1), pages)
+        return products.unflatten(0, (count, K))[:, :, :group]
+
+    def _products_of_runs(self, left: Tensor, right: Tensor, pages: _Pages) -> Tensor:
+        """[U * K, R, B]"""
+        K, least = self.shape.heads, 1
+        products = left.new_empty(*left.shape[:2], right.shape[-1])
+        if left.dtype.itemsize == 2:  # the code of many
+            least = SMALL_PRODUCT // (left[0].numel() * right.shape[-1]) + 1
+        for begin, end, page in pages.runs:
+            count = (end - begin) * K
+            into, of_run = products[begin * K : end * K], left[begin * K : end * K]
+            read = right[page * K : page * K + count]
+            if count >= least:
+                torch.bmm(of_run, read, out=into)
+                continue
+            again = -(-least // count)
+            into[:] = torch.bmm(of_run.repeat(again, 1, 1), read.repeat(again, 1, 1))[:count]
+        return products
+
+    def _taken(self, x_U: Tensor) -> Tensor:
+        """[U, ...] to the pages of each sequence, [B, C, ...]."""
+        places_BC = self.places_BC
+        # A third of the time of indexing.
+        return x_U.index_select(0, places_BC.flatten()).unflatten(0, places_BC.shape)
+
+
+def _runs(pages_U: Ids, same: bool, joined: bool) -> tuple[list[_Run], Ids]:
+    """Runs of pages in ascending order, and the place of each page in U: with ``same`` of equal
+    pages; with ``joined`` with the pages between those of a run."""
+    steps = np.diff(pages_U)
+    broken = steps != 0 if same else (steps < 1) | (steps > (_GAP if joined else 1))
+    number_U = np.concatenate([[0], np.cumsum(broken)])
+    begins = np.concatenate([[0], np.flatnonzero(broken) + 1])
+    lasts = np.concatenate([begins[1:] - 1, [len(pages_U) - 1]])
+    firsts = pages_U[begins]
+    lengths = (lasts - begins if same else pages_U[lasts] - firsts) + 1
+    ends = np.cumsum(lengths)
+    inside_U = np.arange(len(pages_U)) - begins[number_U] if same else pages_U - firsts[number_U]
+    columns = (ends - lengths).tolist(), ends.tolist(), firsts.tolist()
+    return [_Run(*each) for each in zip(*columns, strict=True)], (ends - lengths)[
+        number_U
+    ] + inside_U
+
+
+def _minus_infinity(where: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
+    return np.where(where, np.float32(-np.inf), np.float32(0))
+
+
+def _together(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _sum_of_pages(x_BCKGE: Tensor) -> Tensor:
+    """The sum over C, whose order depends neither on B nor on zero pages at the end: other code
+    adds columns that do not fill vectors, in another order."""
+    columns = x_BCKGE[0, 0].numel()
+    whole = F.pad(x_BCKGE.flatten(2), (0, -columns % _VECTORS)).sum(1)
+    return whole[:, :columns].unflatten(1, x_BCKGE.shape[2:])
+
+
+def scaled_scores(products: Tensor, q: Tensor, scores: AttentionScoring) -> Tensor:
+    """Scores in float32 or better, before what is added to them."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
+    scaled = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
+    cap = scores.softcap
+    return scaled if cap is None else cap * torch.tanh(scaled / cap)
+
+
+def first_page(query: int, positions: int, window: Window) -> int:
+    """The page of the first position that a query sees."""
+    return 0 if window is None else max(0, first_key(query, window)) // positions
+
+
+@functools.lru_cache(maxsize=64)
+def _fewest_rows(
+    key_width: int, value_width: int, positions: int, dtype: torch.dtype, threads: int
+) -> int | None:
+    """The fewest rows from which on those of products with pages have the same bits in a product of
+    any number; None if they never have."""
+    random = torch.Generator().manual_seed(1)
+
+    def tried(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(dtype)
+
+    pages = tried(2, positions, key_width), tried(2, positions, value_width)
+    products = [
+        (tried(2, _MOST_TRIED, key_width), pages[0].transpose(1, 2)),
+        (tried(2, _MOST_TRIED, positions), pages[1]),
+    ]
+    return next((rows for rows in _FEWEST if _independent(products, rows)), None)
+
+
+@torch.no_grad()
+def _independent(products: Sequence[tuple[Tensor, Tensor]], fewest: int) -> bool:
+    for left, right in products:
+        whole = torch.bmm(left, right)
+        for rows in (each for each in _TRIED if each >= fewest):
+            for first in (0, 1, _MOST_TRIED - rows):
+                at = slice(first, first + rows)
+                if not torch.equal(torch.bmm(left[:, at], right), whole[:, at]):
+                    return False
+    return True
