@@ -52,25 +52,22 @@ class TextAdvantages(NamedTuple):
         returns: of each text a float64 [L], which the value head learns; None without one.
         rewards_E: with penalties and, without a value head, the divergence.
         kept_E: False for texts whose tokens do not count in the loss.
-        equal_E: True for texts of groups whose rewards are all equal.
     """
 
     advantages: list[Floats]
     returns: list[Floats] | None
     rewards_E: Floats
     kept_E: npt.NDArray[np.bool_]
-    equal_E: npt.NDArray[np.bool_]
 
 
 def estimate(texts: Texts, options: ReinforcementConfig) -> TextAdvantages:
     """Advantages of all texts of a step by the algorithm of a run."""
     rewards_E = penalised(texts, options)
-    equal_E = all_equal(texts.rewards_E, texts.groups_E)
     kept_E = np.ones(len(rewards_E), dtype=bool)
     if options.mask_truncated_completions:
         kept_E &= texts.ended_E
     if options.dynamic_sampling:
-        kept_E &= ~equal_E
+        kept_E &= ~all_equal(texts.rewards_E, texts.groups_E)
     returns = None
     if options.by_token:
         rows, returns = token_advantages(texts._replace(rewards_E=rewards_E), options)
@@ -80,7 +77,7 @@ def estimate(texts: Texts, options: ReinforcementConfig) -> TextAdvantages:
             rewards_E = rewards_E - options.beta * np.array([d.sum() for d in texts.divergences])
         advantages_E = advantages(rewards_E, texts.groups_E, options)
         rows = [np.full(n, a) for n, a in zip(texts.lengths_E, advantages_E, strict=True)]
-    return TextAdvantages(rows, returns, rewards_E, kept_E, equal_E)
+    return TextAdvantages(rows, returns, rewards_E, kept_E)
 
 
 def penalised(texts: Texts, options: ReinforcementConfig) -> Floats:

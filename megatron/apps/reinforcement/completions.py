@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from megatron.apps.reinforcement.episodes import Episode
 from megatron.apps.reinforcement.flags import ReinforcementConfig
+from megatron.apps.reinforcement.rewards.scoring import add_failures, described
 from megatron.training.report import say
 from megatron.training.trainer import Callback, Step, Trainer
 from megatron.util.processes import is_main_process
@@ -53,16 +54,13 @@ class CompletionLog(Callback):
     ) -> None:
         """Take the texts of a generation."""
         self._texts, self._table, self._rewards_E = episodes, table, rewards_E
-        for name, failed in (table.failures if table is not None else {}).items():
-            known = self._failed.get(name)
-            self._failed[name] = failed if known is None else known.more(failed.texts)
+        if table is not None:
+            add_failures(self._failed, table.failures)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         if step.iteration % self._interval or not is_main_process():
             return
         if self._failed:
-            from megatron.apps.reinforcement.rewards.scoring import described
-
             say(f"rl: rewards failed since the last line: {described(self._failed)}")
             self._failed.clear()
         rows = [self._row(place, step.iteration) for place in range(len(self._texts))]

@@ -6,10 +6,10 @@ Shapes: those of head.py; N columns of a rank that student and teacher both have
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,13 @@ from torch import Tensor
 
 from megatron.apps.reinforcement.episodes import EpisodeBatch
 from megatron.apps.reinforcement.flags import ReinforcementConfig
+from megatron.apps.reinforcement.held_out import answered
+from megatron.apps.reinforcement.loop import ReinforcementLoop
 from megatron.config import RunConfig
 from megatron.engine.evaluator import Evaluator
 from megatron.features.distillation.divergence import TeacherHead, TopTokens, teacher_chunks
 from megatron.features.distillation.objective import TaughtBatch
-from megatron.features.distillation.teacher import FoundTeacher
+from megatron.features.distillation.teacher import FoundTeacher, find_teacher
 from megatron.kernels.sums import rows_of_work
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerState
@@ -30,6 +32,7 @@ from megatron.parallel.cross_entropy import ChunkedCrossEntropy, LogitChunks
 from megatron.parallel.loss_head import HeadInput, LossHead, Targets
 from megatron.parallel.mesh import Group, Mesh
 from megatron.parallel.softmax_loss import capped, of_ranks, slices
+from megatron.training.context import RunContext
 
 DISTILLATION_LOSS = "distillation loss"
 
@@ -40,22 +43,37 @@ def with_texts_taught(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     others = {name: weight for name, weight in spec.losses.items() if name != LM_LOSS}
 
     def begin(batch: Any) -> LayerState:
-        if isinstance(batch, EpisodeBatch):
-            return spec.begin(batch.answers)
         if not isinstance(batch, TaughtBatch):
-            return spec.begin(batch)
+            return spec.begin(getattr(batch, "answers", batch))
         assert not isinstance(batch.teacher, TopTokens)
-        objective = OnPolicyDistillation(options, batch.batch, batch.teacher)
-        return spec.begin(batch.batch.answers).changed(objective=objective, batch=batch.batch)
+        texts, answers = batch.batch, batch.batch.answers
+        if texts.kept_B is not None:
+            answers = answers._replace(loss_mask_BS=answers.loss_mask_BS * texts.kept_B[:, None])
+        objective = OnPolicyDistillation(options, texts, batch.teacher)
+        return spec.begin(answers).changed(objective=objective, batch=texts)
 
     losses = {DISTILLATION_LOSS: 1.0, **others}
     numbers = spec.no_perplexity | {DISTILLATION_LOSS}
     return replace(spec, begin=begin, losses=losses, no_perplexity=numbers)
 
 
+def start_teacher(context: RunContext, loop: ReinforcementLoop) -> None:
+    """Let a teacher take part in the steps and evaluations of a run."""
+    source = find_teacher(context.config, context.run.tokenizer.vocab_size)
+    teacher = TextTeacher(source, context.mesh, context.device)
+    teacher.answer = partial(answered, loop)
+    context.engine.teach = teacher.teach
+
+
 class TextTeacher:
     """The teacher of a run, which says of texts what it finds probable. Raises CheckpointError if
-    its weights are damaged."""
+    its weights are damaged.
+
+    Attributes:
+        answer: writes texts after micro batches of prompts.
+    """
+
+    answer: Callable[[Sequence[Any]], list[EpisodeBatch]] | None = None
 
     def __init__(self, found: FoundTeacher, mesh: Mesh, device: torch.device) -> None:
         self._teacher = found.start(mesh, device)
@@ -65,17 +83,18 @@ class TextTeacher:
         """Its model."""
         return self._teacher.engine
 
-    def teach(self, batches: Iterator[EpisodeBatch], count: int) -> Iterator[TaughtBatch]:
-        """``count`` micro batches with the teacher's hidden states."""
-        waiting: deque[EpisodeBatch] = deque()
+    def teach(self, batches: Iterator[Any], count: int) -> Iterator[TaughtBatch]:
+        """``count`` micro batches with the teacher's hidden states. Prompts, of evaluations, become
+        texts first, by ``answer``."""
+        own = list(islice(batches, count))
+        if self.answer is not None and not isinstance(own[0], EpisodeBatch):
+            own = self.answer(own)
+        return self._taught([each.to(self.engine.device, non_blocking=True) for each in own])
 
-        def answers() -> Iterator[Any]:
-            for batch in batches:
-                waiting.append(batch.to(self._teacher.engine.device, non_blocking=True))
-                yield waiting[-1].answers
-
-        for taught in self._teacher.teach(answers(), count):
-            yield taught._replace(batch=waiting.popleft())
+    def _taught(self, batches: Sequence[EpisodeBatch]) -> Iterator[TaughtBatch]:
+        taught = self._teacher.teach((each.answers for each in batches), len(batches))
+        for batch, of_answers in zip(batches, taught, strict=True):
+            yield of_answers._replace(batch=batch)
 
 
 @dataclass(frozen=True)
@@ -97,13 +116,6 @@ class OnPolicyDistillation:
     def __call__(self, inputs: HeadInput, batch: Any) -> dict[str, Tensor]:
         assert self.teacher is not None
         x_BPH, weight_VH, bias_V, targets, head = inputs
-        kept_B = self.batch.kept_B
-        if kept_B is not None:
-            whole = targets.whole
-            targets = targets.changed(mask_BS=targets.mask_BS * kept_B[:, None])
-            if whole is not None:
-                kept = whole.changed(mask_BS=whole.mask_BS * kept_B[:, None])
-                targets = targets.changed(whole=kept)
         terms = Divergence(self.options.jsd_beta, self.options.temperature)
         loss = linear_divergence(x_BPH, weight_VH, targets, head, self.teacher, terms, bias_V)
         return {DISTILLATION_LOSS: loss * self.batch.share(loss)}

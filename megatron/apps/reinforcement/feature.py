@@ -12,7 +12,9 @@ from megatron.config.flags import ConfigResolver
 
 
 class ReinforcementFeature(Feature):
-    needs = after = ("instruction", "preference", "distillation", "adapters", "averages")
+    needs = after = (
+        "instruction", "preference", "distillation", "adapters", "averages", "resilience",
+    )  # fmt: skip
     sections = {"reinforcement": ReinforcementConfig}
     only_trained = ("value_head.",)
 
@@ -59,7 +61,14 @@ class ReinforcementFeature(Feature):
             return None
         from megatron.apps.reinforcement.values import load_with_value_head
 
-        return load_with_value_head(engine, source, fresh, continues)
+        return load_with_value_head(engine, source, fresh)
+
+    def check_source(self, config: Any, source: Any) -> None:
+        if config.section(ReinforcementConfig).has_values and source is not None:
+            from megatron.apps.reinforcement.values import check_continued
+
+            if source.continues:
+                check_continued(source.found.open(verify=False))
 
     def before_engine(self, context: Any) -> None:
         if context.config.section(ReinforcementConfig).rl is not None:
@@ -71,13 +80,6 @@ class ReinforcementFeature(Feature):
         options, reference = context.config.section(ReinforcementConfig), None
         if options.rl is None:
             return
-        if options.rl == "distill":
-            from megatron.apps.reinforcement.distill import TextTeacher
-            from megatron.features.distillation.teacher import find_teacher
-
-            teacher = find_teacher(context.config, context.run.tokenizer.vocab_size)
-            started = TextTeacher(teacher, context.mesh, context.device)
-            context.engine.teach = started.teach
         if options.needs_reference:
             from megatron.apps.reinforcement.reference import ReferenceModel
             from megatron.training.context import Order
@@ -86,7 +88,11 @@ class ReinforcementFeature(Feature):
             context.add(Order.TEACH, reference)
         from megatron.apps.reinforcement.start import start_loop
 
-        start_loop(context, reference)
+        loop = start_loop(context, reference)
+        if options.rl == "distill":
+            from megatron.apps.reinforcement.distill import start_teacher
+
+            start_teacher(context, loop)
 
 
 FEATURE = ReinforcementFeature()

@@ -305,8 +305,6 @@ class ReinforcementConfig(KindConfig):
         return self.epsilon, self.epsilon_high
 
     @property
-    def old_differ(self) -> bool:
-        """True if the weights before the first step on a text differ from those of a later step on
-        it, or from those that it was written under."""
-        several = self.steps_per_generation * (self.num_iterations or 1) > 1
-        return several or bool(self.rl_staleness)
+    def steps_of_texts(self) -> int:
+        """Optimizer steps from one generation of texts to the next."""
+        return self.steps_per_generation * (self.num_iterations or 1)

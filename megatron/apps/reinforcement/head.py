@@ -1,8 +1,5 @@
 """Log-probabilities of tokens and entropies of their distributions, at a temperature, with
-gradients, without all of the logits in memory.
-
-The gradient comes with the backward pass, where the logits of each chunk are computed again; those
-of a single chunk are kept.
+gradients, by log_probs.py of preferences; the logits of a single chunk are kept.
 
 Shapes: B batch, P positions (outside the region a rank's slice of them if that is split), T tokens
 (B x P), C tokens of a chunk, R rows of it, H hidden, V one rank's share of the vocabulary.
@@ -10,16 +7,17 @@ Shapes: B batch, P positions (outside the region a rank's slice of them if that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron.features.preference.log_probs import token_values
 from megatron.kernels.sums import rows_of_work
-from megatron.parallel.cross_entropy import LogitChunks, as_computed, factor_of, scaled, summed
-from megatron.parallel.loss_head import HeadInput, LossHead, Targets
+from megatron.parallel.cross_entropy import LogitChunks
+from megatron.parallel.loss_head import HeadInput
 from megatron.parallel.softmax_loss import capped, of_ranks, slices
 
 DEVICE_ROWS = 256
@@ -48,70 +46,9 @@ def token_numbers(
 ) -> TokenNumbers:
     """Numbers of the targets of a head, whose logits are divided by a temperature. With ``score``
     the log-probabilities are what it computes."""
-    x_BPH, weight_VH, bias_V, targets, head = inputs
-    numbers = _LinearNumbers.apply(
-        x_BPH, weight_VH, bias_V, targets, head, temperature, score, torch.is_grad_enabled()
-    )
-    return TokenNumbers(*(targets.gathered(each, head.tp.context) for each in numbers))
-
-
-class _LinearNumbers(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Targets,
-        head: LossHead,
-        temperature: float,
-        score: ScoreChunk | None,
-        training: bool,
-    ) -> tuple[Tensor, Tensor]:
-        counted = targets.changed(mask_BS=targets.mask_BS > 0)
-        whole, weight_VH, bias_V = as_computed(x, weight, bias, head.tp)
-        with torch.autocast(x.device.type, enabled=False):
-            run = LogitChunks(whole.flatten(0, 1), weight_VH, bias_V, counted, head, compiled=False)
-            softmax = _Softmax(run, temperature, score)
-        shape = targets.mask_BS.shape
-        if training and any(ctx.needs_input_grad[:3]):
-            ctx.run, ctx.softmax, ctx.head, ctx.shape = run, softmax, head, whole.shape
-            # ZeRO 3 frees the weight between the passes, and gathers the parameter again.
-            run.weight_PH = run.bias_P = None  # type: ignore[assignment]
-            ctx.save_for_backward(weight, bias)
-            ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return softmax.log_probs_T.view(shape), softmax.entropies_T.view(shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads_BP: Tensor) -> tuple[Tensor | None, ...]:
-        run, softmax = ctx.run, ctx.softmax
-        weight, bias = ctx.saved_tensors
-        dtype = run.x_TH.dtype
-        run.weight_PH = weight.to(dtype)
-        run.bias_P = None if bias is None else bias.to(dtype)
-        run.x_needs, run.weight_needs, run.bias_needs = ctx.needs_input_grad[:3]
-        # At most 1, which 16 bits represent better than what a loss of many tokens gives to each.
-        parts_2T = torch.stack([each.flatten() for each in grads_BP]).to(run.work) * run.mask_T
-        largest = parts_2T.abs().amax().clamp(min=torch.finfo(run.work).tiny)
-        parts_2T /= largest
-        with torch.autocast(run.x_TH.device.type, enabled=False):
-            run.allocate_gradients()
-            for chunk in run.chunks:
-                logits_CP = run.logits_CP if len(run.chunks) == 1 else run._logits(chunk)
-                softmax.write_gradient(logits_CP, chunk, parts_2T)
-                run.multiply(chunk, logits_CP, None)
-        gradients = run.x_grad_TH, run.weight_grad_PH, run.bias_grad_P
-        del ctx.run, ctx.softmax, run, softmax  # and with it the logits
-        x_grad, *others = gradients
-        if x_grad is not None:
-            x_grad = summed(x_grad.view(ctx.shape), ctx.head.tp)
-        factor = factor_of(largest)
-        scaled_grads = (
-            None if grad is None else scaled(grad, factor, dtype)
-            for grad, dtype in zip((x_grad, *others), ctx.dtypes, strict=True)
-        )
-        return *scaled_grads, None, None, None, None, None
+    work = partial(_Softmax, temperature=temperature, score=score)
+    numbers, context = token_values(inputs, work, compiled=False), inputs.head.tp.context
+    return TokenNumbers(*(inputs.targets.gathered(each, context) for each in numbers))
 
 
 class _Softmax:
@@ -120,29 +57,40 @@ class _Softmax:
     def __init__(
         self, run: LogitChunks, temperature: float, score: ScoreChunk | None = None
     ) -> None:
-        self._run, self._temperature = run, temperature
+        self._run, self._temperature, self._score = run, temperature, score
         self._used, self._softcap = run.columns.used, run.columns.softcap
         absent_T = (run.labels_T < 0) | (run.labels_T >= self._used)
         self._columns_T = run.labels_T.masked_fill(absent_T, 0)
         self._here_T = (~absent_T).to(run.work)
+
+    def read(self, training: bool) -> Sequence[Tensor]:
+        """The log-probabilities and entropies."""
         # The largest logit; of exp(logit - largest) the sum, and that of its product with the
         # exponent; the label's logit.
+        run = self._run
         known_4T = run.x_TH.new_zeros((4, len(run.x_TH)), dtype=run.work)
         known_4T[0] = torch.finfo(run.work).min
         scored_T = torch.zeros_like(run.mask_T)
         for chunk in reversed(run.chunks):
             logits_CP = run._logits(chunk)
             self._read(logits_CP, chunk, known_4T)
-            if score is not None:
-                scored_T[chunk] = score(run, chunk, logits_CP)
-        largest_T, total_T, product_T, target_T = _over_ranks(run, known_4T)
-        self._largest_T, self._log_total_T = largest_T, total_T.log()
-        log_probs_T = (target_T - largest_T) - self._log_total_T
-        if score is not None:
-            log_probs_T = scored_T
-        self.log_probs_T = log_probs_T.masked_fill(run.mask_T == 0, 0.0)
+            if self._score is not None:
+                scored_T[chunk] = self._score(run, chunk, logits_CP)
+        self._largest_T, total_T, product_T, target_T = _over_ranks(run, known_4T)
+        self._log_total_T = total_T.log()
+        if self._score is None:
+            scored_T = (target_T - self._largest_T) - self._log_total_T
         entropies_T = self._log_total_T - product_T / total_T
-        self.entropies_T = entropies_T.masked_fill(run.mask_T == 0, 0.0)
+        absent_T = run.mask_T == 0
+        self._entropies_T = entropies_T.masked_fill(absent_T, 0.0)
+        return scored_T.masked_fill(absent_T, 0.0), self._entropies_T
+
+    def gradient(self, chunk: slice, parts_NT: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gradient of the logits of a chunk."""
+        run = self._run
+        logits_CP = run.logits_CP if len(run.chunks) == 1 else run._logits(chunk)
+        self._write_gradient(logits_CP, chunk, parts_NT)
+        return logits_CP, None
 
     def _softened(self, logits_CP: Tensor, at: slice) -> Tensor:
         """[R, V]."""
@@ -165,7 +113,7 @@ class _Softmax:
             into_4C[1, at] = share_RV.sum(-1)
             into_4C[2, at] = share_RV.mul_(exponent_RV).sum(-1)
 
-    def write_gradient(self, logits_CP: Tensor, chunk: slice, parts_2T: Tensor) -> None:
+    def _write_gradient(self, logits_CP: Tensor, chunk: slice, parts_2T: Tensor) -> None:
         """Replace the logits of a chunk by their gradient, where ``parts_2T`` are those of the
         log-probabilities and of the entropies."""
         into_CP = logits_CP
@@ -175,7 +123,7 @@ class _Softmax:
             log_p_RV = soft_RV - (self._largest_T + self._log_total_T)[chunk][at, None]
             p_RV = log_p_RV.exp()
             # d H / d logit = -p (log p + H).
-            grad_RV = log_p_RV.add_(self.entropies_T[chunk][at, None]).mul_(-entropy_C1[at])
+            grad_RV = log_p_RV.add_(self._entropies_T[chunk][at, None]).mul_(-entropy_C1[at])
             grad_RV = grad_RV.sub_(log_prob_C1[at]).mul_(p_RV)
             label_R1 = log_prob_C1[at] * self._here_T[chunk][at, None]
             grad_RV.scatter_add_(1, self._columns_T[chunk][at, None], label_R1)

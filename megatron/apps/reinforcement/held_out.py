@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.apps.reinforcement.episodes import Episode, Prompt
+from megatron.apps.reinforcement.data.prompts import PromptBatch
+from megatron.apps.reinforcement.episodes import Episode, EpisodeBatch, Prompt
+from megatron.apps.reinforcement.kept import RatedText
+from megatron.apps.reinforcement.loop import ReinforcementLoop
+from megatron.apps.reinforcement.rewards.scoring import means
 from megatron.data.samples import SampleDataset
 from megatron.parallel.mesh import Mesh
 from megatron.training.trainer import Callback, Trainer
@@ -21,6 +25,14 @@ Write = Callable[[dict[int, Prompt], dict[int, int]], Written]
 their rewards; see ``ReinforcementLoop``."""
 FIRST_DRAW = 2**41
 """Number of the first draw of evaluations: the same in each, and of no training sample."""
+
+
+def answered(loop: ReinforcementLoop, batches: Sequence[PromptBatch]) -> list[EpisodeBatch]:
+    """Micro batches of texts after held-out prompts; every rank must call it."""
+    own = {n: each for batch in batches for each, n in zip(*batch, strict=True)}
+    texts, _, _ = loop.written(own, {n: FIRST_DRAW + n for n in own})
+    written = [RatedText(n, each, np.zeros(each.own_L.sum())) for n, each in texts.items()]
+    return loop.micro_batches(written, batches)
 
 
 @dataclass(frozen=True)
@@ -96,11 +108,8 @@ class HeldOutTexts(Callback):
         if len(known_E):
             values["reward"] = float(known_E.mean())
             values["success"] = float(np.mean(known_E >= self.success))
-        for column, source in enumerate(table.names if table is not None else ()):
-            of_source = table.values_ER[:, column]
-            of_source = of_source[~np.isnan(of_source)]
-            if len(of_source):
-                values[f"rewards/{source}/mean"] = float(of_source.mean())
+        if table is not None:
+            values |= {f"rewards/{name}/mean": mean for name, (mean, _) in means(table).items()}
         lengths = [int(text.own_L.sum()) for text in texts.values()]
         values["completions/mean_length"] = float(np.mean(lengths))
         return HeldOutRewards(iteration, name, values, len(texts), test)

@@ -10,7 +10,7 @@ Shapes: E texts of a generation, L tokens of a text that the policy drew.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -34,6 +34,7 @@ from megatron.data.samples import RenumberedSamples, SampleDataset
 from megatron.engine.train_engine import TrainEngine
 from megatron.parallel.mesh import Group
 from megatron.tokenizer import Tokenizer
+from megatron.training.stopping import TrainingStopped
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.phases import phase
 
@@ -96,6 +97,8 @@ class ReinforcementLoop(Callback):
     Attributes:
         kept: what checkpoints keep.
         fresh: whether the texts of the step were written under the weights that it starts from.
+        prompts: the samples of training.
+        restore: after a rollback, takes these samples and what the checkpoint has kept.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class ReinforcementLoop(Callback):
     ) -> None:
         self._engine, self._tokenizer, self._writing = engine, tokenizer, writing
         self.options: ReinforcementConfig = writing.options
-        self._shapes, self._prompts, self._scorer = shapes, prompts, scorer
+        self._shapes, self.prompts, self._scorer = shapes, prompts, scorer
         self._combine, self._numbers, self._reference = combine, numbers, reference
         self._observers, self._begin_dialogue = observers, begin_dialogue
         self._curriculum, self._judge = curriculum, judge
@@ -125,6 +128,7 @@ class ReinforcementLoop(Callback):
         experts = engine.mesh.group("expert").size > 1
         self._together = engine.mesh.samples.size > 1 and (engine.stage == 3 or experts)
         self.kept, self.fresh = KeptTexts(), False
+        self.restore: Callable[[SampleDataset[Any]], None]
         self._waiting: deque[Any] = deque()
         self._trainer: Trainer | None = None
 
@@ -133,26 +137,28 @@ class ReinforcementLoop(Callback):
 
     def went_back(self, trainer: Trainer) -> None:
         self._waiting.clear()
-        self.kept.generations.clear()
-
-    @property
-    def _steps_of_one(self) -> int:
-        """Steps of a generation."""
-        return self.options.steps_per_generation * (self.options.num_iterations or 1)
+        assert trainer.data.datasets.train is not None
+        self.restore(trainer.data.datasets.train)
 
     def look_ahead(self, batches: Iterator[Any], count: int) -> Iterator[EpisodeBatch]:
         """The micro batches of a step."""
         trainer = self._trainer
         assert trainer is not None, "a step outside of a training"
-        number, place = divmod(trainer.iteration, self._steps_of_one)
+        number, place = divmod(trainer.iteration, self.options.steps_of_texts)
         several = self.options.steps_per_generation
-        if number not in self.kept.generations:
+        if not self._is_of(number, self._ahead(batches, count)):
+            if place:
+                raise TrainingStopped(
+                    f"step {trainer.iteration + 1} has other samples than those whose texts are "
+                    f"trained on for {self.options.steps_of_texts} steps: change --skip-samples "
+                    "after the last of these"
+                )
             self._generate(number, self._ahead(batches, several * count), trainer.iteration)
         self.fresh = self.kept.generations[number].iteration == trainer.iteration
-        if not place and self._steps_of_one > 1:
+        if not place and self.options.steps_of_texts > 1:
             self._keep_old(number, self._ahead(batches, several * count))
         prompts = [self._next(batches) for _ in range(count)]
-        last = place == self._steps_of_one - 1
+        last = place == self.options.steps_of_texts - 1
         if last and self.options.rl_staleness and trainer.iteration + 1 < trainer.plan.train_iters:
             done = trainer.consumed_samples + trainer.plan.batch_size.batch_size(
                 trainer.consumed_samples
@@ -164,9 +170,17 @@ class ReinforcementLoop(Callback):
         if last:
             # Before a checkpoint after this step.
             self.kept.without_old(number + 1)
-        return iter(self._batches(of_step, prompts))
+        return iter(self.micro_batches(of_step, prompts))
 
-    def _batches(self, of_step: Sequence[RatedText], prompts: list[Any]) -> list[EpisodeBatch]:
+    def _is_of(self, number: int, batches: Sequence[Any]) -> bool:
+        """True if the texts of a generation are there, after the prompts of these micro batches."""
+        kept = self.kept.generations.get(number)
+        known = set() if kept is None else {text.number for text in kept.written_E}
+        return known.issuperset(sample for batch in batches for sample in batch.numbers)
+
+    def micro_batches(
+        self, of_step: Sequence[RatedText], prompts: Sequence[Any]
+    ) -> list[EpisodeBatch]:
         """This rank's part of a step."""
         by_number = {text.number: text for text in of_step}
         own = [[by_number[number] for number in batch.numbers] for batch in prompts]
@@ -208,8 +222,8 @@ class ReinforcementLoop(Callback):
             # The same on every rank: each group gets the next of the prompts from the end.
             for taken in dict.fromkeys(groups_E[equal].tolist()):
                 self.kept.replaced += 1
-                at = len(self._prompts) - self.kept.replaced * group
-                prompt = self._prompts[at % len(self._prompts)].prompt
+                at = len(self.prompts) - self.kept.replaced * group
+                prompt = self.prompts[at % len(self.prompts)].prompt
                 for place in range(group):
                     sample = taken * group + place
                     if sample in own:

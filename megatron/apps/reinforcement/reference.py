@@ -17,7 +17,6 @@ from megatron.apps.reinforcement.episodes import EpisodeBatch
 from megatron.apps.reinforcement.flags import ReinforcementConfig
 from megatron.apps.reinforcement.objective import (
     HeadNumbers,
-    TokenRecord,
     of_texts,
     token_numbers,
     token_records,
@@ -71,14 +70,13 @@ class ReferenceModel(Callback):
     ) -> list[Tensor]:
         """Log-probabilities of the tokens of micro batches, at the temperature of the run, float64
         [B, S] each, 0 where none counts; nothing on pipeline stages without the output head."""
-        return [record.log_probs_BS for record in self._records(batches, numbers)]
-
-    def _records(self, batches: Sequence[EpisodeBatch], numbers: HeadNumbers) -> list[TokenRecord]:
-        temperature = self._options.temperature
-        if self._other is not None:
-            return token_records(self._other, batches, temperature, numbers=numbers)
-        with computing_with(self._engine, REFERENCE):
-            return token_records(self._engine, batches, temperature, numbers=numbers)
+        temperature, other = self._options.temperature, self._other
+        if other is not None:
+            records = token_records(other, batches, temperature, numbers=numbers)
+        else:
+            with computing_with(self._engine, REFERENCE):
+                records = token_records(self._engine, batches, temperature, numbers=numbers)
+        return [record.log_probs_BS for record in records]
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """Move the reference (Gorbatovski et al. 2024, arXiv:2404.09656, equation 3)."""

@@ -9,18 +9,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from megatron.apps.generation.decoding.sampling import TokenSampler, token_score
+from megatron.apps.generation.decoding.sampling import SoftRow, TokenSampler, softened
 from megatron.apps.generation.decoding.text_stream import StopWatch
 from megatron.apps.generation.execution.runner import PagedRunner
-from megatron.apps.generation.request import (
-    GenerationRequest,
-    Runner,
-    Sampling,
-    StopRules,
-    Update,
-)
+from megatron.apps.generation.request import GenerationRequest, Runner, Sampling, StopRules, Update
 from megatron.apps.generation.scheduling.engine import GenerationEngine
-from megatron.apps.generation.scheduling.jobs import TextJob
+from megatron.apps.generation.scheduling.jobs import Job, TextJob
 from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.apps.reinforcement.episodes import Episode, Message, Prompt
 from megatron.apps.reinforcement.flags import ReinforcementConfig
@@ -106,11 +100,14 @@ class EpisodeJob(TextJob):
         self._texts: list[str] = []
         self._turn = 0
         self.ended = False
+        self.soft: SoftRow | None = None
 
     def _continued(self, logits_V: Tensor) -> Update:
-        token, finish = self._chosen(logits_V)
-        score = token_score(logits_V, token, 0, self.request.sampling.temperature)
-        self._add([token], True, score.logprob)
+        soft, sampler = self.soft, self._sampler
+        assert soft is not None
+        token = sampler.choose_softened(soft) if sampler.unfiltered else sampler.choose(logits_V)
+        finish = self._watch.add(token)
+        self._add([token], True, soft.log_prob(token))
         if finish is not None:
             self.ended = finish == "stop"
             self._texts.append(self._text(self._new[self._turn :]))
@@ -165,6 +162,22 @@ class EpisodeJob(TextJob):
         )
 
 
+class EpisodeEngine(GenerationEngine):
+    """Generates :class:`EpisodeJob` of one temperature, whose probabilities are those of all texts
+    of a step together."""
+
+    def before_taking(self, takers: Sequence[Sequence[Job]], logits_RV: Tensor) -> None:
+        """See :class:`GenerationEngine`."""
+        if not takers:
+            return
+        temperature = takers[0][0].request.sampling.temperature
+        rows = softened(logits_RV.numpy(), temperature)
+        for jobs, soft in zip(takers, rows, strict=True):
+            for job in jobs:
+                assert isinstance(job, EpisodeJob)
+                job.soft = soft
+
+
 def write(
     runner: PagedRunner, tokenizer: Tokenizer, tasks: Sequence[WritingTask], writing: Writing
 ) -> Mapping[int, Episode]:
@@ -177,7 +190,7 @@ def write(
     try:
         running = min(writing.options.rollout_batch_size, max(1, len(tasks)))
         limits = EngineLimits(running, running + PROMPT_TOKENS, len(tasks))
-        engine = GenerationEngine(runner, tokenizer, limits)
+        engine = EpisodeEngine(runner, tokenizer, limits)
         jobs = []
         for task in tasks:
             job = EpisodeJob(writing.request(task), runner, tokenizer, task)

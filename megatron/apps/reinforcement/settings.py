@@ -144,9 +144,10 @@ def _check_run(options: ReinforcementConfig, config: Any, resolver: ConfigResolv
         f"{shown} needs prompts, which --mock-data does not make: name files with --data-path",
     )
     resolver.check(
-        not (options.has_values and resolver.values.get("lora")),
-        f"{shown} trains a value head, for which checkpoints of --lora have no place: leave it "
-        "out, or give --rl reinforce++, which needs no value head",
+        options.steps_of_texts == 1 or resolver.values.get("on_spike") != "rollback",
+        f"{shown} trains for {options.steps_of_texts} steps on the same texts "
+        "(--steps-per-generation, --num-iterations), of which --on-spike rollback would leave one "
+        "out: give --on-spike stop",
     )
     room = model.seq_length - options.max_completion_length
     resolver.check(

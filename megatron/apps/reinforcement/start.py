@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron.apps.reinforcement.batches import Shapes
 from megatron.apps.reinforcement.completions import CompletionLog
+from megatron.apps.reinforcement.data.curriculum import SuccessCurriculum, repeated_prompts
 from megatron.apps.reinforcement.episodes import Episode
 from megatron.apps.reinforcement.exact.head import drawn_numbers
 from megatron.apps.reinforcement.exact.model import inexact_device, inexact_layout, row_rule
@@ -17,12 +18,16 @@ from megatron.apps.reinforcement.flags import ReinforcementConfig
 from megatron.apps.reinforcement.held_out import HeldOutTexts
 from megatron.apps.reinforcement.loop import Floats, ReinforcementLoop, SeenAgain
 from megatron.apps.reinforcement.losses import SAMPLING_DIFFERENCE
+from megatron.apps.reinforcement.rewards.scoring import Rewards, joined, means
 from megatron.apps.reinforcement.rollout import Writing
 from megatron.checkpoint import generation_settings
 from megatron.config import ConfigError
+from megatron.data.samples import SampleDataset
 from megatron.families import family_of, spec_of
+from megatron.features.resilience.steps.spikes import Rollback
 from megatron.training.context import Order, RunContext
 from megatron.training.report import say
+from megatron.training.resume_source import ResumeSource
 from megatron.training.stopping import TrainingStopped
 from megatron.training.trainer import Callback, Step, Trainer
 
@@ -41,9 +46,9 @@ def repeat_generations(context: RunContext) -> None:
     context.data = data._replace(datasets=data.datasets._replace(train=again))
 
 
-def start_loop(context: RunContext, reference: Any = None) -> None:
-    """Let the engine of a run train on texts that it writes. Raises ConfigError for a run whose
-    probabilities cannot be those of generation, where the flags require it."""
+def start_loop(context: RunContext, reference: Any = None) -> ReinforcementLoop:
+    """Let the engine of a run train on texts that it writes, by the loop. Raises ConfigError for a
+    run whose probabilities cannot be those of generation, where the flags require it."""
     config, engine, run = context.config, context.engine, context.run
     options = config.section(ReinforcementConfig)
     shapes = _shapes(context, options)
@@ -56,6 +61,11 @@ def start_loop(context: RunContext, reference: Any = None) -> None:
     record = Records(context, options)
     scorer = scorer_of(context) if options.needs_rewards else None
     prompts = getattr(train, "dataset", train) if isinstance(train, SeenAgain) else train
+    repeated = repeated_prompts(prompts)
+    texts = context.plan.batch_size.samples(context.plan.train_iters)
+    answers = texts / (repeated.group * (options.num_iterations or 1))
+    count = sum(len(part.usable) for part in repeated.files.values())
+    context.report.say(f"rl: {answers:,.0f} prompts, {answers / count:.3g} epochs over {count:,}")
     begin_dialogue, curriculum = None, None
     if options.environment is not None and scorer is not None:
         from megatron.apps.reinforcement.rewards.environments import Environments
@@ -63,9 +73,7 @@ def start_loop(context: RunContext, reference: Any = None) -> None:
         environments = Environments.of(config, run.tokenizer, ends)
         scorer.environments, begin_dialogue = environments, environments.begin
     if options.rl_curriculum == "success":
-        from megatron.apps.reinforcement.data.curriculum import SuccessCurriculum, repeated_prompts
-
-        curriculum = SuccessCurriculum(options, repeated_prompts(prompts), config.training.seed)
+        curriculum = SuccessCurriculum(options, repeated, config.training.seed)
     judge = None
     if options.reward_model is not None:
         from megatron.apps.reinforcement.rewards.reward_model import RewardModel
@@ -80,7 +88,7 @@ def start_loop(context: RunContext, reference: Any = None) -> None:
         shapes,
         prompts,
         scorer,
-        combined_of(options),
+        partial(joined, options),
         drawn_numbers,
         reference,
         (record, completions, *([curriculum] if curriculum else [])),
@@ -88,13 +96,20 @@ def start_loop(context: RunContext, reference: Any = None) -> None:
         curriculum,
         judge,
     )
-    source = context.source
-    if source is not None and source.continues:
-        state = source.found.open(verify=False).state
-        if STATE in state:
-            loop.kept.load(state[STATE])
-        if curriculum is not None and CURRICULUM in state:
-            curriculum.load(state[CURRICULUM])
+
+    def restore(origin: ResumeSource | None) -> None:
+        if origin is not None and origin.continues:
+            state = origin.found.open(verify=False).state
+            loop.kept.load(state.get(STATE, {"replaced": 0, "generations": ()}))
+            if curriculum is not None and CURRICULUM in state:
+                curriculum.load(state[CURRICULUM])
+
+    def go_back(train: SampleDataset[Any]) -> None:
+        loop.prompts = train
+        restore(context.added(Rollback).origin)
+
+    loop.restore = go_back
+    restore(context.source)
     context.notes[STATE] = loop.kept
     context.checkpoints.counted[STATE] = lambda: dict(loop.kept)
     if curriculum is not None:
@@ -106,6 +121,7 @@ def start_loop(context: RunContext, reference: Any = None) -> None:
     context.add(Order.TEACH, completions)
     _evaluate_rewards(context, loop)
     context.add(Order.TEACH, ExactnessCheck(loop, shapes.padded is not None))
+    return loop
 
 
 def _evaluate_rewards(context: RunContext, loop: ReinforcementLoop) -> None:
@@ -130,28 +146,7 @@ def _evaluate_rewards(context: RunContext, loop: ReinforcementLoop) -> None:
 
 def scorer_of(context: RunContext) -> Any:
     """The rewards of a run."""
-    from megatron.apps.reinforcement.rewards.scoring import Rewards
-
     return Rewards.of(context.config, context.run)
-
-
-def combined_of(options: ReinforcementConfig) -> Any:
-    """A function of the tables of several ranks, the places of their rows in the order of samples,
-    and the numbers of the reward model, if any: one table, and the sums of its rows."""
-
-    def combine(
-        tables: Sequence[Any], places: npt.NDArray[np.int64], judged: Floats | None
-    ) -> tuple[Any, Floats]:
-        from megatron.apps.reinforcement.rewards import scoring
-
-        table = scoring.merged(tables)
-        table = table._replace(values_ER=table.values_ER[places])
-        if judged is not None:
-            table = scoring.with_model(table, judged)
-        scoring.check_failures(table, options.reward_failures)
-        return table, scoring.combined(table)
-
-    return combine
 
 
 def _shapes(context: RunContext, options: ReinforcementConfig) -> Shapes:
@@ -176,7 +171,8 @@ def _shapes(context: RunContext, options: ReinforcementConfig) -> Shapes:
                 f"--rl-exact require: probabilities of training and generation differ in their "
                 f"last bits, since {reason}; give auto, or another layout"
             )
-        say(f"rl: training and generation differ in rounding ({reason}); the log has by how much")
+        if options.rl != "distill":  # whose loss has no such numbers
+            say(f"rl: training and generation differ in rounding ({reason}); the log says how far")
     data = family.data(config, context.run.tokenizer)
     return Shapes(
         data.length_multiple,
@@ -203,20 +199,16 @@ class Records(Callback):
         }
         if table is not None:
             group = self._options.num_generations or 1
-            grouped = (
-                rewards_E.reshape(-1, group) if not len(rewards_E) % group else rewards_E[None]
-            )
+            grouped = rewards_E.reshape(-1, len(rewards_E) if len(rewards_E) % group else group)
             known = rewards_E[~np.isnan(rewards_E)]
             numbers |= {
                 "reward": float(known.mean()) if len(known) else 0.0,
                 "reward_std": float(known.std()) if len(known) else 0.0,
                 "frac_reward_zero_std": float(np.mean(grouped.max(axis=1) == grouped.min(axis=1))),
             }
-            for name, column in zip(table.names, table.values_ER.T, strict=True):
-                own = column[~np.isnan(column)]
-                if len(own):
-                    numbers[f"rewards/{name}/mean"] = float(own.mean())
-                    numbers[f"rewards/{name}/std"] = float(own.std())
+            for name, (mean, deviation) in means(table).items():
+                numbers[f"rewards/{name}/mean"] = mean
+                numbers[f"rewards/{name}/std"] = deviation
         self._numbers = numbers
 
     def after_step(self, trainer: Trainer, step: Step) -> None:

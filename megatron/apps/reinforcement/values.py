@@ -48,26 +48,31 @@ def with_value_head(spec: ModelSpec, model: ModelConfig, options: ReinforcementC
 
 
 def load_with_value_head(
-    engine: ModelEngine, source: Source, fresh: Collection[str], continues: bool
+    engine: ModelEngine, source: Source, fresh: Collection[str]
 ) -> Source | None:
     """Load the weights of a checkpoint without a value head, which keeps its initial values, and
-    return the source; None for a checkpoint that has one. Every rank must call it. Raises
-    CheckpointError if training is to continue without one."""
-    stored = set(source.names())
-    missing = [n for n in engine.names.values() if n.startswith(VALUE_HEAD) and n not in stored]
-    if stored & {f"{VALUE_HEAD}.weight"}:
+    return the source; None for a checkpoint that has one. Every rank must call it."""
+    missing = set(engine.names.values()).difference(fresh, source.names())
+    added = {name for name in missing if name.startswith(VALUE_HEAD)}
+    if not added:
         return None
-    if continues:
+    together(engine, lambda: load_weights(engine, source, added.union(fresh)))
+    return source
+
+
+def check_continued(source: Source) -> None:
+    """Raise CheckpointError if training cannot continue from a checkpoint without a value head."""
+    if f"{VALUE_HEAD}.weight" not in source.names():
         raise CheckpointError(
             f"{source.folder} was saved without the value head of --rl ppo, and cannot be "
             "continued with it: name it by --pretrained-checkpoint, or give --finetune"
         )
-    together(engine, lambda: load_weights(engine, source, {*fresh, *missing}))
-    return source
 
 
 class ValueHead(WholeLinear):
     """A number of every token that is predicted; hidden states stay as they are."""
+
+    only_trained = True
 
     def __init__(
         self, model: ModelConfig, options: ReinforcementConfig, tp: TensorParallel

@@ -25,11 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.features.adapters.flags import AdapterConfig
-from megatron.features.adapters.low_rank import (
-    LowRank,
-    UpPlace,
-    low_rank_linear,
-)
+from megatron.features.adapters.low_rank import LowRank, UpPlace, low_rank_linear
 from megatron.parallel.collectives import start_all_reduce, start_sum_over_copies
 from megatron.parallel.layers import ParallelLinear, RowMap
 from megatron.parallel.linear import LinearMap, column_linear

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.manifest import BaseRecord
 from megatron.checkpoint.source import Source, locate_checkpoint
+from megatron.config.features import features
 from megatron.engine.loading import load_weights, together
 from megatron.engine.train_engine import TrainEngine
 from megatron.features.adapters.checkpoint import (
@@ -42,7 +43,8 @@ def load_adapted(
         together(engine, lambda: load_weights(engine, own, names - trained))
         engine.base = BaseRecord.read(own.folder, place=base.folder)
         return own
-    together(engine, lambda: load_weights(engine, source, {*fresh, *adapters}))
+    added = {name for name in names - set(source.names()) if is_only_trained(name)}
+    together(engine, lambda: load_weights(engine, source, {*fresh, *adapters, *added}))
     if engine.config.section(AdapterConfig).use_dora:
         lengths = RowLengths(source, [name for name in adapters if name.endswith("magnitude")])
         together(engine, lambda: load_weights(engine, lengths, names - set(lengths.names())))
@@ -104,7 +106,7 @@ def chosen_adapters(engine: TrainEngine, folder: str, base: Source) -> AdaptedSo
     require_same(engine, source)
     require_same_scale(engine, source)
     trained = trained_shapes(engine)
-    frozen = [name for name in source.whole if name not in trained]
+    frozen = [n for n in source.whole if n not in trained and not is_only_trained(n)]
     if frozen:
         raise CheckpointError(
             f"--load-adapter {folder} has whole parameters ({', '.join(frozen[:3])}), which are "
@@ -112,6 +114,11 @@ def chosen_adapters(engine: TrainEngine, folder: str, base: Source) -> AdaptedSo
             "result by --pretrained-checkpoint"
         )
     return source
+
+
+def is_only_trained(name: str) -> bool:
+    """True for a parameter of a part that only training uses, and models begin without."""
+    return name.startswith(tuple(p for each in features().values() for p in each.only_trained))
 
 
 def require_same_scale(engine: TrainEngine, source: AdaptedSource) -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from megatron.config import RunConfig
-from megatron.families import spec_of
+from megatron.families import trained_spec
 from megatron.features.adapters.flags import AdapterConfig, is_adapter
-from megatron.features.adapters.model import is_stacked, with_adapters
+from megatron.features.adapters.model import is_stacked
 from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -17,9 +17,8 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 def _whole(config: RunConfig) -> LayerStack:
     """The whole model, without values."""
-    spec = with_adapters(spec_of(config.model, config.parallel), config)
     with torch.device("meta"):
-        return LayerStack(spec.layers(TensorParallel()), config.parallel)
+        return LayerStack(trained_spec(config).layers(TensorParallel()), config.parallel)
 
 
 def with_additions(shape: TransformerShape, config: RunConfig) -> TransformerShape:

@@ -17,13 +17,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, save_tensors
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint, nothing_at
-from megatron.config import (
-    CheckpointConfig,
-    ConfigError,
-    ModelConfig,
-    ParallelConfig,
-    RunConfig,
-)
+from megatron.config import CheckpointConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron.config.engine import FastPathsConfig
 from megatron.data.samples import SampleDataset
 from megatron.engine.environment import return_freed_memory

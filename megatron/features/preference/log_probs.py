@@ -1,5 +1,5 @@
-"""Log-probabilities of tokens under a linear map onto a vocabulary, without all of the logits in
-memory.
+"""Numbers of tokens under a linear map onto a vocabulary, such as their log-probabilities, without
+all of the logits in memory.
 
 The gradient of each comes with the backward pass, when it is known what depends on it: then the
 logits are needed again. Those of one chunk are kept; what is beyond is computed a second time.
@@ -13,23 +13,44 @@ Shapes: B batch, P positions (outside the region a rank's slice of them if that 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.cross_entropy import (
-    LogitChunks,
-    as_computed,
-    factor_of,
-    scaled,
-    summed,
-)
-from megatron.parallel.loss_head import LossHead, Targets
+from megatron.parallel.cross_entropy import LogitChunks, as_computed, factor_of, scaled, summed
+from megatron.parallel.loss_head import HeadInput, LossHead, Targets
 
 KEPT_MIB = 256
 """Size of a chunk on CPUs, where ``--logits-chunk-mib`` does not say."""
+
+
+class TokenWork(Protocol):
+    """Numbers of the tokens of :class:`LogitChunks`, each with a gradient."""
+
+    def read(self, training: bool) -> Sequence[Tensor]:
+        """The numbers, [T] each, 0 where no token counts; ``training``: gradients follow."""
+        ...
+
+    def gradient(self, chunk: slice, parts_NT: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gradient of a chunk's logits, [C, V], whose rows have weights [C] or all weight 1,
+        where ``parts_NT`` are those of the N numbers, at most 1."""
+        ...
+
+
+def token_values(
+    inputs: HeadInput, work: Callable[[LogitChunks], TokenWork], compiled: bool | None = None
+) -> tuple[Tensor, ...]:
+    """Numbers of every target of a head, [B, P] each; see :class:`LogitChunks` for ``compiled``.
+    Gradients that they get must be the same on every tensor-parallel rank."""
+    x_BPH, weight_VH, bias_V, targets, head = inputs
+    training, how = torch.is_grad_enabled(), (work, compiled)
+    numbers: tuple[Tensor, ...] = _LinearTokens.apply(
+        x_BPH, weight_VH, bias_V, targets, head, how, training
+    )
+    return numbers
 
 
 def linear_log_probs(
@@ -42,10 +63,36 @@ def linear_log_probs(
     """log softmax(x weight^T + bias)[label] of every target, [B, P], float32 or float64, 0 where
     its mask is 0; the same on every tensor-parallel rank, and so must be the gradient that it gets.
     The arguments are those of :func:`linear_cross_entropy`."""
-    return _LinearLogProbs.apply(x_BPH, weight_VH, bias_V, targets, head, torch.is_grad_enabled())
+    if head.chunk_bytes is None and x_BPH.device.type == "cpu":
+        head = dataclasses.replace(head, chunk_bytes=KEPT_MIB * 2**20)
+    (log_probs_BP,) = token_values(HeadInput(x_BPH, weight_VH, bias_V, targets, head), _LogProbs)
+    return log_probs_BP
 
 
-class _LinearLogProbs(torch.autograd.Function):
+class _LogProbs:
+    """Log-probabilities, by the loss of cross entropy."""
+
+    def __init__(self, run: LogitChunks) -> None:
+        self._run = run
+
+    def read(self, training: bool) -> Sequence[Tensor]:
+        run, log_probs_T = self._run, torch.zeros_like(self._run.mask_T)
+        for chunk in reversed(run.chunks):
+            # The last one is the first chunk, whose logits stay in memory.
+            kept = training and chunk is run.chunks[0]
+            loss_C, _ = run.losses_of(chunk, gradients=kept)
+            torch.mul(loss_C, -run.mask_T[chunk], out=log_probs_T[chunk])
+        return (log_probs_T,)
+
+    def gradient(self, chunk: slice, parts_NT: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits_CP = self._run.logits_CP
+        if chunk is not self._run.chunks[0]:
+            _, logits_CP = self._run.losses_of(chunk, gradients=True)
+        # The losses are the negative log-probabilities.
+        return logits_CP, -parts_NT[0, chunk]
+
+
+class _LinearTokens(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -54,57 +101,50 @@ class _LinearLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Targets,
         head: LossHead,
+        how: tuple[Callable[[LogitChunks], TokenWork], bool | None],
         training: bool,
-    ) -> Tensor:
-        if head.chunk_bytes is None and x.device.type == "cpu":
-            head = dataclasses.replace(head, chunk_bytes=KEPT_MIB * 2**20)
-        counted = Targets(targets.labels_BS, targets.mask_BS > 0, *targets[2:])
+    ) -> tuple[Tensor, ...]:
+        counted = targets.changed(mask_BS=targets.mask_BS > 0)
         whole, weight_VH, bias_V = as_computed(x, weight, bias, head.tp)
+        training = training and any(ctx.needs_input_grad[:3])
+        work, compiled = how
         with torch.autocast(x.device.type, enabled=False):
-            run = LogitChunks(whole.flatten(0, 1), weight_VH, bias_V, counted, head)
-            training = training and any(ctx.needs_input_grad[:3])
-            log_probs_T = torch.zeros_like(run.mask_T)
-            for chunk in reversed(run.chunks):
-                # The last one is the first chunk, whose logits stay in memory.
-                kept = training and chunk is run.chunks[0]
-                loss_C, _ = run.losses_of(chunk, gradients=kept)
-                torch.mul(loss_C, -run.mask_T[chunk], out=log_probs_T[chunk])
+            x_TH = whole.flatten(0, 1)
+            run = LogitChunks(x_TH, weight_VH, bias_V, counted, head, compiled=compiled)
+            of_tokens = work(run)
+            numbers = of_tokens.read(training)
         if training:
-            ctx.run, ctx.head, ctx.shape = run, head, whole.shape
+            ctx.run, ctx.work, ctx.head, ctx.shape = run, of_tokens, head, whole.shape
             # ZeRO 3 frees the weight between the passes, and gathers the parameter again.
             run.weight_PH = run.bias_P = None  # type: ignore[assignment]
             ctx.save_for_backward(weight, bias)
             ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return log_probs_T.view(targets.mask_BS.shape)
+        return tuple(each.view(targets.mask_BS.shape) for each in numbers)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BP: Tensor) -> tuple[Tensor | None, ...]:
-        run = ctx.run
+    def backward(ctx: Any, *grads_BP: Tensor) -> tuple[Tensor | None, ...]:
+        run, work = ctx.run, ctx.work
         weight, bias = ctx.saved_tensors
         dtype = run.x_TH.dtype
         run.weight_PH = weight.to(dtype)
         run.bias_P = None if bias is None else bias.to(dtype)
         run.x_needs, run.weight_needs, run.bias_needs = ctx.needs_input_grad[:3]
-        # The losses are the negative log-probabilities. Their weights are at most 1, which 16 bits
-        # represent better than what a loss of many tokens gives to each.
-        weight_T = grad_BP.flatten().to(run.work) * -run.mask_T
-        largest = weight_T.abs().amax().clamp(min=torch.finfo(run.work).tiny)
-        weight_T = weight_T / largest
+        # At most 1, which 16 bits represent better than what a loss of many tokens gives to each.
+        parts_NT = torch.stack([each.flatten() for each in grads_BP]).to(run.work) * run.mask_T
+        largest = parts_NT.abs().amax().clamp(min=torch.finfo(run.work).tiny)
+        parts_NT /= largest
         with torch.autocast(run.x_TH.device.type, enabled=False):
             run.allocate_gradients()
             for chunk in run.chunks:
-                logits_CP = run.logits_CP
-                if chunk is not run.chunks[0]:
-                    _, logits_CP = run.losses_of(chunk, gradients=True)
-                run.multiply(chunk, logits_CP, weight_T[chunk])
-        x_grad, weight_grad, bias_grad = run.x_grad_TH, run.weight_grad_PH, run.bias_grad_P
-        del ctx.run, run  # and with it the logits
+                run.multiply(chunk, *work.gradient(chunk, parts_NT))
+        x_grad, *others = run.x_grad_TH, run.weight_grad_PH, run.bias_grad_P
+        del ctx.run, ctx.work, run, work  # and with it the logits
         if x_grad is not None:
             x_grad = summed(x_grad.view(ctx.shape), ctx.head.tp)
         factor = factor_of(largest)
         grads = (
             None if grad is None else scaled(grad, factor, dtype)
-            for grad, dtype in zip((x_grad, weight_grad, bias_grad), ctx.dtypes, strict=True)
+            for grad, dtype in zip((x_grad, *others), ctx.dtypes, strict=True)
         )
-        return *grads, None, None, None
+        return *grads, None, None, None, None

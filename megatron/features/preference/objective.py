@@ -17,11 +17,7 @@ from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_of
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.log_probs import linear_log_probs
-from megatron.features.preference.losses import (
-    LOSSES,
-    Answers,
-    loss_weights,
-)
+from megatron.features.preference.losses import LOSSES, Answers, loss_weights
 from megatron.features.preference.samples import PreferenceBatch
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerState

@@ -57,8 +57,7 @@ def rewards(request, tmp_path_factory):
     OUTSIDE.unlink(missing_ok=True)
     folder = tmp_path_factory.mktemp("boxes")
     before = {name: os.environ.get(name) for name in ("TMPDIR", "LANG")}
-    # The number of this process passes as a language: no other variable reaches rewards.
-    os.environ |= {"TMPDIR": str(folder), "LANG": f"C.UTF-8-{os.getpid()}"}
+    os.environ |= {"TMPDIR": str(folder), "LANG": language()}
     options = ReinforcementConfig(rl="grpo", reward_timeout=0.8, reward_memory_mib=256)
     made = Rewards(options, [])
     made.keepers.limits = replace(made.keepers.limits, unshares=request.param == "namespaces")
@@ -72,13 +71,21 @@ def rewards(request, tmp_path_factory):
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def left_behind(command: str = "sleep 4242") -> list[str]:
-    """Command lines of what hostile rewards start."""
+def left_behind(mark: str, command: str = "sleep 4242") -> list[str]:
+    """Command lines of what hostile rewards start, of processes that have ``mark`` in a variable of
+    their environment: those of other tests, which run next to these, do not count."""
     lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            lines.append(path.read_bytes().replace(b"\0", b" ").decode())
-    return [line for line in lines if line.startswith(command)]
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if line.startswith(command) and mark.encode() in (path / "environ").read_bytes():
+                lines.append(line)
+    return lines
+
+
+def language() -> str:
+    """The number of this process as a language: no other variable reaches rewards."""
+    return f"C.UTF-8-{os.getpid()}"
 
 
 def check(rewards, source, expected) -> None:
@@ -91,7 +98,7 @@ def check(rewards, source, expected) -> None:
         if isinstance(source, FunctionSource):
             assert good == 1.0
     assert not OUTSIDE.exists() and Path(FILE).exists()
-    assert not left_behind()
+    assert not left_behind(language())
 
 
 @pytest.mark.parametrize(
@@ -130,10 +137,10 @@ def test_nothing_is_left_of_a_trainer_that_is_killed(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path.cwd())}
     trainer = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    wait_for(lambda: left_behind("sleep 4243"))
+    wait_for(lambda: left_behind(str(tmp_path), "sleep 4243"))
     trainer.kill()
     trainer.wait()
-    wait_for(lambda: not left_behind("sleep 4243") and not list(tmp_path.iterdir()))
+    wait_for(lambda: not left_behind(str(tmp_path), "sleep 4243") and not list(tmp_path.iterdir()))
 
 
 def wait_for(condition) -> None:

@@ -94,10 +94,10 @@ def test_memory_is_that_of_the_formula(double):
 
 
 LAYERS = {
-    "column": lambda tp: ColumnParallelLinear(128, [96, 96], bias=True, init=Init(0.1), tp=tp),
+    "column": lambda tp: ColumnParallelLinear(128, [96, 160], bias=True, init=Init(0.1), tp=tp),
     "qkv": lambda tp: QKVParallelLinear(128, 8, 2, 16, bias=False, init=Init(0.1), tp=tp),
     "kv": lambda tp: KVParallelLinear(128, 2, 16, bias=False, init=Init(0.1), tp=tp),
-    "row": lambda tp: RowParallelLinear(160, 48, bias=True, init=Init(0.1), tp=tp),
+    "row": lambda tp: RowParallelLinear(160, 96, bias=True, init=Init(0.1), tp=tp),
 }  # fmt: skip
 
 

@@ -7,11 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.features.instruction.conversations import Turn
-from megatron.features.preference.records import (
-    Preference,
-    parse_preference,
-    read_preferences,
-)
+from megatron.features.preference.records import Preference, parse_preference, read_preferences
 
 
 def user(text: str, context: str = "") -> Turn:

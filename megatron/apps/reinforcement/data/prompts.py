@@ -24,12 +24,7 @@ from torch import Tensor
 from megatron.apps.reinforcement.episodes import Message, Prompt
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.samples import Documents, Piece, SampleDataset, checked_index
-from megatron.features.instruction.columns import (
-    CONVERSATIONS,
-    NO_FLAGS,
-    RecordColumns,
-    keys_of,
-)
+from megatron.features.instruction.columns import CONVERSATIONS, NO_FLAGS, RecordColumns, keys_of
 from megatron.features.instruction.conversations import (
     ANSWER,
     Example,

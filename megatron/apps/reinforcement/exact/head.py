@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.apps.generation.decoding.sampling import token_score
+from megatron.apps.generation.decoding.sampling import softened
 from megatron.apps.generation.execution.stages import whole_logits
 from megatron.apps.reinforcement.head import TokenNumbers, token_numbers
 from megatron.parallel.cross_entropy import LogitChunks
@@ -42,7 +42,7 @@ class DrawnTargets(Targets):
 
 
 def drawn_numbers(inputs: HeadInput, temperature: float) -> TokenNumbers:
-    """The numbers of targets: those of :class:`DrawnTargets` by :func:`token_score`, as they were
+    """The numbers of targets: those of :class:`DrawnTargets` by :func:`softened`, as they were
     computed when the tokens were drawn; others as :func:`token_numbers` does."""
     score = None
     if isinstance(inputs.targets, DrawnTargets):
@@ -60,9 +60,12 @@ def _scores(
         logits_CP = F.linear(x_CH, run.weight_PH, run.bias_P)
     whole_CV = whole_logits(capped(logits_CP, run.columns.softcap), vocab_size, run.group)
     whole_CV = whole_CV[:count].cpu()
-    labels_C = run.targets.labels_BS.flatten()[chunk].tolist()
+    labels_C, counted = run.targets.labels_BS.flatten()[chunk], run.mask_T[chunk] > 0
     scored_C = torch.zeros(count, dtype=torch.float64)
-    for at in run.mask_T[chunk].nonzero().flatten().tolist():
-        scored_C[at] = token_score(whole_CV[at], labels_C[at], 0, temperature).logprob
+    soft = softened(whole_CV[counted.cpu()].numpy(), temperature)
+    scores = [
+        row.log_prob(label) for row, label in zip(soft, labels_C[counted].tolist(), strict=True)
+    ]
+    scored_C[counted.cpu()] = torch.tensor(scores, dtype=torch.float64)
     # Those of drawn tokens are kept in float32.
     return scored_C.float().to(run.mask_T)

@@ -22,8 +22,7 @@ import numpy as np
 
 from megatron.apps.reinforcement.episodes import Message, Prompt
 from megatron.apps.reinforcement.flags import ReinforcementConfig
-from megatron.apps.reinforcement.rewards.confinement import Limits
-from megatron.apps.reinforcement.rewards.keepers import Keepers
+from megatron.apps.reinforcement.rewards.keepers import Keepers, limits_of
 from megatron.config import ConfigError, RunConfig
 from megatron.features.instruction.columns import RecordFields
 from megatron.features.instruction.conversations import ANSWER, Example, Turn, template_variables
@@ -63,12 +62,8 @@ class Environments:
         the class cannot be loaded."""
         options = config.section(ReinforcementConfig)
         encoder = ExampleEncoder(config.section(InstructionConfig), tokenizer, config.tokenizer)
-        limits = Limits(
-            options.reward_timeout,
-            options.reward_memory_mib << 20,
-            allowed=tuple(options.reward_allow),
-        )
-        environments = cls(options, encoder, tokenizer, ends, Keepers(1, limits))
+        keepers = Keepers(1, limits_of(options))
+        environments = cls(options, encoder, tokenizer, ends, keepers)
         environments.longest = config.model.seq_length - options.max_completion_length
         answer = environments.ask()
         if problem := answer.get("failure"):

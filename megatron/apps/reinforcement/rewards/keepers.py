@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron.apps.reinforcement.flags import ReinforcementConfig
 from megatron.apps.reinforcement.rewards import keeper
 from megatron.apps.reinforcement.rewards.box import remove
 from megatron.apps.reinforcement.rewards.confinement import Limits
@@ -111,6 +112,12 @@ def _stop(process: subprocess.Popen[bytes], folder: str, owner: int) -> None:
         process.kill()
         process.wait()
     remove(folder)
+
+
+def limits_of(options: ReinforcementConfig) -> Limits:
+    """The limits of the processes of a run."""
+    memory, allowed = options.reward_memory_mib << 20, tuple(options.reward_allow)
+    return Limits(options.reward_timeout, memory, allowed=allowed)
 
 
 class Keepers:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from megatron.apps.reinforcement.episodes import Episode
 from megatron.apps.reinforcement.flags import ReinforcementConfig
 from megatron.apps.reinforcement.rewards.confinement import LIMITS, Limits
-from megatron.apps.reinforcement.rewards.keepers import Keepers
+from megatron.apps.reinforcement.rewards.keepers import Keepers, limits_of
 from megatron.apps.reinforcement.rewards.sources import Reward, RewardSource, sources_of
 from megatron.config import ConfigError, RunConfig
 from megatron.util.digests import digest
@@ -36,9 +36,12 @@ class Failures(NamedTuple):
     texts: int
     first: str
 
-    def more(self, count: int) -> Failures:
-        """With so many more."""
-        return Failures(self.texts + count, self.first)
+
+def add_failures(known: dict[str, Failures], more: Mapping[str, Failures]) -> None:
+    """Add failures, by the name of their source, to those before them."""
+    for name, each in more.items():
+        before = known.get(name, Failures(0, each.first))
+        known[name] = Failures(before.texts + each.texts, before.first)
 
 
 class RewardTable(NamedTuple):
@@ -69,9 +72,7 @@ def merged(tables: Sequence[RewardTable]) -> RewardTable:
     """Tables of several ranks as one, in their order."""
     failures: dict[str, Failures] = {}
     for table in tables:
-        for name, failed in table.failures.items():
-            known = failures.get(name)
-            failures[name] = failed if known is None else known.more(failed.texts)
+        add_failures(failures, table.failures)
     first = tables[0]
     values_ER = np.concatenate([table.values_ER for table in tables])
     return RewardTable(first.names, first.weights_R, values_ER, failures)
@@ -86,6 +87,28 @@ def with_model(table: RewardTable, rewards_E: npt.NDArray[np.float64]) -> Reward
         first = f"gave {rewards_E[~good_E][0]} instead of a number"
         failures[MODEL] = Failures(int((~good_E).sum()), first)
     return table._replace(values_ER=values_ER, failures=failures)
+
+
+def joined(
+    options: ReinforcementConfig,
+    tables: Sequence[RewardTable],
+    places: npt.NDArray[np.int64],
+    judged_E: npt.NDArray[np.float64] | None,
+) -> tuple[RewardTable, npt.NDArray[np.float64]]:
+    """The tables of several ranks, the places of whose rows in the order of samples these are, as
+    one with the numbers of the reward model, if any; and the sums of its rows. Raises
+    RewardsFailedError."""
+    table = merged(tables)
+    table = table._replace(values_ER=table.values_ER[places])
+    table = table if judged_E is None else with_model(table, judged_E)
+    check_failures(table, options.reward_failures)
+    return table, combined(table)
+
+
+def means(table: RewardTable) -> dict[str, tuple[float, float]]:
+    """Mean and standard deviation of the known rewards of each source that has any."""
+    known = zip(table.names, (row[~np.isnan(row)] for row in table.values_ER.T), strict=True)
+    return {name: (float(row.mean()), float(row.std())) for name, row in known if len(row)}
 
 
 def check_failures(table: RewardTable, most: float) -> None:
@@ -114,9 +137,7 @@ class Rewards:
 
     def __init__(self, options: ReinforcementConfig, sources: Sequence[RewardSource]) -> None:
         self.options, self.sources = options, sources
-        allowed = tuple(options.reward_allow)
-        limits = Limits(options.reward_timeout, options.reward_memory_mib << 20, allowed=allowed)
-        self.keepers = Keepers(options.reward_workers, limits)
+        self.keepers = Keepers(options.reward_workers, limits_of(options))
         self.state: Mapping[str, Any] = {}
         """Position of the training, which functions get as trl's ``trainer_state``."""
         self.environments: Any = None
@@ -177,8 +198,7 @@ class Rewards:
         for place, source in enumerate(self.sources):
             for row, reward in enumerate(self._scored(source, episodes)):
                 if isinstance(reward, str):
-                    known = failures.get(source.name, Failures(0, reward))
-                    failures[source.name] = known.more(1)
+                    add_failures(failures, {source.name: Failures(1, reward)})
                 elif reward is not None:
                     values_ER[row, place] = reward
         if ENVIRONMENT in self.names:
