@@ -6,11 +6,11 @@ tasks whose answers can be checked, and measures the success before, on the way 
         --seeds 1 2 3
 
 The supervised examples show what an answer looks like, and about one in seven of them is right,
-without anything that tells which: that is the success before, and more of them would not raise it.
-Only rewards say which answers are right. Every stage is a command that is printed; stages whose
+without anything that tells which: that bounds the success before, and more of them would not raise
+it. Only rewards say which answers are right. Every stage is a command that is printed; stages whose
 result exists are left out. The success is the share of right texts, drawn at temperature 1, among
-the 256 of a step, before it trains on them; prompts are drawn with replacement. ``--stale`` writes
-the texts of a step under the weights of the step before.
+the 512 of a step, before it trains on them; prompts are drawn with replacement. ``--stale`` runs
+everything a second time, with the texts of a step written under the weights of the step before.
 
 - addition: two digits, and their sum. Examples are off by -3 to 3.
 - sorting: four digits in order. Examples have them in one of seven orders.
@@ -44,17 +44,19 @@ MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32 "
     "--seq-length 32 --attention-dropout 0 --hidden-dropout 0 --tokenizer-type ByteLevelTokenizer "
     "--make-vocab-size-divisible-by 1 --num-workers 0 --prompt-format plain --seed {seed} "
-    "--weight-decay 0 --adam-beta2 0.95 --lr-decay-style constant --eval-iters 0"
+    "--weight-decay 0 --adam-beta2 0.95 --eval-iters 0"
 )
 SUPERVISED = (
-    "--sft --lr 2e-3 --micro-batch-size 64 --global-batch-size 64 --train-iters {steps} "
-    "--data-path {at}/examples.jsonl --save {at}/base --log-interval 10 --split 100,0,0"
+    "--sft --lr 2e-3 --lr-decay-style constant --micro-batch-size 64 --global-batch-size 64 "
+    "--train-iters {steps} --data-path {at}/examples.jsonl --save {at}/base --log-interval 10 "
+    "--split 100,0,0"
 )
 REINFORCED = (
-    "--rl {algorithm} --beta 0 --num-generations 8 --max-completion-length 16 "
+    "--rl {algorithm} --beta 0 --num-generations 8 --max-completion-length {length} "
     "--reward-funcs {reward} "
     "--pretrained-checkpoint {at}/base --data-path {at}/prompts.jsonl --split 100,0,0 "
-    "--micro-batch-size 128 --global-batch-size 256 --rollout-batch-size 256 --lr 1e-3 "
+    "--micro-batch-size 512 --global-batch-size 512 --rollout-batch-size 512 "
+    "--lr 1e-3 --lr-decay-style linear --min-lr 0 "
     "--train-iters {steps} --log-interval 1 --save-interval 1000000"
 )
 
@@ -65,13 +67,17 @@ class Problem(NamedTuple):
     Attributes:
         draw: makes a prompt and its answer.
         example: makes what the supervised examples have instead of the answer.
+        supervised: steps on examples.
         steps: of reinforcement learning.
+        length: most tokens of a text, a few more than answers have.
         reward: a value of ``--reward-funcs``.
     """
 
     draw: Callable[[random.Random], tuple[str, str]]
     example: Callable[[random.Random, str], str]
+    supervised: int
     steps: int
+    length: int
     reward: str = "exact"
 
 
@@ -140,10 +146,10 @@ def agrees(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list
 
 
 TASKS = {
-    "addition": Problem(addition, near_sum, 300),
-    "sorting": Problem(sorting, some_order, 300),
-    "brackets": Problem(brackets, some_kinds, 150),
-    "grammar": Problem(grammar, any_words, 60, f"{Path(__file__).resolve()}:agrees"),
+    "addition": Problem(addition, near_sum, 1000, 300, 4),
+    "sorting": Problem(sorting, some_order, 200, 300, 6),
+    "brackets": Problem(brackets, some_kinds, 200, 250, 8),
+    "grammar": Problem(grammar, any_words, 200, 100, 12, f"{Path(__file__).resolve()}:agrees"),
 }
 
 
@@ -154,34 +160,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--algorithm", default="grpo", help="value of --rl")
-    parser.add_argument("--stale", action="store_true", help="texts of the weights before")
-    parser.add_argument("--supervised", type=int, default=200, help="supervised steps")
+    parser.add_argument("--stale", action="store_true", help="also by texts of the weights before")
+    parser.add_argument("--supervised", type=int, help="supervised steps, of every task")
     parser.add_argument("--steps", type=int, help="of reinforcement learning, of every task")
     parser.add_argument("--more", default="", help="further flags of reinforcement learning")
     parser.add_argument("--picture", type=Path, help="file for the curves (.svg, .png)")
     options = parser.parse_args(argv)
-    curves = {}
-    for task in options.tasks:
-        rows = [learn(options, task, seed) for seed in options.seeds]
-        name = options.algorithm + ", one step stale" * options.stale
-        curves[f"{task}, {name}"] = [row.success for row in rows]
-        first, best, last, steps, seconds = (
-            " / ".join(map(str, values))
-            for values in zip(
-                *(
-                    (
-                        f"{r.first:.0%}",
-                        r.reached,
-                        f"{r.last:.0%}",
-                        len(r.success),
-                        f"{r.seconds:.0f}",
-                    )
-                    for r in rows
-                ),
-                strict=True,
-            )
-        )
-        print(f"| {task} | {name} | {first} | {best} | {last} | {steps} | {seconds} |", flush=True)
+    curves: dict[str, dict[str, list[list[float]]]] = {task: {} for task in options.tasks}
+    for task, stale in itertools.product(options.tasks, [False, True][: 1 + options.stale]):
+        rows = [learn(options, task, seed, stale) for seed in options.seeds]
+        name = options.algorithm + ", one step stale" * stale
+        curves[task][name] = [row.success for row in rows]
+        cells = zip(*(row.cells for row in rows), strict=True)
+        print("|", " | ".join((task, name, *map(" / ".join, cells))), "|", flush=True)
     if options.picture is not None:
         draw(curves, options.picture)
 
@@ -211,8 +202,14 @@ class Learning(NamedTuple):
                 return step
         return "-"
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Cells of the table that the run fills."""
+        steps, seconds = str(len(self.success)), f"{self.seconds:.0f}"
+        return f"{self.first:.0%}", str(self.reached), f"{self.last:.0%}", steps, seconds
 
-def learn(options: argparse.Namespace, task: str, seed: int) -> Learning:
+
+def learn(options: argparse.Namespace, task: str, seed: int, stale: bool) -> Learning:
     """A model trained on a task."""
     problem, at = TASKS[task], options.folder.resolve() / f"{task}-{seed}"
     at.mkdir(parents=True, exist_ok=True)
@@ -224,16 +221,17 @@ def learn(options: argparse.Namespace, task: str, seed: int) -> Learning:
         if not (at / f"{name}.jsonl").is_file():
             (at / f"{name}.jsonl").write_text("".join(lines), "utf-8")
     model = MODEL.format(seed=seed)
-    supervised = SUPERVISED.format(at=at, steps=options.supervised)
+    supervised = SUPERVISED.format(at=at, steps=options.supervised or problem.supervised)
     before = _run(at / "base.json", f"pretrain_gpt.py {model} {supervised}")
-    run = at / f"{options.algorithm}{'-stale' * options.stale}"
+    run = at / f"{options.algorithm}{'-stale' * stale}"
     flags = REINFORCED.format(
         at=at,
         algorithm=options.algorithm,
         reward=problem.reward,
         steps=options.steps or problem.steps,
+        length=problem.length,
     )
-    flags += f" --save {run} --metrics-file {run}.jsonl" + " --rl-staleness 1" * options.stale
+    flags += f" --save {run} --metrics-file {run}.jsonl" + " --rl-staleness 1" * stale
     after = _run(Path(f"{run}.json"), f"pretrain_gpt.py {model} {flags} {options.more}")
     rows = [json.loads(line) for line in Path(f"{run}.jsonl").read_text("utf-8").splitlines()]
     success = [row["reward"] for row in rows if "reward" in row and row.get("kind") == "train"]
@@ -261,21 +259,26 @@ def _run(done: Path, command: str) -> float:
     return seconds
 
 
-def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
-    """Draw the success by step, a line for each seed."""
+def draw(curves: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
+    """Draw the success by step of every task, a line for each seed; dashed is the second kind."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(curves), figsize=(3.2 * len(curves), 2.6), sharey=True)
-    for axis, (name, lines) in zip(
-        axes if len(curves) > 1 else [axes], curves.items(), strict=True
-    ):
-        for success in lines:
-            means = [
-                sum(success[max(0, n - 9) : n + 1]) / min(10, n + 1) for n in range(len(success))
-            ]
-            axis.plot(means, linewidth=1)
+    figure, grid = pyplot.subplots(
+        1, len(curves), figsize=(2.6 * len(curves), 2.6), sharey=True, squeeze=False
+    )
+    for axis, (task, kinds) in zip(grid[0], curves.items(), strict=True):
+        for (name, lines), style in zip(kinds.items(), ("-", "--"), strict=False):
+            for seed, success in enumerate(lines):
+                means = [
+                    sum(success[max(0, n - 9) : n + 1]) / min(10, n + 1)
+                    for n in range(len(success))
+                ]
+                label = name if seed == 0 else None
+                axis.plot(means, style, color=f"C{seed}", linewidth=1, label=label)
         axis.axhline(0.9, color="grey", linewidth=0.5)
-        axis.set(title=name, xlabel="step", ylim=(0, 1))
+        axis.set(title=task, xlabel="step", ylim=(0, 1))
+    if len(kinds) > 1:
+        axis.legend(loc="lower right", fontsize=7)
     figure.tight_layout()
     figure.savefig(path)
 
