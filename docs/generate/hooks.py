@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages that are generated from the code, figures, and links out of docs/.
 
 Pages are written so that their links work in a checkout. Some files outside docs/ are pages of the
-site too; a link to any other file outside becomes its name.
+site too, notebooks as well; a link to any other file outside becomes its name.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ INCLUDED = {
     "tools/README.md": "guides/collecting.md",
     "examples_deepspeed/README.md": "how-to/examples.md",
     "examples_deepspeed/megatron/detxoify_lm/README.md": "guides/detoxifying.md",
+    "examples_deepspeed/notebooks/text_to_chat.ipynb": "how-to/text-to-chat.md",
+    "examples_deepspeed/notebooks/look_inside.ipynb": "how-to/look-inside.md",
     "tools/retro/README.md": "guides/retro-scripts.md",
     "deepspeed_configs/README.md": "guides/deepspeed-json.md",
     "benchmarks/RESULTS.md": "evidence/results.md",
@@ -104,12 +106,25 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the pages from outside docs/, and replaces the short pages that stand for generated
     ones in a checkout."""
     for source, target in INCLUDED.items():
-        text = relinked((ROOT / source).read_text(), source)
+        text = (ROOT / source).read_text()
+        text = relinked(notebook(text) if source.endswith(".ipynb") else text, source)
         files.append(File.generated(config, target, content=text))
     for target, page in GENERATED.items():
         files.remove(files.src_uris[target])
         files.append(File.generated(config, target, content=page()))
     return files
+
+
+def notebook(text: str) -> str:
+    """Return the Markdown of a notebook: its texts, its code, and what the code has printed."""
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            printed = output.get("text") or output.get("data", {}).get("text/plain", "")
+            parts.append(f"``` {{.text .wrap}}\n{''.join(printed).rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -32,10 +32,11 @@ for folder in (str(ROOT), str(ROOT / "tests")):
 from example_scripts import printed, resolved  # noqa: E402
 
 from megatron.apps.pictures.plots import decorate, save_picture  # noqa: E402
-from megatron.apps.planning.parameters import model_parameters  # noqa: E402
+from megatron.apps.planning.parameters import kept_bytes, model_parameters  # noqa: E402
 from megatron.apps.planning.presets import MODELS, with_presets  # noqa: E402
 from megatron.apps.planning.search import Plan, Workload, estimate  # noqa: E402
-from megatron.apps.planning.step_time import Hardware  # noqa: E402
+from megatron.apps.planning.step_time import FLOPS_OF_A_BYTE, Hardware  # noqa: E402
+from megatron.apps.reinforcement.flags import ReinforcementConfig  # noqa: E402
 from megatron.config.flags import build  # noqa: E402
 from megatron.features.adapters.flags import AdapterConfig  # noqa: E402
 from megatron.features.context.flags import LongContextConfig  # noqa: E402
@@ -48,9 +49,12 @@ PAGES = ROOT / "docs" / "recipes"
 PICTURES = ROOT / "docs" / "pictures"
 STEPS = 40
 BAND = 0.02
-"""Share by which a loss may differ from the curve: processors round in different orders."""
+"""Share by which a value may differ from the curve: processors round in different orders. It is
+right for rewards, too: the seed draws the texts, and float32 rounds too little to change a draw."""
 SHOWN = (1, 10, 20, 30, 40)
 GPU = "H100"
+READ = build(Hardware, with_presets({}, GPU, None)).flops / FLOPS_OF_A_BYTE
+"""Bytes a second that a GPU reads from its memory."""
 VOCABULARY = 512
 """Tokens of the vocabularies of small runs."""
 
@@ -67,6 +71,7 @@ class Recipe:
         family: of models; those of fine-tuning name a preset of ``tools/plan.py`` as ``base``.
         small_processes: of the small run.
         learns: the source of the full size's values.
+        measure: value of a step that makes the curve.
     """
 
     name: str
@@ -77,6 +82,7 @@ class Recipe:
     base: str | None = None
     small_processes: int = 1
     learns: str = ""
+    measure: str = "loss"
 
     @property
     def script(self) -> Path:
@@ -110,6 +116,8 @@ RECIPES = (
            learns="Qwen 2.5 7B; usual values"),
     Recipe("lora", "LoRA", 8, 128256, base="llama3-8b", learns="Llama 3 8B; usual values"),
     Recipe("dpo", "DPO with LoRA", 8, 128256, base="llama3-8b", learns="Llama 3 8B; usual values"),
+    Recipe("grpo", "GRPO with LoRA", 8, 152064, base="qwen2.5-7b", measure="reward",
+           learns="Qwen 2.5 7B; usual values"),
 )  # fmt: skip
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
 
@@ -168,8 +176,23 @@ def size_of(recipe: Recipe, config: Any) -> str:
     return f"{shown}, {used / 1e9:.1f} of them for a token" if used < total else shown
 
 
+def writing_of(recipe: Recipe, config: Any) -> tuple[str, float]:
+    """Return the texts of a step in words, and the seconds that a GPU reads weights and keys from
+    memory for their tokens, the longest texts counted: less than writing takes."""
+    options, training = config.section(ReinforcementConfig), config.training
+    texts, length = training.global_batch_size, options.max_completion_length
+    at_once = texts / config.layout().data
+    assert at_once <= options.rollout_batch_size, "written in several turns"
+    model = config.model.with_vocabulary(recipe.vocab_size, 1)
+    of_token, of_text = kept_bytes(model, 2)
+    before = config.model.seq_length - length
+    read = 2 * model_parameters(model) + at_once * (of_text + of_token * (before + length / 2))
+    words = f"{texts} after {texts // options.num_generations} prompts, at most {length:,} tokens"
+    return words, length * read / READ
+
+
 def curves() -> dict[str, list[float]]:
-    """Return the losses of all steps of each small run."""
+    """Return the losses, or rewards, of all steps of each small run."""
     return json.loads(CURVES.read_text()) if CURVES.exists() else {}
 
 
@@ -273,9 +296,13 @@ class SmallData:
         return folder
 
 
-def train_small(recipe: Recipe, data: SmallData, *flags: str) -> list[float]:
-    """Train a recipe at small size by its own script, and return the losses of its steps."""
-    with tempfile.TemporaryDirectory() as runs:
+def train_small(
+    recipe: Recipe, data: SmallData, *flags: str, keep: Path | None = None
+) -> list[float]:
+    """Train a recipe at small size by its own script, and return the losses of its steps. ``keep``
+    is a folder for the run."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = str(keep or folder)
         several = recipe.small_processes > 1
         port = str(random.randrange(20000, 40000))
         own = {"SMALL": "1", "RUNS": runs, "LAUNCHER": "torchrun" if several else "python"}
@@ -287,13 +314,8 @@ def train_small(recipe: Recipe, data: SmallData, *flags: str) -> list[float]:
         if run.returncode:
             raise RuntimeError(f"{recipe.name}:\n{(run.stdout + run.stderr)[-4000:]}")
         (metrics,) = Path(runs).rglob("metrics.jsonl")
-        return losses_of(metrics)
-
-
-def losses_of(metrics: Path) -> list[float]:
-    """Return the losses of the steps in a file of metrics."""
-    rows = (row for row in read_metrics(metrics) if row["kind"] == "train")
-    return [round(row["loss"], 4) for row in rows]
+        rows = (row for row in read_metrics(metrics) if row["kind"] == "train")
+        return [round(row[recipe.measure], 4) for row in rows]
 
 
 def picture(recipe: Recipe, losses: Sequence[float]) -> Path:
@@ -306,7 +328,7 @@ def picture(recipe: Recipe, losses: Sequence[float]) -> Path:
     low, high = ([loss * (1 + sign * BAND) for loss in losses] for sign in (-1, 1))
     axes.fill_between(steps, low, high, color="#7aa6d8", alpha=0.35, linewidth=0)
     axes.plot(steps, losses, color="#2b62a3", linewidth=1.6)
-    axes.set(xlabel="step", ylabel="loss")
+    axes.set(xlabel="step", ylabel=recipe.measure)
     axes.set_title(f"{recipe.title}, small", loc="left", fontweight="bold")
     axes.set_xlim(1, len(losses))
     decorate(axes)
@@ -319,7 +341,8 @@ def facts(recipe: Recipe) -> dict[str, str]:
     """Return the rows of a page's table, by their names."""
     config = run_of(recipe)
     plan, training = plan_of(recipe, config), config.training
-    seconds = plan.time.total
+    texts, writing = writing_of(recipe, config) if recipe.measure == "reward" else ("", 0.0)
+    seconds = plan.time.total + writing
     tokens = training.global_batch_size * config.model.seq_length
     nodes = recipe.gpus // 8
     rows = {
@@ -327,15 +350,17 @@ def facts(recipe: Recipe) -> dict[str, str]:
         "hardware": f"{nodes} node{'s' * (nodes > 1)} of 8 {GPU} with 80 GiB",
         "layout": f"`{plan.layout.name}`",
         "memory of a GPU": f"{plan.memory.total / 2**30:.1f} GiB",
-        "step": f"{tokens:,} tokens, {seconds:.2f} s",
-        "speed": f"{tokens / seconds / recipe.gpus:,.0f} tokens a second and GPU",
+        "step": f"{tokens:,} tokens, {plan.time.total:.2f} s",
+        "texts": f"{texts}: another {writing:.1f} s at least" * bool(texts),
+        "speed": "at most " * bool(texts)
+        + f"{tokens / seconds / recipe.gpus:,.0f} tokens a second and GPU",
     }
     if recipe.base is None:
         steps = training.train_iters
         whole = f"{steps:,} steps, {tokens * steps / 1e9:,.0f} billion tokens"
         rows["whole training"] = f"{whole}, {_time(steps * seconds / 3600)}"
     rows["values"] = recipe.learns
-    return rows
+    return {key: value for key, value in rows.items() if value}
 
 
 def _time(hours: float) -> str:
@@ -358,6 +383,12 @@ def page(recipe: Recipe, losses: Sequence[float]) -> str:
         small = f"tiny Shakespeare with a vocabulary of {VOCABULARY}"
     if recipe.name == "dpo":
         small += "; the answer to the next instruction is the rejected one"
+    note = "measurements; a GPU computes at 60 % of its peak, which small models do not reach."
+    if recipe.measure == "reward":
+        small += "; the reward is the share of letters from a to m in a text; all is float32"
+        note += f"""
+Each token of a text waits for weights and keys from GPU memory, {READ / 1e12:.1f} TB a second.
+Neither the pass of the reference model nor rewards are counted."""
     ranks = f", on {recipe.small_processes} processes," if recipe.small_processes > 1 else ""
     expected = " | ".join(f"{losses[step - 1]:.3f}" for step in SHOWN if step <= len(losses))
     steps = " | ".join(str(step) for step in SHOWN if step <= len(losses))
@@ -373,7 +404,7 @@ def page(recipe: Recipe, losses: Sequence[float]) -> str:
 {table}
 
 Memory and time are estimates of [`tools/plan.py`](../guides/planning.md) for this layout, not
-measurements; a GPU computes at 60 % of its peak, which small models do not reach.
+{note}
 
 <!-- needs: gpu -->
 ```sh
@@ -392,11 +423,11 @@ of the curve are {small}. This makes them, trains, and compares:
 MEGATRON_TEST_DATA=FOLDER python docs/generate/recipes.py --check {recipe.name}
 ```
 
-![Loss over steps](../pictures/recipe-{recipe.name}.png)
+![{recipe.measure.capitalize()} over steps](../pictures/recipe-{recipe.name}.png)
 
 | step | {steps} |
 |{rule}|
-| loss | {expected} |
+| {recipe.measure} | {expected} |
 
 `curves.json` next to the scripts has all steps, and each is compared, to {BAND:.0%}. FOLDER has
 `tinyshakespeare/input.txt` (github.com/karpathy/char-rnn) and `sft/alpaca_en_demo.json`
@@ -423,15 +454,19 @@ def gallery(known: dict[str, list[float]]) -> str:
 # Recipes
 
 Each is one script of [`examples_deepspeed/recipes/`](../../examples_deepspeed/README.md) with the
-values of its full size, and a run with `SMALL=1` whose losses are known: if yours are the same,
-software and machine compute what they should before a GPU hour is spent. Memory and time are
-estimates.
+values of its full size, and a run with `SMALL=1` whose losses or rewards are known: if yours are
+the same, software and machine compute what they should before a GPU hour is spent. Memory and time
+are estimates. The [gallery](gallery.md) has configuration and log of the small runs.
 
-| recipe | weights | hardware | memory of a GPU | whole training | small: loss |
+| recipe | weights | hardware | memory of a GPU | whole training | small: loss, reward |
 |---|---|---|---|---|---|
 {table}
 
-{pictures}"""
+<div class="pictures" markdown="1">
+
+{pictures}
+</div>
+"""
 
 
 def write_pages(known: dict[str, list[float]]) -> None:
