@@ -23,11 +23,7 @@ from megatron.apps.parity.gradients import (
     reference_gradients,
     stepped_slices,
 )
-from megatron.apps.parity.ranks import (
-    RankError,
-    Ranks,
-    environment,
-)
+from megatron.apps.parity.ranks import RankError, Ranks, environment
 from megatron.apps.parity.runs import (
     Drift,
     PlainTraining,

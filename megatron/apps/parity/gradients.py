@@ -37,11 +37,7 @@ from megatron.parallel.context import Context
 from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Group, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, Shard, shard_of
-from megatron.run.run import (
-    Run,
-    parse_run,
-    run_data,
-)
+from megatron.run.run import Run, parse_run, run_data
 from megatron.training.plan import TrainingPlan
 from megatron.training.trainer import weighed_step
 

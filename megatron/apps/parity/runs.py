@@ -30,11 +30,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import (
-    Run,
-    parse_run,
-    run_data,
-)
+from megatron.run.run import Run, parse_run, run_data
 from megatron.training.build import build_trainer
 from megatron.training.plan import TrainingPlan
 from megatron.training.trainer import Callback, Step, Trainer

@@ -17,6 +17,10 @@ _OFTEN = 50
 
 def extent(config: RunConfig, plan: TrainingPlan, files: Sequence[PortionSize]) -> list[str]:
     """Lines about how much a run trains: parameters, tokens, and epochs over its files."""
+    if any(kind.acts and kind.samples == "prompts" for kind in config.kinds):
+        texts = plan.batch_size.samples(plan.train_iters)
+        length = f"each of at most {plan.seq_length:,} tokens with its prompt"
+        return [f"model: {_parameters(config)}; {texts:,} texts to train on, {length}"]
     per_step = plan.global_batch_size * plan.seq_length
     tokens = plan.lengths.tokens(plan.batch_size.samples(plan.train_iters))
     length = f"{per_step:,} tokens a step, {tokens:,} in all"

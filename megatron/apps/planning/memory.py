@@ -7,12 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from megatron.apps.planning.activations import (
-    WHOLE,
-    Activations,
-    activation_bytes,
-    expert_bytes,
-)
+from megatron.apps.planning.activations import WHOLE, Activations, activation_bytes, expert_bytes
 from megatron.apps.planning.parameters import (
     RankShare,
     adapter_parameters,

@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.apps.planning.parameters import model_parameters
-from megatron.apps.planning.search import (
-    Plan,
-    Workload,
-    estimate,
-)
+from megatron.apps.planning.search import Plan, Workload, estimate
 from megatron.apps.planning.step_time import Hardware
 from megatron.apps.profiling.tables import aligned
 from megatron.config import ModelFlags

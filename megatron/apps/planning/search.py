@@ -14,10 +14,7 @@ from typing import Any
 
 from megatron.apps.planning.activations import WHOLE
 from megatron.apps.planning.memory import Memory, rank_memory
-from megatron.apps.planning.parameters import (
-    RankShare,
-    rank_shares,
-)
+from megatron.apps.planning.parameters import RankShare, rank_shares
 from megatron.apps.planning.step_time import (
     Communication,
     Hardware,

@@ -5,12 +5,7 @@ import json
 
 import pytest
 
-from megatron.apps.parity.check import (
-    OF_LAYOUTS,
-    CheckFlags,
-    check_flags,
-    smallest_batch,
-)
+from megatron.apps.parity.check import OF_LAYOUTS, CheckFlags, check_flags, smallest_batch
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, ParallelFlags
 from megatron.config.flags import flag_of
 from megatron.config.layouts import SCHEDULES, Layout, parse_layout

@@ -6,11 +6,7 @@ import math
 import pytest
 import torch
 
-from megatron.apps.parity.gradients import (
-    Gradient,
-    GradientRecord,
-    first_difference,
-)
+from megatron.apps.parity.gradients import Gradient, GradientRecord, first_difference
 from megatron.model.layer_list import LayerSpec
 from megatron.parallel.shard import Cut, Shard
 

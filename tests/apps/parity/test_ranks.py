@@ -7,12 +7,7 @@ import time
 
 import pytest
 
-from megatron.apps.parity.ranks import (
-    RankError,
-    Ranks,
-    environment,
-    interrupts_held,
-)
+from megatron.apps.parity.ranks import RankError, Ranks, environment, interrupts_held
 
 JOBS = """
 import os, signal, sys, time

@@ -25,11 +25,13 @@ from megatron.apps.parity.symbolic.miniature import axes_of
 from megatron.apps.parity.symbolic.simulate import batches_of
 from megatron.apps.parity.symbolic.sizes import groups_of
 from megatron.apps.parity.symbolic.world import World
-from megatron.apps.planning.activations import activation_bytes
+from megatron.apps.planning.activations import activation_bytes, expert_bytes
 from megatron.config import RunConfig
 from megatron.engine.evaluator import default_dtype
-from megatron.families import family_of, trained_spec
+from megatron.families import trained_spec
 from megatron.features.experts import exchange
+from megatron.features.experts.flags import ExpertsConfig
+from megatron.model import cpu_kernels
 from megatron.model.layer_list import LayerSpec, layer_sequence
 from megatron.model.spec import training_dtype
 from megatron.parallel.collectives import all_gather_flat
@@ -166,7 +168,7 @@ def _traced(
     layers = spec.layers(tensor)
     begin = spec.begin(state)
     with ExitStack() as opened:
-        opened.enter_context(_even_experts())
+        opened.enter_context(_as_on_gpus())
         opened.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         opened.enter_context(default_dtype(dtype))
         specs = _one_of_each_kind(layers, trace)
@@ -267,14 +269,15 @@ def _elements(module: nn.Module) -> int:
 
 
 @contextmanager
-def _even_experts() -> Iterator[None]:
-    before = exchange.RowPlan, FakeTensor.tolist
-    exchange.RowPlan = _EvenPlan  # type: ignore[misc]
+def _as_on_gpus() -> Iterator[None]:
+    """Experts get even shares, and attention is torch's: that of CPUs keeps its probabilities."""
+    before = exchange.RowPlan, FakeTensor.tolist, cpu_kernels.suits
+    exchange.RowPlan, cpu_kernels.suits = _EvenPlan, lambda *_: False  # type: ignore
     FakeTensor.tolist = lambda self: even(_EvenCounts.rows, self.shape[-1])  # type: ignore
     try:
         yield
     finally:
-        exchange.RowPlan, FakeTensor.tolist = before  # type: ignore
+        exchange.RowPlan, FakeTensor.tolist, cpu_kernels.suits = before  # type: ignore
 
 
 def sampled_places(config: RunConfig) -> list[dict[str, int]]:
@@ -303,11 +306,7 @@ def check_program(run: Run, small: Run) -> dict[str, Any]:
     little = traced(small.config, batch, {}, dtype)
     _compare(traces[0], little, "the small model of the simulated ranks", sizes=False)
     first = traces[0]
-    block = next((name for name in first.layers if "layers." in name), "")
-    layout, model = run.config.layout(run.content), run.config.model
-    lengths = family_of(model.family).block_lengths(model)[0]
-    micro = run.config.training.micro_batch_size
-    plan = activation_bytes(model, layout, micro, lengths)
+    block, kept, plan = block_bytes(run, first)
     total = sum(count * len(first.layers[name]) for name, count in first.parameters.items())
     only = sorted(first.operators - little.operators)
     return {
@@ -317,10 +316,21 @@ def check_program(run: Run, small: Run) -> dict[str, Any]:
         "operators": len(first.operators),
         "operators at this size only": " ".join(only) or "none",
         "parameters of all stages of a rank": total,
-        f"MiB that {block} keeps": first.kept.get(block, 0) // 2**20,
-        "MiB by plan": int(plan.block) // 2**20,
+        f"MiB that {block} keeps": kept // 2**20,
+        "MiB by plan": int(plan) // 2**20,
         f"MiB that {block} sends": sum(s.bytes for s in first.sent if s.layer == block) // 2**20,
     }
+
+
+def block_bytes(run: Run, trace: ProgramTrace) -> tuple[str, int, float]:
+    """The first block of a trace, and the bytes that it keeps there and by plan."""
+    block = next((name for name in trace.layers if "layers." in name), "")
+    layout, model = run.config.layout(run.content), run.config.model
+    micro = run.config.training.micro_batch_size
+    plan = activation_bytes(model, layout, micro).block
+    if model.part(ExpertsConfig).experts_of(0):
+        plan += expert_bytes(model, layout, micro)
+    return block, trace.kept.get(block, 0), plan
 
 
 def _compare(first: ProgramTrace, other: ProgramTrace, what: str, sizes: bool) -> None:
