@@ -30,6 +30,11 @@ LATENT = (
     "--moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16 "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 )
+DELTA = (
+    f"{LLAMA} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 8 "
+    "--linear-value-head-dim 6"
+)
 BERT = f"{GPT} --model-family bert"
 T5 = (
     f"{GPT} --model-family t5 --decoder-num-layers 4 --decoder-seq-length 8 "
@@ -50,6 +55,13 @@ CASES: dict[str, list[tuple[int, str]]] = {
         (3, f"{GPT} {ZERO} 1"),
         (4, f"{GPT} {TP} 2 {SP} {ZERO} 2"),
         (3, f"{GPT} {ZERO} 3"),
+    ],
+    "zero": [
+        (3, f"{GPT} {ZERO} 1"),
+        (4, f"{GPT} {TP} 2 {SP} {ZERO} 2"),
+        (3, f"{GPT} {ZERO} 3"),
+        (4, f"{GPT} {PP} 2 {SCHEDULE} dualpipev {ZERO} 1"),
+        (2, f"{GPT} {MOE} {EP} 2 {ZERO} 1"),
     ],
     "tensor": [
         (4, f"{GPT} {TP} 4"),
@@ -73,6 +85,7 @@ CASES: dict[str, list[tuple[int, str]]] = {
     "tied": [
         (4, f"{GPT} {PP} 2 {ZERO} 2"),
         (4, f"{GPT} {PP} 2 {TP} 2"),
+        (4, f"{GPT} {PP} 2"),
         (2, f"{T5} {PP} 2"),
         (2, f"{GPT} --lm-head-bias {PP} 2"),
     ],
@@ -85,6 +98,7 @@ CASES: dict[str, list[tuple[int, str]]] = {
         (2, f"{GPT} {MOE} {CP} 2"),
         (2, f"{BERT} {CP} 2"),
         (2, f"{GPT} {MOE} --moe-expert-capacity-factor 1.0 {CP} 2"),
+        (2, f"{GPT} {DELTA} {CP} 2"),
     ],
     "expert": [
         (4, f"{GPT} {MOE} {EP} 2 {ZERO} 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 
@@ -12,13 +13,15 @@ class Planted:
 
     Attributes:
         name: unique in the catalogue.
-        axis: the part of the layout that it is about, which names the runs that should show it.
+        axis: the part of the layout or of a run that it is about. For those of ``cases.py`` the
+            symbolic check looks for it in the runs there.
         kind: its class, such as ``missing sum``.
         file: the file, relative to ``megatron/``.
         old: text that is in the file exactly once.
         new: what replaces it.
         what: the mistake in one line.
-        tests: further tests that should catch it, as arguments of pytest.
+        tests: tests that must catch it, as arguments of pytest, relative to ``tests/``; of axes
+            that the symbolic check knows, those for what that check does not see.
     """
 
     name: str
@@ -38,3 +41,9 @@ class Planted:
         if count != 1:
             raise ValueError(f"{self.name}: its old text is {count} times in megatron/{self.file}")
         return text.replace(self.old, self.new)
+
+    @property
+    def patch(self) -> str:
+        """A digest of the change and of what must catch it: evidence of another one is none."""
+        content = "\0".join((self.file, self.old, self.new, *self.tests))
+        return blake2b(content.encode(), digest_size=5).hexdigest()
