@@ -17,7 +17,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # come as source are built with what build.txt has installed. DeepSpeed compiles nothing.
 INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --require-hashes --no-deps --no-build-isolation
 
-.PHONY: help install lock audit quickstart test proof null-gpu docs dist notebooks bench bench-gpu lint clean
+.PHONY: help install lock audit quickstart test suite proof null-gpu docs dist notebooks bench bench-gpu lint clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -80,15 +80,18 @@ lint: $(STAMP)  ## ruff and mypy
 # They wait for the processes that they start, so that two cores have room for a third.
 WORKERS ?= 3
 # Compiled modules are kept between the processes of a run, whatever the environment says.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_PROC_BIND=false $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_PROC_BIND=false $(BIN)/python -m pytest --workers $(WORKERS)
 
-# Files keep their order: the longest are in the middle, so that the workers end at the same time.
-test: lint  ## the test suite, with a fixed sample of the long tables
-	$(PYTEST) -m 'not proof' --no-loadscope-reorder
+# The tests are collected by one process: mypy has another core meanwhile.
+test: $(STAMP)  ## ruff, mypy and the test suite, with a fixed sample of the long tables
+	$(MAKE) --jobs=2 lint suite
+
+suite:
+	$(PYTEST) -m 'not proof'
 
 # What was seen to pass on this code is in tests/ledger.jsonl, and is not run again (tests/ledger.py).
 proof: lint  ## the long tables that are not proven on this code; MINUTES=60 stops, PART=2/4 is a part
-	$(PYTEST) -m '' --stale $(if $(MINUTES),--minutes $(MINUTES)) --no-loadscope-reorder $(if $(PART),--part $(PART) --dist loadgroup)
+	$(PYTEST) -m '' --stale $(if $(MINUTES),--minutes $(MINUTES)) $(if $(PART),--part $(PART))
 
 # A build for GPUs, 3 GB; what else is needed is that of .venv. Counts are of this version.
 NULL_GPU_TORCH ?= torch==2.11.0

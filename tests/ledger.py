@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -179,15 +178,7 @@ class Ledger:
 
 def function_of(case: str) -> str:
     """Return the name of a case's test function."""
-    return case.partition("[")[0].partition(_PIECE)[0]
-
-
-_PIECE = "@tests/"
-"""Beginning of what xdist appends to the name of a test in a part of a run."""
-
-
-def _case(name: str) -> str:
-    return name.partition(_PIECE)[0]
+    return case.partition("[")[0]
 
 
 @cache
@@ -217,12 +208,12 @@ class Recorder:
     """
 
     def __init__(self, minutes: float | None) -> None:
-        self.folder = RESULTS / os.environ.get("PYTEST_XDIST_WORKER", "main")
+        self.folder = RESULTS / "main"
         self.minutes, self.end = minutes, float("inf")
         self.cases: dict[str, list[str]] = {}
         self.known: dict[str, str] = {}
 
-    @pytest.hookimpl(tryfirst=True)  # before the tests are distributed over parts and workers
+    @pytest.hookimpl(tryfirst=True)  # before the tests are distributed over parts
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
@@ -252,7 +243,7 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the outcome of a case: of its call, or of what failed or skipped it otherwise."""
-        case = _case(report.nodeid)
+        case = report.nodeid
         test = function_of(case)
         if test not in self.cases or (report.when != "call" and report.passed):
             return
@@ -273,9 +264,7 @@ class Recorder:
             item.session.shouldstop = "the time is over; the next run continues"
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """In the process that reports: write the ledger. The end of the time is no failure."""
-        if hasattr(session.config, "workerinput"):
-            return
+        """Write the ledger. The end of the time is no failure."""
         absorb()
         over = self.minutes is not None and exitstatus == pytest.ExitCode.INTERRUPTED
         if over and not session.testsfailed:

@@ -6,7 +6,7 @@ Every test is in exactly one part, the same one wherever it runs. ``seconds.txt`
 says what a test takes: a line has seconds and the beginning of the tests' names, the longest
 beginning counts. Junit files of any selection bring it up to date::
 
-    pytest -n 2 --dist loadfile -m "" --junitxml=seconds.xml tests/distributed
+    pytest --workers 2 -m "" --junitxml=seconds.xml tests/distributed
     python tests/parts.py seconds.xml
 """
 
@@ -110,8 +110,7 @@ def measured(files: Iterable[Path]) -> dict[str, float]:
             while path and not (ROOT / Path(*path)).with_suffix(".py").is_file():
                 rest.insert(0, path.pop())
             if path:
-                # A piece's name comes after that of a test that was run in a part.
-                test = case.get("name", "").partition("[")[0].partition("@")[0]
+                test = case.get("name", "").partition("[")[0]
                 function = "::".join([*rest, test])
                 name = Path(*path).with_suffix(".py").as_posix()
                 functions[name, function].append(float(case.get("time", 0)))

@@ -1,30 +1,29 @@
 """Programs that start at once: from a process that has imported everything already.
 
-    python tests/warm_runs.py pretrain_gpt deepspeed
+    runs = WarmRuns("pretrain_gpt")
+    processes = runs.start(["--num-layers", "2"], 2, folder / "output")
 
-imports modules, the first of which is the program, and reads a JSON object a line, ``{"argv":
-[...], "environment": {...}, "output": "file"}``. For each it forks a process that is the program
-with these flags, and prints its id, which is also that of its process group. When it has ended, its
-exit status is in ``file.status``, negative if a signal ended it. A run starts in a third of a
-second instead of several.
+A process imports modules, the first of which is the program, and waits for jobs. For each it forks
+a process that is the program with these flags, and tells its id, which is also that of its process
+group. When it has ended, its exit status is in ``output.status``, negative if a signal ended it. A
+run starts in a third of a second instead of several.
 """
 
 import contextlib
-import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).parents[1]
+from stem import ROOT, SETTINGS, Stem, shared
+
 PATIENCE = 180.0
 """Seconds within which anything that is waited for must happen."""
 
@@ -33,14 +32,13 @@ class WarmRuns:
     """The process that forks, of a program and other modules that it needs, all in ``root``."""
 
     def __init__(self, program: str, *modules: str, root: Path = ROOT):
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = os.environ | SETTINGS
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             environment.pop(name, None)
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, program, *modules],
-            cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout.readline() == "ready\n"
+        self._own = None if root == ROOT else Stem(root)
+        self._process = (self._own or shared()).start(
+            "warm_runs", "serve", program, *modules, environment=environment
+        )
 
     def start(
         self,
@@ -56,23 +54,28 @@ class WarmRuns:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         of_all = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        found = []
+        processes = []
         for rank in range(size):
             own = {**of_all, **environment, "RANK": rank, "LOCAL_RANK": rank, **variables(rank)}
-            job = {
-                "argv": list(map(str, argv)),
-                "environment": {name: str(value) for name, value in own.items()},
-                "output": str(output_of(output, rank)),
-            }
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
-            found.append(int(self.process.stdout.readline()))
-        return found
+            processes.append(self.fork(argv, own, output_of(output, rank)))
+        return processes
+
+    def fork(self, argv: Sequence[object], variables: Mapping[str, object], output: Path) -> int:
+        """Start one process; returns its id."""
+        job = {
+            "argv": list(map(str, argv)),
+            "environment": {name: str(value) for name, value in variables.items()},
+            "output": str(output),
+        }
+        self._process.pipe.send(job)
+        return self._process.pipe.recv()
 
     def stop(self) -> None:
         """Ends the process that forks."""
-        self.process.stdin.close()
-        self.process.wait()
+        self._process.pipe.close()
+        self._process.join()
+        if self._own is not None:
+            self._own.stop()
 
 
 def output_of(output: Path, rank: int) -> Path:
@@ -135,30 +138,22 @@ def _run(main: Callable[[], None], program: str, job: dict) -> NoReturn:
         os._exit(70)
 
 
-def _serve(program: str, *modules: str) -> None:
-    """Serves until the input ends."""
-    sys.path[:0] = [str(Path.cwd()), str(Path(__file__).parent)]
-    import torch
-
-    import_module("preloaded")
+def serve(pipe: Connection, program: str, *modules: str) -> None:
+    """Fork the runs that are asked for, until the pipe ends."""
     for module in (*modules, program):
         import_module(module)
-    torch.set_num_threads(1)
     outputs = dict[int, str]()
-    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, (
-        "a process with threads cannot be forked safely"
-    )
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
     signal.signal(signal.SIGCHLD, lambda number, frame: _note_ends(outputs))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until its output is known
-        child = os.fork()
-        if child == 0:
-            _run(import_module(program).main, program, job)
-        outputs[child] = job["output"]
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        print(child, flush=True)
+    with contextlib.suppress(EOFError):
+        while job := pipe.recv():
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until its output is known
+            child = os.fork()
+            if child == 0:
+                _run(import_module(program).main, program, job)
+            outputs[child] = job["output"]
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            pipe.send(child)
 
 
 def _note_ends(outputs: dict[int, str]) -> None:
@@ -172,7 +167,3 @@ def _note_ends(outputs: dict[int, str]) -> None:
                 Path(f"{outputs.pop(ended.si_pid)}.status").write_text(str(status))
             os.waitpid(ended.si_pid, 0)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-if __name__ == "__main__":
-    _serve(*sys.argv[1:])

@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[2]
 def test_every_test_is_in_one_part(request, count):
     """Of the tests of this very run, however it was selected."""
     tests = [item.nodeid for item in request.session.items]
-    tests = [test.partition("@")[0] for test in tests]  # a part's own names have the piece
     found = [
         [test for piece in part for test in piece.tests]
         for part in parts.split(tests, count, parts.recorded())

@@ -1,7 +1,7 @@
 """Worker processes that stay alive over a test session and run functions on several ranks.
 
-Importing torch and DeepSpeed takes seconds, so one process does it, workers are forked from it, and
-tests share them. A test gives the
+Importing torch and DeepSpeed takes seconds, so one process does it (:mod:`stem`), workers are
+forked from it, and tests share them. A test gives the
 fixture ``pool`` a function of its own module, which runs on the first ``size`` workers:
 
     from pool import tensor_group
@@ -29,10 +29,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import gc
 import importlib.util
-import multiprocessing as mp
 import os
 import pickle
 import signal
@@ -43,9 +41,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
-from multiprocessing.forkserver import ensure_running
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +48,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from stem import SETTINGS, shared
 
 from megatron.apps.parity.ranks import rank_environment
 from megatron.parallel.mesh import Group
@@ -63,13 +59,6 @@ GRACE_SECONDS = 1.0
 MOST_THREADS = 12
 """Of a worker that is used again. DeepSpeed's stage 3 never lets go of its engines, nor so of
 their groups, whose three threads each wake up all the time; a new worker costs less."""
-
-TESTS = Path(__file__).parents[1]
-PRELOADED = ("preloaded", "megatron.apps.parity.runs", "megatron.apps.parity.gradients", "pytest")
-"""What the process that workers are forked from imports: everything that takes long."""
-
-SETTINGS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
-"""Environment of the workers."""
 
 _DONE = b"done"
 _LINEAR = F.linear
@@ -196,33 +185,17 @@ def _load(module: str, file: str) -> Any:
     return sys.modules[module]
 
 
-@functools.cache
-def _forking_context() -> ForkServerContext:
-    """Makes processes that have everything imported."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    before = dict(os.environ)
-    os.environ.update(SETTINGS)  # DeepSpeed chooses the device when it is imported
-    # What is preloaded is found by this path alone.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), before.get("PYTHONPATH", "")])
-    ensure_running()
-    os.environ.clear()
-    os.environ.update(before)
-    return context
-
-
 class _Worker:
     """One process, seen from the test session."""
 
     def __init__(self) -> None:
-        context = _forking_context()
         handle, name = tempfile.mkstemp(prefix="worker-stack-")
         os.close(handle)
         self.stack = Path(name)
-        self.pipe, far_end = context.Pipe()
-        self.process: BaseProcess = context.Process(target=serve, args=(far_end, name), daemon=True)
-        self.process.start()
-        far_end.close()
+        path = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
+        environment = os.environ | SETTINGS | {"PYTHONPATH": path}
+        self.process = shared().start("pool", "serve", name, environment=environment)
+        self.pipe = self.process.pipe
 
     def send(self, job: _Job) -> None:
         self.pipe.send_bytes(pickle.dumps(job))
@@ -239,7 +212,7 @@ class _Worker:
         self.process.join(0.1)
         if self.process.exitcode is not None:
             return f"died with exit code {self.process.exitcode}"
-        os.kill(self.process.pid, signal.SIGUSR2)  # type: ignore[arg-type]
+        os.kill(self.process.pid, signal.SIGUSR2)
         deadline = time.monotonic() + GRACE_SECONDS
         while not (stack := self.stack.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -257,9 +230,6 @@ class _Worker:
 def serve(pipe: Connection, stack: str) -> None:
     """The life of a worker: calls what comes through the pipe until its other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ |= SETTINGS
-    torch.set_num_threads(1)
-    gc.freeze()  # what is imported is not looked through after every job
     with open(stack, "w") as file:
         faulthandler.register(signal.SIGUSR2, file=file)
         with contextlib.suppress(EOFError):

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 from doc_pages import ROOT, Block
 from setup_arguments import setup_arguments
+from stem import SETTINGS, Forked, shared
 
 from megatron.util.errors import path_of
 
@@ -183,28 +184,19 @@ class Programs:
     """The process that programs are forked from, started when it is first needed."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Forked | None = None
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _started(self) -> Forked:
         if self._process is None:
             environment = os.environ | {
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "DS_ACCELERATOR": "cpu",
+                **SETTINGS,
                 "TOKENIZERS_PARALLELISM": "false",
-                "HF_HUB_OFFLINE": "1",
                 "COLUMNS": "100",
-                "PYTHONPATH": f"{ROOT}:{ROOT / 'compat'}",
+                "PYTHONPATH": f"{ROOT}:{ROOT / 'compat'}:{Path(__file__).parent}",
             }
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
                 environment.pop(name, None)
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("warm_programs.py"))],
-                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            assert self._process.stdout is not None
-            while (line := self._process.stdout.readline()) != "ready\n":
-                assert line, "the process that programs are forked from has ended"
+            self._process = shared().start("warm_programs", "serve", environment=environment)
         return self._process
 
     def run(
@@ -268,18 +260,15 @@ class Programs:
         return self._answer(job)
 
     def _answer(self, job: dict[str, Any]) -> list[int]:
-        process = self._started()
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(job) + "\n")
-        process.stdin.flush()
-        return json.loads(process.stdout.readline())
+        pipe = self._started().pipe
+        pipe.send(job)
+        return pipe.recv()
 
     def close(self) -> None:
         """Ends the process."""
         if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process.wait()
+            self._process.pipe.close()
+            self._process.join()
 
 
 def free_port() -> str:

@@ -1,31 +1,21 @@
 """Runs the project's programs in processes forked from one that has imported everything.
 
-    python tests/docs/warm_programs.py
-
-reads a JSON object a line, ``{"file": ..., "argv": [...], "folder": ..., "output": ...,
-"environments": [{...}, ...]}``; runs the file as a script in as many processes as there are
-environments, each with one; and prints a JSON list of their exit statuses. With ``"serves": true``
-it prints that of their process ids at once, and ``{"stop": [...]}`` ends them by SIGTERM. A program
-starts in a fraction of a second instead of several.
+A job is a dictionary ``{"file": ..., "argv": [...], "folder": ..., "output": ..., "environments":
+[{...}, ...]}``; the file is run as a script in as many processes as there are environments, each
+with one; the answer is a list of their exit statuses. With ``"serves": True`` it is that of their
+process ids, at once, and ``{"stop": [...]}`` ends them by SIGTERM. A program starts in a fraction
+of a second instead of several.
 """
 
-import json
 import os
 import runpy
 import signal
 import sys
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import NoReturn
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-import preloaded  # noqa: E402, F401
-import torch  # noqa: E402
-import transformers.models.llama.modeling_llama  # noqa: E402, F401
-
-import megatron.apps.generation.opening  # noqa: E402, F401
-import pretrain_gpt  # noqa: E402, F401
+import megatron.apps.generation.opening  # noqa: F401
+import pretrain_gpt  # noqa: F401
 
 
 def run(job: dict, environment: dict, output: str) -> NoReturn:
@@ -55,16 +45,17 @@ def run(job: dict, environment: dict, output: str) -> NoReturn:
         os._exit(status)
 
 
-def main() -> None:
-    """Serves until the input ends."""
-    torch.set_num_threads(1)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
+def serve(pipe: Connection) -> None:
+    """Do jobs until the pipe ends."""
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
         if "stop" in job:
             for child in job["stop"]:
                 os.kill(child, signal.SIGTERM)
-            print(json.dumps([ended(child) for child in job["stop"]]), flush=True)
+            pipe.send([ended(child) for child in job["stop"]])
             continue
         children = []
         for rank, environment in enumerate(job["environments"]):
@@ -73,13 +64,9 @@ def main() -> None:
             if child == 0:
                 run(job, environment, output)
             children.append(child)
-        print(json.dumps(children if job["serves"] else list(map(ended, children))), flush=True)
+        pipe.send(children if job["serves"] else list(map(ended, children)))
 
 
 def ended(child: int) -> int:
     """The exit status of a process that ends."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-if __name__ == "__main__":
-    main()
