@@ -19,12 +19,7 @@ from megatron.engine.environment import training_device
 from megatron.engine.saving import hold_folder, ruined
 from megatron.families import trained_spec
 from megatron.parallel.mesh import Mesh
-from megatron.run.process import (
-    compare_checkpoints,
-    compare_data,
-    compare_folders,
-    connected,
-)
+from megatron.run.process import compare_checkpoints, compare_data, compare_folders, connected
 from megatron.run.run import Run, run_data
 from megatron.tokenizer.mark import mark_of
 from megatron.training import resume

@@ -37,11 +37,7 @@ from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of, spec_of
 from megatron.model.spec import TEXT_SCORES, Measure
 from megatron.run.process import compare_checkpoints, connected
-from megatron.run.run import (
-    Run,
-    run_of,
-    show_configuration,
-)
+from megatron.run.run import Run, run_of, show_configuration
 from megatron.tokenizer import Tokenizer
 from megatron.training.longer import check_scaling
 from megatron.training.resume import find_origin

@@ -317,7 +317,10 @@ class Reporter(Callback):
         for write in self.after_line:
             write(self.writer)
         if reason is not None:
-            self.say(f"stopped by {reason} after iteration {trainer.iteration}")
+            handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGINT")  # not by our own
+            loud = reason == "SIGINT" and "LOCAL_RANK" in os.environ and "SIGINT" in handled
+            more = "; what follows is the launcher's, and says nothing about the run" * loud
+            self.say(f"stopped by {reason} after iteration {trainer.iteration}{more}")
 
     def event(
         self, kind: str, iteration: int, consumed_samples: int, values: Mapping[str, float | None]

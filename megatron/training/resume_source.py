@@ -11,14 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.checkpoint.files import CheckpointError, DamagedError
-from megatron.checkpoint.folder import (
-    TRACKER,
-    iterations_in,
-    point_to,
-    set_aside,
-    step_of,
-    tag,
-)
+from megatron.checkpoint.folder import TRACKER, iterations_in, point_to, set_aside, step_of, tag
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
 from megatron.config import CheckpointConfig
 from megatron.engine.loading import load_checkpoint, open_whole, together

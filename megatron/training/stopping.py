@@ -227,10 +227,9 @@ class StopRequest:
     exit the previous handlers are restored. Python requires that it is entered in the main thread.
 
     Args:
-        watch_parent: stop when the process that started this one is gone. DeepSpeed's launcher
-            exits on SIGTERM without passing it on, and its workers would train on unnoticed. By
-            default only where a launcher set ``LOCAL_RANK``: a plain ``nohup python`` has to
-            survive its shell.
+        watch_parent: stop when the process that started this one is gone, as DeepSpeed's launcher
+            is after a SIGTERM, which it keeps to itself. By default only where a launcher set
+            ``LOCAL_RANK``: a plain ``nohup python`` has to survive its shell.
         kill_switch: stop when this file exists. Raises TrainingStopped if it already does.
         started: when the deadline's minutes began, by ``clock``; by default now.
     """
@@ -334,11 +333,9 @@ class Stopping(Callback):
 
 
 def launcher_chain() -> tuple[int, ...]:
-    """Process ids of the parent, and of the parent's parent where DeepSpeed's launcher has two. The
-    ``deepspeed`` command starts ``deepspeed.launcher.launch``, which starts the workers; the
-    command gets a scheduler's SIGTERM, and the process between lives on. Above any other parent is
-    a shell, whose end means nothing. A guardian (``--inprocess-restart``) is no launcher, but its
-    parent is."""
+    """Process ids of the parent, and of the parent's parent where DeepSpeed's launcher has two: a
+    scheduler's SIGTERM ends the command, and the process between lives on. Above any other parent
+    is a shell. A guardian (``--inprocess-restart``) is no launcher, but its parent is."""
     parent = os.getppid()
     try:
         if str(parent) == os.environ.get("MEGATRON_GUARDIAN"):

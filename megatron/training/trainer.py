@@ -12,11 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data.gpt_batch import GPTBatch, share_within_documents
-from megatron.data.loader import (
-    MicroBatches,
-    StalledDataError,
-    TrainingData,
-)
+from megatron.data.loader import MicroBatches, StalledDataError, TrainingData
 from megatron.engine.train_engine import StepResult, TrainEngine
 from megatron.parallel.mesh import Mesh
 from megatron.training.metrics import Evaluation, Reported

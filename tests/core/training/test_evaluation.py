@@ -2,10 +2,14 @@
 
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.config import Setting, TokenizerConfig
+from megatron.engine.train_engine import ModelEngine
+from megatron.parallel.mesh import Mesh
 from megatron.tokenizer.plain import NullTokenizer
 from megatron.training.evaluation import checkpoint_settings, evaluated_run, evaluation_settings
 
@@ -26,3 +30,12 @@ def test_tokenizer_next_to_the_checkpoint(tmp_path, gpt_config, random_gpt, writ
     others = {"tokenizer_model": Setting(str(original), "flag --tokenizer-model")}
     with pytest.raises(FileNotFoundError, match="original"):
         evaluated_run(used | others, 1)
+
+
+def test_an_evaluation_is_the_mean_of_its_batches():
+    measure = SimpleNamespace(names=("loss",), per_sample=False, report=dict)
+    engine = object.__new__(ModelEngine)
+    engine.spec = SimpleNamespace(evaluated=measure)
+    engine.mesh, engine.device = Mesh(), torch.device("cpu")
+    engine._measured = lambda batches, count, by: [torch.tensor([x]).double() for x in batches]
+    assert engine.evaluate(iter([1.0, 3.0, 8.0]), 3) == {"loss": 4.0}

@@ -26,11 +26,7 @@ from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run, run_data
 from megatron.tokenizer import build_tokenizer
-from megatron.training.metrics import (
-    measure_matmul_peak,
-    peak_flops,
-    peak_flops_of,
-)
+from megatron.training.metrics import measure_matmul_peak, peak_flops, peak_flops_of
 
 SHAPES = {
     "gpt2": TransformerShape(2, 32, 128, 4, 4, 8, 16, 64),

@@ -52,6 +52,14 @@ def test_validation_reads_on_and_stays_within_its_samples():
     assert plan("--skip-train").valid_samples_before(10**6) == 0
 
 
+def test_weight_decay_follows_the_length_of_the_run():
+    """Also where the learning rate follows tokens."""
+    flags = "--start-weight-decay 0 --end-weight-decay 0.1 --weight-decay-incr-style linear "
+    course = plan(f"{flags} --train-iters 10 --lr-decay-tokens 64")
+    rate, decay = course.rates(5, 20)
+    assert (rate, decay) == (0.0, pytest.approx(0.05))
+
+
 def lengths_in_json(highest, steps):
     schedule = {"total_curriculum_step": steps, "difficulty_step": 8}
     text = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8}

@@ -11,7 +11,7 @@ from megatron.config.engine import FastPathsConfig
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.mark import TokenizerMark, mark_of
 from megatron.training import build
-from megatron.training.resume import ResumePoint, changes
+from megatron.training.resume import SKIPPED, ResumePoint, _skipped, changes
 
 
 def test_another_format_of_states_is_one_line():
@@ -76,3 +76,9 @@ def test_a_run_continues_with_the_tokenizer_of_its_checkpoint(tmp_path):
     build._check_tokenizer(run, ResumePoint(tmp_path, 0, weights_only=True))
     with pytest.raises(ValueError, match=f"{tmp_path} was trained with another tokenizer: HFTok"):
         build._check_tokenizer(run, ResumePoint(tmp_path, 3))
+
+
+def test_ranges_that_a_run_found_bad_itself_stay_skipped():
+    run = run_config()
+    source = SimpleNamespace(state={SKIPPED: ["4:8"]}, run=run)
+    assert _skipped(source, run, consumed_samples=16) == ("4:8",)

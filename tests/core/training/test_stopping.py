@@ -18,6 +18,7 @@ from samples import sampled
 
 import megatron
 from megatron.engine.train_engine import StepResult
+from megatron.training.report import Reporter
 from megatron.training.stopping import (
     STOP_SIGNALS,
     DelayedReads,
@@ -28,6 +29,7 @@ from megatron.training.stopping import (
 )
 from megatron.training.trainer import Step
 
+SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(megatron.__file__).parents[1])}
 
 WAIT_FOR_REQUEST = """
@@ -312,3 +314,30 @@ def test_kill_switch_file_stops_a_run_and_keeps_the_next_from_starting(tmp_path)
     assert stop.requested == f"--kill-switch-file {switch}"
     with pytest.raises(TrainingStopped, match=f"--kill-switch-file {switch} exists.*delete it"):
         StopRequest(kill_switch=str(switch))
+
+
+@pytest.mark.parametrize(
+    ("reason", "environment", "loud"),
+    [
+        ("SIGINT", {"LOCAL_RANK": "0"}, True),
+        ("SIGINT", {"LOCAL_RANK": "0", SIGNALS: "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}, True),
+        ("SIGINT", {"LOCAL_RANK": "0", SIGNALS: "SIGQUIT"}, False),
+        ("SIGINT", {}, False),
+        ("SIGTERM", {"LOCAL_RANK": "0"}, False),
+    ],
+    ids=["deepspeed", "torchrun", "own launcher", "one process", "another signal"],
+)
+def test_a_launchers_traceback_after_ctrl_c_is_announced(
+    reason, environment, loud, monkeypatch, capsys
+):
+    for name in ("LOCAL_RANK", SIGNALS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    reporter = Reporter.__new__(Reporter)
+    reporter.main, reporter.after_line = True, []
+    reporter._bar = SimpleNamespace(close=lambda: None)
+    reporter.training_ended(SimpleNamespace(iteration=7), reason)
+    said = capsys.readouterr().out
+    assert f"stopped by {reason} after iteration 7" in said
+    assert ("the launcher's, and says nothing about the run" in said) == loud

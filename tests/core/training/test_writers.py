@@ -16,10 +16,7 @@ from metric_rows import interval, rows, warnings, write_train
 from megatron.config.output import LoggingConfig
 from megatron.training import writers
 from megatron.training.metrics import Evaluation
-from megatron.training.writers import (
-    JsonLinesWriter,
-    build_writers,
-)
+from megatron.training.writers import JsonLinesWriter, build_writers
 
 
 def test_row_has_kind_clock_and_values(tmp_path):
