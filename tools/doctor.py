@@ -27,20 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megatron
-from megatron.apps.doctor.examination import (
-    OVER,
-    Examination,
-    Subject,
-    examine,
-)
+from megatron.apps.doctor.examination import OVER, Examination, Subject, examine
 from megatron.apps.doctor.findings import NodeFinding, usual_link
 from megatron.apps.doctor.hostfile import chosen, read_hostfile
-from megatron.apps.doctor.session import (
-    Session,
-    by_srun,
-    by_ssh,
-    here,
-)
+from megatron.apps.doctor.session import Session, by_srun, by_ssh, here
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import POSITIVE, build, option
 from megatron.data.json_lines import READ_IN_PLACE, expand

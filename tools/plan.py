@@ -41,11 +41,7 @@ from megatron.apps.planning.budget import (
     usual_batch,
 )
 from megatron.apps.planning.parameters import adapter_parameters, kept_bytes, model_parameters
-from megatron.apps.planning.presets import (
-    GPUS,
-    MODELS,
-    with_presets,
-)
+from megatron.apps.planning.presets import GPUS, MODELS, with_presets
 from megatron.apps.planning.proposals import proposal_rows
 from megatron.apps.planning.published import published_tables
 from megatron.apps.planning.search import (

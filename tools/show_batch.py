@@ -30,11 +30,7 @@ from megatron.data.sampler import micro_batch_samples
 from megatron.data.samples import Piece, SampleDataset, SampleView
 from megatron.families import family_names, family_of
 from megatron.parallel.mesh import MODEL, memberships
-from megatron.run.run import (
-    Run,
-    RunToolParser,
-    run_of,
-)
+from megatron.run.run import Run, RunToolParser, run_of
 from megatron.training.plan import TrainingPlan
 from megatron.util.errors import one_line
 

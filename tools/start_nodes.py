@@ -34,11 +34,7 @@ from itertools import accumulate
 from megatron.apps.doctor.hostfile import Slots, as_include, chosen, read_hostfile
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import POSITIVE, build, option
-from megatron.features.resilience.restart.nodes import (
-    ask,
-    keep_alive,
-    stop,
-)
+from megatron.features.resilience.restart.nodes import ask, keep_alive, stop
 from megatron.util.errors import RESTART_STATUS, FaultError, one_line, outlive_output
 
 _MPI = ("openmpi", "mpich", "impi", "mvapich")

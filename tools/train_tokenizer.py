@@ -23,11 +23,7 @@ from megatron.apps.corpus.preprocessing.inputs import (
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.data.json_lines import BadLine, long_line, texts_of_line
-from megatron.features.tokenizers.train import (
-    KINDS,
-    TRAINED_FILES,
-    train_tokenizer,
-)
+from megatron.features.tokenizers.train import KINDS, TRAINED_FILES, train_tokenizer
 from megatron.util.errors import one_line
 from megatron.util.progress import Progress
 

@@ -29,14 +29,7 @@ from megatron.checkpoint.folder import (
     tag,
     unfinished_folder,
 )
-from megatron.checkpoint.manifest import (
-    CONFIG,
-    INDEX,
-    STATE,
-    IndexEntry,
-    file_facts,
-    tensor_key,
-)
+from megatron.checkpoint.manifest import CONFIG, INDEX, STATE, IndexEntry, file_facts, tensor_key
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import TOKENIZER, Source, run_of
 from megatron.util.files import sync_path

@@ -17,12 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from megatron.config import ConfigError, RunConfig
-from megatron.config.features import (
-    DOCUMENTS,
-    features,
-    file_kinds,
-    kind_classes,
-)
+from megatron.config.features import DOCUMENTS, features, file_kinds, kind_classes
 from megatron.config.flags import flag_of
 from megatron.data.build import (
     DataFile,

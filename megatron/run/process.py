@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from megatron.checkpoint.source import FoundCheckpoint
-from megatron.config import (
-    RunConfig,
-)
+from megatron.config import RunConfig
 from megatron.config.features import taking_part
 from megatron.data.loader import TrainingData
 from megatron.engine.environment import deterministic_kernels, distributed

@@ -22,12 +22,7 @@ from megatron.checkpoint.source import Source, reader
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.formats.conversion.commands import (
-    export_megatron,
-    opened,
-    required,
-    sizes_of,
-)
+from megatron.formats.conversion.commands import export_megatron, opened, required, sizes_of
 from megatron.formats.legacy_megatron.names import FAMILIES
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.meta import PARAMS, tokenizer_of_file

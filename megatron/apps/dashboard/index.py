@@ -20,12 +20,7 @@ from typing import Any
 
 import orjson
 
-from megatron.apps.dashboard.tables import (
-    LONGEST_NAME,
-    MOST_COLUMNS,
-    MetricTable,
-    MetricTableState,
-)
+from megatron.apps.dashboard.tables import LONGEST_NAME, MOST_COLUMNS, MetricTable, MetricTableState
 from megatron.util.digests import digest, digest_of_parts
 from megatron.util.files import (
     Lock,

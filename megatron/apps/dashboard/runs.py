@@ -13,11 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron.apps.dashboard.index import RunIndex
-from megatron.apps.dashboard.records import (
-    StartNotes,
-    newest_record,
-    read_record,
-)
+from megatron.apps.dashboard.records import StartNotes, newest_record, read_record
 from megatron.apps.dashboard.tables import (
     CLOCKS,
     Column,

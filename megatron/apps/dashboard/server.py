@@ -17,11 +17,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import orjson
 
-from megatron.apps.dashboard.connections import (
-    BoundedServer,
-    RefusedError,
-    StrictHandler,
-)
+from megatron.apps.dashboard.connections import BoundedServer, RefusedError, StrictHandler
 from megatron.apps.dashboard.export import PAGE, export
 from megatron.apps.dashboard.pages import PAGE_HEADERS, page_files
 from megatron.apps.dashboard.runs import AXES, WatchedRun

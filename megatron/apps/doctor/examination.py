@@ -25,11 +25,7 @@ from megatron.apps.doctor.findings import (
     peers_of,
     slow_links,
 )
-from megatron.apps.doctor.session import (
-    ProbeError,
-    Session,
-    on_all,
-)
+from megatron.apps.doctor.session import ProbeError, Session, on_all
 
 OVER = ("tcp", "gloo", "nccl")
 _LINK_SECONDS = 40.0

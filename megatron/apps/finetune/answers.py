@@ -10,11 +10,7 @@ import numpy as np
 
 from megatron.apps.finetune.settings import TuningConfig
 from megatron.apps.generation.execution.runner import step_group
-from megatron.apps.generation.request import (
-    GenerationRequest,
-    Sampling,
-    StopRules,
-)
+from megatron.apps.generation.request import GenerationRequest, Sampling, StopRules
 from megatron.apps.generation.writing import TextWriter, training_runner
 from megatron.apps.reinforcement.data.prompts import PromptSample
 from megatron.checkpoint.generation_settings import ends_of, for_tokenizer
@@ -23,12 +19,7 @@ from megatron.config import ConfigError
 from megatron.data.loader import TrainingData
 from megatron.data.samples import PackedSample
 from megatron.features.instruction.columns import RecordColumns
-from megatron.features.instruction.conversations import (
-    ANSWER,
-    Example,
-    Turn,
-    read_examples,
-)
+from megatron.features.instruction.conversations import ANSWER, Example, Turn, read_examples
 from megatron.features.instruction.example_checks import answer_ends
 from megatron.features.instruction.example_encoder import ExampleEncoder
 from megatron.features.instruction.flags import InstructionConfig

@@ -9,17 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.apps.finetune.answers import (
-    Baseline,
-    SampleTexts,
-    sample_prompts,
-)
-from megatron.apps.finetune.export import (
-    REPORT,
-    check_output_folder,
-    export_model,
-    is_exported,
-)
+from megatron.apps.finetune.answers import Baseline, SampleTexts, sample_prompts
+from megatron.apps.finetune.export import REPORT, check_output_folder, export_model, is_exported
 from megatron.apps.finetune.provenance import (
     TUNING,
     Earlier,
@@ -53,12 +44,7 @@ from megatron.features.keep_best.callback import stopped_early
 from megatron.features.preference.samples import logger as log_of_pairs
 from megatron.run.launch import start_processes
 from megatron.run.process import connected
-from megatron.run.run import (
-    Run,
-    RunToolParser,
-    run_of,
-    show_configuration,
-)
+from megatron.run.run import Run, RunToolParser, run_of, show_configuration
 from megatron.training.build import build_trainer
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.util.files import write_whole

@@ -227,11 +227,7 @@ def _retriever(path: str) -> Embed:
     from megatron.apps.tasks.retrieval.vectors import PassageEncoder, embed, opened_encoder
     from megatron.features.retrieval.flags import FAMILY
     from megatron.parallel.mesh import Mesh
-    from megatron.training.evaluation import (
-        checkpoint_settings,
-        evaluated_run,
-        evaluation_settings,
-    )
+    from megatron.training.evaluation import checkpoint_settings, evaluated_run, evaluation_settings
     from megatron.training.resume import find_origin
 
     load = {"load": Setting(path, "flag --model_file")}

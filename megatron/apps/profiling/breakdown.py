@@ -30,15 +30,7 @@ from megatron.apps.profiling.categories import (
     kernel_category,
     mark_of,
 )
-from megatron.apps.profiling.trace import (
-    Event,
-    Indices,
-    Thread,
-    Trace,
-    TraceError,
-    edges_of,
-    paint,
-)
+from megatron.apps.profiling.trace import Event, Indices, Thread, Trace, TraceError, edges_of, paint
 
 
 class TimeEntry(NamedTuple):

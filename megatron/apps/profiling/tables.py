@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.apps.profiling.breakdown import Breakdown
-from megatron.apps.profiling.categories import (
-    CATEGORIES,
-    COMMUNICATION,
-    HOST,
-    IDLE,
-    PHASES,
-)
+from megatron.apps.profiling.categories import CATEGORIES, COMMUNICATION, HOST, IDLE, PHASES
 
 MIB = 2**20
 

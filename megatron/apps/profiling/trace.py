@@ -17,11 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from megatron.apps.profiling.categories import (
-    BACKWARD,
-    Label,
-    label_inside,
-)
+from megatron.apps.profiling.categories import BACKWARD, Label, label_inside
 
 Times = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]

@@ -18,11 +18,7 @@ import numpy as np
 
 from megatron.config import ParallelConfig, Setting, Settings
 from megatron.engine.environment import distributed
-from megatron.features.retro.hdf5 import (
-    array_shapes,
-    read_array,
-    write_arrays,
-)
+from megatron.features.retro.hdf5 import array_shapes, read_array, write_arrays
 from megatron.features.retro.project import json_bytes
 from megatron.run.fingerprint import given_facts, program_facts
 from megatron.util.files import write_whole

@@ -36,11 +36,7 @@ from megatron.data.indexed.dataset import best_dtype, idx_path
 from megatron.data.samples import Documents
 from megatron.data.sources import INDEXED
 from megatron.families import family_of
-from megatron.features.retro.hdf5 import (
-    array_shapes,
-    read_array,
-    writing,
-)
+from megatron.features.retro.hdf5 import array_shapes, read_array, writing
 from megatron.features.retro.project import dataset_identity, write_json
 from megatron.tokenizer.mark import mark_of
 from megatron.util.processes import is_main_process

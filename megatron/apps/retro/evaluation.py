@@ -13,11 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.apps.pictures.run_curves import (
-    Panel,
-    RunCurve,
-    draw_panels,
-)
+from megatron.apps.pictures.run_curves import Panel, RunCurve, draw_panels
 from megatron.apps.retro.perplexity import (
     NEIGHBORS,
     ChunkScores,
@@ -32,13 +28,7 @@ from megatron.apps.retro.perplexity import (
 )
 from megatron.apps.retro.preprocessing import project_run
 from megatron.apps.retro.query import check_model, gpt_samples
-from megatron.apps.tasks.report import (
-    EvaluatedModel,
-    ModelResults,
-    TaskResult,
-    aligned,
-    finish,
-)
+from megatron.apps.tasks.report import EvaluatedModel, ModelResults, TaskResult, aligned, finish
 from megatron.config import ConfigError, ModelConfig
 from megatron.config.flags import POSITIVE, option
 from megatron.data.sources import PARTS

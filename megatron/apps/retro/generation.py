@@ -16,12 +16,7 @@ import numpy.typing as npt
 
 from megatron.apps.generation.execution.neighbor_memory import ending
 from megatron.apps.generation.opening import OpenedRunner
-from megatron.apps.generation.request import (
-    Runner,
-    SequencePart,
-    StepInput,
-    StepOutput,
-)
+from megatron.apps.generation.request import Runner, SequencePart, StepInput, StepOutput
 from megatron.apps.retro.preprocessing import existing
 from megatron.apps.retro.query import Retriever, check_model
 from megatron.config import Setting

@@ -17,20 +17,10 @@ from megatron.apps.retro.query import GPTSamples, gpt_samples
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, build, option
 from megatron.data.sources import PARTS
-from megatron.features.retro.chunks import (
-    DATASET,
-    DOCUMENT,
-    START,
-    STOP,
-    ChunkDatabase,
-)
+from megatron.features.retro.chunks import DATASET, DOCUMENT, START, STOP, ChunkDatabase
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.project import RetroProject
-from megatron.features.retro.samples import (
-    RetroSample,
-    RetroSamples,
-    neighbor_texts,
-)
+from megatron.features.retro.samples import RetroSample, RetroSamples, neighbor_texts
 from megatron.run.run import Run
 from megatron.tokenizer import Tokenizer
 

@@ -13,18 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.apps.retro.blocks import (
-    barrier,
-)
-from megatron.apps.retro.config import (
-    MODEL_FILES,
-    RetroPreprocessConfig,
-)
-from megatron.apps.retro.embedding import (
-    Embedder,
-    build_embedder,
-    completed_flags,
-)
+from megatron.apps.retro.blocks import barrier
+from megatron.apps.retro.config import MODEL_FILES, RetroPreprocessConfig
+from megatron.apps.retro.embedding import Embedder, build_embedder, completed_flags
 from megatron.config import ConfigError, DataConfig, Setting, Settings, TokenizerConfig
 from megatron.config.data import SOURCE_FIELDS
 from megatron.config.features import kind_classes
@@ -43,10 +34,7 @@ from megatron.features.retro.project import (
     sample_fields,
     write_json,
 )
-from megatron.run.run import (
-    Run,
-    run_of,
-)
+from megatron.run.run import Run, run_of
 from megatron.tokenizer import Tokenizer
 from megatron.training.plan import TrainingPlan
 from megatron.util.files import Lock, LockTakenError, remove_partial

@@ -17,11 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.apps.retro.blocks import (
-    FileBlock,
-    blocks_of,
-    run_blocks,
-)
+from megatron.apps.retro.blocks import FileBlock, blocks_of, run_blocks
 from megatron.apps.retro.config import IndexFlags
 from megatron.apps.retro.embedding import Embedder, chunk_texts
 from megatron.apps.retro.index import existing_files, open_index

@@ -14,11 +14,7 @@ from typing import Any, NamedTuple
 
 import megatron
 from megatron.apps.pictures.plots import shown_metrics
-from megatron.apps.pictures.run_curves import (
-    Panel,
-    RunCurve,
-    draw_panels,
-)
+from megatron.apps.pictures.run_curves import Panel, RunCurve, draw_panels
 from megatron.config import RunConfig
 from megatron.util.files import write_whole
 from megatron.util.progress import say

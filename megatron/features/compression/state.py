@@ -13,21 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.engine.state import (
-    Float32Partition,
-    has_main_weights,
-    places,
-    set_working_weights,
-)
+from megatron.engine.state import Float32Partition, has_main_weights, places, set_working_weights
 from megatron.engine.train_engine import TrainEngine
 from megatron.features.compression.layers import Clock, CompressedLayer, layers_in
 from megatron.features.compression.quantisers import bits_after, share_of_weights
-from megatron.features.compression.settings import (
-    ENABLED,
-    WEIGHTS,
-    Compression,
-    Technique,
-)
+from megatron.features.compression.settings import ENABLED, WEIGHTS, Compression, Technique
 from megatron.parallel.linear import KernelStates
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import derive_seed, generator
@@ -104,6 +94,7 @@ class CompressionState(KernelStates):
         if not self._stale or self._attached is None:
             return
         self._stale = False
+        self._attached.backend.await_weights()
         for layer in self._layers:
             self._add_masks(layer)
         self._overwrite()

@@ -48,13 +48,7 @@ from megatron.features.curriculum.flags import (
     sequence_lengths,
 )
 from megatron.features.curriculum.metric_files import MetricRows, read_rows
-from megatron.features.curriculum.packing.data import (
-    Bin,
-    BinCollator,
-    PackedLengths,
-    needed,
-    pack,
-)
+from megatron.features.curriculum.packing.data import Bin, BinCollator, PackedLengths, needed, pack
 from megatron.features.curriculum.packing.section import SamplePacking, packing_of
 from megatron.util.digests import digest, digest_of_parts
 from megatron.util.json_text import parse_json

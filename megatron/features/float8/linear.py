@@ -19,14 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.features.float8.casts import (
-    BLOCK,
-    Cast,
-    Operand,
-    Scaling,
-    cast,
-    columns_of,
-)
+from megatron.features.float8.casts import BLOCK, Cast, Operand, Scaling, cast, columns_of
 from megatron.parallel.later_products import Gradients, GradientsOf, now_or_later
 from megatron.parallel.tensor_parallel import autocast_dtype
 

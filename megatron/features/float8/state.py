@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +58,24 @@ class Float8State(KernelStates):
         mesh: Mesh,
         partitioned: bool,
     ) -> None:
-        self._places = list(_places(blocks, names))
+        self._places = {block: list(_places(block, names)) for block in blocks}
         self._keeps_weights = not partitioned
-        self._stale = True
-        delayed = bool(self._places) and fast.fp8_recipe == "delayed"
-        self.history = AmaxHistory(self._places, fast, mesh) if delayed else None
+        self._stale = set(blocks)
+        places = list(chain.from_iterable(self._places.values()))
+        delayed = bool(places) and fast.fp8_recipe == "delayed"
+        self.history = AmaxHistory(places, fast, mesh) if delayed else None
         self.file = "float8" if delayed else None
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Casts the weights again if they have changed."""
-        if not self._stale or not self._keeps_weights:
+        for block in self._places:
+            self.refresh_layer(block)
+
+    @torch.no_grad()
+    def refresh_layer(self, layer: nn.Module) -> None:
+        if layer not in self._stale or not self._keeps_weights:
             return
-        for place in self._places:
+        for place in self._places[layer]:
             rows, kept = place.float8.weight_rows(place.weight, NOTHING_KEPT), place.kept
             if kept.weight is None:
                 place.keep(weight=rows)
@@ -77,17 +83,17 @@ class Float8State(KernelStates):
             # In place: CUDA graphs read fixed addresses.
             for target, values in zip(kept.weight, rows, strict=True):
                 target.copy_(values)
-        self._stale = False
+        self._stale.discard(layer)
 
     def invalidate(self) -> None:
-        self._stale = True
+        self._stale.update(self._places)
 
     def forget_step(self) -> None:
         if self.history is not None:
             self.history.forget_step()
 
     def end_step(self) -> None:
-        self._stale = True
+        self.invalidate()
         if self.history is not None:
             self.history.roll()
 
@@ -193,13 +199,12 @@ class _Recorder:
         largest.grad = None
 
 
-def _places(blocks: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> Iterator[_Place]:
-    for block in blocks:
-        for layer in block.modules():
-            if not isinstance(layer, ParallelLinear) or not isinstance(layer.kernel, Float8):
-                continue
-            for name, weight in layer.named_parameters(recurse=False):
-                if hasattr(layer, f"{name}_kept"):
-                    part = shard_of(weight).part
-                    key = f"{names[weight]}/{part}" if part else names[weight]
-                    yield _Place(key, layer, weight, f"{name}_kept", layer.kernel)
+def _places(block: nn.Module, names: Mapping[nn.Parameter, str]) -> Iterator[_Place]:
+    for layer in block.modules():
+        if not isinstance(layer, ParallelLinear) or not isinstance(layer.kernel, Float8):
+            continue
+        for name, weight in layer.named_parameters(recurse=False):
+            if hasattr(layer, f"{name}_kept"):
+                part = shard_of(weight).part
+                key = f"{names[weight]}/{part}" if part else names[weight]
+                yield _Place(key, layer, weight, f"{name}_kept", layer.kernel)

@@ -23,11 +23,7 @@ from megatron.data.json_lines import (
     long_line,
     read_lines,
 )
-from megatron.features.raw_text.text_files import (
-    TableRows,
-    TextFile,
-    text_files,
-)
+from megatron.features.raw_text.text_files import TableRows, TextFile, text_files
 from megatron.util.files import PARQUET_LIMITS, check_inflation
 from megatron.util.json_text import MAX_DEPTH
 

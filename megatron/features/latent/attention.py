@@ -31,12 +31,7 @@ from megatron.model.caches import LayerCache
 from megatron.model.layer_list import LayerState
 from megatron.model.norm import Norm, norm_of
 from megatron.model.rope import RotaryEmbedding, apply_rope, mscale
-from megatron.parallel.layers import (
-    ColumnParallelLinear,
-    ParallelLinear,
-    RowMap,
-    RowParallelLinear,
-)
+from megatron.parallel.layers import ColumnParallelLinear, ParallelLinear, RowMap, RowParallelLinear
 from megatron.parallel.linear import LinearMap, linear
 from megatron.parallel.shard import Cut, Init, Shard, initial, parameter
 from megatron.parallel.tensor_parallel import TensorParallel

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config.layouts import StateDtypes
 from megatron.engine.update.adam import BLOCK, Arranged, Decoded
 from megatron.engine.update.partition_update import wrapped
 from megatron.features.low_bit_states.state_formats import state_formats
 from megatron.parallel.mesh import Coordinates
-from megatron.parallel.shard import Shard
+from megatron.parallel.shard import Shard, shard_of
 
 _NAMES = {
     "weight": ("remainder",),
@@ -121,8 +121,10 @@ class StoredStates:
             place += len(names)
         return stored[0], *parts  # type: ignore[return-value]
 
-    def key(self, seed: int, name: str, shard: Shard, coordinates: Coordinates) -> int:
-        return key_of(seed, name, shard, coordinates)
+    def keys(
+        self, seed: int, names: Mapping[nn.Parameter, str], coordinates: Coordinates
+    ) -> Mapping[nn.Parameter, int]:
+        return {p: key_of(seed, name, shard_of(p), coordinates) for p, name in names.items()}
 
     def model_weights(self, values: Tensor) -> Tensor:
         """Float32 weights as the model has them."""

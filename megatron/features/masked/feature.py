@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.features import Feature
-from megatron.features.masked.flags import (
-    EncoderDecoderConfig,
-    FirstNormConfig,
-    MaskedDataConfig,
-)
+from megatron.features.masked.flags import EncoderDecoderConfig, FirstNormConfig, MaskedDataConfig
 
 
 class MaskedFeature(Feature):

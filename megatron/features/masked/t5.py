@@ -31,12 +31,7 @@ from megatron.config.flags import ConfigError, build
 from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import SampleDataset, SampleView
 from megatron.data.texts import ScoredText, check_lengths, fitted, too_long
-from megatron.families.family import (
-    STREAM_FLAGS,
-    BlockLengths,
-    Family,
-    GenerationSpec,
-)
+from megatron.families.family import STREAM_FLAGS, BlockLengths, Family, GenerationSpec
 from megatron.features.masked.batch import NO_LABEL, T5Batch, T5Sample, collate_t5, mock_data
 from megatron.features.masked.flags import MaskedDataConfig
 from megatron.features.masked.layers import decoder_start, t5_layers

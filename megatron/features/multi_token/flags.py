@@ -6,13 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megatron.config.features import ModelPart
-from megatron.config.flags import (
-    NOT_NEGATIVE,
-    ConfigError,
-    ConfigResolver,
-    needs_value,
-    option,
-)
+from megatron.config.flags import NOT_NEGATIVE, ConfigError, ConfigResolver, needs_value, option
 
 _PREDICTING = needs_value("mtp_num_layers", refused=False)
 

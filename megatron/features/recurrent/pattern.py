@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,14 +147,3 @@ def with_pattern(settings: Settings) -> Settings:
     if "E" in pattern and not {"moe_layer_freq", "expert_interval"} & settings.keys():
         implied["moe_layer_freq"] = pattern_text(letter == "E" for letter in pattern)
     return {**settings, **{name: Setting(value, origin) for name, value in implied.items()}}
-
-
-def pattern_of(mixers: Sequence[str], experts: Sequence[bool] = ()) -> str:
-    """The pattern of blocks of one sublayer; ``experts``: which of those without a mixer have
-    experts."""
-    letters = {mixer: letter for letter, mixer in LETTERS.items() if mixer}
-    sparse = experts or (False,) * len(mixers)
-    return "".join(
-        letters.get(mixer) or ("E" if each else "-")
-        for mixer, each in zip(mixers, sparse, strict=True)
-    )

@@ -25,11 +25,7 @@ import fsspec
 import numpy as np
 
 from megatron.data.indexed.dataset import IndexedDataset, IndexFile, map_file
-from megatron.features.remote_data.hosts import (
-    WEB,
-    check_url,
-    web_client,
-)
+from megatron.features.remote_data.hosts import WEB, check_url, web_client
 from megatron.util.digests import digest
 from megatron.util.files import replacing, sync
 

@@ -15,11 +15,7 @@ from megatron.families import gpt
 from megatron.families.family import BlockLengths, GenerationSpec, NeighborSpec
 from megatron.families.gpt import GPT, GPTData
 from megatron.features.retro.flags import RetrievalConfig
-from megatron.features.retro.layers import (
-    ADDED_PARTS,
-    encoder_travels,
-    retro_layers,
-)
+from megatron.features.retro.layers import ADDED_PARTS, encoder_travels, retro_layers
 from megatron.features.retro.project import retro_settings
 from megatron.features.retro.samples import RetroBatch, RetroData
 from megatron.model.caches import LayerCache

@@ -40,11 +40,7 @@ from megatron.features.retro.chunks import (
     NeighborTable,
 )
 from megatron.features.retro.flags import RetrievalConfig, RetroDataConfig
-from megatron.features.retro.project import (
-    RetroProject,
-    project_counts,
-    without_project,
-)
+from megatron.features.retro.project import RetroProject, project_counts, without_project
 
 
 class RetroSample(NamedTuple):

@@ -17,11 +17,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.features.tokenizers.sentence_piece import SentencePieceTokenizer, model_path
-from megatron.features.tokenizers.wordpiece import (
-    SPECIAL_TOKENS,
-    UNKNOWN,
-    WordPieceTokenizer,
-)
+from megatron.features.tokenizers.wordpiece import SPECIAL_TOKENS, UNKNOWN, WordPieceTokenizer
 from megatron.tokenizer.base import TextSource, Tokenizer, write_text
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT, GPT2BPETokenizer
 from megatron.util.files import Lock

@@ -15,11 +15,7 @@ from torch import Tensor
 from megatron.config import RunConfig
 from megatron.config.output import LoggingConfig
 from megatron.engine.statistics import state_norms, zeros_in_gradients
-from megatron.features.trackers.tags import (
-    as_markdown,
-    evaluation_tagged,
-    tagged,
-)
+from megatron.features.trackers.tags import as_markdown, evaluation_tagged, tagged
 from megatron.training.intervals import numbers
 from megatron.training.plan import TrainingPlan
 from megatron.training.registry import WrittenTexts

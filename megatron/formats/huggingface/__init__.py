@@ -32,15 +32,7 @@ from megatron.formats.huggingface.entries import (
     Reordering,
 )
 from megatron.formats.huggingface.layer_norm_decoders import BLOOM, FALCON, GPT2, GPT_NEOX, OPT
-from megatron.formats.huggingface.llama import (
-    GEMMA2,
-    GEMMA3,
-    LLAMA,
-    MISTRAL,
-    PHI3,
-    QWEN2,
-    QWEN3,
-)
+from megatron.formats.huggingface.llama import GEMMA2, GEMMA3, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 
 _OF_CORE: tuple[Architecture, ...] = (
     GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GPT_NEOX, OPT, FALCON, BLOOM,

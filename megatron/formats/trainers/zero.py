@@ -23,11 +23,7 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import TRACKER
 from megatron.formats.deepspeed_folders.engine_files import EngineFiles
-from megatron.formats.deepspeed_folders.folder import (
-    is_engine_folder,
-    is_of_transformers,
-    locate,
-)
+from megatron.formats.deepspeed_folders.folder import is_engine_folder, is_of_transformers, locate
 from megatron.formats.trainers.renamed import CONFIG, FileTensor, TrainerFolder, TrainerStates
 
 

@@ -27,16 +27,8 @@ import numpy.typing as npt
 import zstandard
 from rensa import RMinHash
 
-from megatron.apps.corpus.collection.json_files import (
-    JsonRecord,
-    RecordStep,
-    write_packed,
-)
-from megatron.apps.corpus.collection.line_job import (
-    LineJob,
-    LineJobConfig,
-    run,
-)
+from megatron.apps.corpus.collection.json_files import JsonRecord, RecordStep, write_packed
+from megatron.apps.corpus.collection.line_job import LineJob, LineJobConfig, run
 from megatron.util.digests import hash64
 
 CHARACTERS = 5  # length of a shingle, as in Megatron's scripts

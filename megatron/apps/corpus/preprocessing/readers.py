@@ -15,13 +15,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron.apps.corpus.preprocessing.inputs import (
-    Form,
-    InputFile,
-    naming_file,
-    opened,
-    unpacked,
-)
+from megatron.apps.corpus.preprocessing.inputs import Form, InputFile, naming_file, opened, unpacked
 from megatron.config import ConfigError
 from megatron.data.json_lines import ArrayReader, BadLine, read_lines, texts_of_line
 from megatron.data.text_encoder import TextEncoder, TextSettings, refused

@@ -37,11 +37,7 @@ from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
-from megatron.training.evaluation import (
-    checkpoint_settings,
-    evaluated_run,
-    evaluation_settings,
-)
+from megatron.training.evaluation import checkpoint_settings, evaluated_run, evaluation_settings
 from megatron.util.digests import digest, digest_of_parts
 
 _USED = {

@@ -37,23 +37,9 @@ from megatron.apps.retro.blocks import (
 )
 from megatron.apps.retro.config import INDEX_TYPES
 from megatron.apps.retro.embedding import chunk_texts
-from megatron.apps.retro.index import (
-    IndexFiles,
-    build_index,
-    existing_files,
-    new_files,
-)
-from megatron.apps.retro.index.exact import (
-    ExactIndex,
-    Nearest,
-    VectorIndex,
-    Vectors,
-)
-from megatron.apps.retro.index.notation import (
-    LEAST_CHUNKS_PER_CLUSTER,
-    IndexParts,
-    index_parts,
-)
+from megatron.apps.retro.index import IndexFiles, build_index, existing_files, new_files
+from megatron.apps.retro.index.exact import ExactIndex, Nearest, VectorIndex, Vectors
+from megatron.apps.retro.index.notation import LEAST_CHUNKS_PER_CLUSTER, IndexParts, index_parts
 from megatron.apps.retro.preprocessing import Preprocessing
 from megatron.features.retro.chunks import DATASET
 from megatron.features.retro.hdf5 import read_array

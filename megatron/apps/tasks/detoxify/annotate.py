@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.apps.tasks.config import check_inputs
-from megatron.apps.tasks.detoxify.scorers import (
-    Scorer,
-    ScorerConfig,
-    Scores,
-    is_score,
-    open_scorer,
-)
+from megatron.apps.tasks.detoxify.scorers import Scorer, ScorerConfig, Scores, is_score, open_scorer
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.data.json_lines import BYTE_ORDER_MARK

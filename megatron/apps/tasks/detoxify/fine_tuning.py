@@ -12,13 +12,7 @@ from megatron.data.loader import TrainingData
 from megatron.families import family_of
 from megatron.run.launch import start_processes
 from megatron.run.process import connected
-from megatron.run.run import (
-    Run,
-    RunToolParser,
-    run_data,
-    run_of,
-    show_configuration,
-)
+from megatron.run.run import Run, RunToolParser, run_data, run_of, show_configuration
 from megatron.training.build import build_trainer
 from megatron.training.plan import TrainingPlan
 

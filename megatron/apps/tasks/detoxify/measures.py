@@ -21,11 +21,7 @@ from megatron.apps.tasks.detoxify.annotate import (
     ending_at_ctrl_c,
     read_rows,
 )
-from megatron.apps.tasks.detoxify.scorers import (
-    ScorerConfig,
-    is_score,
-    open_scorer,
-)
+from megatron.apps.tasks.detoxify.scorers import ScorerConfig, is_score, open_scorer
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import POSITIVE, option
 from megatron.run.folders import check_output

@@ -7,12 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.apps.tasks.config import (
-    FINE_TUNING,
-    TaskConfig,
-    check_inputs,
-    wanted_checkpoints,
-)
+from megatron.apps.tasks.config import FINE_TUNING, TaskConfig, check_inputs, wanted_checkpoints
 from megatron.apps.tasks.fine_tuning.encoder import Classification, MultipleChoice
 from megatron.apps.tasks.fine_tuning.evaluation import (
     NOT_TRAINED,
@@ -25,17 +20,9 @@ from megatron.apps.tasks.fine_tuning.evaluation import (
 from megatron.apps.tasks.fine_tuning.examples import RACE, TABLES
 from megatron.apps.tasks.fine_tuning.scores import overall_line
 from megatron.apps.tasks.fine_tuning.squad import Squad
-from megatron.apps.tasks.fine_tuning.task import (
-    FineTuning,
-    ShuffledEpochs,
-    TrainingSamples,
-)
+from megatron.apps.tasks.fine_tuning.task import FineTuning, ShuffledEpochs, TrainingSamples
 from megatron.apps.tasks.fine_tuning.text_to_text import TextRace, TextTable
-from megatron.apps.tasks.report import (
-    EvaluatedModel,
-    ModelResults,
-    finish,
-)
+from megatron.apps.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import tag
 from megatron.checkpoint.manifest import MANIFEST
@@ -52,11 +39,7 @@ from megatron.families import Family, family_names, family_of, spec_of
 from megatron.parallel.mesh import Mesh
 from megatron.run.folders import check_output
 from megatron.run.process import compare_checkpoints, connected
-from megatron.run.run import (
-    Run,
-    run_of,
-    show_configuration,
-)
+from megatron.run.run import Run, run_of, show_configuration
 from megatron.training.build import build_trainer
 from megatron.training.evaluation import evaluation_settings
 from megatron.training.plan import Epochs, TrainingPlan

@@ -17,16 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from megatron.apps.tasks.fine_tuning.examples import (
-    LabelledExample,
-    RaceQuestion,
-    answered,
-)
-from megatron.apps.tasks.fine_tuning.scores import (
-    Prediction,
-    chosen,
-    estimated,
-)
+from megatron.apps.tasks.fine_tuning.examples import LabelledExample, RaceQuestion, answered
+from megatron.apps.tasks.fine_tuning.scores import Prediction, chosen, estimated
 from megatron.apps.tasks.fine_tuning.task import (
     HeldOutSamples,
     LabelTask,

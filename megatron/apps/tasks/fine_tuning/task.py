@@ -14,12 +14,7 @@ import numpy.typing as npt
 import torch
 
 from megatron.apps.tasks.fine_tuning.examples import RaceTask, TableTask
-from megatron.apps.tasks.fine_tuning.scores import (
-    SCORERS,
-    Prediction,
-    Scores,
-    write_predictions,
-)
+from megatron.apps.tasks.fine_tuning.scores import SCORERS, Prediction, Scores, write_predictions
 from megatron.config import ConfigError, Settings
 from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index
 from megatron.model.spec import Measure

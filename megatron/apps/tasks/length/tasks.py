@@ -19,12 +19,7 @@ from lm_eval.api.task import ConfigurableTask, Task
 
 from megatron.apps.tasks.harness.model import HarnessModel, TokenText
 from megatron.apps.tasks.length.config import LengthConfig
-from megatron.apps.tasks.length.haystacks import (
-    Essay,
-    essay_of_file,
-    essay_of_words,
-    texts_of_file,
-)
+from megatron.apps.tasks.length.haystacks import Essay, essay_of_file, essay_of_words, texts_of_file
 from megatron.apps.tasks.length.ruler import ESSAY_TASKS, RULER, TASKS, Document, LengthTask
 from megatron.config import ConfigError
 from megatron.util.progress import say

@@ -6,16 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.apps.tasks.config import (
-    TaskConfig,
-    check_inputs,
-    wanted_checkpoints,
-)
-from megatron.apps.tasks.report import (
-    EvaluatedModel,
-    ModelResults,
-    finish,
-)
+from megatron.apps.tasks.config import TaskConfig, check_inputs, wanted_checkpoints
+from megatron.apps.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.apps.tasks.zeroshot.tasks import ZeroShotTask, prepare
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ConfigError, ModelConfig, Setting, Settings
@@ -26,11 +18,7 @@ from megatron.families import family_of, spec_of
 from megatron.features.raw_text.flags import RawTextConfig
 from megatron.run.folders import check_output
 from megatron.run.process import compare_checkpoints, connected
-from megatron.run.run import (
-    Run,
-    run_of,
-    show_configuration,
-)
+from megatron.run.run import Run, run_of, show_configuration
 from megatron.training.evaluation import evaluation_settings
 from megatron.util.processes import is_main_process
 from megatron.util.progress import move_to, progress_bar, say

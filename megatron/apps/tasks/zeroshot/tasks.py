@@ -17,12 +17,7 @@ import numpy.typing as npt
 
 from megatron.apps.corpus.normalization import normalized
 from megatron.apps.tasks.report import TaskResult, bits_per_byte
-from megatron.apps.tasks.zeroshot.texts import (
-    Record,
-    detokenizer_of,
-    read_text,
-    records_of,
-)
+from megatron.apps.tasks.zeroshot.texts import Record, detokenizer_of, read_text, records_of
 from megatron.config import ConfigError, ModelConfig
 from megatron.data.texts import ScoredText
 from megatron.engine.train_engine import ModelEngine

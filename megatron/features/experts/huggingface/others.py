@@ -33,11 +33,7 @@ from megatron.features.experts.huggingface.parts import (
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, write_rope
-from megatron.formats.huggingface.decoders.llamas import (
-    HUNYUAN_FIXED,
-    HUNYUAN_NORMS,
-    read_alpha,
-)
+from megatron.formats.huggingface.decoders.llamas import HUNYUAN_FIXED, HUNYUAN_NORMS, read_alpha
 from megatron.formats.huggingface.entries import (
     INTERLEAVED_QKV,
     Reordering,

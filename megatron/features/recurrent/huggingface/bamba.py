@@ -36,12 +36,7 @@ from megatron.formats.huggingface.entries import (
     untied,
     weight,
 )
-from megatron.formats.huggingface.llama import (
-    ACTIVATION,
-    FIXED,
-    KEYS,
-    gated_mlp,
-)
+from megatron.formats.huggingface.llama import ACTIVATION, FIXED, KEYS, gated_mlp
 
 CHANNELS = Reordering(
     "a channel by itself", 1, lambda values, _: (values.unsqueeze(1),),

@@ -23,11 +23,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from megatron.config import ConfigError
-from megatron.features.resilience.restart.coordinator import (
-    Coordinator,
-    Member,
-    Rules,
-)
+from megatron.features.resilience.restart.coordinator import Coordinator, Member, Rules
 from megatron.features.resilience.restart.peers import (
     Message,
     Peer,

@@ -328,7 +328,11 @@ def stop_at_spike(checkpoints: CheckpointManager) -> OnSpike:
 class Rollback(Callback):
     """``--on-spike rollback``: back to the last checkpoint, without the samples of the spike. What
     is skipped follows from the steps alone, so that a run that is killed and repeats them skips the
-    same samples."""
+    same samples.
+
+    Attributes:
+        origin: the checkpoint that the state of the run came from.
+    """
 
     def __init__(
         self,
@@ -340,7 +344,7 @@ class Rollback(Callback):
         files: Sequence[DataFile],
     ) -> None:
         self._most, self._rule, self._checkpoints = most, rule, checkpoints
-        self._origin, self._files = origin, files
+        self._origin, self._files, self.origin = origin, files, origin
         self._skipped = begin.skip_samples
         self._to: Path | None = None
         self._new = range(0)
@@ -382,9 +386,10 @@ class Rollback(Callback):
     def _go(self, folder: Path, step: Step, trainer: Trainer) -> None:
         engine, report = trainer.engine, self._checkpoints.report
         options = engine.config.checkpoint
-        origin = ResumeSource(self._found(folder), f"--load {options.load}", continues=True)
+        checkpoint = self._found(folder)
+        self.origin = ResumeSource(checkpoint, f"--load {options.load}", continues=True)
         with engine.replacing_state():
-            point = resume.load(engine, trainer.plan, origin, self._files)
+            point = resume.load(engine, trainer.plan, self.origin, self._files)
         first = self._first_skipped(step, point.consumed_samples)
         self._new = range(first, step.first_sample + step.samples)
         new = f"{self._new.start}:{self._new.stop}"

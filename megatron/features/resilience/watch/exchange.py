@@ -33,12 +33,7 @@ from megatron.features.resilience.watch.processes import (
     state_of,
 )
 from megatron.features.resilience.watch.reports import Report, Silent
-from megatron.features.resilience.watch.verdict import (
-    LOST,
-    HangQuestion,
-    HangVerdict,
-    judge,
-)
+from megatron.features.resilience.watch.verdict import LOST, HangQuestion, HangVerdict, judge
 from megatron.parallel import agreement
 from megatron.util.json_text import parse_json
 from megatron.util.phases import activity

@@ -24,13 +24,7 @@ from megatron.formats.huggingface.entries import (
     untied,
     weight,
 )
-from megatron.formats.huggingface.llama import (
-    ACTIVATION,
-    HEAD_DIM,
-    KEYS,
-    NO_BIASES,
-    llama_entries,
-)
+from megatron.formats.huggingface.llama import ACTIVATION, HEAD_DIM, KEYS, NO_BIASES, llama_entries
 
 _SHARE = "partial_rotary_factor"
 _FIXED = {"position_embedding_type": "rope", "normalization": "LayerNorm"}

@@ -25,13 +25,7 @@ from megatron.formats.huggingface.decoders.llamas import (
     SMOLLM3,
 )
 from megatron.formats.huggingface.decoders.olmo import EXAONE4, OLMO, OLMO2, OLMO3
-from megatron.formats.huggingface.decoders.ungated import (
-    APERTUS,
-    ARCEE,
-    JAIS2,
-    NANOCHAT,
-    NEMOTRON,
-)
+from megatron.formats.huggingface.decoders.ungated import APERTUS, ARCEE, JAIS2, NANOCHAT, NEMOTRON
 
 DECODERS: tuple[Architecture, ...] = (
     MINISTRAL, MINISTRAL3, BITNET, CWM, SEED_OSS, HUNYUAN_V1_DENSE, ERNIE4_5, HELIUM, SMOLLM3,

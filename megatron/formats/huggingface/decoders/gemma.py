@@ -7,11 +7,7 @@ from typing import Any
 
 from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, write_rope
 from megatron.formats.huggingface.decoders.relatives import relative, relative_entries
-from megatron.formats.huggingface.llama import (
-    GEMMA2,
-    read_gemma,
-    write_gemma,
-)
+from megatron.formats.huggingface.llama import GEMMA2, read_gemma, write_gemma
 
 _FIXED = {"apply_layernorm_1p": True, "scale_embeddings": True}
 
