@@ -222,11 +222,7 @@ def own_answers(folder: Path, prompts: Sequence[Any], ends: set[int], most: int)
     """This project's greedy answers."""
     from megatron.apps.generation.memory import CacheConfig
     from megatron.apps.generation.opening import opened_runner
-    from megatron.apps.generation.request import (
-        GenerationRequest,
-        Sampling,
-        StopRules,
-    )
+    from megatron.apps.generation.request import GenerationRequest, Sampling, StopRules
     from megatron.apps.generation.scheduling.engine import GenerationEngine
     from megatron.run.run import RunToolParser
 

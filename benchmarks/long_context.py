@@ -21,12 +21,7 @@ from random import Random
 
 from megatron.apps.pictures.length import draw_grid, draw_loss
 from megatron.apps.pictures.plots import save_picture
-from megatron.apps.tasks.length.haystacks import (
-    WORDS,
-    essay_of_words,
-    random_number,
-    texts_of_file,
-)
+from megatron.apps.tasks.length.haystacks import WORDS, essay_of_words, random_number, texts_of_file
 from megatron.apps.tasks.length.ruler import TASKS, Scene
 
 SHORT, LONG = 1024, 8192

@@ -137,12 +137,7 @@ def query(argv: Sequence[str], blocks: int) -> int:
     """Some blocks of the stage query-neighbors; the number of their chunks."""
     from megatron.apps.retro.blocks import blocks_of, run_blocks
     from megatron.apps.retro.preprocessing import configured
-    from megatron.apps.retro.query import (
-        Retriever,
-        SampleChunks,
-        gpt_samples,
-        neighbors_of,
-    )
+    from megatron.apps.retro.query import Retriever, SampleChunks, gpt_samples, neighbors_of
 
     work = configured(settings_of(argv))
     retriever = Retriever(work.project, work.embedder)

@@ -11,11 +11,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # the root of this checkout
 
-from megatron.apps.quickstart.corpus import (  # noqa: E402
-    read_source,
-    source_files,
-    standard_library,
-)
+from megatron.apps.quickstart.corpus import read_source, source_files, standard_library  # noqa: E402
 from megatron.util.files import write_whole  # noqa: E402
 
 SHORTEST, SHARE = 1500, 0.3

@@ -35,16 +35,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from megatron.features.masked.batch import (
-    NO_LABEL,
-    BertBatch,
-    T5Batch,
-)
-from megatron.run.run import (
-    Run,
-    parse_run,
-    run_data,
-)
+from megatron.features.masked.batch import NO_LABEL, BertBatch, T5Batch
+from megatron.run.run import Run, parse_run, run_data
 from megatron.training.plan import TrainingPlan
 
 ROWS = 128

@@ -25,11 +25,7 @@ from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.export import write_model
 from megatron.model.layer_list import initialise
 from megatron.parallel.shard import shard_of
-from megatron.run.run import (
-    Run,
-    parse_run,
-    run_data,
-)
+from megatron.run.run import Run, parse_run, run_data
 from megatron.training.metrics import measure_matmul_peak, peak_flops
 
 SHARD_BYTES = 2**32

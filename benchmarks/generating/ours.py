@@ -16,11 +16,7 @@ import torch
 from generating.load import Request
 from megatron.apps.generation.memory import CacheConfig
 from megatron.apps.generation.opening import opened_runner
-from megatron.apps.generation.request import (
-    GenerationRequest,
-    Sampling,
-    StopRules,
-)
+from megatron.apps.generation.request import GenerationRequest, Sampling, StopRules
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.config import Settings

@@ -24,7 +24,7 @@ from gpu_suite.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "benchmarks" / "gpu.py"
-PYTEST_FLAGS = ("-v", "-rfE", "--durations=10", "--tb=short", "-p", "no:xdist")
+PYTEST_FLAGS = ("-v", "-rfE", "--durations=10", "--tb=short")
 VERDICT = re.compile(r"(tests/gpu/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 """A line of ``pytest -v``."""
 

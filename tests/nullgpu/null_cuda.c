@@ -39,10 +39,6 @@ static void say(const char *what) {
 }
 static void waits(const char *what) { counts[SYNC]++; say(what); }
 
-void null_gpu_reset(void) {
-    for (int i = 0; i < KINDS; i++) counts[i] = 0;
-    for (int i = 0; i < OPERATIONS; i++) calls[i] = bytes[i] = 0;
-}
 void null_gpu_counts(long *out) {
     for (int i = 0; i < KINDS; i++) *out++ = counts[i];
     for (int i = 0; i < OPERATIONS; i++) { *out++ = calls[i]; *out++ = bytes[i]; }
@@ -263,6 +259,14 @@ int cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) {
     n_pending = kept;
     leave();
     return 0;
+}
+/* What is under way stays so: a step may wait for what the one before has started. */
+void null_gpu_reset(void) {
+    enter();
+    for (int i = 0; i < n_pending; i++) pending[i].products -= counts[PRODUCT];
+    for (int i = 0; i < KINDS; i++) counts[i] = 0;
+    for (int i = 0; i < OPERATIONS; i++) calls[i] = bytes[i] = 0;
+    leave();
 }
 static void collective(int operation, long n, cudaStream_t s) {
     counts[COLLECTIVE]++;
