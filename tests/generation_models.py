@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.apps.generation.request import (
-    Runner,
-    SequencePart,
-    StepInput,
-    TargetScores,
-)
+from megatron.apps.generation.request import Runner, SequencePart, StepInput, TargetScores
 
 VOCAB, POSITIONS = 61, 40
 _SIZES: dict[str, Any] = {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -114,7 +115,9 @@ def _teaching(config: RunConfig, mesh: Any, dtype: torch.dtype) -> Any:
     """See :func:`~megatron.apps.parity.runs.teaching`."""
     if config.section(ReinforcementConfig).rl != "distill":
         return _plain_teaching(config, mesh, dtype)
-    teacher = TextTeacher(find_teacher(config), mesh, training_device())
+    # The teacher's folder has an ordinary GPT.
+    plain = dataclasses.replace(config, model=dataclasses.replace(config.model, family="gpt"))
+    teacher = TextTeacher(find_teacher(plain), mesh, training_device())
     teacher.engine.model.to(dtype)
     return teacher.teach
 

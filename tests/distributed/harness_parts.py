@@ -150,11 +150,7 @@ def quick_report() -> Iterator[None]:
 
 def ours(argv: list[str]) -> dict[str, Any]:
     """lm-eval's results of a command line, on every rank."""
-    from megatron.apps.tasks.harness.command import (
-        evaluate,
-        opened_model,
-        parsed,
-    )
+    from megatron.apps.tasks.harness.command import evaluate, opened_model, parsed
     from megatron.apps.tasks.harness.tasks import generate, load_tasks
 
     config, settings, processes = parsed(None, argv)

@@ -15,11 +15,7 @@ from samples import sampled
 from torch.multiprocessing.reductions import StorageWeakRef
 from training_jobs import TINY
 
-from megatron.apps.planning.memory import (
-    bucket_bytes,
-    rank_memory,
-    state_bytes,
-)
+from megatron.apps.planning.memory import bucket_bytes, rank_memory, state_bytes
 from megatron.apps.planning.parameters import adapter_parameters, rank_shares
 from megatron.config.layouts import Layout, parse_layout
 from megatron.engine.environment import distributed

@@ -10,6 +10,7 @@ from training_jobs import train
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
 
+import gallery
 import recipes
 from recipes import BY_NAME, CURVES, PAGES, PICTURES, RECIPES, STEPS
 
@@ -44,7 +45,7 @@ def test_a_small_run_has_the_losses_of_its_curve(name, data):
     assert recipes.outside(losses, KNOWN[name]) == []
 
 
-@pytest.mark.parametrize("name", sampled(BY_NAME, ("gpt2-124m", "lora").__contains__))
+@pytest.mark.parametrize("name", sampled(BY_NAME, ("gpt2-124m", "grpo").__contains__))
 def test_the_page_is_what_the_generator_writes(name):
     """So is the command of the full size resolved, at its number of processes."""
     recipe = BY_NAME[name]
@@ -60,15 +61,33 @@ def test_the_gallery_is_what_the_generator_writes():
     assert (PAGES / "index.md").read_text() == recipes.gallery(KNOWN)
 
 
+def test_runs_of_the_gallery_are_those_of_the_curves():
+    """Their logs are inside the bands, their values those of the commands."""
+    kept = gallery.records()
+    assert gallery.PAGE.read_text() == gallery.page(kept)
+    assert set(kept) <= set(KNOWN) and len(kept) >= 8
+    for name, run in kept.items():
+        losses = [row[1] for row in run["log"]]
+        assert len(losses) == len(KNOWN[name])
+        assert recipes.outside(losses, KNOWN[name]) == []
+        assert run["processes"] == BY_NAME[name].small_processes
+        assert len(run["configuration"]) > 20
+        assert "/tmp" not in str(run["configuration"])
+    values = {name: value for name, (value, _) in kept["gpt2-124m"]["configuration"].items()}
+    assert values["hidden_size"] == "64" and values["lr"] == "0.004"
+    assert values["data_path"] == '["DATA/gpt/text_document"]'
+
+
 def test_every_recipe_has_script_curve_page_and_picture():
     scripts = {path.stem for path in recipes.FOLDER.glob("*.sh")} - {"common"}
     assert scripts == set(BY_NAME) == set(KNOWN), CURVES
-    assert {path.stem for path in PAGES.glob("*.md")} == {*BY_NAME, "index"}
+    assert {path.stem for path in PAGES.glob("*.md")} == {*BY_NAME, "index", "gallery"}
     gallery = (PAGES / "index.md").read_text()
     for recipe in RECIPES:
         losses = KNOWN[recipe.name]
         assert len(losses) == STEPS or recipe.base is not None
-        assert sum(losses[-5:]) < sum(losses[:5]), "it learns"
+        sign = 1 if recipe.measure == "loss" else -1
+        assert sign * sum(losses[-5:]) < sign * sum(losses[:5]), "it learns"
         assert (PICTURES / f"recipe-{recipe.name}.png").stat().st_size < 60_000
         assert f"({recipe.name}.md)" in gallery
 

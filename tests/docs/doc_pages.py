@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 NEEDS = {"gpu", "cluster", "minutes", "network", "files"}
 MARKERS = set(
-    "needs form listing file output fails serves smaller prepare figure api ledger".split()
+    "needs form listing file output fails serves smaller prepare figure api ledger planted".split()
 )
 COMMANDS = {"sh", "bash"}
 """Languages of blocks that are typed into a shell."""

@@ -52,7 +52,7 @@ OTHERS = {
     "nvidia-ctk": {"--output"},
     "nsys": {"--capture-range"},
     "pip": {"--index-url", "--no-deps", "--target"},
-    "pytest": {"--log-cli-level", "--part", "--junitxml", "--numprocesses"},
+    "pytest": {"--log-cli-level", "--part", "--junitxml"},
     "sha256sum": {"--check"},
     "wikiextractor": {"--json"},
 }

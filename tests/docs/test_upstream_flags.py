@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 from programs import PROGRAMS, flags_of
-from upstream import (
-    STATES,
-    UPSTREAMS,
-    UpstreamFlag,
-    errors_of,
-    page,
-    states_of,
-    upstream_flags,
-)
+from upstream import STATES, UPSTREAMS, UpstreamFlag, errors_of, page, states_of, upstream_flags
 
 from megatron.config import FLAG_CLASSES, FlagParser
 from megatron.config.foreign_flags import OWN_FLAGS, REFUSED, another_program

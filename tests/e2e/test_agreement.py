@@ -38,18 +38,12 @@ def started(warm, tmp_path, *flags_of_ranks, environment=()):
     outputs, processes, began = [], [], time.monotonic()
     for rank, flags in enumerate(flags_of_ranks):
         outputs.append(tmp_path / f"output.{rank}")
-        own = dict(environment[rank]) if environment else {}
-        job = {
-            "argv": [str(flag) for flag in (*MODEL, *flags)],
-            "environment": {
-                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"},
-                **{"WORLD_SIZE": str(len(flags_of_ranks)), "MASTER_PORT": str(port), **own},
-            },
-            "output": str(outputs[-1]),
+        variables = {
+            **{"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"},
+            **{"WORLD_SIZE": len(flags_of_ranks), "MASTER_PORT": port},
+            **(environment[rank] if environment else {}),
         }
-        warm.process.stdin.write(json.dumps(job) + "\n")
-        warm.process.stdin.flush()
-        processes.append(int(warm.process.stdout.readline()))
+        processes.append(warm.fork([*MODEL, *flags], variables, outputs[-1]))
     wait(processes, lambda: not alive(processes), pause=0.01)
     return [output.read_text() for output in outputs], time.monotonic() - began
 

@@ -21,23 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 
-from browser import (  # noqa: E402
-    MARKUP,
-    PHONE,
-    SHOTS,
-    Visit,
-    assert_no_markup_is_made,
-    chromium,
-)
-from dashboards import (  # noqa: E402
-    BATCH,
-    LENGTH,
-    dashboard,
-    row,
-    train_row,
-    write_record,
-    write_run,
-)
+from browser import MARKUP, PHONE, SHOTS, Visit, assert_no_markup_is_made, chromium  # noqa: E402
+from dashboards import BATCH, LENGTH, dashboard, row, train_row, write_record, write_run  # noqa: E402
 
 from megatron.apps.dashboard.export import export  # noqa: E402
 from megatron.apps.dashboard.runs import WatchedRun, find_runs  # noqa: E402

@@ -1,6 +1,6 @@
 """Tests of what runs on a GPU; a machine without one skips them, with a reason.
 
-    python -m pytest tests/gpu -q -p no:xdist
+    python -m pytest tests/gpu -q
     MEGATRON_GPU_TESTS_ON=cpu python -m pytest tests/gpu -q -m ""
 
 The second runs them on the CPU, so that they are known to work before there is a GPU; only what a

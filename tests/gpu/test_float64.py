@@ -3,11 +3,7 @@
 import pytest
 from gpu_runs import CPU, TINY, forget_engines, own_environment
 
-from megatron.apps.parity.gradients import (
-    first_difference,
-    gradients,
-    reference_gradients,
-)
+from megatron.apps.parity.gradients import first_difference, gradients, reference_gradients
 from megatron.families import spec_of
 from megatron.model import rope
 from megatron.parallel.tensor_parallel import TensorParallel

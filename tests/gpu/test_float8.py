@@ -4,12 +4,7 @@ import pytest
 import torch
 from gpu_runs import DEVICE, ON_GPU, TINY, needs_gpu, train
 
-from megatron.features.float8.linear import (
-    FIRST_CAPABILITY,
-    NOTHING_KEPT,
-    Float8,
-    Kept,
-)
+from megatron.features.float8.linear import FIRST_CAPABILITY, NOTHING_KEPT, Float8, Kept
 from megatron.parallel.linear import linear
 
 if ON_GPU and torch.cuda.get_device_capability() < FIRST_CAPABILITY:

@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 from samples import sampled
 
-from megatron.apps.corpus.collection import (
-    cleaning,
-    decontamination,
-    json_files,
-    urls,
-    wikipedia,
-)
+from megatron.apps.corpus.collection import cleaning, decontamination, json_files, urls, wikipedia
 from megatron.apps.corpus.normalization import LONGEST_RUN, normalized
 from megatron.apps.corpus.preprocessing.inputs import LineBatch
 from megatron.apps.tasks.fine_tuning import squad, squad_files

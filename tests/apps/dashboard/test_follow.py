@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.apps.dashboard import follow as module
-from megatron.apps.dashboard.follow import (
-    follow,
-    printable,
-    report,
-    sparkline,
-)
+from megatron.apps.dashboard.follow import follow, printable, report, sparkline
 from megatron.apps.dashboard.runs import POWER, WatchedRun
 from megatron.training.registry import METRICS
 

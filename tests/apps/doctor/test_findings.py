@@ -6,12 +6,7 @@ import pytest
 
 from megatron.apps.doctor import probe
 from megatron.apps.doctor.examination import rounds
-from megatron.apps.doctor.findings import (
-    Link,
-    judge_clocks,
-    judge_links,
-    judge_reports,
-)
+from megatron.apps.doctor.findings import Link, judge_clocks, judge_links, judge_reports
 
 GPU = {
     "index": "0",

@@ -4,11 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.apps.finetune.report import (
-    curves_of,
-    labels,
-    ticks,
-)
+from megatron.apps.finetune.report import curves_of, labels, ticks
 from megatron.apps.finetune.settings import errors_in_own_flags
 from megatron.apps.finetune.summary import numbers
 

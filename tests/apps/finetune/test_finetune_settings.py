@@ -6,11 +6,7 @@ import os
 import pytest
 from finetune_cases import save_blank, save_data
 
-from megatron.apps.finetune.command import (
-    SameSamples,
-    parse,
-    planned,
-)
+from megatron.apps.finetune.command import SameSamples, parse, planned
 from megatron.apps.finetune.export import check_output_folder
 from megatron.apps.finetune.settings import TuningConfig, check_flags
 from megatron.apps.reinforcement.flags import ReinforcementConfig

@@ -18,11 +18,7 @@ from megatron.apps.planning.memory import (
     stages_in_flight,
     state_bytes,
 )
-from megatron.apps.planning.parameters import (
-    head_shape,
-    linear_parameters,
-    norms_of_block,
-)
+from megatron.apps.planning.parameters import head_shape, linear_parameters, norms_of_block
 from megatron.apps.planning.published import BYTES_PER_PARAMETER
 from megatron.config import ModelConfig, ModelFlags, ParallelConfig
 from megatron.config.layouts import Layout, StateDtypes

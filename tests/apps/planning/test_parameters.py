@@ -4,12 +4,7 @@ import pytest
 import torch
 from configs import model_config
 
-from megatron.apps.planning.parameters import (
-    layer_shares,
-    model_parameters,
-    rank_shares,
-    stages_of,
-)
+from megatron.apps.planning.parameters import layer_shares, model_parameters, rank_shares, stages_of
 from megatron.config import ParallelConfig
 from megatron.config.layouts import Layout
 from megatron.engine.pipeline_module import layer_bounds

@@ -6,11 +6,7 @@ import pytest
 
 from megatron.apps.planning.activations import activation_bytes
 from megatron.apps.planning.memory import peak_memory, rank_memory
-from megatron.apps.planning.parameters import (
-    RankShare,
-    linear_parameters,
-    rank_shares,
-)
+from megatron.apps.planning.parameters import RankShare, linear_parameters, rank_shares
 from megatron.apps.planning.search import (
     Workload,
     divides_model,

@@ -6,12 +6,7 @@ from fractions import Fraction
 import pytest
 
 from megatron.apps.planning.parameters import rank_shares
-from megatron.apps.planning.step_time import (
-    Hardware,
-    bubble_ratio,
-    rank_flops,
-    step_time,
-)
+from megatron.apps.planning.step_time import Hardware, bubble_ratio, rank_flops, step_time
 from megatron.config.layouts import Layout
 from megatron.families import family_of
 from megatron.features.global_heads.costs import with_global_heads

@@ -2,11 +2,7 @@
 
 import pytest
 
-from megatron.apps.profiling.categories import (
-    Label,
-    kernel_category,
-    label_inside,
-)
+from megatron.apps.profiling.categories import Label, kernel_category, label_inside
 
 OPERATORS = {
     "aten::mm": "matrix products",

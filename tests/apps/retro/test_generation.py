@@ -10,19 +10,10 @@ from small_databases import CHUNK, chunk_database, nearest
 
 from megatron.apps.generation.execution.runner import PagedRunner, page_shape
 from megatron.apps.generation.execution.stages import StagedLayers
-from megatron.apps.generation.request import (
-    Beams,
-    GenerationRequest,
-    Sampling,
-    StopRules,
-)
+from megatron.apps.generation.request import Beams, GenerationRequest, Sampling, StopRules
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.schedule import EngineLimits
-from megatron.apps.retro.generation import (
-    ChunkNeighbors,
-    RetrievingRunner,
-    neighbors_read,
-)
+from megatron.apps.retro.generation import ChunkNeighbors, RetrievingRunner, neighbors_read
 from megatron.families import family_of
 from megatron.features.retro.family import Retrieved
 from megatron.model.attention_masks import AttentionMasks

@@ -14,13 +14,7 @@ from upstream_retro import EOD, Corpus, corpus, gpt_flags, write_corpora, write_
 from megatron.apps.retro.blocks import FileBlock
 from megatron.apps.retro.index.exact import ExactIndex
 from megatron.apps.retro.preprocessing import project_run
-from megatron.apps.retro.query import (
-    Retriever,
-    SampleChunks,
-    first_kept,
-    gpt_samples,
-    neighbors_of,
-)
+from megatron.apps.retro.query import Retriever, SampleChunks, first_kept, gpt_samples, neighbors_of
 from megatron.config import Setting
 from megatron.families import family_of
 from megatron.features.retro.project import RetroProject

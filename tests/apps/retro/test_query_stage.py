@@ -11,12 +11,7 @@ from upstream_retro import corpus, gpt_flags, write_corpora, write_project
 from megatron.apps.retro.blocks import FileBlock
 from megatron.apps.retro.command import run_preprocessing
 from megatron.apps.retro.preprocessing import existing
-from megatron.apps.retro.query import (
-    Retriever,
-    SampleChunks,
-    gpt_samples,
-    neighbors_of,
-)
+from megatron.apps.retro.query import Retriever, SampleChunks, gpt_samples, neighbors_of
 from megatron.config import Setting
 from megatron.features.retro.project import RetroProject
 

@@ -5,11 +5,7 @@ from types import SimpleNamespace
 import pytest
 from configs import model_config, run_config
 
-from megatron.apps.tasks.during_training import (
-    EvalTasks,
-    TaskEvaluation,
-    prepared_tasks,
-)
+from megatron.apps.tasks.during_training import EvalTasks, TaskEvaluation, prepared_tasks
 from megatron.apps.tasks.flags import EvalTasksConfig
 from megatron.apps.tasks.report import TaskResult
 from megatron.config import ConfigError, TokenizerConfig

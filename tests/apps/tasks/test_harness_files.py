@@ -9,11 +9,7 @@ from tool_modules import load_program
 
 from megatron.apps.tasks.harness import command, version_02
 from megatron.apps.tasks.harness.config import HarnessConfig
-from megatron.apps.tasks.harness.documents import (
-    articles,
-    file_in,
-    rows_of,
-)
+from megatron.apps.tasks.harness.documents import articles, file_in, rows_of
 from megatron.config import ConfigError
 from megatron.run.run import RunToolParser
 

@@ -9,11 +9,7 @@ import torch
 from tool_modules import load_program
 
 from megatron.apps.doctor.examination import Examination
-from megatron.apps.doctor.findings import (
-    Check,
-    checks_of,
-    judge_reports,
-)
+from megatron.apps.doctor.findings import Check, checks_of, judge_reports
 from megatron.apps.doctor.probe import report
 
 ROOT = Path(__file__).parents[3]

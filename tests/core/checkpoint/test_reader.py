@@ -105,6 +105,14 @@ def test_missing_slice_is_refused(tmp_path):
         CheckpointReader(folder)
 
 
+def test_elements_that_no_file_has_are_not_old_memory(tmp_path):
+    name = "layers.0.attention.proj.weight"
+    reader = CheckpointReader(write_checkpoint(tmp_path, 7, 2, 2))
+    reader.index[name] = reader.index[name][:-1]
+    with pytest.raises(CheckpointError, match=rf"weight of {name} has \d+ of \d+ elements"):
+        reader.tensor(name)
+
+
 def test_slices_that_overlap_instead_of_tiling_are_refused(tmp_path):
     """Their sizes add up, and yet an element is missing."""
     name = "layers.0.attention.proj.weight"

@@ -7,13 +7,7 @@ import pytest
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.source import (
-    Format,
-    formats,
-    locate_checkpoint,
-    open_checkpoint,
-    reader,
-)
+from megatron.checkpoint.source import Format, formats, locate_checkpoint, open_checkpoint, reader
 from megatron.formats import available
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
 from megatron.formats.deepspeed_folders.universal import UniversalFolder

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import incomplete_folder
-from megatron.checkpoint.manifest import verify
+from megatron.checkpoint.manifest import tensor_key, verify
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import Source, locate_checkpoint, open_checkpoint, run_of
@@ -68,6 +69,9 @@ def test_round_trip(tmp_path, source, max_file_bytes):
     assert found.model == source.model
     for (name, kind), values in source.tensors.items():
         assert torch.equal(found.tensor(name, kind), values)
+    stored = [load_file(path) for path in folder.glob("*.safetensors")]
+    shapes = {key: values.shape for file in stored for key, values in file.items()}
+    assert all(shapes[tensor_key(*key)] == each.shape for key, each in source.tensors.items())
     files = len(list(folder.glob("weights-*.safetensors")))
     assert files == {1: 3, 100: 2, 10**9: 1}[max_file_bytes]
 

@@ -5,12 +5,8 @@ import torch
 from configs import model_config
 from torch import nn
 from transformers import Llama4TextConfig, Qwen3NextConfig
-from transformers.models.llama4.modeling_llama4 import (
-    Llama4TextAttention,
-)
-from transformers.models.qwen3_next.modeling_qwen3_next import (
-    Qwen3NextAttention,
-)
+from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
 from megatron.model.attention import Attention
 from megatron.model.attention_masks import AttentionMasks

@@ -23,11 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.config import ModelConfig
-from megatron.features.float8.linear import (
-    NOTHING_KEPT,
-    Float8,
-    Kept,
-)
+from megatron.features.float8.linear import NOTHING_KEPT, Float8, Kept
 from megatron.model import attention_backends, attention_flex
 from megatron.model.attention_masks import AttentionMasks, _slopes_on
 from megatron.model.layer_list import LayerStack

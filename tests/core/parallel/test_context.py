@@ -92,6 +92,28 @@ def test_targets_at_positions(together):
     assert counted == mask.sum() == part.total
 
 
+def test_numbers_of_targets_go_back_to_their_places(monkeypatch):
+    """Each rank has those of its own targets, where these are not those that come first."""
+    monkeypatch.setattr(Context, "sum", lambda context, x: x)
+    positions = torch.arange(LENGTH).flip(0)[None]
+    labels, mask = torch.randperm(LENGTH)[None] + 1, torch.ones(1, LENGTH)
+    mask[:, 5:9] = 0.0
+    targets, total = Targets(labels, mask, positions), torch.zeros(1, LENGTH)
+    for context in contexts(3):
+        part = targets.divided(context, LENGTH)
+        total += part.gathered(part.labels_BS * part.mask_BS, context)
+    assert torch.equal(total, labels * mask)
+
+
+def test_targets_that_do_not_count_are_no_work():
+    """Of a rank's twelve positions one or two count, for which eight are computed."""
+    mask = torch.zeros(1, LENGTH)
+    mask[:, [0, 7, 9]] = 1.0
+    targets = Targets(torch.ones(1, LENGTH).long(), mask, torch.arange(LENGTH)[None])
+    for context in contexts(2):
+        assert targets.divided(context, LENGTH).labels_BS.shape == (1, 8)
+
+
 def test_no_target_of_a_rank_leaves_one_that_does_not_count():
     targets = Targets(torch.tensor([[5]]), torch.ones(1, 1), torch.tensor([[0]]))
     first, second = (targets.divided(context, LENGTH) for context in contexts(2))

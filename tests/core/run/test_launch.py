@@ -16,12 +16,7 @@ import torch.distributed as dist
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser
 from megatron.engine.environment import meeting
 from megatron.run import launch
-from megatron.run.launch import (
-    Node,
-    run_node,
-    set_infiniband,
-    start_processes,
-)
+from megatron.run.launch import Node, run_node, set_infiniband, start_processes
 from megatron.util.processes import death
 
 TWO_NODES = "--num-gpus-per-node 2 --num-nodes 2 --node-ips "

@@ -13,15 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from family_models import FAMILIES, MODELS, NO_DROPOUT, blocks
 from gpt_forward import forward
-from stock_gpt import (
-    DECAY,
-    FLAGS,
-    RATE,
-    VOCABULARY,
-    continue_plainly,
-    continue_training,
-    tokens,
-)
+from stock_gpt import DECAY, FLAGS, RATE, VOCABULARY, continue_plainly, continue_training, tokens
 from training_jobs import TINY, train
 
 from megatron.checkpoint.reader import CheckpointReader

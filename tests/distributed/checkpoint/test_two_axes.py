@@ -60,10 +60,10 @@ def engine_of(sizes: dict[str, int], save: str) -> Any:
     built = build_optimizer(names, optimizer)
     engine = object.__new__(TrainEngine)
     vars(engine).update(
-        stage=0, mesh=mesh, names=names, optimizer=built, config=config, device=CPU, data_rank=0,
+        stage=0, mesh=mesh, _names=names, optimizer=built, config=config, device=CPU, data_rank=0,
         engine=SimpleNamespace(optimizer=built), stored_states=None, kept={}, kernels=NO_KERNELS,
         buffers={}, base=None,
-        trained=names, quantised=[],
+        _trained=names, quantised=[], backend=SimpleNamespace(await_weights=lambda: None),
     )  # fmt: skip
     return engine
 

@@ -8,11 +8,7 @@ from samples import sampled
 
 from megatron.apps.generation.memory import ServedConfig
 from megatron.apps.generation.opening import opened_runner
-from megatron.apps.generation.request import (
-    GenerationRequest,
-    Sampling,
-    StopRules,
-)
+from megatron.apps.generation.request import GenerationRequest, Sampling, StopRules
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.config import ConfigError

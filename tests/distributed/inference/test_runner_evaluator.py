@@ -1,18 +1,15 @@
-"""Scores of prompts against those of evaluations, and what is refused, in every layout."""
+"""Scores of prompts against those of evaluations and of transformers, and what is refused, in every
+layout."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from generation_models import PROMPTS, play, save_theirs
+from generation_models import PROMPTS, play, save_theirs, their_model, tolerance
 from pool import RankError
 
 from megatron.apps.generation.memory import CacheConfig
-from megatron.apps.generation.opening import (
-    for_generation,
-    opened_runner,
-    runner_of,
-)
+from megatron.apps.generation.opening import for_generation, opened_runner, runner_of
 from megatron.apps.tasks.harness.scoring import TextScorer, TokenRequest
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ConfigError
@@ -36,6 +33,7 @@ def load(tmp_path_factory) -> Path:
 
 def parsed(load: Path, *flags: str):
     argv = ["--load", str(load), "--kv-cache-gib", "0.001", *flags]
+    argv += ["--make-vocab-size-divisible-by", "1"]  # both tensor-parallel ranks have tokens
     if "--tokenizer-type" not in flags:
         argv += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "60"]
     return RunToolParser(CacheConfig, None).parse(argv)
@@ -66,6 +64,12 @@ def check(pool, load: Path, layout: str) -> None:
     size = 1 if layout == "tp1" else 2
     found, evaluated = pool.run(size, both, load, LAYOUTS[layout], size)[0]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(evaluated), rtol=0, atol=1e-6)
+    model, expected = their_model("gemma2"), []
+    for text in TEXTS:
+        with torch.inference_mode():
+            log_probs = model(torch.tensor([text])).logits[0].log_softmax(-1)
+        expected += log_probs[range(len(text) - 1), text[1:]].tolist()
+    assert found == pytest.approx(expected, rel=0, abs=tolerance("gemma2"))
 
 
 def test_scores_are_those_of_an_evaluation(pool, load):

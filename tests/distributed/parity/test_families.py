@@ -12,15 +12,7 @@ import labelled_texts
 import pytest
 import torch
 import training_jobs
-from family_models import (
-    ENCODER_DROPOUT,
-    FAMILIES,
-    MODELS,
-    NO_DROPOUT,
-    blocks,
-    flags,
-    split_ranks,
-)
+from family_models import ENCODER_DROPOUT, FAMILIES, MODELS, NO_DROPOUT, blocks, flags, split_ranks
 from samples import sampled
 from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, train_plainly
 

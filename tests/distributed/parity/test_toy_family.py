@@ -15,11 +15,7 @@ from samples import sampled
 from training_jobs import TINY
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
-from megatron.apps.parity.runs import (
-    Drift,
-    rounding_noise,
-    train_plainly,
-)
+from megatron.apps.parity.runs import Drift, rounding_noise, train_plainly
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config.layouts import parse_layout

@@ -81,11 +81,7 @@ class T5:
 
     def __init__(self, folder: Path, texts: list[str]) -> None:
         from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-        from transformers import (
-            PreTrainedTokenizerFast,
-            T5Config,
-            T5ForConditionalGeneration,
-        )
+        from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
         made = Tokenizer(models.Unigram())
         made.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -12,12 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.features.compression.layers import SCORES, Clock, CompressedLayer, uses_of
-from megatron.features.compression.quantisers import (
-    bits_after,
-    quantise,
-    share_of_weights,
-    within,
-)
+from megatron.features.compression.quantisers import bits_after, quantise, share_of_weights, within
 from megatron.features.compression.settings import compression_of
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mesh import Mesh

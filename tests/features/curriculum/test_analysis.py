@@ -10,11 +10,7 @@ import pytest
 
 from megatron.data.samples import PackedSample
 from megatron.features.curriculum import analysis, metric_files
-from megatron.features.curriculum.analysis import (
-    Analysis,
-    sample_tokens,
-    token_rarity,
-)
+from megatron.features.curriculum.analysis import Analysis, sample_tokens, token_rarity
 from megatron.features.curriculum.metric_files import read_rows
 from megatron.features.masked.batch import BertSample
 

@@ -11,11 +11,7 @@ from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.data.gpt_batch import GPTCollator
 from megatron.data.samples import truncated
 from megatron.features.curriculum.order import WithoutPadding
-from megatron.features.masked.batch import (
-    BertSample,
-    T5Batch,
-    collate_bert,
-)
+from megatron.features.masked.batch import BertSample, T5Batch, collate_bert
 from megatron.training.plan import TrainingPlan
 
 FLAGS = (

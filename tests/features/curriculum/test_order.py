@@ -10,11 +10,7 @@ from megatron.data.samples import Piece
 from megatron.features.curriculum.analysis import Analysis, analyse
 from megatron.features.curriculum.flags import CurriculumConfig, data_sampling
 from megatron.features.curriculum.metric_files import read_rows, write_rows
-from megatron.features.curriculum.order import (
-    DrawnSamples,
-    difficulty,
-    draw_samples,
-)
+from megatron.features.curriculum.order import DrawnSamples, difficulty, draw_samples
 
 METRIC = {
     "difficulty_type": "value",

@@ -1,4 +1,4 @@
-"""The loss of a student on one rank, against torch; tests/distributed/parallel has several."""
+"""The loss of a student on one rank, against torch; tests/distributed/parallel has two."""
 
 import pytest
 import torch

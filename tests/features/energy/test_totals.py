@@ -7,18 +7,8 @@ import pytest
 import torch
 
 from megatron.features.energy import counters as meter_module
-from megatron.features.energy.callback import (
-    FILE,
-    Prices,
-    Totals,
-    read_totals,
-    write_totals,
-)
-from megatron.features.energy.counters import (
-    EnergyMeter,
-    Joules,
-    RunEnergy,
-)
+from megatron.features.energy.callback import FILE, Prices, Totals, read_totals, write_totals
+from megatron.features.energy.counters import EnergyMeter, Joules, RunEnergy
 from megatron.training.intervals import TimeLeft
 from megatron.training.registry import METRICS
 

@@ -6,10 +6,13 @@ import torch.nn.functional as F
 from configs import model_config
 
 from megatron.families import build_model
+from megatron.features.experts.exchange import ExpertRanks
 from megatron.model.layer_list import LayerState, initialise
 from megatron.model.spec import TEXT_SCORES
 from megatron.parallel.loss_head import Targets
+from megatron.parallel.mesh import Group
 from megatron.parallel.shard import Init
+from megatron.parallel.tensor_parallel import TensorParallel
 
 HIDDEN, INNER, TOKENS, EXPERTS = 16, 24, 20, 6
 MODELS = {
@@ -137,3 +140,17 @@ def test_scored_texts_do_not_depend_on_their_batch():
         together, limited = outputs(x_BSH, True), outputs(x_BSH, False)
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-13)
     assert (limited - together).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("sequence, experts, summed", [
+    (True, "cut", True), (False, "cut", False), (False, "whole", True), (False, "folded", True),
+])  # fmt: skip
+def test_gradients_of_routers_are_summed_where_ranks_route_different_tokens(
+    sequence, experts, summed
+):
+    """In every backward pass, unless an engine sums them once a step."""
+    ranks = ExpertRanks(TensorParallel(Group((0, 1), 0), sequence=sequence, experts=experts))
+    param = torch.nn.Parameter(torch.ones(2, 3))
+    (shared,) = ranks.shared(param)
+    assert (shared is not param) == summed
+    assert ("SumGradients" in type(shared.grad_fn).__name__) == summed

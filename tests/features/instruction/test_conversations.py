@@ -4,12 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.features.instruction.conversations import (
-    Example,
-    Turn,
-    parse_example,
-    read_examples,
-)
+from megatron.features.instruction.conversations import Example, Turn, parse_example, read_examples
 
 
 def user(text: str, context: str = "") -> Turn:

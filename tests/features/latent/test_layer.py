@@ -24,9 +24,12 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
 
 from megatron.config import ConfigError
-from megatron.features.latent.attention import LatentAttention
+from megatron.features.latent.attention import LatentAttention, WholeParallelLinear
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
+from megatron.parallel import tensor_parallel
+from megatron.parallel.mesh import Group
+from megatron.parallel.shard import Init
 from megatron.parallel.tensor_parallel import TensorParallel
 
 NAMES = {
@@ -190,3 +193,16 @@ def test_recomputed_heads_are_not_kept():
 def test_what_contradicts_is_named(flags, message):
     with pytest.raises(ConfigError, match=message):
         model_config(**SIZES | flags)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gradients_of_maps_to_latent_vectors_are_sums_where_ranks_have_slices(
+    sequence, monkeypatch
+):
+    """In every backward pass, unless an engine sums them once a step; here of two equal ranks."""
+    monkeypatch.setattr(tensor_parallel, "start_all_reduce", lambda x, group: lambda: 2 * x)
+    tp = TensorParallel(Group((0, 1), 0), sequence=sequence)
+    layer = WholeParallelLinear(HIDDEN, RANK, bias=True, init=Init(0.1), tp=tp)
+    layer(torch.ones(2, LENGTH, HIDDEN)).sum().backward()
+    for param in layer.parameters():
+        assert torch.equal(param.grad, torch.full_like(param, 2 * LENGTH * (1 + sequence)))

@@ -16,12 +16,7 @@ from megatron.features.low_bit_states.state_formats import (
     state_formats,
     to_bfloat16,
 )
-from megatron.features.low_bit_states.stored_states import (
-    key_of,
-    more_bits,
-    random_bits,
-    wrapped,
-)
+from megatron.features.low_bit_states.stored_states import key_of, more_bits, random_bits, wrapped
 from megatron.parallel.shard import Cut, Shard
 
 COUNT = 1 << 18

@@ -3,6 +3,7 @@ the bytes that they move."""
 
 import re
 from functools import partial
+from itertools import combinations
 from typing import NamedTuple
 
 import pytest
@@ -120,6 +121,12 @@ def test_reads_and_writes_ranges(name):
                 target.set(kind, start, values)
     tensors = zip(stored.tensors(), copy.tensors(), strict=True)
     assert all(torch.equal(a, b) for a, b in tensors if a.dim())
+
+
+def test_each_state_has_random_bits_of_its_own():
+    elements, step = torch.arange(1 << 16, dtype=torch.int32), torch.tensor(3)
+    for one, other in combinations(StoredStates(DTYPES["B"]).bits(elements, step), 2):
+        assert abs(((one ^ other) < 0).double().mean() - 0.5) < 0.01  # 5 standard deviations
 
 
 def drawn(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 
 from megatron.data.samples import Piece
-from megatron.features.masked.sentence_numbers import (
-    Sentences,
-    join,
-    token_count,
-    trimmed,
-)
+from megatron.features.masked.sentence_numbers import Sentences, join, token_count, trimmed
 
 
 def listed(documents, units, limit):

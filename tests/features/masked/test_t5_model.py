@@ -15,11 +15,7 @@ from megatron.config import ConfigError, ModelConfig, ParallelConfig
 from megatron.engine.pipeline_module import layer_bounds
 from megatron.families import build_model, spec_of
 from megatron.features.masked.batch import NO_LABEL, T5Batch
-from megatron.features.masked.layers import (
-    RelativeBias,
-    distance_buckets,
-    relative_bucket,
-)
+from megatron.features.masked.layers import RelativeBias, distance_buckets, relative_bucket
 from megatron.model.layer_list import LayerStack, canonical_parameters, layer_sequence
 from megatron.parallel.context import Context
 from megatron.parallel.mesh import Group

@@ -14,12 +14,7 @@ import pytest
 from megatron.data.index_cache import IndexCache
 from megatron.data.loader import MicroBatches
 from megatron.features.masked.batch import collate_bert
-from megatron.features.masked.tfrecord import (
-    TFRecordFile,
-    TFRecordRecipe,
-    TFRecords,
-    masked_crc,
-)
+from megatron.features.masked.tfrecord import TFRecordFile, TFRecordRecipe, TFRecords, masked_crc
 
 PAD, VOCAB_SIZE = 0, 1000
 

@@ -201,6 +201,7 @@ def test_positions_of_the_head_change_nothing():
     model, stack, spec = case(mtp_num_layers=2)
     batch = sample(documents=True)
     mask_BS = torch.rand(batch.loss_mask_BS.shape, generator=torch.Generator().manual_seed(1)) < 0.4
+    mask_BS[1, :4] = True  # the beginning of a row, which no place is before
     batch = batch._replace(loss_mask_BS=mask_BS.float())
     expected = stack(spec.begin(batch)).losses
     positions = mask_BS.flatten().nonzero().T

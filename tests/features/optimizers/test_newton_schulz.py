@@ -6,11 +6,7 @@ from torch import nn
 
 from megatron.features.optimizers.coefficients import COEFFICIENTS
 from megatron.features.optimizers.muon import Muon, MuonSettings
-from megatron.features.optimizers.newton_schulz import (
-    orthogonalise,
-    scale,
-    steps_of,
-)
+from megatron.features.optimizers.newton_schulz import orthogonalise, scale, steps_of
 from megatron.features.optimizers.rules import Adam, Lion, RuledOptimizer
 from megatron.features.optimizers.whole import in_order
 from megatron.parallel.mesh import Mesh

@@ -16,10 +16,7 @@ from selectors import DefaultSelector
 import pytest
 
 from megatron.features.resilience.restart import guardian as guardian_module
-from megatron.features.resilience.restart.coordinator import (
-    Coordinator,
-    Rules,
-)
+from megatron.features.resilience.restart.coordinator import Coordinator, Rules
 from megatron.features.resilience.restart.guardian import Guardian
 from megatron.features.resilience.restart.peers import Peer, hello
 

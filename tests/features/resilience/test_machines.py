@@ -6,11 +6,7 @@ import socket
 import subprocess
 import sys
 
-from megatron.features.resilience.watch.processes import (
-    Door,
-    SilentMachines,
-    is_gone,
-)
+from megatron.features.resilience.watch.processes import Door, SilentMachines, is_gone
 
 HOLDS_A_DOOR = (
     "import time; from megatron.features.resilience.watch.processes import Door\n"

@@ -6,12 +6,7 @@ import random
 
 import pytest
 
-from megatron.features.resilience.steps.stragglers import (
-    SECONDS,
-    Change,
-    StepTimes,
-    StragglerRule,
-)
+from megatron.features.resilience.steps.stragglers import SECONDS, Change, StepTimes, StragglerRule
 
 
 def run(

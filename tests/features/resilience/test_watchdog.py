@@ -17,16 +17,8 @@ import pytest
 
 from megatron.config import ConfigError
 from megatron.features.resilience.watch import watchdog
-from megatron.features.resilience.watch.processes import (
-    GONE,
-    awaited_file,
-    state_of,
-)
-from megatron.features.resilience.watch.watchdog import (
-    Idleness,
-    Watchdog,
-    hang_limits,
-)
+from megatron.features.resilience.watch.processes import GONE, awaited_file, state_of
+from megatron.features.resilience.watch.watchdog import Idleness, Watchdog, hang_limits
 from megatron.util.phases import PHASES, Activity, activity, background, moved, phase
 
 

@@ -3,12 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.features.retro.hdf5 import (
-    array_shapes,
-    read_array,
-    write_arrays,
-    writing,
-)
+from megatron.features.retro.hdf5 import array_shapes, read_array, write_arrays, writing
 
 h5py = pytest.importorskip("h5py")
 

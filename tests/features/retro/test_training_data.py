@@ -15,11 +15,7 @@ from megatron.data.samples import MadeSamples
 from megatron.features.curriculum.analysis import fingerprint, sample_tokens
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.project import retro_settings
-from megatron.run.run import (
-    Run,
-    run_data,
-    run_of,
-)
+from megatron.run.run import Run, run_data, run_of
 from megatron.training.plan import TrainingPlan
 from tools.show_batch import main as show_batch
 

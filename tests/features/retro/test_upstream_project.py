@@ -4,14 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from upstream_retro import (
-    EOD,
-    corpus,
-    gpt_flags,
-    write_blocks,
-    write_corpora,
-    write_project,
-)
+from upstream_retro import EOD, corpus, gpt_flags, write_blocks, write_corpora, write_project
 
 from megatron.features.retro.project import RetroProject
 

@@ -19,12 +19,7 @@ from megatron.features.trackers.services import WandbWriter
 from megatron.features.trackers.tags import TAGS, tagged
 from megatron.features.trackers.tensorboard import TensorBoardWriter
 from megatron.training.metrics import Evaluation
-from megatron.training.writers import (
-    STEP,
-    JsonLinesWriter,
-    TeeWriter,
-    build_writers,
-)
+from megatron.training.writers import STEP, JsonLinesWriter, TeeWriter, build_writers
 
 
 def test_what_a_run_reports_next_to_its_losses_has_tags():

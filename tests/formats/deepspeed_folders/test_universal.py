@@ -51,7 +51,17 @@ def test_loaders_of_stage_3_get_the_padding(tmp_path, own):
     assert (output / "zero_pp_rank_0_mp_rank_00_model_states.pt").is_file()
     table = load_pickle(output / "zero" / "embedding.word_embeddings.weight" / "fp32.pt")
     assert table["param"].shape == (128, 32)
-    assert UniversalFolder(output).tensor("embedding.word_embeddings.weight").shape == (61, 32)
+    name = "embedding.word_embeddings.weight"
+    assert torch.equal(UniversalFolder(output).tensor(name), own.tensor(name))
+
+
+def test_skipped_steps_are_no_updates(tmp_path, own):
+    own.state = {"iteration": 7, "consumed_samples": 56, "optimizer_step": 5}
+    write_universal(own, tmp_path / "u")
+    states = load_pickle(tmp_path / "u" / "mp_rank_00_model_states.pt")
+    assert (states["global_steps"], states["skipped_steps"]) == (7, 2)
+    schedule = {"last_batch_iteration": 4, "last_epoch": 5, "_step_count": 6}
+    assert states["lr_scheduler"] == schedule  # after five steps of DeepSpeed's and of torch's
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, own, monkeypatch):

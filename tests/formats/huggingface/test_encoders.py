@@ -10,11 +10,7 @@ from hf_encoder_cases import ENCODER_CASES
 from safetensors.torch import load_file, save_file
 from samples import sampled
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    AutoModelForMaskedLM,
-    PreTrainedTokenizerFast,
-    UMT5ForConditionalGeneration,
-)
+from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast, UMT5ForConditionalGeneration
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.formats.conversion.commands import from_hf, to_hf

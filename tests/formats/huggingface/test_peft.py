@@ -168,6 +168,18 @@ def test_ours_load_there(adapted, hf_model, tmp_path, model, dora):
     assert trained == {n for n, _ in theirs.named_modules() if n.endswith("lora_A.default")}
 
 
+def test_merging_does_not_change_the_base(adapted):
+    """Whose file may be mapped into memory, so that each reading has the same tensor."""
+    _, base, folder = adapted(("llama", "kv_heads=2,untied"), ["o_proj"])
+    file, name = base / "model.safetensors", "layers.0.attention.proj.weight"
+    torch.save(load_file(file), base / "pytorch_model.bin")
+    file.unlink()
+    source = open_checkpoint(folder)
+    first = source.tensor(name).clone()
+    assert torch.equal(source.tensor(name), first)
+    assert not torch.equal(source.base.tensor(name), first)
+
+
 def test_additions_to_experts_are_not_served_next_to_their_base(adapted):
     """They would be left out; a merged model has them."""
     _, base, folder = adapted(("mixtral", "plain"), ["q_proj", "mlp.experts.down_proj"])

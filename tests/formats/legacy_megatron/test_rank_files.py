@@ -6,12 +6,7 @@ from itertools import product
 import pytest
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.formats.legacy_megatron.rank_files import (
-    Rank,
-    find_megatron,
-    rank_files,
-    rank_folder,
-)
+from megatron.formats.legacy_megatron.rank_files import Rank, find_megatron, rank_files, rank_folder
 
 FILE = "model_optim_rng.pt"
 

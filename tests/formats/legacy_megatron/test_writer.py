@@ -66,7 +66,7 @@ def test_round_trip_is_bitwise(llama, tensor, pipeline, ours, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("llama", "tensor", "pipeline"), [(False, 1, 1), (False, 4, 2), (True, 2, 1), (True, 1, 2)]
+    ("llama", "tensor", "pipeline"), [(False, 1, 4), (False, 4, 2), (True, 2, 1), (True, 1, 2)]
 )
 def test_against_the_writer_of_the_tests(
     llama, tensor, pipeline, ours, tmp_path, legacy_model, random_weights, write_legacy

@@ -1,5 +1,6 @@
 """Sharded checkpoints against torch.distributed.checkpoint itself, which writes and loads them."""
 
+import dataclasses
 import io
 import json
 import pickle
@@ -247,6 +248,20 @@ def with_a_gap(folder):
     edited(folder, change)
 
 
+def overlapping(folder):
+    """Two chunks of as many elements as the tensor, which leave its last rows out."""
+
+    def change(metadata):
+        facts = metadata.state_dict_metadata["model.lm_head.weight"]
+        facts.chunks[0].sizes = torch.Size([16, 16])
+        facts.chunks.append(dataclasses.replace(facts.chunks[0], offsets=torch.Size([8, 0])))
+        data = metadata.storage_data
+        (first,) = (index for index in data if index.fqn == "model.lm_head.weight")
+        data[dataclasses.replace(first, offset=torch.Size([8, 0]))] = data[first]
+
+    edited(folder, change)
+
+
 def outside(folder):
     def change(metadata):
         for place in metadata.storage_data.values():
@@ -271,6 +286,7 @@ DAMAGES = {
     without_a_tensor: r"\.metadata lacks lm_head.weight",
     of_another_shape: r"lm_head.weight has the shape \(31, 16\)",
     with_a_gap: r"\.metadata: the 1 chunks of model.lm_head.weight do not fill",
+    overlapping: r"\.metadata: the 2 chunks of model.lm_head.weight do not fill",
     outside: r"'../secret', which is not a file of this folder",
     swapped: r"__0_0.distcp has .* bytes of model.lm_head.weight \(32, 16\), which needs more",
 }

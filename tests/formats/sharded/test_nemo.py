@@ -1,17 +1,20 @@
 """Checkpoints of NeMo 2 as its releases lay them out: ``weights/`` of Megatron-Core with the prefix
 ``module.``, and ``context/model.yaml``, in which Fiddle has written the model's configuration."""
 
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 from fuzz.readers.checkpoints import GROUPS, HEADS, F, H, weights, write_huggingface
 from fuzz.readers.trainers import write_nemo
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import open_checkpoint
+from megatron.formats.sharded.files import METADATA, ShardedFiles
 
 LAST = "model_name=0--val_loss=0.00-step=9-consumed_samples=80.0-last"
 
@@ -46,8 +49,6 @@ def test_the_folder_is_the_llama(inside, nemo, tmp_path):
 
 
 def test_rows_of_queries_keys_and_values_are_those_of_its_groups(nemo):
-    from megatron.formats.sharded.files import ShardedFiles
-
     stored = ShardedFiles(nemo / "weights").tensor(
         "module.decoder.layers.self_attention.linear_qkv.weight"
     )
@@ -58,6 +59,39 @@ def test_rows_of_queries_keys_and_values_are_those_of_its_groups(nemo):
         rows += [q[group * per * width : (group + 1) * per * width]]
         rows += [each[group * width : (group + 1) * width] for each in (k, v)]
     assert torch.equal(stored, torch.cat(rows)[None])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_of_a_stack_halves_of_a_gate_and_flat_pieces(nemo):
+    """As other releases of Megatron-Core lay the same out: of a stacked tensor each row is a block;
+    ``weight_w`` is the gate; a tensor is a grid of pieces, each of them flat."""
+    files = ShardedFiles(nemo / "weights")
+    state = {name: files.tensor(name) for name in files.tensors}
+    for name, values in state.items():
+        if ".layers." in name:
+            state[name] = torch.cat((values, values + 1))
+    gated = "module.decoder.layers.mlp.linear_fc1.weight"
+    state[f"{gated}_w"], state[f"{gated}_v"] = state.pop(gated).chunk(2, dim=1)
+    name = "module.output_layer.weight"
+    head = state[name]
+    rows, width = len(head) // 2, H // 4
+    pieces = [[part.flatten() for part in row.split(width, 1)] for row in head.split(rows)]
+    state[name] = torch.stack([torch.stack(row) for row in pieces])
+    before = open_checkpoint(nemo)
+    expected = {name: before.tensor(name) for name in before.names()}
+    dcp.save(state, checkpoint_id=nemo / "weights", no_dist=True)
+    path = nemo / "weights" / METADATA
+    metadata = pickle.loads(path.read_bytes())
+    metadata.mcore_data = {name: {"nd_reformulated_orig_global_shape": tuple(head.shape)}}
+    path.write_bytes(pickle.dumps(metadata))
+    edited(nemo, num_layers=2)
+    source = open_checkpoint(nemo)
+    assert len(source.names()) > len(expected)
+    for name, values in expected.items():
+        assert torch.equal(source.tensor(name), values), name
+        if name.startswith("layers.0."):
+            second = name.replace("layers.0.", "layers.1.")
+            assert torch.equal(source.tensor(second), values + 1), second
 
 
 def edited(folder, **changes):

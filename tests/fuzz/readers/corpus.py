@@ -9,12 +9,7 @@ from pathlib import Path
 import zstandard
 from fuzz.fuzzer import Fuzzer
 
-from megatron.apps.corpus.collection.cleaning import (
-    CleanupConfig,
-    FixConfig,
-    cleanup,
-    fix,
-)
+from megatron.apps.corpus.collection.cleaning import CleanupConfig, FixConfig, cleanup, fix
 from megatron.apps.corpus.collection.line_job import LineJobConfig
 from megatron.apps.corpus.collection.urls import UrlConfig, choose_urls
 from megatron.apps.corpus.collection.wikipedia import WikipediaConfig, read_wikipedia

@@ -17,11 +17,7 @@ from megatron.apps.corpus.collection.duplicates import (
     read_pairs,
     remove_duplicates,
 )
-from megatron.apps.corpus.collection.fingerprints import (
-    shingle_hashes,
-    signature_S,
-    similarity,
-)
+from megatron.apps.corpus.collection.fingerprints import shingle_hashes, signature_S, similarity
 from megatron.apps.corpus.collection.line_job import LineJobConfig
 from megatron.config import ConfigError
 

@@ -10,11 +10,7 @@ import pytest
 
 from megatron.apps.corpus.collection import line_job
 from megatron.apps.corpus.collection.json_files import BadRecordError, OutputFile
-from megatron.apps.corpus.collection.line_job import (
-    LineJob,
-    LineJobConfig,
-    run,
-)
+from megatron.apps.corpus.collection.line_job import LineJob, LineJobConfig, run
 from megatron.config import ConfigError
 
 

@@ -2,11 +2,7 @@
 
 import pytest
 
-from megatron.apps.corpus.collection.reshaping import (
-    FILES,
-    ShuffledSplitConfig,
-    shuffled_split,
-)
+from megatron.apps.corpus.collection.reshaping import FILES, ShuffledSplitConfig, shuffled_split
 from megatron.config import ConfigError
 
 

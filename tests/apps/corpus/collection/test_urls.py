@@ -4,12 +4,7 @@ import pytest
 import requests
 
 from megatron.apps.corpus.collection.line_job import LineJobConfig
-from megatron.apps.corpus.collection.urls import (
-    UrlConfig,
-    choose_urls,
-    host_of,
-    same_page,
-)
+from megatron.apps.corpus.collection.urls import UrlConfig, choose_urls, host_of, same_page
 
 KEPT = [
     "http://example.com/news/a.html",

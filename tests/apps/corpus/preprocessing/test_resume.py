@@ -45,21 +45,22 @@ def outputs(folder: Path) -> dict[str, bytes]:
     return {path.name.partition("_")[2]: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture
-def mixed(tmp_path) -> list[Path]:
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> list[Path]:
     """Files of several kinds, some empty, with lines of very different lengths."""
     chance = random.Random(5)
+    folder = tmp_path_factory.mktemp("sources")
 
     def records(count: int) -> list[str]:
         texts = [" ".join(["7"] * int(chance.paretovariate(0.7))) for _ in range(count)]
         return [json.dumps({"text": text[:2000], "other": "3"}) for text in texts]
 
-    (tmp_path / "a.jsonl").write_text("\n".join(records(60)) + "\n")
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(records(40)).encode()))
-    (tmp_path / "c.json").write_text("[" + ",\n".join(records(30)) + "]")
-    (tmp_path / "d.jsonl").write_text("")
-    (tmp_path / "d.txt").write_text("5 " * 900)
-    (tmp_path / "d.jsonl.zst").write_bytes(zstandard.compress("\n".join(records(40)).encode()))
+    (folder / "a.jsonl").write_text("\n".join(records(60)) + "\n")
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(records(40)).encode()))
+    (folder / "c.json").write_text("[" + ",\n".join(records(30)) + "]")
+    (folder / "d.jsonl").write_text("")
+    (folder / "d.txt").write_text("5 " * 900)
+    (folder / "d.jsonl.zst").write_bytes(zstandard.compress("\n".join(records(40)).encode()))
     names = ["a.jsonl", "b.jsonl.gz", "c.json", "d.jsonl", "d.txt", "d.jsonl.zst"]
     if importlib.util.find_spec("pyarrow"):
         import pyarrow
@@ -68,16 +69,24 @@ def mixed(tmp_path) -> list[Path]:
         table = pyarrow.table(
             {"text": [f"{i % 999} " * (i % 3) for i in range(1500)], "other": ["3"] * 1500}
         )
-        parquet.write_table(table, tmp_path / "d.parquet", row_group_size=900)
+        parquet.write_table(table, folder / "d.parquet", row_group_size=900)
         names.append("d.parquet")
-    (tmp_path / "e.jsonl").write_text("\n".join(records(50)))
-    return [tmp_path / name for name in [*names, "e.jsonl"]]
+    (folder / "e.jsonl").write_text("\n".join(records(50)))
+    return [folder / name for name in [*names, "e.jsonl"]]
 
 
 @pytest.fixture
-def whole(mixed, tmp_path) -> dict[str, bytes]:
-    run(mixed, tmp_path / "whole" / "p", append_eod=True)
-    return outputs(tmp_path / "whole")
+def mixed(sources, tmp_path) -> list[Path]:
+    """Copies of the files, which a test may change."""
+    return [Path(shutil.copy(path, tmp_path)) for path in sources]
+
+
+@pytest.fixture(scope="module")
+def whole(sources, tmp_path_factory) -> dict[str, bytes]:
+    """Outputs of one run, with blocks of the usual size."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(sources, folder / "p", append_eod=True)
+    return outputs(folder)
 
 
 def killed_at(target: object, name: str, count: int, work, counts=lambda *_: True) -> bool:

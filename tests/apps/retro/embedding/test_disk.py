@@ -5,11 +5,7 @@ import pytest
 from small_encoders import TEXTS, states_alone, write_encoder
 
 from megatron.apps.retro.embedding import HashingEmbedder
-from megatron.apps.retro.embedding.disk import (
-    run_embedding,
-    stored_vectors,
-    texts_of,
-)
+from megatron.apps.retro.embedding.disk import run_embedding, stored_vectors, texts_of
 from megatron.config import ConfigError
 
 

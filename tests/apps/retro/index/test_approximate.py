@@ -9,11 +9,7 @@ import pytest
 from megatron.apps.retro.config import IndexFlags
 from megatron.apps.retro.index import build_index
 from megatron.apps.retro.index.exact import ExactIndex
-from megatron.apps.retro.index.notation import (
-    fitting_index,
-    index_parts,
-    training_chunks,
-)
+from megatron.apps.retro.index.notation import fitting_index, index_parts, training_chunks
 from megatron.config import ConfigError
 
 WIDTH, COUNT = 16, 900

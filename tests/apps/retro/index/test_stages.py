@@ -13,11 +13,7 @@ from samples import sampled
 from megatron.apps.retro.command import run_preprocessing
 from megatron.apps.retro.config import IndexFlags
 from megatron.apps.retro.embedding import HashingEmbedder, chunk_texts
-from megatron.apps.retro.index import (
-    existing_files,
-    open_index,
-    stages,
-)
+from megatron.apps.retro.index import existing_files, open_index, stages
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.features.retro.hdf5 import read_array
 from megatron.features.retro.project import RetroProject

@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.apps.tasks.detoxify.annotate import (
-    annotate,
-    read_rows,
-    run_annotation,
-)
+from megatron.apps.tasks.detoxify.annotate import annotate, read_rows, run_annotation
 from megatron.apps.tasks.detoxify.scorers import Scorer
 from megatron.config import ConfigError
 

@@ -6,11 +6,7 @@ import pytest
 from megatron.apps.tasks.detoxify.fine_tuning import FineTuneConfig, fine_tuning_data
 from megatron.config import ConfigError
 from megatron.data.indexed import IndexedDatasetWriter
-from megatron.run.run import (
-    RunToolParser,
-    run_data,
-    run_of,
-)
+from megatron.run.run import RunToolParser, run_data, run_of
 
 FLAGS = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1 "

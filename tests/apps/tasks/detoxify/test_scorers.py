@@ -3,12 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.apps.tasks.detoxify.scorers import (
-    Scorer,
-    ScorerConfig,
-    ScorerError,
-    open_scorer,
-)
+from megatron.apps.tasks.detoxify.scorers import Scorer, ScorerConfig, ScorerError, open_scorer
 from megatron.config import ConfigError
 
 TEXTS = ["What a day!", "Two\nlines!!", ""]

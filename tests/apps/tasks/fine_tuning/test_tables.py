@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.apps.tasks.fine_tuning.command import set_names
-from megatron.apps.tasks.fine_tuning.examples import (
-    TABLES,
-    LabelledExample,
-    clean_text,
-)
+from megatron.apps.tasks.fine_tuning.examples import TABLES, LabelledExample, clean_text
 from megatron.config import ConfigError
 
 MNLI = "index promptID pairID genre s1b s2b s1p s2p sentence1 sentence2 label1 gold_label".split()

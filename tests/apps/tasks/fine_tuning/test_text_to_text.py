@@ -8,17 +8,8 @@ import pytest
 
 from megatron.apps.tasks.config import TaskConfig
 from megatron.apps.tasks.fine_tuning.command import as_text, with_head
-from megatron.apps.tasks.fine_tuning.examples import (
-    TABLES,
-    LabelledExample,
-    RaceQuestion,
-)
-from megatron.apps.tasks.fine_tuning.text_to_text import (
-    NUMBERS,
-    PROMPTS,
-    TextTable,
-    number_word,
-)
+from megatron.apps.tasks.fine_tuning.examples import TABLES, LabelledExample, RaceQuestion
+from megatron.apps.tasks.fine_tuning.text_to_text import NUMBERS, PROMPTS, TextTable, number_word
 from megatron.config import ConfigError
 from megatron.families import family_of
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer

@@ -5,11 +5,7 @@ from squad_files import squad_content, write_squad
 from squad_reference import slow_windows
 
 from megatron.apps.tasks.fine_tuning.squad import Passage, WindowMaker
-from megatron.apps.tasks.fine_tuning.squad_files import (
-    GoldAnswer,
-    Question,
-    read_questions,
-)
+from megatron.apps.tasks.fine_tuning.squad_files import GoldAnswer, Question, read_questions
 from megatron.config import ConfigError
 
 SEQ, STRIDE, QUERY = 40, 12, 12
