@@ -56,6 +56,9 @@ from megatron.parallel.mesh import Group
 GRACE_SECONDS = 1.0
 """How long the other ranks have to report after one failed."""
 
+STACK_SECONDS = 10.0
+"""How long a rank has to say where it is."""
+
 MOST_THREADS = 12
 """Of a worker that is used again. DeepSpeed's stage 3 never lets go of its engines, nor so of
 their groups, whose three threads each wake up all the time; a new worker costs less."""
@@ -213,11 +216,13 @@ class _Worker:
         if self.process.exitcode is not None:
             return f"died with exit code {self.process.exitcode}"
         os.kill(self.process.pid, signal.SIGUSR2)
-        deadline = time.monotonic() + GRACE_SECONDS
-        while not (stack := self.stack.read_text()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.05)  # for the rest of what it says
-        stack = self.stack.read_text() or "it does not say where"
+        deadline, stack = time.monotonic() + STACK_SECONDS, ""
+        while time.monotonic() < deadline:
+            before, stack = stack, self.stack.read_text()
+            if stack and stack == before:  # it has said all
+                break
+            time.sleep(0.1)
+        stack = stack or "it does not say where"
         return f"still running (the limit is {seconds:g} s), at\n{stack}"
 
     def close(self) -> None:
