@@ -70,13 +70,18 @@ class Forked:
 
     def __init__(self, stem: Stem, pipe: Connection) -> None:
         self._stem, self.pipe = stem, pipe
-        self.pid: int = pipe.recv()
+        self._number: int
+        self.pid: int
+        self._number, self.pid = pipe.recv()
 
     @property
     def exitcode(self) -> int | None:
         """Its exit status, negative if a signal ended it; None while it runs."""
+        return self._asked(kill=False)
+
+    def _asked(self, kill: bool) -> int | None:
         with contextlib.closing(self._stem.connect()) as pipe:
-            pipe.send(self.pid)
+            pipe.send((self._number, kill))
             return pipe.recv()
 
     def join(self, seconds: float = PATIENCE) -> None:
@@ -86,9 +91,8 @@ class Forked:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """Send SIGKILL, if it still runs."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        """Send SIGKILL, if it still runs: the stem knows, and its process id may be another's."""
+        self._asked(kill=True)
 
 
 class Stem:
@@ -147,27 +151,36 @@ def shared() -> Stem:
 def _serve(address: str) -> None:
     """Fork until the input ends."""
     sys.path[:0] = [str(Path.cwd()), str(TESTS)]
-    statuses = dict[int, int]()
-    imported = False
+    running, statuses = dict[int, int](), dict[int, int]()
+    imported, count = False, 0
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
         listening.listen()
         print("ready", flush=True)
         os.dup2(2, 1)  # that pipe is read no more, and would fill up
-        signal.signal(signal.SIGCHLD, lambda number, frame: _note_ends(statuses))
+        signal.signal(signal.SIGCHLD, lambda number, frame: _note_ends(running, statuses))
         while sys.stdin not in (ready := select.select([listening, sys.stdin], [], [])[0]):
             assert ready
             client, _ = listening.accept()
             pipe = Connection(client.detach())
             request = pipe.recv()
-            if isinstance(request, int):
-                pipe.send(statuses.get(request))
+            # No process is forgotten, and its id free for another, within this.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+            if isinstance(request, tuple):
+                asked, kill = request
+                pids = [pid for pid, number in running.items() if number == asked]
+                if kill and pids:
+                    os.kill(pids[0], signal.SIGKILL)
+                pipe.send(statuses.get(asked))
             else:
                 imported = imported or _import()
                 if (child := os.fork()) == 0:
                     listening.close()
                     _run(request, pipe)
-                pipe.send(child)
+                count += 1
+                running[child] = count
+                pipe.send((count, child))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             pipe.close()
 
 
@@ -185,6 +198,7 @@ def _run(job: _Job, pipe: Connection) -> NoReturn:
     status = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ.clear()
         os.environ.update(job.environment)
@@ -199,10 +213,11 @@ def _run(job: _Job, pipe: Connection) -> NoReturn:
         os._exit(status)
 
 
-def _note_ends(statuses: dict[int, int]) -> None:
+def _note_ends(running: dict[int, int], statuses: dict[int, int]) -> None:
     with contextlib.suppress(ChildProcessError):  # no process is left
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            statuses[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+            if (number := running.pop(ended[0], None)) is not None:  # not one of an import
+                statuses[number] = os.waitstatus_to_exitcode(ended[1])
 
 
 if __name__ == "__main__":

@@ -116,3 +116,21 @@ def test_output_of_forked_processes_does_not_block_them():
     process = stem.shared().start("builtins", "print", "x" * 2**18, environment=os.environ)
     process.join()
     assert process.exitcode == 0
+
+
+def test_another_process_with_the_id_of_one_that_has_ended_lives(tmp_path):
+    (tmp_path / "jobs.py").write_text(
+        "import time\ndef end(pipe): pass\ndef stay(pipe): time.sleep(60)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended, other = (
+        stem.shared().start("jobs", name, environment=environment) for name in ("end", "stay")
+    )
+    ended.join()
+    ended.pid = other.pid
+    ended.kill()
+    assert ended.exitcode == 0
+    assert other.exitcode is None
+    other.kill()
+    other.join()
+    assert other.exitcode == -9
