@@ -89,8 +89,8 @@ class ReadShape(NamedTuple):
 
     @property
     def readers(self) -> float:
-        """The fewest tokens whose products with a page are one GEMM."""
-        if self.fewest is None:
+        """The fewest tokens whose products with a page are one GEMM, which one thread computes."""
+        if self.fewest is None or torch.get_num_threads() > 1:  # threads divide a larger product
             return math.inf
         least = max(2, -(-self.fewest // self.group))
         if self.dtype.itemsize == 2:
