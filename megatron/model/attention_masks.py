@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,8 +25,10 @@ from megatron.parallel.mesh import SINGLE, Group
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Place = TypeVar("Place", int, Tensor, np.ndarray)
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 _EARLY = 8192
 """Tokens up to which the mask of documents is made before a layer needs it: 64 MiB a sample."""
@@ -94,19 +96,37 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     return (*slopes, *between[: heads - lower])
 
 
+def tensor_cache(size: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator of a function of hashable arguments whose last ``size`` results are kept. Its
+    tensors outlive the call: they are no inference tensors, and those without values, of a call
+    under torch's fake mode, are not kept."""
+
+    def decorate(compute: Callable[P, T]) -> Callable[P, T]:
+        def computed(*arguments: P.args, **names: P.kwargs) -> T:
+            with torch.inference_mode(False), torch.no_grad():
+                return compute(*arguments, **names)
+
+        kept: Callable[P, T] = functools.lru_cache(size)(computed)  # type: ignore[assignment]
+
+        @functools.wraps(compute)
+        def cached(*arguments: P.args, **names: P.kwargs) -> T:
+            # A graph that torch traces computes for itself.
+            if torch.compiler.is_dynamo_compiling() or torch._C._get_dispatch_mode(_FAKE):
+                return computed(*arguments, **names)
+            return kept(*arguments, **names)
+
+        return cached
+
+    return decorate
+
+
+@tensor_cache(8)
 def slopes_on(
     slopes: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """[N], made once for a device."""
-    return _slopes_on(slopes, device, dtype)
-
-
-@functools.lru_cache(maxsize=8)
-def _slopes_on(slopes: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    # The cache outlives the call, which may run under inference mode. Filled in on the device:
-    # copying a list to a GPU would synchronize with it.
-    with torch.inference_mode(False), torch.no_grad():
-        return torch.stack([torch.full((), slope, device=device, dtype=dtype) for slope in slopes])
+    # Filled in on the device: copying a list to a GPU would synchronize with it.
+    return torch.stack([torch.full((), slope, device=device, dtype=dtype) for slope in slopes])
 
 
 class AttentionMasks:

@@ -12,7 +12,6 @@ Shapes: B batch, S sequence, N heads, D head width, P = R/2 pairs of rotated cha
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, field
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.config.positions import PositionsConfig, RopeScaling
+from megatron.model.attention_masks import tensor_cache
 
 
 @dataclass(frozen=True)
@@ -132,24 +132,22 @@ def rope_table(
     return _table(_ROTATIONS[number], long, device, dtype)
 
 
-@functools.lru_cache(maxsize=8)
+@tensor_cache(8)
 def _table(
     rotation: RotaryEmbedding, long: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    # The cache outlives the call, which may run under inference mode.
-    with torch.inference_mode(False), torch.no_grad():
-        exponents = torch.arange(0, rotation.rotated, 2, device=device, dtype=dtype)
-        frequencies_P = 1.0 / (rotation.base ** (exponents / rotation.rotated))
-        frequencies_P, factor = scaled_frequencies(
-            frequencies_P, rotation.base, rotation.scaling, rotation.positions, long
-        )
-        places = torch.arange(rotation.positions, device=device, dtype=dtype)
-        angles = places[:, None] * frequencies_P
-        if rotation.interleaved:
-            angles = angles.repeat_interleave(2, dim=-1)
-        else:
-            angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos() * factor, angles.sin() * factor
+    exponents = torch.arange(0, rotation.rotated, 2, device=device, dtype=dtype)
+    frequencies_P = 1.0 / (rotation.base ** (exponents / rotation.rotated))
+    frequencies_P, factor = scaled_frequencies(
+        frequencies_P, rotation.base, rotation.scaling, rotation.positions, long
+    )
+    places = torch.arange(rotation.positions, device=device, dtype=dtype)
+    angles = places[:, None] * frequencies_P
+    if rotation.interleaved:
+        angles = angles.repeat_interleave(2, dim=-1)
+    else:
+        angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def apply_rope(x_BSND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

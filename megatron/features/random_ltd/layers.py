@@ -23,7 +23,7 @@ from megatron.config import ModelConfig
 from megatron.features.random_ltd.flags import TokenDropping
 from megatron.features.random_ltd.lengths import layer_tokens
 from megatron.model.attention_flex import block_masks
-from megatron.model.attention_masks import AttentionMasks
+from megatron.model.attention_masks import AttentionMasks, tensor_cache
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.spec import ModelSpec
 from megatron.parallel.random import derive_seed
@@ -31,7 +31,7 @@ from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.training.trainer import Callback, Step, Trainer
 
 
-@functools.lru_cache(maxsize=1)
+@tensor_cache(1)
 def kept_tokens(
     seed: int, layers: int, samples: int, length: int, kept: int, device: torch.device
 ) -> Tensor:
@@ -141,8 +141,7 @@ def with_dropping(spec: ModelSpec, dropping: TokenDropping, model: ModelConfig) 
 
 
 def begin_step(layers: Sequence[LayerSpec], iteration: int) -> None:
-    """Tell the layers of a model that drop tokens, if there are any, how many steps were before
-    the next one."""
+    """Set the number of completed steps in the layers of a model that drop tokens."""
     for layer in layers:
         if isinstance(layer.forward, DroppingLayer):
             layer.forward.step.iteration = iteration

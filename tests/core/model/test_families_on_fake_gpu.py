@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from one_device import GPU, OneDevice
 
 from megatron.families import build_model, family_names, spec_of
-from megatron.features.masked.layers import distance_buckets
 from megatron.run.run import parse_run, run_data
 
 COMMON = (
@@ -44,9 +43,6 @@ def no_autocast(monkeypatch):
     """It knows no "meta"."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
-    distance_buckets.cache_clear()
-    yield
-    distance_buckets.cache_clear()
 
 
 @cache

@@ -25,9 +25,8 @@ from torch.utils._pytree import tree_leaves
 from megatron.config import ModelConfig
 from megatron.features.float8.linear import NOTHING_KEPT, Float8, Kept
 from megatron.model import attention_backends, attention_flex
-from megatron.model.attention_masks import AttentionMasks, _slopes_on
+from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerStack
-from megatron.model.rope import _table
 from megatron.model.torch_kernels import CUDNN_FIRST, KernelOrder
 from megatron.parallel import cross_entropy, softmax_loss
 from megatron.parallel.layers import VocabParallelEmbedding
@@ -42,11 +41,6 @@ def no_autocast(monkeypatch):
     """It knows no "meta"."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
-    _table.cache_clear()
-    _slopes_on.cache_clear()
-    yield
-    _table.cache_clear()
-    _slopes_on.cache_clear()
 
 
 def build(dtype: torch.dtype = torch.bfloat16, **changes) -> LayerStack:

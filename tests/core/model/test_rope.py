@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from configs import model_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GPTNeoXConfig, LlamaConfig, Phi3Config, PhiConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_neox import modeling_gpt_neox
@@ -12,7 +13,7 @@ from transformers.models.phi import modeling_phi
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from megatron.config.positions import RopeScaling, llama3_scaling
-from megatron.model.rope import RotaryEmbedding, _table, apply_rope, scaled_frequencies
+from megatron.model.rope import RotaryEmbedding, apply_rope, scaled_frequencies
 
 CPU = torch.device("cpu")
 
@@ -47,14 +48,14 @@ def test_scores_depend_on_distance_only():
     assert abs(score(9, 4) - score(9, 5)) > 1e-3
 
 
-def test_table_outlives_inference_mode():
-    _table.cache_clear()
+@pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
+def test_table_outlives_modes(mode):
     rotation = RotaryEmbedding(4, 10.0, 4)
-    with torch.inference_mode():
+    with mode():
         angles(rotation, 4)
     x = torch.randn(1, 4, 1, 4, requires_grad=True)
     apply_rope(x, *angles(rotation, 4)).sum().backward()
-    assert x.grad is not None
+    assert x.grad is not None and x.grad.sum() != 0
 
 
 WIDTH, POSITIONS, BASE = 32, 512, 10000.0
