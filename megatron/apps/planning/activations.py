@@ -140,8 +140,8 @@ def activation_bytes(
     lengths: BlockLengths | None = None,
     saving: LongContextConfig = WHOLE,
 ) -> Activations:
-    """Return the bytes of a block with these ``lengths``, by default those of the model's first on
-    a rank; ``saving``: what computes sequences in parts."""
+    """Return the bytes of a block with these ``lengths``, by default the model's first on a rank;
+    ``saving``: what computes sequences in parts."""
     lengths = lengths or block_lengths(model, layout)[0]
     sizes, hidden = _Sizes.of(model, layout, micro_batch, lengths), model.hidden_size
     whole = float8 = kernel = 0.0
@@ -205,7 +205,9 @@ def _block_bytes(
     repeated = _all_scores(model) and share.query > share.kv
     rope = model.positions.position_embedding_type == "rope"
     needless = repeated and rope and not qk_norm and layout.recompute is None
-    qkv = share.kv if needless else share.query + share.kv + share.values
+    # Nor are queries that are projected apart and rotated.
+    alone = share.alone if rope and not qk_norm and not needless else 0.0
+    qkv = share.kv if needless else share.query - alone + share.kv + share.values
     # Queries and keys that are normalised or rotated are new tensors; the values still keep the
     # whole QKV output.
     changed = share.query + share.kv if rope or qk_norm else 0
@@ -229,7 +231,7 @@ def _block_bytes(
         # The output that the projection reads, and what norms of heads keep.
         attention = share.query + (qkv if qk_norm else 0)
     # Of gates the sigmoid and its product, and the rows of the QKV output.
-    attention += share.gate * (3 - needless)
+    attention += share.gate * (3 - needless - alone / share.query)
     mean = mean_block(model, layout.tensor)
     kept = mean.kept - mean.again * (layout.recompute == "selective")
     wide = 0.0 if layout.recompute == "selective" else 4.0 * mean.wide

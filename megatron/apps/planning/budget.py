@@ -119,8 +119,7 @@ def model_words(model: ModelConfig) -> list[str]:
 
 def command(budget: Budget, more: Sequence[str], tokenizer: Sequence[str]) -> str:
     """Return a command that trains by the plan, in lines; words in capitals are left to the user.
-    ``more`` are further flags, such as those of fast paths; ``tokenizer`` those of the
-    tokenizer."""
+    ``more`` are further flags, such as for fast paths; ``tokenizer`` are flags of the tokenizer."""
     hardware, gpus = budget.hardware, budget.hardware.gpus or 1
     nodes, model = -(-gpus // hardware.gpus_per_node), budget.work.model
     start = ["--num_gpus", str(gpus)] if nodes == 1 else ["--hostfile", "HOSTFILE"]

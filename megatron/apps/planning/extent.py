@@ -60,5 +60,5 @@ def _on_rank(layout: Layout, share: RankShare) -> int:
     """Parameters of a rank, of which ZeRO 3 divides those that other ranks have as well."""
     if layout.zero < 3:
         return share.parameters
-    dense = (share.parameters - share.experts) // layout.data
-    return dense + share.experts // (layout.data // layout.expert_axis)
+    dense = (share.parameters - share.experts) // layout.replicas
+    return dense + share.experts // (layout.replicas // layout.expert_axis)

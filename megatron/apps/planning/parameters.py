@@ -15,7 +15,7 @@ from megatron.config.layouts import BOTH_WAYS, Layout
 from megatron.config.memory import States, memory_of
 from megatron.families import BlockLengths, build_model, family_of, spec_of, trained_spec
 from megatron.features.adapters.flags import AdapterConfig
-from megatron.features.context.costs import lengths_of_rank
+from megatron.features.context.costs import heads_of, lengths_of_rank
 from megatron.features.global_heads.costs import block_kinds
 from megatron.features.latent.costs import layer_weights
 from megatron.features.latent.flags import LatentConfig
@@ -34,6 +34,7 @@ class LocalWidths:
         query, kv: all its heads of queries, and of keys (or values), together.
         values: projection of values, where keys are not their values.
         heads: number of heads of queries and keys.
+        alone: queries with a projection apart, as keys have fewer heads than there are ranks.
         gate, ffn, vocab: gates of its output, MLP, token embedding.
     """
 
@@ -41,6 +42,7 @@ class LocalWidths:
     kv: float
     values: float
     heads: float
+    alone: float
     gate: float
     ffn: int
     vocab: int
@@ -48,20 +50,20 @@ class LocalWidths:
 
 def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
     """Return the share of one of ``tensor`` ranks; the model has its vocabulary sizes."""
-    query = kv = values = heads = 0.0
+    query = kv = values = heads = alone = 0.0
     for kind in block_kinds(model):
-        attention = kind.model.attention
-        queries = attention.num_attention_heads // tensor
-        keys = max(1, attention.num_query_groups // tensor)
-        query += kind.share * queries * attention.kv_channels
-        kv += kind.share * keys * attention.kv_channels
-        values += kind.share * keys * attention.kv_channels * (not kind.keys_are_values)
+        queries, keys, width, apart = heads_of(kind.model, tensor)
+        query += kind.share * queries * width
+        kv += kind.share * keys * width
+        values += kind.share * keys * width * (not kind.keys_are_values)
         heads += kind.share * (queries + keys)
+        alone += kind.share * queries * width * apart
     return LocalWidths(
         query=query,
         kv=kv,
         values=values,
         heads=heads,
+        alone=alone,
         gate=query * model.attention.attention_output_gate,
         ffn=model.mlp.ffn_hidden_size // tensor,
         vocab=model.vocabulary.padded // tensor,
@@ -70,8 +72,8 @@ def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
 
 @dataclass(frozen=True)
 class LayerShare:
-    """A tensor-parallel rank's share of a layer; the other fields are those of `LayerSpec`.
-    ``experts`` of its parameters are divided over expert-parallel ranks, which is not counted."""
+    """A tensor-parallel rank's share of a layer; the other fields as in `LayerSpec`. ``experts`` of
+    its parameters are divided over expert-parallel ranks, which is not counted."""
 
     parameters: int
     experts: int
@@ -132,7 +134,7 @@ def attention_weights(model: ModelConfig, tensor: int, cross: bool = False) -> f
 
 
 def norms_of_block(model: ModelConfig, cross: bool = False) -> int:
-    """Return the number of norms of hidden states in a block, without those of heads."""
+    """Return the number of norms of hidden states in a block, without norms of heads."""
     pre = (2 - model.shared_parallel_norm + cross) * model.norm.pre_norm
     return pre + (2 + cross) * model.norm.post_norm
 
@@ -233,6 +235,7 @@ def block_lengths(model: ModelConfig, layout: Layout) -> tuple[BlockLengths, ...
     return tuple(lengths_of_rank(lengths, layout.context) for lengths in whole)
 
 
+@lru_cache(maxsize=256)
 def head_shape(model: ModelConfig) -> tuple[int, float]:
     """Return the tokens of a sample whose logits are computed, and the forward FLOPs of a sample in
     layers that are neither blocks nor the vocabulary's matrix, which every tensor-parallel rank

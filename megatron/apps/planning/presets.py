@@ -89,8 +89,8 @@ MODELS: dict[str, dict[str, Any]] = {
 def with_presets(
     settings: Settings, gpu: str, model: str | None, network: ModelConfig | None = None
 ) -> Settings:
-    """Return the settings, completed by those of a GPU and of a model: one of :data:`MODELS`, or
-    ``network``, that of ``--load``. Flags of the user win."""
+    """Return the settings, completed for a GPU and for a model: one of :data:`MODELS`, or
+    ``network``, the model of ``--load``. Flags of the user win."""
     machine = dict(zip(_MACHINE, GPUS[gpu], strict=True))
     values: dict[str, Any] = {name: (value, f"--gpu {gpu}") for name, value in machine.items()}
     if model is not None:

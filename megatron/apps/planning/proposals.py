@@ -45,7 +45,8 @@ class TrainingSizes:
 
     @classmethod
     def of(cls, model: ModelConfig, tokens: int | None) -> TrainingSizes:
-        """Return those of a model; by default so many tokens that compute is best spent."""
+        """Return a model's proposals; by default for the number of tokens that uses compute
+        best."""
         whole = active_parameters(model, model_parameters(model))
         tables = 1 + (not model.embedding.tied)
         inner = whole - tables * model.vocabulary.size * model.hidden_size

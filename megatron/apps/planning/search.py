@@ -194,9 +194,9 @@ def estimate(
 def _with_teacher(
     work: Workload, teacher: ModelConfig, layout: Layout, memory: Memory, time: StepTime
 ) -> tuple[Memory, StepTime]:
-    """Add a teacher's weights, those of the rank that has most, which data-parallel ranks share at
-    ZeRO stage 3, and its forward pass. Memory is infinite where a stage would have no block of
-    it."""
+    """Add the weights of a teacher on the rank that has most of them, which data-parallel ranks
+    share at ZeRO stage 3, and its forward pass. Memory is infinite where a stage would have no
+    block of it."""
     if teacher.blocks < layout.pipeline * layout.chunks:
         return dataclasses.replace(memory, weights=math.inf), time
     model = teacher.with_vocabulary(teacher.vocabulary.size or work.vocab_size, layout.tensor)

@@ -329,10 +329,10 @@ def rank_flops(
     if not part.idle:
         channels = width.query + width.query // model.attention.kv_channels * part.v_head_dim
     total, share_of_pairs = 0.0, 0.5 if counts_half(model) else 1.0
-    mean = mean_block(model, layout.tensor)
+    mean, weights = mean_block(model, layout.tensor), attention_weights(model, layout.tensor)
     for lengths in chain.from_iterable(block.whole for block in chain(*share.stages)):
         own, other = lengths.own, lengths.other
-        projections = 2.0 * own * attention_weights(model, layout.tensor)
+        projections = 2.0 * own * weights
         scores = own * 2 * channels * lengths.keys * share_of_pairs
         if other:
             projections += 2 * hidden * (own * 2 * width.query + other * 2 * width.kv)

@@ -1,7 +1,7 @@
 """Calls of collectives and bytes that a rank sends in a step, by axis, as the layers make them.
 
 Counted are the calls that grow with the model and with the micro batches, not the few numbers that
-a step compares and logs. The data axis is that of ZeRO 0.
+a step compares and logs. The data axis is as in ZeRO 0.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Sent(NamedTuple):
         return Sent(self.calls + other.calls, self.bytes + other.bytes)
 
     def times(self, count: int) -> Sent:
-        """Return so many of them."""
+        """Return the calls and bytes of ``count`` repetitions."""
         return Sent(self.calls * count, self.bytes * count)
 
 

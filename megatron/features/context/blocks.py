@@ -200,7 +200,7 @@ def _span(first: int, indices: slice) -> Span:
 
 
 def _joined(tiles: list[Tile]) -> list[Tile]:
-    """Neighbouring tiles without masks as one: those of the same keys, then of the same queries."""
+    """Joins neighbouring tiles without masks: of the same keys, then of the same queries."""
     for along in (0, 1):
         joined: list[Tile] = []
         for tile in sorted(tiles, key=lambda tile: _corner(tile)[:: 2 * along - 1]):
@@ -288,7 +288,7 @@ class Gradients:
         self.q_grad = torch.zeros_like(q_BNSD, dtype=sums_BNS.dtype)
 
     def add(self, block: KeyBlock, rule: BlockRule, spans: Spans) -> tuple[Tensor, Tensor]:
-        """Add those of one more block; return those of its keys and values."""
+        """Add the gradients of one more block; return the gradients of its keys and values."""
         kind = self.sums.dtype
         k_grad, v_grad = (torch.zeros_like(x, dtype=kind) for x in (block.k, block.v))
         for tile in rule.tiles(spans, block.spans):

@@ -1,4 +1,4 @@
-"""Bytes that ranks which divide sequences send, and those of computing a sequence in parts.
+"""Bytes that are sent by ranks which divide sequences, and by computing a sequence in parts.
 
 Attention of a block over P ranks, s tokens each, with query width q and key width k of a rank's
 heads, sends for a micro batch, forward (arXiv:2310.01889, arXiv:2309.14509, arXiv:2407.21783):
@@ -27,7 +27,6 @@ GROUPS_ON_DEVICE = 2
 """Groups of layers whose offloaded activations are on the device: the current one, and the one that
 is needed next."""
 
-
 LONG = 16_384
 """Tokens of a sequence from which on it is long: attention is a large part of its work."""
 
@@ -39,11 +38,12 @@ def counts_half(model: ModelConfig) -> bool:
 
 
 class Heads(NamedTuple):
-    """Heads of a tensor-parallel rank, of queries and of keys, and their width."""
+    """Heads of a rank, of queries and of keys, and their width; ``apart``: of separate products."""
 
     queries: int
     keys: int
     width: int
+    apart: bool = False
 
     def sent_keys(self, ranks: int) -> int:
         """Key heads that a rank sends where ``ranks`` exchange heads, copies included."""
@@ -55,9 +55,9 @@ class Heads(NamedTuple):
 
 def heads_of(model: ModelConfig, tensor: int) -> Heads:
     """Return the heads of one of ``tensor`` ranks."""
-    attention = model.attention
-    keys = max(1, attention.num_query_groups // tensor)
-    return Heads(attention.num_attention_heads // tensor, keys, attention.kv_channels)
+    attention, groups = model.attention, model.attention.num_query_groups
+    queries, keys = attention.num_attention_heads // tensor, max(1, groups // tensor)
+    return Heads(queries, keys, attention.kv_channels, groups < tensor)
 
 
 def lengths_of_rank(lengths: BlockLengths, ranks: int) -> BlockLengths:
@@ -129,11 +129,11 @@ def attention_widths(layout: Layout, heads: Heads, changed: bool, normalised: bo
 
     Args:
         changed: queries and keys are rotated or normalised, and so new tensors, while the values
-            keep the whole product of queries, keys and values.
+            keep the whole product that they are part of.
         normalised: that product is kept in any case.
     """
     q, k = heads.queries * heads.width, heads.keys * heads.width
-    plain = q + 2 * k + (q + k if changed else 0) + q
+    plain = 2 * (q + k) + changed * (q * (normalised or not heads.apart) + k)
     of_kinds = []
     for kind in kinds(layout) or ("p2p",):
         exchanging = {"a2a": layout.context, "a2a+p2p": layout.exchanging}.get(kind, 1)

@@ -125,7 +125,7 @@ class _Heads(torch.autograd.Function):
 
 
 def _summed(x_BhsD: Tensor, heads: Sequence[int], count: int) -> Tensor:
-    """Gradients of copies of ``count`` heads to those of the heads."""
+    """Sums gradients of copies of ``count`` heads to gradients of the heads."""
     batch, _, length, width = x_BhsD.shape
     kind = torch.promote_types(x_BhsD.dtype, torch.float32)
     total = x_BhsD.new_zeros(batch, count, length, width, dtype=kind)
@@ -146,7 +146,7 @@ class _Tokens(torch.autograd.Function):
 
 
 class KeyBlock(NamedTuple):
-    """Keys and values of positions ``spans``, [B, K, T, D] with any strides but those of D."""
+    """Keys and values of positions ``spans``, [B, K, T, D]; only D must be contiguous."""
 
     k: Tensor
     v: Tensor
@@ -243,7 +243,7 @@ class Ring:
 
     Args:
         sees: whether queries of some positions see any keys of others.
-        queries: the length of the sequence of queries, ``keys`` that of the keys.
+        queries: the length of the sequence of queries; ``keys`` is the length of the keys.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ class LongContextConfig(FlagSection):
         """Tokens of a tile of an MLP.
 
         Args:
-            length: that of the sequence that a rank has between the blocks.
+            length: length of the sequence that a rank has between the blocks.
             tokens: those that go through the MLP together, which sequence parallelism gathers.
             ranks: those that divide sequences.
         """

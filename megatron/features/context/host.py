@@ -186,8 +186,8 @@ def _start(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[tuple[Ten
 
 
 def chunk_attention(blocks: Sequence[nn.Module], chunk: int, on_host: bool) -> None:
-    """Make the attention of blocks compute whole sequences in chunks: those of all heads, or, where
-    ranks exchange heads, those of a rank's heads. Arguments as of :class:`ChunkedAttention`."""
+    """Make the attention of blocks compute whole sequences in chunks, for all heads or, where ranks
+    exchange heads, for a rank's heads. Arguments as in :class:`ChunkedAttention`."""
     for block in blocks:
         for name in ("attention", "cross_attention"):
             attention = getattr(block, name, None)

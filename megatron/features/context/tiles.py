@@ -140,8 +140,8 @@ class _drawing_again:
 
 
 def tile_mlps(blocks: Sequence[nn.Module], tokens: Callable[[int, int], int]) -> None:
-    """Make the dense MLPs of blocks compute in tiles; those of experts divide tokens themselves.
-    ``tokens``: as of :class:`TiledMLP`."""
+    """Make the dense MLPs of blocks compute in tiles. Experts divide tokens themselves. ``tokens``:
+    as of :class:`TiledMLP`."""
     for block in blocks:
         mlp = getattr(block, "mlp", None)
         if isinstance(mlp, MLP) and getattr(block, "mlp_is_plain", False):

@@ -37,7 +37,7 @@ def with_latents(shape: TransformerShape, model: ModelConfig) -> TransformerShap
     queries = model.attention.num_attention_heads * model.attention.kv_channels
     keys = model.attention.num_query_groups * model.attention.kv_channels
     usual = model.hidden_size * 2 * (queries + keys)
-    more = 2.0 * model.num_layers * (layer_weights(model) - usual)
+    more = 2.0 * shape.num_layers * (layer_weights(model) - usual)
     matrices, scores = shape.within
     return replace(
         shape,

@@ -9,7 +9,6 @@ Shapes: N heads, C channels of a head without positions, R rotated channels, L l
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +50,8 @@ from megatron.features.latent.flags import LatentConfig
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.ahead import DEEPSEEK_AHEAD
 from megatron.formats.huggingface.architecture import Architecture
-from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, write_rope
+from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, short, write_rope
+from megatron.formats.huggingface.decoders.relatives import relative
 from megatron.formats.huggingface.entries import (
     SAME,
     Entry,
@@ -60,14 +60,7 @@ from megatron.formats.huggingface.entries import (
     linear,
     norm,
 )
-from megatron.formats.huggingface.llama import (
-    ACTIVATION,
-    FIXED,
-    KEYS,
-    NO_BIASES,
-    gated_mlp,
-    llama_entries,
-)
+from megatron.formats.huggingface.llama import ACTIVATION, KEYS, gated_mlp, llama_entries
 
 _EPSILON = 1e-6
 """Epsilon of the norms of latent vectors in `transformers`, whatever config.json says."""
@@ -106,10 +99,6 @@ def _ranked(model: ModelConfig) -> bool:
     return model.part(LatentConfig).q_lora_rank is not None
 
 
-def _both(model: ModelConfig) -> bool:
-    return _ranked(model) and attention_biased(model)
-
-
 def latent_entries(mlp: Sequence[Entry], pairs: bool = True) -> tuple[Entry, ...]:
     """The table of a model with latent attention; ``pairs``: whether rotated channels can be."""
     queries, down = (_QUERIES, _DOWN) if pairs else (SAME, SAME)
@@ -118,7 +107,8 @@ def latent_entries(mlp: Sequence[Entry], pairs: bool = True) -> tuple[Entry, ...
         Entry("attention.q.weight", ("self_attn.q_proj.weight",), queries,
               lambda model: not _ranked(model)),
         Entry("attention.q_down.weight", ("self_attn.q_a_proj.weight",), when=_ranked),
-        Entry("attention.q_down.bias", ("self_attn.q_a_proj.bias",), when=_both),
+        Entry("attention.q_down.bias", ("self_attn.q_a_proj.bias",),
+              when=lambda model: _ranked(model) and attention_biased(model)),
         *norm("attention.q_norm", "self_attn.q_a_layernorm", when=_ranked),
         Entry("attention.q_up.weight", ("self_attn.q_b_proj.weight",), queries, _ranked),
         *linear(prefix, theirs, form=down, bias=attention_biased),
@@ -134,10 +124,15 @@ _LATENT_KEYS = KEYS | ACTIVATION | {
     "qk_nope_head_dim": "qk_head_dim",
     "qk_rope_head_dim": "qk_pos_emb_head_dim",
     "v_head_dim": "v_head_dim",
-    "attention_bias": "add_attention_bias",
 }  # fmt: skip
-_LATENT_FIXED = FIXED | NO_BIASES | {"multi_latent_attention": True, "qk_layernorm": True}
-_FEATURES = frozenset({"kv_channels", "rope_scaling", "layer_experts"})
+_LATENT_FIXED = {"multi_latent_attention": True, "qk_layernorm": True}
+
+
+def _latent(title: str, model_type: str, model_class: str, **others: Any) -> Architecture:
+    """The table of a decoder with latent attention; arguments as in :func:`relative`."""
+    others["fixed"] = _LATENT_FIXED | others.get("fixed", {})
+    others["features"] = {"kv_channels", *others.get("features", ("layer_experts",))}
+    return relative(title, model_type, model_class, biases=("attention",), rope=False, **others)
 
 
 def _has_epsilon(model: ModelConfig) -> bool:
@@ -157,16 +152,11 @@ def read_latent(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]
             f"every head has its keys; there are {fields['num_attention_heads']}",
         )  # fmt: skip
     given.only("qk_head_dim", (fields["qk_head_dim"] + rotated,), "it is the sum of its parts")
-    given.unused("head_dim", "pretraining_tp", "aux_loss_alpha", "seq_aux", "ep_size")
+    given.unused("head_dim", "aux_loss_alpha", "seq_aux", "ep_size")
     given.unused("num_nextn_predict_layers", "num_mtp_layers", "embedding_initializer_range")
     own = None if fields["norm_epsilon"] == _EPSILON else _EPSILON
     of_rope = read_rope(given, fields | {"kv_channels": rotated})
     return {**of_rope, "latent_norm_epsilon": own}
-
-
-def write_latent(model: ModelConfig) -> dict[str, Any]:
-    """The inverse of :func:`read_latent`."""
-    return {**write_rope(model), "pad_token_id": None}
 
 
 def _read_pairs(given: HFConfigReader) -> dict[str, Any]:
@@ -177,12 +167,7 @@ def _write_pairs(model: ModelConfig) -> dict[str, Any]:
     return {"rope_interleave": model.part(LatentConfig).latent_pairs}
 
 
-def _all_pairs(model: ModelConfig) -> bool:
-    return model.part(LatentConfig).latent_pairs
-
-
 def _read_v2(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    given.only("mlp_bias", (False,), "the MLP has no biases")
     given.only("scoring_func", ("softmax", None), "scores are a softmax over all experts")
     given.only("norm_topk_prob", (False, None), "transformers does not read it")
     grouped = given.choice(
@@ -210,17 +195,15 @@ def _write_v2(model: ModelConfig) -> dict[str, Any]:
     part = model.part(ExpertsConfig)
     groups = part.moe_router_num_groups
     return {
-        **write_latent(model),
+        **write_rope(model),
         **write_experts(model, "n_routed_experts", coefficient=None),
         "first_k_dense_replace": part.layer_experts.count(0),
-        "moe_intermediate_size": part.moe_ffn_hidden_size,
         "n_shared_experts": shared_number(model),
         "topk_method": "greedy" if groups is None else "group_limited_greedy",
         "n_group": groups,
         "topk_group": part.moe_router_group_topk,
         "norm_topk_prob": False,
         "routed_scaling_factor": part.moe_router_topk_scaling_factor or 1.0,
-        "mlp_bias": False,
     }
 
 
@@ -239,58 +222,53 @@ _MLP = (
     *shared_experts("mlp.shared_experts"),
 )
 
-DEEPSEEK_V2 = Architecture(
-    title="DeepSeek-V2",
-    model_type="deepseek_v2",
-    rewards=False,
-    model_class="DeepseekV2ForCausalLM",
+DEEPSEEK_V2 = _latent(
+    "DeepSeek-V2",
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
     entries=latent_entries(_MLP),
     keys=_LATENT_KEYS | CHOICES | INNER,
-    fixed=_LATENT_FIXED | {"moe_router_pre_softmax": True},
-    features=_FEATURES,
-    gated=True,
+    fixed={"moe_router_pre_softmax": True},
     requirements=(
         *requirements(
             "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
             "moe_router_group_score", "moe_shared_expert_intermediate_size", dense=True,
         ),
         Requirement(_by_best, "--moe-router-group-score max"),
-        Requirement(_all_pairs, "rotated channels that were read as pairs"),
+        Requirement(
+            lambda model: model.part(LatentConfig).latent_pairs,
+            "rotated channels that were read as pairs",
+        ),
         DENSE_FIRST, WHOLE_SHARED, HAS_SHARED, _OF_NORMS,
     ),
-    write=_write_v2,
     read=_read_v2,
+    write=_write_v2,
+    rewards=False,
 )  # fmt: skip
 """Softmax scores that are not normalised again, in groups by their best expert or in none; V2-Lite
 has no latent vectors of queries."""
 
 
-def _read_v3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    return {
+def _write_v3(model: ModelConfig) -> dict[str, Any]:
+    return {**write_rope(model), **_write_pairs(model), **write_corrected(model)}
+
+
+DEEPSEEK_V3 = _latent(
+    "DeepSeek-V3",
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    entries=latent_entries(CORRECTED_MLP),
+    keys=_LATENT_KEYS | CHOICES | INNER | NORMALISED,
+    fixed=SIGMOID,
+    requirements=(*CORRECTED, _OF_NORMS),
+    read=lambda given, fields: {
         **read_latent(given, fields),
         **_read_pairs(given),
         **read_corrected(given, fields),
-    }
-
-
-def _write_v3(model: ModelConfig) -> dict[str, Any]:
-    return {**write_latent(model), **_write_pairs(model), **write_corrected(model)}
-
-
-DEEPSEEK_V3 = Architecture(
-    title="DeepSeek-V3",
-    model_type="deepseek_v3",
-    other_types=("kimi_k2",),
-    model_class="DeepseekV3ForCausalLM",
-    entries=latent_entries(CORRECTED_MLP),
-    keys=_LATENT_KEYS | CHOICES | INNER | NORMALISED,
-    fixed=_LATENT_FIXED | SIGMOID,
-    features=_FEATURES,
-    gated=True,
-    requirements=(*CORRECTED, _OF_NORMS),
+    },
     write=_write_v3,
-    read=_read_v3,
     ahead=DEEPSEEK_AHEAD,
+    other_types=("kimi_k2",),
 )
 """Corrected sigmoids, in groups by their two best experts; Kimi-K2 and Moonlight have one group."""
 
@@ -307,41 +285,40 @@ def _read_glm(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-GLM4_MOE_LITE = dataclasses.replace(
-    DEEPSEEK_V3,
-    title="GLM-4 MoE Lite",
-    model_type="glm4_moe_lite",
-    model_class="Glm4MoeLiteForCausalLM",
-    rewards=False,
+GLM4_MOE_LITE = _latent(
+    "GLM-4 MoE Lite",
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    entries=DEEPSEEK_V3.entries,
+    keys=DEEPSEEK_V3.keys,
+    fixed=SIGMOID,
     requirements=(*(need for need in CORRECTED if need is not DENSE_FIRST), _OF_NORMS),
-    write=lambda model: {**_write_v3(model), **write_mlp_kinds(model)},
     read=_read_glm,
+    write=lambda model: {**_write_v3(model), **write_mlp_kinds(model)},
+    rewards=False,
+    ahead=DEEPSEEK_AHEAD,
 )
 """GLM-4.7-Flash: DeepSeek-V3 in which any block can be dense."""
 
-YOUTU = Architecture(
-    title="Youtu",
-    model_type="youtu",
-    rewards=False,
-    model_class="YoutuForCausalLM",
+YOUTU = _latent(
+    "Youtu",
+    "youtu",
+    "YoutuForCausalLM",
     entries=latent_entries(gated_mlp("mlp", "mlp")),
     keys=_LATENT_KEYS,
-    fixed=_LATENT_FIXED,
-    features=_FEATURES - {"layer_experts"},
-    gated=True,
+    features=(),
     requirements=(_OF_NORMS,),
-    write=lambda model: {**write_latent(model), **_write_pairs(model)},
     read=lambda given, fields: {**read_latent(given, fields), **_read_pairs(given)},
+    write=lambda model: {**write_rope(model), **_write_pairs(model)},
+    rewards=False,
 )
 """DeepSeek-V3's attention with an MLP in every block."""
 
 
 def _read_minicpm(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    given.only("mlp_bias", (False,), "the MLP has no biases")
     depth, base = given.number("scale_depth"), given.whole("dim_model_base")
     factors = {
-        # 15 digits, so that what is multiplied and divided again is as it was.
-        "residual_multiplier": float(f"{depth / math.sqrt(fields['num_layers']):.15g}"),
+        "residual_multiplier": short(depth / math.sqrt(fields["num_layers"])),
         "embedding_multiplier": given.number("scale_emb"),
         "logits_scaling": fields["hidden_size"] / base,
     }
@@ -356,13 +333,12 @@ def _read_minicpm(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
 def _write_minicpm(model: ModelConfig) -> dict[str, Any]:
     flags, depth = model.flags(), math.sqrt(model.num_layers)
     if flags.residual_multiplier is not None:
-        depth = float(f"{flags.residual_multiplier * depth:.15g}")
+        depth = short(flags.residual_multiplier * depth)
     return {
-        **write_latent(model),
+        **write_rope(model),
         "scale_depth": depth,
         "scale_emb": flags.embedding_multiplier or 1.0,
         "dim_model_base": round(model.hidden_size / (flags.logits_scaling or 1.0)),
-        "mlp_bias": False,
     }
 
 
@@ -371,22 +347,19 @@ def _whole_base(model: ModelConfig) -> bool:
     return base >= 1 and math.isclose(base, round(base), rel_tol=1e-12)
 
 
-MINICPM3 = Architecture(
-    title="MiniCPM3",
-    model_type="minicpm3",
-    model_class="MiniCPM3ForCausalLM",
+MINICPM3 = _latent(
+    "MiniCPM3",
+    "minicpm3",
+    "MiniCPM3ForCausalLM",
     entries=latent_entries(gated_mlp("mlp", "mlp"), pairs=False),
     keys=_LATENT_KEYS,
-    fixed=_LATENT_FIXED,
-    features=_FEATURES - {"layer_experts"}
-    | {"residual_multiplier", "embedding_multiplier", "logits_scaling"},
-    gated=True,
+    features=("residual_multiplier", "embedding_multiplier", "logits_scaling"),
     requirements=(
         Requirement(_whole_base, "--logits-scaling that leads from --hidden-size to an integer"),
         _OF_NORMS,
     ),
-    write=_write_minicpm,
     read=_read_minicpm,
+    write=_write_minicpm,
 )
 """Rotated channels as two halves; embeddings, residual sums and logits have factors."""
 

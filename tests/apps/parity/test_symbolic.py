@@ -66,10 +66,12 @@ EXPERTS = f"{small.MOE} --moe-ffn-hidden-size 256 --expert-model-parallel-size 2
     [
         (2, f"{small.GPT} {TP}"),
         (1, f"{small.GPT} {small.LLAMA} --num-query-groups 2"),
+        (2, f"{small.GPT} {small.LLAMA} --num-query-groups 1 --attention-output-gate {TP}"),
+        (4, f"{small.GPT} {small.LLAMA} --num-query-groups 1 {TP} {CP}"),
         (2, f"{small.BERT} {CP}"),
         (4, f"{small.GPT} {EXPERTS} {TP}"),
     ],
-    ids=["gpt", "llama", "bert", "experts"],
+    ids=["gpt", "llama", "one key head", "one key head, context", "bert", "experts"],
 )
 def test_a_block_keeps_what_the_planner_counts(ranks, words):
     run = run_of(flag_parser(None, frozenset()).settings(f"{words} {WIDE}".split()), ranks)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from configs import model_config
 
+from megatron.apps.planning.extent import _on_rank
 from megatron.apps.planning.parameters import layer_shares, model_parameters, rank_shares, stages_of
 from megatron.config import ParallelConfig
 from megatron.config.layouts import Layout
@@ -42,6 +43,14 @@ def test_against_built_layers(small, kind, tensor):
     (share,) = rank_shares(model, Layout(tensor=tensor))
     assert share.parameters == whole
     assert share.blocks == (4,) and share.first and share.last
+
+
+@pytest.mark.parametrize("data, context", [(4, 1), (2, 2), (1, 4)])
+def test_zero_3_divides_over_the_ranks_of_a_sequence_too(small, data, context):
+    model = small("llama")
+    layout = Layout(zero=3, data=data, context=context)
+    (share,) = rank_shares(model, layout)
+    assert _on_rank(layout, share) == share.parameters // 4
 
 
 OTHERS = ("bert", "bert post-norm", "bert lm only", "t5", "t5 relative", "t5 untied", "retro",

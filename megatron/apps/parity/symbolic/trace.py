@@ -27,8 +27,8 @@ from megatron.apps.parity.symbolic.sizes import groups_of
 from megatron.apps.parity.symbolic.world import World
 from megatron.apps.planning.activations import activation_bytes, expert_bytes
 from megatron.config import RunConfig
-from megatron.engine.evaluator import default_dtype
 from megatron.families import trained_spec
+from megatron.features.evaluation.evaluator import default_dtype
 from megatron.features.experts import exchange
 from megatron.features.experts.flags import ExpertsConfig
 from megatron.model import cpu_kernels
