@@ -27,9 +27,9 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.config import ConfigError, Setting, Settings
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
+from megatron.features.evaluation.checkpoints import opened_checkpoint
 from megatron.run.run import Run
 from megatron.tokenizer import Tokenizer
-from megatron.training.evaluation import opened_checkpoint
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 

@@ -5,7 +5,9 @@ A page that one token reads is a GEMM of the few query heads that share a head o
 to the rows from which on those of a product are independent. One that several tokens read, of one
 text in training or of texts that share a prompt, is a GEMM of all of them, with the same bits. On a
 CPU a batched GEMM for each run of consecutive pages reads them where they are: a copy would take
-longer than the products.
+longer than the products. Threads get whole matrices: of one that they divided, the rows at the end
+of a part would have other bits, and so one thread computes a matrix that comes alone, or that
+several tokens share.
 
 Shapes: B generated tokens and drafts, C pages of the longest of their sequences, U pages that are
 read, N query heads, K key and value heads, G = N / K query heads that share one, R rows of a
@@ -17,7 +19,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,8 +92,8 @@ class ReadShape(NamedTuple):
 
     @property
     def readers(self) -> float:
-        """The fewest tokens whose products with a page are one GEMM, which one thread computes."""
-        if self.fewest is None or torch.get_num_threads() > 1:  # threads divide a larger product
+        """The fewest tokens whose products with a page are one GEMM."""
+        if self.fewest is None:
             return math.inf
         least = max(2, -(-self.fewest // self.group))
         if self.dtype.itemsize == 2:
@@ -267,9 +270,10 @@ class PageReading:
         K, group, rows = self.shape.heads, self.shape.group, self.shape.rows
         if pages.same:
             products = left.new_empty(*left.shape[:-1], right_XKAB.shape[-1])
-            for begin, end, page in pages.runs:
-                into = products[:, begin:end].flatten(1, 2)
-                torch.bmm(left[:, begin:end].flatten(1, 2), right_XKAB[page], out=into)
+            with one_thread():
+                for begin, end, page in pages.runs:
+                    into = products[:, begin:end].flatten(1, 2)
+                    torch.bmm(left[:, begin:end].flatten(1, 2), right_XKAB[page], out=into)
             return products
         if rows > group:
             left = F.pad(left, (0, 0, 0, rows - group))
@@ -291,7 +295,8 @@ class PageReading:
             into, of_run = products[begin * K : end * K], left[begin * K : end * K]
             read = right[page * K : page * K + count]
             if count >= least:
-                torch.bmm(of_run, read, out=into)
+                with one_thread() if count == 1 else nullcontext():
+                    torch.bmm(of_run, read, out=into)
                 continue
             again = -(-least // count)
             into[:] = torch.bmm(of_run.repeat(again, 1, 1), read.repeat(again, 1, 1))[:count]
@@ -370,13 +375,37 @@ def _fewest_rows(
     return next((rows for rows in _FEWEST if _independent(products, rows)), None)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Operators of this process compute on one thread until the block ends."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 @torch.no_grad()
 def _independent(products: Sequence[tuple[Tensor, Tensor]], fewest: int) -> bool:
+    """True if products of these rows or more have the same bits on one thread, and those of a token
+    on all of them."""
+    parts = [
+        slice(first, first + rows)
+        for rows in _TRIED
+        for first in (0, 1, _MOST_TRIED - rows)
+        if rows >= fewest
+    ]
     for left, right in products:
-        whole = torch.bmm(left, right)
-        for rows in (each for each in _TRIED if each >= fewest):
-            for first in (0, 1, _MOST_TRIED - rows):
-                at = slice(first, first + rows)
-                if not torch.equal(torch.bmm(left[:, at], right), whole[:, at]):
-                    return False
+        with one_thread():
+            whole = torch.bmm(left, right)
+            alone = all(
+                torch.equal(torch.bmm(left[:count, at], right[:count]), whole[:count, at])
+                for at in parts
+                for count in (1, 2)
+            )
+        if not alone:
+            return False
+        if not all(torch.equal(torch.bmm(left[:, at], right), whole[:, at]) for at in parts):
+            return False
     return True

@@ -139,11 +139,8 @@ class PagedCache:
         bias_NT: Tensor | None,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        """See :class:`LayerCache`; keys and values of the current tokens are written first."""
-        stored = StoredPages(*self._memory.of(layer))
-        self._write(stored.keys, k_BSKD)
-        self._write(stored.values, v_BSKD)
-        return self._attend(q_BSND, stored, scores, bias_NT, sinks_N)
+        """See :class:`LayerCache`."""
+        return self.attended(layer, scores, None, q_BSND, k_BSKD, v_BSKD, bias_NT, sinks_N)
 
     def attend_latents(
         self,
@@ -154,11 +151,29 @@ class PagedCache:
         scores: AttentionScoring,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        """See :class:`LayerCache`; latents of the current tokens are written first."""
-        (latents_X1PW,) = self._memory.of(layer)
-        self._write(latents_X1PW, latents_BSW)
-        stored = StoredPages(latents_X1PW, latents_X1PW[..., :width], one=True)
-        return self._attend(q_BSNW, stored, scores, None, sinks_N)
+        """See :class:`LayerCache`."""
+        return self.attended(layer, scores, width, q_BSNW, latents_BSW, None, None, sinks_N)
+
+    def attended(
+        self,
+        layer: int,
+        scores: AttentionScoring,
+        width: int | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        bias_NT: Tensor | None,
+        sinks_N: Tensor | None,
+    ) -> Tensor:
+        """Attention to keys and values or, with the ``width`` of a value, to latents ``k``, [1, S,
+        N, V]; those of the current tokens are written first."""
+        pools = tuple(self._memory.of(layer))
+        for pool_XKPD, new in zip(pools, (k, v), strict=False):
+            assert new is not None
+            self._write(pool_XKPD, new)
+        values = pools[-1] if width is None else pools[0][..., :width]
+        stored = StoredPages(pools[0], values, one=width is not None)
+        return self._attend(q, stored, scores, bias_NT, sinks_N)
 
     def recur(
         self,

@@ -26,9 +26,8 @@ from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.config import ConfigError, Setting, Settings
 from megatron.data.samples import NeighborText, Piece
 from megatron.parallel.random import derive_seed
-from megatron.run.folders import check_output
-from megatron.run.launch import start_processes
-from megatron.run.run import RunToolParser
+from megatron.run.process import check_output
+from megatron.run.run import RunToolParser, start_processes
 from megatron.util.errors import one_line
 from megatron.util.files import replacing, sync
 from megatron.util.processes import is_main_process

@@ -22,8 +22,7 @@ from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.apps.generation.server.config import ServerConfig
 from megatron.checkpoint.source import tokenizer_in
 from megatron.config import ConfigError, Settings
-from megatron.run.launch import start_processes
-from megatron.run.run import RunToolParser
+from megatron.run.run import RunToolParser, start_processes
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
@@ -54,8 +53,8 @@ def run_server(description: str | None, argv: Sequence[str] | None = None) -> No
     if is_main_process():
         _serve(config, settings, processes)
         return
-    for number in _SIGNALS:  # which launchers send to all; the main process decides
-        signal.signal(number, signal.SIG_IGN)
+    for number in _SIGNALS:  # end it at once, as the main process, until it follows that one
+        signal.signal(number, signal.SIG_DFL)
     with opened_runner(settings, processes, config, config.adapter):
         pass
 

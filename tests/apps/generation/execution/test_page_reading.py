@@ -91,17 +91,3 @@ def test_logits_next_to_others():
         assert np.array_equal(together[row].weights_V, alone.weights_V)
         assert together[row].log_prob(token) == alone.log_prob(token)
         assert abs(alone.log_prob(token) - expected[row, token]) < 4e-6  # of float32
-
-
-def test_tokens_share_a_product_on_one_thread_only():
-    """A run of two threads divided the product of many tokens in another way than that of one."""
-    shape = ReadShape(2, 2, 16, 16, 64, torch.float32, 4)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        several = shape.readers
-        torch.set_num_threads(1)
-        one = shape.readers
-    finally:
-        torch.set_num_threads(before)
-    assert (one, several) == (2, float("inf"))

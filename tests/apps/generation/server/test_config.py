@@ -1,9 +1,12 @@
 """Flags of the server: what is refused, and with which words."""
 
+import contextlib
+import signal
 import socket
 
 import pytest
 
+from megatron.apps.generation.server import command
 from megatron.apps.generation.server.config import KEY_VARIABLE, ServerConfig, is_loopback
 from megatron.apps.generation.server.listening import listening_socket
 from megatron.config import ConfigError
@@ -114,3 +117,23 @@ def test_a_closed_port_can_be_used_again():
         server.accept()[0].close()
         client.close()
     listening_socket("127.0.0.1", port).close()
+
+
+def test_a_rank_that_still_loads_ends_with_the_main_one(monkeypatch):
+    """Which a signal ends at once while it loads: it would wait for that one until the timeout."""
+    handled = []
+
+    def opened(*_):
+        handled.extend(signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(command, "is_main_process", lambda: False)
+    monkeypatch.setattr(command, "start_processes", lambda *_: 2)
+    monkeypatch.setattr(command, "opened_runner", opened)
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        command.run_server(None, ["--load", "checkpoints"])
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+    assert handled == [signal.SIG_DFL] * 2

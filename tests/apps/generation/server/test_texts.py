@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from megatron.apps.generation.decoding.text_stream import bytes_of_token
 from megatron.apps.generation.request import TokenScore, Update
 from megatron.apps.generation.server.texts import ChoiceText, name_there, placed_prompt, token_name
-from megatron.tokenizer.huggingface import HFTokenizer
+from megatron.features.tokenizers.huggingface import HFTokenizer
 
 
 def update(text, finish=None, scored=False):
