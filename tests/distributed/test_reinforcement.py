@@ -3,7 +3,7 @@ layout that promises it; and runs that continue."""
 
 import numpy as np
 import pytest
-from reinforcement_runs import prompts, same, train
+from reinforcement_runs import prompts, reward, same, train
 
 PPO = "--rl ppo --num-generations 1 --num-iterations 1"
 LAYOUTS = {
@@ -105,6 +105,7 @@ def test_continued_in_the_middle_of_a_generation(pool, data, tmp_path, case):
     (second,) = pool.run(1, train, saved)
     assert first.losses + second.losses == whole.losses
     assert first.written + second.written == whole.written
+    assert first.rewards + second.rewards == whole.rewards
     assert same(second, whole)
 
 
@@ -146,20 +147,24 @@ def test_ppo_does_not_continue_without_values(pool, data, tmp_path):
 
 
 def test_texts_of_later_steps(pool, data):
-    """Texts are written when their generation begins; with staleness a step before."""
+    """Texts are written when their generation begins; with staleness a step before. The log of a
+    step has the reward of the texts that it trains on."""
 
-    def written(*flags):
+    def written(generations, *flags):
         (steps,) = pool.run(1, train, [*data, "--train-iters", "4", *flags])
+        rewards_E = [reward(np.frombuffer(text, np.int64)) for _, text in steps.written]
+        of_each = np.reshape(rewards_E, (generations, -1)).mean(1)
+        np.testing.assert_allclose(steps.rewards, of_each.repeat(4 // generations), rtol=1e-12)
         drift = [difference > 0 for _, difference in steps.sampling]
         return [prompt for prompt, _ in steps.written], drift
 
-    each, drift = written()
+    each, drift = written(4)
     assert drift == [False] * 4
-    prompts_of_two, drift = written("--steps-per-generation", "2")
+    prompts_of_two, drift = written(2, "--steps-per-generation", "2")
     assert prompts_of_two == each and drift == [False, True] * 2
-    passes, drift = written("--num-iterations", "2")
+    passes, drift = written(2, "--num-iterations", "2")
     assert passes == each[: len(each) // 2] and drift == [False, True] * 2
-    stale, drift = written("--rl-staleness", "1")
+    stale, drift = written(4, "--rl-staleness", "1")
     assert stale == each and drift == [False, True, True, True]
 
 

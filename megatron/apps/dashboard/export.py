@@ -26,7 +26,7 @@ _POLICY = (
 _STYLES = re.compile(r'<link rel="stylesheet" href="page/([\w.]+)">')
 _ICON = re.compile(r'<link rel="icon" href="page/([\w.]+)" type="([\w/+]+)">')
 _SCRIPTS = re.compile(r'<script src="page/([\w.]+)"(?: defer)?></script>')
-_PRELOADS = re.compile(r' *<link rel="modulepreload" href="page/([\w.]+)">\n')
+_PRELOADS = re.compile(r'^ *<link rel="modulepreload" href="page/([\w.]+)">\n', re.MULTILINE)
 _IMPORT = re.compile(r'(from|import) "\./([\w.]+)"')
 _SERVER, _SAVED, _ENTRY = "api.js", "saved.js", "page.js"
 

@@ -16,6 +16,7 @@ from megatron.apps.dashboard.runs import WatchedRun
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN = {
+    "reward": "reward",
     "loss": "training loss",
     "grad_norm": "gradient norm",
     "tokens_per_second_per_device": "tokens/s per device",
@@ -95,8 +96,10 @@ def _head(listing: dict[str, Any], totals: dict[str, Any]) -> str:
 
 def _line(run: WatchedRun) -> str:
     listing, totals = run.listing(), run.summary()["totals"]
-    loss = totals.get("loss")
-    words = [_head(listing, totals)] + ([] if loss is None else [f"loss {loss:.4f}"])
+    # The loss of texts of the weights in training is nearly 0.
+    leading = next((name for name in ("reward", "loss") if totals.get(name) is not None), None)
+    words = [_head(listing, totals)]
+    words += [] if leading is None else [f"{leading} {totals[leading]:.4f}"]
     return " | ".join(words + ([listing["error"]] if listing["error"] else []))
 
 

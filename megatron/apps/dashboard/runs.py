@@ -351,6 +351,7 @@ class WatchedRun:
         )
         names = ("seconds_left", "energy_joules", "co2_grams", "cost", "cost_left")
         return {
+            "reward": _finite(train.column("reward", recent), np.mean),
             "loss": _finite(train.column("loss", recent), np.mean),
             "validation_loss": None
             if held_out is None

@@ -43,7 +43,7 @@ class Dashboard(BoundedServer):
     the address cannot be used, ValueError for an empty token.
 
     Args:
-        runs: their ids are those of addresses.
+        runs: their ids, as in addresses.
         host: address to listen on.
         port: 0 takes a free one.
         token: that every request must have; None for none.

@@ -13,13 +13,39 @@ import numpy.typing as npt
 
 from megatron.apps.reinforcement.episodes import Episode
 from megatron.apps.reinforcement.flags import ReinforcementConfig
-from megatron.apps.reinforcement.rewards.scoring import add_failures, described
+from megatron.apps.reinforcement.rewards.scoring import add_failures, described, means
 from megatron.training.report import say
 from megatron.training.trainer import Callback, Step, Trainer
 from megatron.util.processes import is_main_process
 
 FILE = "completions.jsonl"
 _SHOWN = 300
+
+
+def numbers_of(
+    options: ReinforcementConfig,
+    episodes: Sequence[Episode],
+    table: Any,
+    rewards_E: npt.NDArray[np.float64],
+) -> dict[str, float]:
+    """Numbers of the texts of a generation for the log, by the names that trl gives them."""
+    numbers = {
+        "completions/mean_length": float(np.mean([each.own_L.sum() for each in episodes])),
+        "completions/clipped_ratio": float(np.mean([not each.ended for each in episodes])),
+    }
+    if table is None:
+        return numbers
+    group = options.num_generations or 1
+    grouped = rewards_E.reshape(-1, len(rewards_E) if len(rewards_E) % group else group)
+    known = rewards_E[~np.isnan(rewards_E)]
+    numbers |= {
+        "reward": float(known.mean()) if len(known) else 0.0,
+        "reward_std": float(known.std()) if len(known) else 0.0,
+        "frac_reward_zero_std": float(np.mean(grouped.max(axis=1) == grouped.min(axis=1))),
+    }
+    for name, (mean, deviation) in means(table).items():
+        numbers |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": deviation}
+    return numbers
 
 
 class CompletionLog(Callback):

@@ -20,10 +20,10 @@ from megatron.apps.reinforcement.flags import ReinforcementConfig
 from megatron.apps.reinforcement.held_out import answered
 from megatron.apps.reinforcement.loop import ReinforcementLoop
 from megatron.config import RunConfig
-from megatron.engine.evaluator import Evaluator
 from megatron.features.distillation.divergence import TeacherHead, TopTokens, teacher_chunks
 from megatron.features.distillation.objective import TaughtBatch
 from megatron.features.distillation.teacher import FoundTeacher, find_teacher
+from megatron.features.evaluation.evaluator import Evaluator
 from megatron.kernels.sums import rows_of_work
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerState

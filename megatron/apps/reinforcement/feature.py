@@ -28,7 +28,7 @@ class ReinforcementFeature(Feature):
         return {"--reward-model": config.section(ReinforcementConfig).reward_model}
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
-        from megatron.run.fingerprint import located_model
+        from megatron.features.inputs.compared import located_model
 
         return located_model("reward model", config.section(ReinforcementConfig).reward_model)
 

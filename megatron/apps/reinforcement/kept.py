@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -56,11 +56,13 @@ class Rollout:
         number: of the generation in the run.
         iteration: steps before it was written.
         written_E: the texts.
+        numbers: of all of them, for the log of the steps on them.
     """
 
     number: int
     iteration: int
     written_E: Sequence[RatedText]
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     def stored(self) -> dict[str, Any]:
         """The generation in JSON values; the tensors as text, in the order of base64."""
@@ -84,7 +86,8 @@ class Rollout:
             arrays[name] = np.concatenate(each)
             arrays[f"{name} lengths"] = np.array([len(row) for row in each], np.int64)
         content = base64.b64encode(save(arrays)).decode()
-        return {"number": self.number, "iteration": self.iteration, "texts": content}
+        known = {"number": self.number, "iteration": self.iteration, "numbers": dict(self.numbers)}
+        return known | {"texts": content}
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Rollout:
@@ -109,7 +112,7 @@ class Rollout:
             episode = Episode(prompt, tokens, own, log_probs, "", ended)
             values = {name: next(each) for name, each in of_tokens.items()}
             written.append(RatedText(number, episode, kept=kept, **values))
-        return cls(stored["number"], stored["iteration"], written)
+        return cls(stored["number"], stored["iteration"], written, stored.get("numbers", {}))
 
     def steps(self, count: int) -> list[Sequence[RatedText]]:
         """The texts of each of so many steps."""

@@ -10,7 +10,7 @@ Shapes: E texts of a generation, L tokens of a text that the policy drew.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +24,7 @@ from megatron.apps.generation.execution.runner import step_group
 from megatron.apps.generation.writing import training_runner
 from megatron.apps.reinforcement.advantages import Texts, all_equal, estimate
 from megatron.apps.reinforcement.batches import Shapes, of_policy
+from megatron.apps.reinforcement.completions import numbers_of
 from megatron.apps.reinforcement.episodes import Episode, EpisodeBatch, Prompt
 from megatron.apps.reinforcement.flags import ReinforcementConfig
 from megatron.apps.reinforcement.kept import KeptTexts, RatedText, Rollout
@@ -41,12 +42,6 @@ from megatron.util.phases import phase
 Floats = npt.NDArray[np.float64]
 EXTRA = 2**40
 """Number of the first sample that replaces another one."""
-
-
-class EpisodeScorer(Protocol):
-    """Rewards of texts, see :class:`~megatron.apps.reinforcement.rewards.scoring.Rewards`."""
-
-    def score(self, episodes: Sequence[Episode]) -> Any: ...
 
 
 class Observer(Protocol):
@@ -97,6 +92,7 @@ class ReinforcementLoop(Callback):
     Attributes:
         kept: what checkpoints keep.
         fresh: whether the texts of the step were written under the weights that it starts from.
+        numbers: of the texts of the step, for the log.
         prompts: the samples of training.
         restore: after a rollback, takes these samples and what the checkpoint has kept.
     """
@@ -108,7 +104,7 @@ class ReinforcementLoop(Callback):
         writing: Writing,
         shapes: Shapes,
         prompts: SampleDataset[Any],
-        scorer: EpisodeScorer | None,
+        scorer: Any,
         combine: Any,
         numbers: HeadNumbers,
         reference: Any = None,
@@ -128,6 +124,7 @@ class ReinforcementLoop(Callback):
         experts = engine.mesh.group("expert").size > 1
         self._together = engine.mesh.samples.size > 1 and (engine.stage == 3 or experts)
         self.kept, self.fresh = KeptTexts(), False
+        self.numbers: Mapping[str, float] = {}
         self.restore: Callable[[SampleDataset[Any]], None]
         self._waiting: deque[Any] = deque()
         self._trainer: Trainer | None = None
@@ -155,6 +152,7 @@ class ReinforcementLoop(Callback):
                 )
             self._generate(number, self._ahead(batches, several * count), trainer.iteration)
         self.fresh = self.kept.generations[number].iteration == trainer.iteration
+        self.numbers = self.kept.generations[number].numbers
         if not place and self.options.steps_of_texts > 1:
             self._keep_old(number, self._ahead(batches, several * count))
         prompts = [self._next(batches) for _ in range(count)]
@@ -239,7 +237,8 @@ class ReinforcementLoop(Callback):
         ordered = [texts[sample] for sample in sorted(texts)]
         for observer in self._observers:
             observer.generated(ordered, table, rewards_E)
-        return Rollout(number, iteration, self._estimated(batches, texts, rewards_E))
+        numbers = numbers_of(self.options, ordered, table, rewards_E)
+        return Rollout(number, iteration, self._estimated(batches, texts, rewards_E), numbers)
 
     def written(
         self, prompts: dict[int, Prompt], samples: dict[int, int]

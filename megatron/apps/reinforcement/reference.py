@@ -25,12 +25,12 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import locate_checkpoint, nothing_at
 from megatron.config import RunConfig
 from megatron.engine.environment import training_device
-from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.adam import KeptState
 from megatron.families import spec_of
 from megatron.features.averages.callback import add_weights, computing_with
+from megatron.features.evaluation.evaluator import Evaluator, build_evaluator
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.parallel.mesh import Mesh
 from megatron.training.trainer import Callback, Step, Trainer

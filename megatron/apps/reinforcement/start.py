@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from megatron.apps.reinforcement.batches import Shapes
 from megatron.apps.reinforcement.completions import CompletionLog
 from megatron.apps.reinforcement.data.curriculum import SuccessCurriculum, repeated_prompts
-from megatron.apps.reinforcement.episodes import Episode
 from megatron.apps.reinforcement.exact.head import drawn_numbers
 from megatron.apps.reinforcement.exact.model import inexact_device, inexact_layout, row_rule
 from megatron.apps.reinforcement.flags import ReinforcementConfig
 from megatron.apps.reinforcement.held_out import HeldOutTexts
-from megatron.apps.reinforcement.loop import Floats, ReinforcementLoop, SeenAgain
+from megatron.apps.reinforcement.loop import ReinforcementLoop, SeenAgain
 from megatron.apps.reinforcement.losses import SAMPLING_DIFFERENCE
-from megatron.apps.reinforcement.rewards.scoring import Rewards, joined, means
+from megatron.apps.reinforcement.rewards.scoring import Rewards, joined
 from megatron.apps.reinforcement.rollout import Writing
 from megatron.checkpoint import generation_settings
 from megatron.config import ConfigError
@@ -58,7 +54,6 @@ def start_loop(context: RunContext, reference: Any = None) -> ReinforcementLoop:
         dict(origin.generation), origin.tokenizer, config.tokenizer, run.tokenizer
     )
     ends = generation_settings.end_tokens(run.tokenizer, settings)
-    record = Records(context, options)
     scorer = scorer_of(context) if options.needs_rewards else None
     prompts = getattr(train, "dataset", train) if isinstance(train, SeenAgain) else train
     repeated = repeated_prompts(prompts)
@@ -91,7 +86,7 @@ def start_loop(context: RunContext, reference: Any = None) -> ReinforcementLoop:
         partial(joined, options),
         drawn_numbers,
         reference,
-        (record, completions, *([curriculum] if curriculum else [])),
+        (completions, *([curriculum] if curriculum else [])),
         begin_dialogue,
         curriculum,
         judge,
@@ -117,7 +112,7 @@ def start_loop(context: RunContext, reference: Any = None) -> ReinforcementLoop:
         context.checkpoints.counted[CURRICULUM] = curriculum.state
     engine.look_ahead = loop.look_ahead
     context.add(Order.TEACH, loop)
-    context.add(Order.TEACH, record)
+    context.add(Order.TEACH, Records(context, loop))
     context.add(Order.TEACH, completions)
     _evaluate_rewards(context, loop)
     context.add(Order.TEACH, ExactnessCheck(loop, shapes.padded is not None))
@@ -183,36 +178,14 @@ def _shapes(context: RunContext, options: ReinforcementConfig) -> Shapes:
 
 
 class Records(Callback):
-    """Numbers of the texts of steps for the log."""
+    """Numbers of the texts of steps for the log: of the texts that a step trains on, with
+    ``--rl-staleness`` those that were written in the step before."""
 
-    def __init__(self, context: RunContext, options: ReinforcementConfig) -> None:
-        self._context, self._options = context, options
-        self._numbers: dict[str, float] = {}
-
-    def generated(self, episodes: Sequence[Episode], table: Any, rewards_E: Floats) -> None:
-        """Take the numbers of a generation."""
-        lengths = np.array([each.own_L.sum() for each in episodes])
-        cut = [not each.ended for each in episodes]
-        numbers = {
-            "completions/mean_length": float(lengths.mean()),
-            "completions/clipped_ratio": float(np.mean(cut)),
-        }
-        if table is not None:
-            group = self._options.num_generations or 1
-            grouped = rewards_E.reshape(-1, len(rewards_E) if len(rewards_E) % group else group)
-            known = rewards_E[~np.isnan(rewards_E)]
-            numbers |= {
-                "reward": float(known.mean()) if len(known) else 0.0,
-                "reward_std": float(known.std()) if len(known) else 0.0,
-                "frac_reward_zero_std": float(np.mean(grouped.max(axis=1) == grouped.min(axis=1))),
-            }
-            for name, (mean, deviation) in means(table).items():
-                numbers[f"rewards/{name}/mean"] = mean
-                numbers[f"rewards/{name}/std"] = deviation
-        self._numbers = numbers
+    def __init__(self, context: RunContext, loop: ReinforcementLoop) -> None:
+        self._context, self._loop = context, loop
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        for name, value in self._numbers.items():
+        for name, value in self._loop.numbers.items():
             self._context.report.record(name, value, "mean")
 
 

@@ -70,14 +70,29 @@ def rendered(
 
 def make_environment() -> tuple[Any, Marks]:
     """Return the environment of templates, and the marks of the one that runs."""
-    marks = Marks()
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
+    from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
-        """{% generation %} marks what a model writes; otherwise it is text as any."""
+    marks = Marks()
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(marks), loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=_refuse,
+        strftime_now=lambda form: datetime.now().strftime(form),
+        dict=SafeDict(),
+        namespace=_safe_namespace(),
+    )
+    return environment, marks
 
+
+def _generation_tag(marks: Marks) -> type:
+    """The tag {% generation %}, which marks what a model writes and leaves it in the text."""
+    import jinja2
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
@@ -92,9 +107,15 @@ def make_environment() -> tuple[Any, Marks]:
             marks.found.append((marks.written, marks.written + len(text)))
             return text
 
-    class SafeNamespace(jinja2.utils.Namespace):
-        """Without names that begin with an underscore, which could lead out of the sandbox."""
+    return Generation
 
+
+def _safe_namespace() -> type:
+    """jinja's namespace, without names that begin with an underscore: these could lead out of the
+    sandbox."""
+    import jinja2
+
+    class SafeNamespace(jinja2.utils.Namespace):
         def __init__(*args: Any, **kwargs: Any) -> None:
             self, *given = args
             values = dict(*given, **kwargs)
@@ -111,41 +132,30 @@ def make_environment() -> tuple[Any, Marks]:
             if isinstance(name, str) and name.startswith("_"):
                 raise jinja2.exceptions.SecurityError(f"namespace has no attribute {name!r}")
 
-    class SafeDict:
-        """`dict` without its attributes."""
+    return SafeNamespace
 
-        def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-            return dict(*args, **kwargs)
 
-    def raise_exception(message: str) -> None:
-        raise RefusalError(message)
+class SafeDict:
+    """`dict` without its attributes."""
 
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: Any = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+
+def _refuse(message: str) -> None:
+    raise RefusalError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-    environment.filters["tojson"] = tojson
-    environment.globals.update(
-        raise_exception=raise_exception,
-        strftime_now=lambda form: datetime.now().strftime(form),
-        dict=SafeDict(),
-        namespace=SafeNamespace,
-    )
-    return environment, marks
 
 
 if __name__ == "__main__":

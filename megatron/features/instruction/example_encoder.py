@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.data.text_encoder import refused, tokenizer_identity
 from megatron.features.instruction.chat_process import (
     Rendered,
     TemplateProcess,
@@ -31,8 +30,9 @@ from megatron.features.instruction.conversations import (
     plain_texts,
 )
 from megatron.features.instruction.flags import InstructionConfig
+from megatron.features.raw_text.encoder import refused, tokenizer_identity
+from megatron.formats.transformers_folder import load_folder
 from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.transformers_folder import load_folder
 from megatron.util.errors import rust_errors
 
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

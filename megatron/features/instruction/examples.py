@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,21 +57,31 @@ class TokenizedExamples:
     def stored(
         path: str,
         name: str,
+        encoder: ExampleEncoder,
         identity: Mapping[str, Any],
-        tokenize: Callable[[Iterator[str]], dict[str, np.ndarray]],
+        read: Callable[[str, RecordColumns], Iterable[tuple[str, Any]]],
+        tokenize: Callable[[Iterator[tuple[str, Any]]], dict[str, np.ndarray]],
         cache: IndexCache | None,
     ) -> StoredArrays:
-        """Arrays of the examples of a file, folder or glob, which ``tokenize`` makes of the paths
-        of the files, or those of the cache entry of this name, by default in `index-cache/` next to
-        the data. Raises FileNotFoundError; ValueError if there is no example."""
+        """Arrays of the examples of a file, folder or glob, which ``tokenize`` makes of what
+        ``read`` finds in each file, or those of the cache entry of this name, by default in
+        `index-cache/` next to the data. Raises FileNotFoundError; ValueError if there is no
+        example."""
         files = example_files(path)
         depends_on = {
             "version": INDEX_VERSION,
             "files": [file.identity for file in files],
+            "encoding": encoder.identity,
             **identity,
         }
+
+        def arrays() -> dict[str, np.ndarray]:
+            logger.info("tokenizing %s (%s), once", path, name)
+            records = (pair for file in files for pair in read(file.path, encoder.columns))
+            return tokenize(iter(progress_bar("tokenizing", records, unit=" examples")))
+
         cache = cache or IndexCache.next_to(files[0].path, None)
-        index = cache.arrays(name, depends_on, lambda: tokenize(file.path for file in files))
+        index = cache.arrays(name, depends_on, arrays)
         if len(index["offsets"]) == 1:
             raise ValueError(f"{path} contains no example")
         return index
@@ -93,10 +103,34 @@ class TokenizedExamples:
         start = int(self._offsets[index])
         return self._index[name][start + offset : start + stop]
 
-    def _are_whole(self) -> bool:
-        """True if the offsets are those of the tokens."""
+    @property
+    def prompt_hashes(self) -> npt.NDArray[np.uint64]:
+        """Hashes of the tokens of the prompt of each document."""
+        return self._index["prompt_hashes"]
+
+    def verify(self) -> None:
+        """Raises ValueError where the arrays do not belong together."""
+        raise NotImplementedError
+
+    def part(self, units: range, by_prompt: bool, name: str) -> npt.NDArray[np.int64]:
+        """Numbers of the documents of a part. Raises ValueError as `verify` and `of_prompts`."""
+        self.verify()
+        if by_prompt:
+            return of_prompts(self.prompt_hashes, units, f"{self.prefix}, {name}")
+        return np.arange(units.start, units.stop)
+
+    def check(self, name: str, consistent: bool) -> None:
+        """Raises ValueError, which names a cache entry, unless the offsets fit the tokens, and
+        the other arrays are ``consistent``."""
         rising = self._offsets[0] == 0 and (np.diff(self._offsets) >= 0).all()
-        return bool(rising and self._offsets[-1] == len(self._index["tokens"]))
+        if not (rising and self._offsets[-1] == len(self._index["tokens"]) and consistent):
+            raise ValueError(
+                f"the cached examples of {self.prefix} are damaged: delete their entry ({name}-...)"
+                " in the folder of --data-cache-path"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.prefix, self._index)
 
 
 class InstructionExamples(TokenizedExamples):
@@ -116,14 +150,10 @@ class InstructionExamples(TokenizedExamples):
         """Tokenize the examples of a file, folder or glob, or take them from the cache, by default
         `index-cache/` next to the data. Raises FileNotFoundError; ValueError if a record is
         malformed, or none is found."""
-
-        def arrays(files: Iterator[str]) -> dict[str, np.ndarray]:
-            logger.info("tokenizing the examples of %s, once", path)
-            examples = (pair for file in files for pair in read_examples(file, encoder.columns))
-            return _encoded(progress_bar("tokenizing", examples, unit=" examples"), encoder)
-
-        identity = {"encoding": encoder.identity}
-        return cls(path, cls.stored(path, "instruction", identity, arrays, cache))
+        tokenize = partial(_encoded, encoder=encoder)
+        return cls(
+            path, cls.stored(path, "instruction", encoder, {}, read_examples, tokenize, cache)
+        )
 
     @cached_property
     def prompt_hashes(self) -> npt.NDArray[np.uint64]:
@@ -142,23 +172,19 @@ class InstructionExamples(TokenizedExamples):
         return self._slice("counted", index, offset, length)
 
     def verify(self) -> None:
-        """Raises ValueError where the arrays do not belong together."""
         counted = len(self._index["counted"]) == len(self._index["tokens"])
-        if not (self._are_whole() and counted and len(self.first_counted) == len(self)):
-            raise ValueError(
-                f"the cached examples of {self.prefix} are damaged: delete its entry "
-                "(instruction-...) in the folder of --data-cache-path"
-            )
+        self.check("instruction", counted and len(self.first_counted) == len(self))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.prefix, self._index)
+
+def offsets_of(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Begins of parts of these lengths, and the end."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(lengths, np.int64))])
 
 
 def _encoded(
-    examples: Iterable[tuple[str, Example]], encoder: ExampleEncoder
+    examples: Iterator[tuple[str, Example]], encoder: ExampleEncoder
 ) -> dict[str, np.ndarray]:
     tokens, counted, lengths, first = [], [], [], []
-    examples = iter(examples)
     while batch := list(islice(examples, _AT_ONCE)):
         encoded = encoder(batch)
         tokens.append(np.concatenate([e.tokens for e in encoded]))
@@ -167,12 +193,10 @@ def _encoded(
             length = len(example.tokens)
             lengths.append(length)
             first.append(int(example.counted.argmax()) if example.counted.any() else length)
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(np.array(lengths, np.int64), out=offsets[1:])
     return {
         "tokens": np.concatenate([np.empty(0, np.int32), *tokens]),
         "counted": np.concatenate([np.empty(0, np.bool_), *counted]),
-        "offsets": offsets,
+        "offsets": offsets_of(lengths),
         "first_counted": np.array(first, np.int32),
     }
 
@@ -253,11 +277,7 @@ class InstructionRecipe:
             depends_on["split by prompt"] = True
 
         def arrays() -> dict[str, np.ndarray]:
-            documents.verify()
-            numbers = np.arange(units.start, units.stop)
-            if self.by_prompt:
-                numbers = of_prompts(documents.prompt_hashes, units, f"{documents.prefix}, {name}")
-            usable = self._usable(documents, numbers, name)
+            usable = self._usable(documents, documents.part(units, self.by_prompt, name), name)
             return self._order(documents, usable, num_samples, name)
 
         index = cache.arrays(f"instruction-{name}", depends_on, arrays)
@@ -389,28 +409,50 @@ def of_prompts(hashes: npt.NDArray[np.uint64], units: range, part: str) -> npt.N
     return rows
 
 
-class Instruction(DataKind):
-    """Files of instructions and answers instead of .bin/.idx."""
+class RecordFiles(DataKind):
+    """Files of records instead of .bin/.idx.
+
+    Attributes:
+        flag: that a run reads them by.
+        contents: what the files have, as error messages name it.
+    """
+
+    flag: str
+    contents: str
+
+    def records(
+        self, data: DataPipeline, recipe: Any, opened: Callable[..., Documents]
+    ) -> SourceReader:
+        """The reader of samples by a recipe; ``opened`` gets a path, an encoder and the cache.
+        Raises ConfigError for a curriculum of lengths, and later for a file of tokens."""
+        if sequence_lengths(data.config).grows:
+            raise ConfigError(
+                f"a curriculum of sequence lengths cuts samples, and would cut {self.contents}: "
+                "use one or the other"
+            )
+
+        def open_files(path: str, source: DataSource) -> Documents:
+            if idx_path(path).is_file() and not Path(path).exists():
+                raise ConfigError(
+                    f"{path} is the prefix of a .bin and an .idx; {self.flag} reads files of "
+                    f"{self.contents} (JSON, JSON lines, Parquet, CSV)"
+                )
+            options = data.config.section(InstructionConfig)
+            encoder = ExampleEncoder(options, data.tokenizer, data.config.tokenizer)
+            return opened(path, encoder, cache=data.cache(path))
+
+        return SourceReader(open_files, recipe)
+
+
+class Instruction(RecordFiles):
+    """Files of instructions and answers."""
+
+    flag, contents = "--sft, or the type instruction,", "instructions and answers"
 
     def reader(self, data: DataPipeline) -> SourceReader:
         config = data.config.section(InstructionConfig)
-        if sequence_lengths(data.config).grows:
-            raise ConfigError(
-                "a curriculum of sequence lengths cuts samples, and would cut off the answers of "
-                "instruction data: use one or the other"
-            )
         recipe = InstructionRecipe.from_config(config, data.seq_length, data.seed, data.tokenizer)
-
-        def open_examples(path: str, source: DataSource) -> InstructionExamples:
-            if idx_path(path).is_file() and not Path(path).exists():
-                raise ConfigError(
-                    f"{path} is the prefix of a .bin and an .idx; --sft, and the type instruction, "
-                    "read files of instructions and answers (JSON, JSON lines, Parquet, CSV)"
-                )
-            encoder = ExampleEncoder(config, data.tokenizer, data.config.tokenizer)
-            return InstructionExamples.open(path, encoder, data.cache(path))
-
-        return SourceReader(open_examples, recipe)
+        return self.records(data, recipe, InstructionExamples.open)
 
     def conversation(self, config: RunConfig, path: str) -> Example | None:
         columns = RecordColumns.of(config.section(InstructionConfig))

@@ -10,11 +10,11 @@ from megatron.features.instruction.flags import InstructionConfig
 
 
 class InstructionFeature(Feature):
-    needs = ("raw_text",)
+    needs = ("inputs", "raw_text")
     sections = {"instruction": InstructionConfig}
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
-        from megatron.run.fingerprint import text_inputs
+        from megatron.features.inputs.compared import text_inputs
 
         flags = config.section(InstructionConfig)
         return text_inputs(config, flags.chat_template) if flags.sft else {}

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from megatron.data.index_cache import FOLDER
-from megatron.data.json_lines import (
+from megatron.features.raw_text.records import (
     BYTE_ORDER_MARK,
     ArrayReader,
     is_too_deep,
@@ -59,7 +59,7 @@ def _opened(path: str) -> io.BufferedReader:
 
 
 def example_files(path: str) -> list[TextFile]:
-    """The files of a path: itself, or those of a folder or glob. Raises FileNotFoundError;
+    """The files of a path, which is a file, a folder or a glob. Raises FileNotFoundError;
     ValueError for a folder with several splits, of which a path must name one, or of which no file
     has records."""
     splits = splits_of(path)

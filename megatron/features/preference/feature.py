@@ -11,7 +11,8 @@ from megatron.features.preference.flags import PreferenceConfig
 
 
 class PreferenceFeature(Feature):
-    needs = after = ("instruction",)
+    needs = ("evaluation", "inputs", "instruction")
+    after = ("instruction",)
     sections = {"preference": PreferenceConfig}
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
@@ -24,9 +25,9 @@ class PreferenceFeature(Feature):
         flags = config.section(PreferenceConfig)
         if flags.preference is None:
             return {}
+        from megatron.features.inputs.compared import model_input, text_inputs
         from megatron.features.instruction.flags import InstructionConfig
         from megatron.features.preference.reference import reference_checkpoint
-        from megatron.run.fingerprint import model_input, text_inputs
 
         models: dict[str, Mapping[str, str]] = {}
         if flags.needs_reference:

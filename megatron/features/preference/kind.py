@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.config import ConfigError, RunConfig
 from megatron.data.build import SourceReader
-from megatron.data.indexed import idx_path
-from megatron.data.pipeline import DataKind, DataPipeline, sequence_lengths
+from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import SampleView, bracketed, segments_of
-from megatron.data.sources import DataSource
 from megatron.data.texts import ScoredText
 from megatron.features.instruction.columns import RecordColumns
 from megatron.features.instruction.conversations import Example
-from megatron.features.instruction.example_encoder import ExampleEncoder
+from megatron.features.instruction.examples import RecordFiles
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.instruction.record_files import example_files
 from megatron.features.preference.flags import PreferenceConfig
@@ -26,8 +24,10 @@ from megatron.features.preference.records import PreferenceExamples, read_prefer
 from megatron.features.preference.samples import PreferenceCollator, PreferenceRecipe, WholeRows
 
 
-class Preferences(DataKind):
+class Preferences(RecordFiles):
     """Files of preferences instead of .bin/.idx."""
+
+    flag, contents = "--preference", "prompts with better and worse answers"
 
     def weighs(self, config: RunConfig) -> bool:
         return True
@@ -39,11 +39,6 @@ class Preferences(DataKind):
             raise ConfigError(
                 "data of the type preference need --preference, the loss that they are trained by"
             )
-        if sequence_lengths(data.config).grows:
-            raise ConfigError(
-                "a curriculum of sequence lengths cuts samples, and would cut off the answers of "
-                "preference data: use one or the other"
-            )
         # A reward is read from the last token: then the model reads one more, and as in trl nothing
         # is cut.
         whole = loss == "reward"
@@ -54,16 +49,7 @@ class Preferences(DataKind):
             config.on_long_example == "skip" or whole,
         )
 
-        def open_examples(path: str, source: DataSource) -> PreferenceExamples:
-            if idx_path(path).is_file() and not Path(path).exists():
-                raise ConfigError(
-                    f"{path} is the prefix of a .bin and an .idx; --preference reads files of "
-                    "prompts with better and worse answers (JSON, JSON lines, Parquet, CSV)"
-                )
-            encoder = ExampleEncoder(config, data.tokenizer, data.config.tokenizer)
-            return PreferenceExamples.open(path, encoder, loss == "kto", data.cache(path))
-
-        return SourceReader(open_examples, recipe)
+        return self.records(data, recipe, partial(PreferenceExamples.open, judged=loss == "kto"))
 
     def conversation(self, config: RunConfig, path: str) -> Example | None:
         columns = RecordColumns.of(config.section(InstructionConfig))

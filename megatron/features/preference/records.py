@@ -42,9 +42,8 @@ from megatron.features.instruction.conversations import (
     with_system,
 )
 from megatron.features.instruction.example_encoder import ExampleEncoder
-from megatron.features.instruction.examples import TokenizedExamples
+from megatron.features.instruction.examples import TokenizedExamples, offsets_of
 from megatron.util.digests import digest, hash64
-from megatron.util.progress import progress_bar
 
 Turns = tuple[Turn, ...]
 
@@ -312,8 +311,6 @@ class PreferenceExamples(TokenizedExamples):
     def __init__(self, prefix: str, judged: bool, index: StoredArrays) -> None:
         super().__init__(prefix, index, parts=2 if judged else 3)
         self.judged = judged
-        self.prompt_hashes: npt.NDArray[np.uint64] = index["prompt_hashes"]
-        """Hashes of the prompt's tokens, for each document."""
         self.values: npt.NDArray[np.float32] = index["values"]
         """For each document: 1 for a good answer and 0 for a bad one; of a pair its margin, NaN
         where it has none."""
@@ -326,14 +323,11 @@ class PreferenceExamples(TokenizedExamples):
         `index-cache/` next to the data; with ``judged`` pairs become two judged answers. Raises
         FileNotFoundError; ValueError if a record is malformed or not a pair, or none is found."""
 
-        def arrays(files: Iterator[str]) -> dict[str, np.ndarray]:
-            logger.info("tokenizing the preferences of %s, once", path)
-            records = (pair for file in files for pair in read_preferences(file, encoder.columns))
-            wanted = _as_wanted(progress_bar("tokenizing", records, unit=" examples"), judged)
-            return _arrays(wanted, encoder)
+        def arrays(records: Iterator[tuple[str, Preference]]) -> dict[str, np.ndarray]:
+            return _arrays(_as_wanted(records, judged), encoder)
 
-        identity = {"encoding": encoder.identity, "judged": judged}
-        return cls(path, judged, cls.stored(path, "preference", identity, arrays, cache))
+        known = path, "preference", encoder, {"judged": judged}
+        return cls(path, judged, cls.stored(*known, read_preferences, arrays, cache))
 
     @cached_property
     def content_digest(self) -> str:
@@ -353,14 +347,9 @@ class PreferenceExamples(TokenizedExamples):
         return EncodedPreference(prompt, tuple(answers))
 
     def verify(self) -> None:
-        """Raises ValueError where the arrays do not belong together."""
-        documents = len(self) // self.parts
+        documents, rest = divmod(len(self), self.parts)
         complete = documents == len(self.prompt_hashes) == len(self.values)
-        if len(self) % self.parts or not (self._are_whole() and complete):
-            raise ValueError(
-                f"the cached preferences of {self.prefix} are damaged: delete their entry "
-                "(preference-...) in the folder of --data-cache-path"
-            )
+        self.check("preference", complete and not rest)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.prefix, self.judged, self._index)
@@ -418,11 +407,9 @@ def _arrays(
         for _, each in batch:
             value = each.margin if each.good is None else each.good
             values.append(np.nan if value is None else float(value))
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(np.array(lengths, np.int64), out=offsets[1:])
     return {
         "tokens": np.concatenate([np.empty(0, np.int32), *tokens]),
-        "offsets": offsets,
+        "offsets": offsets_of(lengths),
         "prompt_hashes": np.array(hashes, np.uint64),
         "values": np.array(values, np.float32),
     }

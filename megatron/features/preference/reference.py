@@ -25,18 +25,18 @@ from megatron.config.features import taking_part
 from megatron.data.index_cache import IndexCache
 from megatron.data.loader import TrainingData
 from megatron.data.samples import MadeSamples
-from megatron.engine.environment import return_freed_memory, training_device
-from megatron.engine.evaluator import Evaluator, build_evaluator
+from megatron.engine.environment import training_device
 from megatron.engine.loading import load_checkpoint, together
 from megatron.families import family_of, spec_of
+from megatron.features.evaluation.checkpoints import measure_samples
+from megatron.features.evaluation.evaluator import Evaluator, build_evaluator
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.samples import PreferenceDataset
 from megatron.model.spec import TEXT_SCORES, ModelSpec, training_dtype
 from megatron.parallel.mesh import Mesh, any_rank
 from megatron.run.run import Run
-from megatron.training.evaluation import measure_samples
 from megatron.util.digests import digest_of_parts, sha256_of_file
-from megatron.util.processes import is_main_process
+from megatron.util.processes import is_main_process, return_freed_memory
 from megatron.util.progress import progress_bar, say
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.samples import Documents, Piece, checked_index
 from megatron.data.texts import ScoredText
-from megatron.features.instruction.examples import of_prompts, shuffled_epochs
+from megatron.features.instruction.examples import shuffled_epochs
 from megatron.features.preference.records import PreferenceExamples
 from megatron.util.digests import digest
 
@@ -183,11 +183,7 @@ class PreferenceRecipe:
         }
 
         def arrays() -> dict[str, np.ndarray]:
-            documents.verify()
-            numbers = np.arange(units.start, units.stop)
-            if self.by_prompt:
-                numbers = of_prompts(documents.prompt_hashes, units, f"{documents.prefix}, {name}")
-            usable = self._usable(documents, numbers, name)
+            usable = self._usable(documents, documents.part(units, self.by_prompt, name), name)
             others = usable
             if documents.judged:
                 others = usable[other_prompts(documents.prompt_hashes[usable])]

@@ -98,4 +98,19 @@ def test_terminal_and_page_show_numbers_of_the_registry():
     lists = re.findall(r"\[\s*((?:\"\w+\",?\s*)+)\]", table)
     names = {name for each in lists for name in re.findall(r"\w+", each)}
     assert len(names) > 20 and names - METRICS.keys() == {POWER}
-    assert module._SHOWN.keys() < METRICS.keys()
+    assert module._SHOWN.keys() - METRICS.keys() == {"reward"}  # of a feature
+
+
+def test_reward_leads_where_there_is_one(tmp_path):
+    """The loss of texts of the weights in training is nearly 0."""
+    path = write_run(tmp_path / "metrics.jsonl", 0)
+    with path.open("a") as file:
+        file.write(train_row(1, reward=0.75, loss=1e-18))
+    run = WatchedRun("1", "a run", path)
+    run.refresh()
+    stream = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        follow([run], stream, wait=after(1))
+    assert "reward 0.7500" in stream.getvalue() and "loss" not in stream.getvalue()
+    assert [line.split()[0] for line in report(run, 80)[1:3]] == ["reward", "training"]
+    run.close()

@@ -52,6 +52,32 @@ def test_bits_of_drawing(kind, dtype, talks):
             )
 
 
+def threaded():
+    for dtype in DTYPES:
+        for heads, count in ((3, 4), (6, 2)):
+            for threads in (2, 3, 4, 8):
+                marks = () if (dtype, threads) == ("fp32", 2) else (pytest.mark.proof,)
+                yield pytest.param(dtype, heads, count, threads, marks=marks)
+
+
+@pytest.mark.parametrize(("dtype", "heads", "count", "threads"), list(threaded()))
+def test_bits_of_drawing_on_several_threads(dtype, heads, count, threads):
+    """Of a matrix of 5 to 7 or 9 to 11 rows two threads compute some otherwise, if they divide it:
+    here those of 3 tokens that share a page, and of the only token that reads one."""
+    sizes = {"num_attention_heads": heads, "num_query_groups": 1, "hidden_size": 16 * heads}
+    model = Model("llama", DTYPES[dtype], **sizes)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        episodes = model.write(LENGTHS, count)
+        for texts in (episodes, episodes[:1]):
+            log_probs_BP, _ = model.trained(model.laid_out(texts))
+            assert torch.equal(log_probs_BP.float(), drawn(texts))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("kind", ["gemma2", "gpt-oss"])
 def test_gradients_in_float64(kind):
     """Texts that share prompts and texts with answers of an environment, against the ordinary pass

@@ -16,6 +16,7 @@ from megatron.apps.reinforcement.losses import (
     policy_losses,
     value_loss,
 )
+from megatron.apps.reinforcement.objective import better_of
 from megatron.features.distillation.divergence import TeacherHead
 from megatron.parallel.loss_head import HeadInput, LossHead, Targets
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -197,3 +198,9 @@ def test_divergence_from_a_teacher(beta, chunk):
     grads = [torch.autograd.grad(loss, (x, weight)) for loss in (found, expected)]
     for own, other in zip(*grads, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-11, atol=1e-13)
+
+
+def test_the_first_of_equal_texts_is_the_better_one():
+    """As trl's OnlineDPOTrainer."""
+    sums = torch.tensor([1.0, 2.0, 3.0, 3.0, 4.0, 1.0])
+    assert better_of(tokens_of(advantages_BS=sums[:, None])).tolist() == [1, 0, 0]

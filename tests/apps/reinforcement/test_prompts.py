@@ -205,5 +205,5 @@ def test_damaged_caches_are_named(gpt2: Built, write) -> None:
     arrays = dict(examples._index.items())
     for name in ("tokens", "records", "prompt_hashes"):
         broken = StoredArrays(arrays | {name: arrays[name][:-1]})
-        with pytest.raises(ValueError, match="cached prompts of .*data.jsonl are damaged: delete"):
+        with pytest.raises(ValueError, match="cached examples of .*data.jsonl are damaged: delete"):
             dataset(PromptExamples(examples.prefix, broken))

@@ -55,7 +55,7 @@ const TRAINING = [
   ["Schedule", "Skipped and NaN steps", "count", ["skipped_steps", "nan_steps"]],
 ];
 const SECTIONS = [
-  "Loss", "Rewards", "Evaluation", "Optimization", "Experts", "Speed and memory", "Ranks", "Data", "Energy and cost", "Schedule",
+  "Rewards", "Loss", "Evaluation", "Optimization", "Experts", "Speed and memory", "Ranks", "Data", "Energy and cost", "Schedule",
   "Checkpoints", "Other",
 ];
 

@@ -10,6 +10,7 @@ import { state } from "./state.js";
 /** Columns: heading, what it is, unit and value of a run; the last says what phones leave out of several. */
 const MINOR = true;
 const COLUMNS = [
+  ["Reward", "Mean of the last rows of a run that learns from rewards", "number", ({ totals }) => totals.reward],
   ["Training loss", "Mean of the last rows: a twentieth of them, at most 100", "number", ({ totals }) => totals.loss],
   ["Best validation", "The least loss of the first validation set", "number", ({ totals }) => totals.validation_loss],
   ["Test loss", "The last one", "number", ({ totals }) => totals.test_loss],

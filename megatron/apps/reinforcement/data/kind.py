@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,21 +20,21 @@ from megatron.apps.reinforcement.data.prompts import (
 from megatron.apps.reinforcement.flags import ReinforcementConfig
 from megatron.config import ConfigError, RunConfig
 from megatron.data.build import SourceReader
-from megatron.data.indexed import idx_path
-from megatron.data.pipeline import BatchSizes, DataKind, DataPipeline, sequence_lengths
+from megatron.data.pipeline import BatchSizes, DataPipeline
 from megatron.data.sampler import parse_skipped
 from megatron.data.samples import SampleDataset, SampleView, bracketed, segments_of
-from megatron.data.sources import DataSource
 from megatron.features.instruction.columns import RecordColumns
 from megatron.features.instruction.conversations import ANSWER, Example, Turn
-from megatron.features.instruction.example_encoder import ExampleEncoder
+from megatron.features.instruction.examples import RecordFiles
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.instruction.record_files import example_files
 
 
-class PromptFiles(DataKind):
+class PromptFiles(RecordFiles):
     """Files of prompts instead of .bin/.idx. A training sample is a prompt to be answered once;
     each is repeated ``--num-generations`` times. Held-out prompts are answered once."""
+
+    flag, contents = "--rl", "prompts"
 
     def reader(self, data: DataPipeline) -> SourceReader:
         options = data.config.section(ReinforcementConfig)
@@ -43,11 +42,6 @@ class PromptFiles(DataKind):
         if options.rl is None:
             raise ConfigError(
                 "data of the type prompts need --rl, the algorithm that they are trained by"
-            )
-        if sequence_lengths(data.config).grows:
-            raise ConfigError(
-                "a curriculum of sequence lengths cuts samples, and prompts are not cut: leave out "
-                "one of the two"
             )
         group = _group(data.config)
         for numbers in parse_skipped(data.config.data.skip_samples):
@@ -65,16 +59,7 @@ class PromptFiles(DataKind):
             instruction.on_long_example == "skip",
         )
 
-        def open_prompts(path: str, source: DataSource) -> PromptExamples:
-            if idx_path(path).is_file() and not Path(path).exists():
-                raise ConfigError(
-                    f"{path} is the prefix of a .bin and an .idx; --rl reads files of prompts "
-                    "(JSON, JSON lines, Parquet, CSV)"
-                )
-            encoder = ExampleEncoder(instruction, data.tokenizer, data.config.tokenizer)
-            return PromptExamples.open(path, encoder, data.cache(path))
-
-        return SourceReader(open_prompts, recipe)
+        return self.records(data, recipe, PromptExamples.open)
 
     def needed(self, config: RunConfig, num_samples: int) -> int:
         return -(-num_samples // _group(config))

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -37,9 +37,8 @@ from megatron.features.instruction.conversations import (
     with_system,
 )
 from megatron.features.instruction.example_encoder import ExampleEncoder
-from megatron.features.instruction.examples import TokenizedExamples, of_prompts, shuffled_epochs
+from megatron.features.instruction.examples import TokenizedExamples, offsets_of, shuffled_epochs
 from megatron.util.digests import digest, hash64
-from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +116,6 @@ class PromptExamples(TokenizedExamples):
     """The prompts of files, a document of one sequence each. Pickles as the path of its cache
     entry."""
 
-    def __init__(self, prefix: str, index: StoredArrays) -> None:
-        super().__init__(prefix, index)
-        self.prompt_hashes: npt.NDArray[np.uint64] = index["prompt_hashes"]
-        """Hashes of the tokens of each prompt."""
-
     @classmethod
     def open(
         cls, path: str, encoder: ExampleEncoder, cache: IndexCache | None = None
@@ -129,14 +123,9 @@ class PromptExamples(TokenizedExamples):
         """Tokenize the prompts of a file, folder or glob, or take them from the cache, by default
         `index-cache/` next to the data. Raises FileNotFoundError; ValueError if a record is
         malformed, or none is found."""
-
-        def arrays(files: Iterator[str]) -> dict[str, np.ndarray]:
-            logger.info("tokenizing the prompts of %s, once", path)
-            records = (pair for file in files for pair in read_prompts(file, encoder.columns))
-            return _arrays(progress_bar("tokenizing", records, unit=" prompts"), encoder)
-
-        identity = {"encoding": encoder.identity, "prompts": INDEX_VERSION}
-        return cls(path, cls.stored(path, "prompts", identity, arrays, cache))
+        known = path, "prompts", encoder, {"prompts": INDEX_VERSION}
+        arrays = partial(_arrays, encoder=encoder)
+        return cls(path, cls.stored(*known, read_prompts, arrays, cache))
 
     @cached_property
     def content_digest(self) -> str:
@@ -152,18 +141,10 @@ class PromptExamples(TokenizedExamples):
         return Prompt(number, self.get(number).astype(np.int64), text, columns)
 
     def verify(self) -> None:
-        """Raises ValueError where the arrays do not belong together."""
         offsets, records = self._index["record_offsets"], self._index["records"]
         counts = {len(self), len(self.prompt_hashes), len(offsets) - 1}
         rising = offsets[0] == 0 and (np.diff(offsets) > 0).all() and offsets[-1] == len(records)
-        if not (self._are_whole() and len(counts) == 1 and rising):
-            raise ValueError(
-                f"the cached prompts of {self.prefix} are damaged: delete their entry "
-                "(prompts-...) in the folder of --data-cache-path"
-            )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.prefix, self._index)
+        self.check("prompts", len(counts) == 1 and bool(rising))
 
 
 def _arrays(
@@ -185,15 +166,11 @@ def _arrays(
         hashes += [hash64(ids.tobytes()) for ids in encoded]
     return {
         "tokens": np.concatenate([np.empty(0, np.int32), *tokens]),
-        "offsets": _offsets(lengths),
+        "offsets": offsets_of(lengths),
         "prompt_hashes": np.array(hashes, np.uint64),
         "records": np.frombuffer(b"".join(packed), np.uint8),
-        "record_offsets": _offsets([len(record) for record in packed]),
+        "record_offsets": offsets_of([len(record) for record in packed]),
     }
-
-
-def _offsets(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(lengths, np.int64))])
 
 
 @dataclass(frozen=True)
@@ -235,11 +212,7 @@ class PromptRecipe:
         }
 
         def arrays() -> dict[str, np.ndarray]:
-            documents.verify()
-            numbers = np.arange(units.start, units.stop)
-            if self.by_prompt:
-                numbers = of_prompts(documents.prompt_hashes, units, f"{documents.prefix}, {name}")
-            usable = self._usable(documents, numbers, name)
+            usable = self._usable(documents, documents.part(units, self.by_prompt, name), name)
             order = shuffled_epochs(len(usable), num_samples, self.seed, name)
             return {"usable": usable, "order": order}
 

@@ -70,31 +70,20 @@ class EpisodeCache(PagedCache):
             padded=layout.padded,
         )
 
-    def attend(
+    def attended(
         self,
         layer: int,
-        q_BSND: Tensor,
-        k_BSKD: Tensor,
-        v_BSKD: Tensor,
         scores: AttentionScoring,
+        width: int | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
         bias_NT: Tensor | None,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        """See :class:`~megatron.model.caches.LayerCache`."""
+        """See :class:`PagedCache`."""
         assert bias_NT is None, "relative positions are those of encoders and decoders"
-        return _Attention.apply(self, layer, scores, None, q_BSND, k_BSKD, v_BSKD, sinks_N)
-
-    def attend_latents(
-        self,
-        layer: int,
-        q_BSNW: Tensor,
-        latents_BSW: Tensor,
-        width: int,
-        scores: AttentionScoring,
-        sinks_N: Tensor | None,
-    ) -> Tensor:
-        """See :class:`~megatron.model.caches.LayerCache`."""
-        return _Attention.apply(self, layer, scores, width, q_BSNW, latents_BSW, None, sinks_N)
+        return _Attention.apply(self, layer, scores, width, q, k, v, sinks_N)
 
     def paged(
         self,
@@ -106,13 +95,9 @@ class EpisodeCache(PagedCache):
         v: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention as in generation, without gradients; with a ``width`` that of latents."""
-        if v is None:
-            assert width is not None
-            self.pages.fit(k)
-            return super().attend_latents(layer, q, k, width, scores, sinks)
-        self.pages.fit(k, v)
-        return super().attend(layer, q, k, v, scores, None, sinks)
+        """Attention as in generation, without gradients."""
+        self.pages.fit(*(each for each in (k, v) if each is not None))
+        return super().attended(layer, scores, width, q, k, v, None, sinks)
 
     def ordinary(
         self,

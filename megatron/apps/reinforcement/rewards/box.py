@@ -42,6 +42,7 @@ class Box:
         pipes: descriptors of this side, by number of the target's side.
         output: beginnings of what came out of each, and their whole lengths.
         status: of the target once it ended: as of a shell, negative for a signal.
+        warden: number of the process that holds the box.
     """
 
     limits: Limits
@@ -51,7 +52,7 @@ class Box:
     output: dict[int, bytearray] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     status: int | None = None
-    _warden: int = 0
+    warden: int = 0
     _first: int = 0
     _ended: int = -1
     _looks: int = 0
@@ -69,8 +70,8 @@ class Box:
             theirs[number], box.pipes[number] = (read, write) if number == 0 else (write, read)
             os.set_blocking(box.pipes[number], False)
         report, tell = os.pipe()
-        box._warden = os.fork()
-        if not box._warden:
+        box.warden = os.fork()
+        if not box.warden:
             try:
                 os.close(report)
                 for descriptor in box.pipes.values():
@@ -275,11 +276,11 @@ class Box:
                 _kill_all(self.processes)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._first, signal.SIGKILL)
-        elif self._warden:
+        elif self.warden:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._warden, signal.SIGKILL)
+                os.kill(self.warden, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._warden, 0)
+            os.waitpid(self.warden, 0)
         for descriptor in (*self.pipes.values(), self._ended):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -297,11 +298,6 @@ def sweep(boxes: set[int]) -> None:
             for process in (child, *_descendants(child))
         ]
     )
-
-
-def warden_of(box: Box) -> int:
-    """The number of the process that holds a box."""
-    return box._warden
 
 
 def remove(folder: str) -> None:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.apps.reinforcement.rewards import function_process
-from megatron.apps.reinforcement.rewards.box import OUTPUT_BYTES, Box, remove, sweep, warden_of
+from megatron.apps.reinforcement.rewards.box import OUTPUT_BYTES, Box, remove, sweep
 from megatron.apps.reinforcement.rewards.confinement import Limits
 from megatron.apps.reinforcement.rewards.probe import unenforced
 
@@ -54,7 +54,7 @@ class Keeper:
         try:
             return kinds[request["kind"]](request, limits)
         finally:
-            sweep({warden_of(box) for box in self._functions.values()})
+            sweep({box.warden for box in self._functions.values()})
 
     def close(self) -> None:
         """End all processes."""

@@ -20,14 +20,15 @@ from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint, nothi
 from megatron.config import CheckpointConfig, ConfigError, RunConfig
 from megatron.config.engine import FastPathsConfig
 from megatron.data.gpt_batch import GPTBatch
-from megatron.engine.environment import return_freed_memory, training_device
-from megatron.engine.evaluator import Evaluator, build_evaluator
+from megatron.engine.environment import training_device
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
+from megatron.features.evaluation.checkpoints import measure_samples
+from megatron.features.evaluation.evaluator import Evaluator, build_evaluator
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.parallel.mesh import Mesh
-from megatron.training.evaluation import measure_samples
+from megatron.util.processes import return_freed_memory
 
 
 def _of_last_tokens(state: LayerState, batch: GPTBatch) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ Completions = Sequence[Any]
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]{0,80}(?:\.\d{0,80})?|\.\d{1,80})(?:[eE][-+]?\d{1,3})?")
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{(\d{1,80})\}\{(\d{1,80})\}|([-+]?\d{1,80})/(\d{1,80})")
 _RELATIVE, _ABSOLUTE = 1e-6, 1e-9
-_FENCED = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 _LONGEST_JSON = 1 << 20
 
 
@@ -122,8 +122,7 @@ def json_schema(completions: Completions, schema: Sequence[Any], **_: Any) -> li
 
 
 def _agrees(text: str, schema: Any) -> bool:
-    blocks = [body for kind, body in _FENCED.findall(text) if kind in ("json", "")]
-    source = blocks[-1] if blocks else text
+    source = _last_block(text, ("json", ""))
     if len(source) > _LONGEST_JSON:
         return False
     try:
@@ -145,7 +144,16 @@ def _no_constant(name: str) -> Any:
 
 def code_of(text: str) -> str:
     """The last block of Python of a text, or the whole text."""
-    blocks = [body for kind, body in _FENCED.findall(text) if kind.lower() in ("python", "py", "")]
+    return _last_block(text, ("python", "py", ""))
+
+
+def _last_block(text: str, kinds: Sequence[str]) -> str:
+    """The last fenced block of one of these languages, or the whole text."""
+    blocks = [
+        body
+        for words, body in _FENCED.findall(text)
+        if re.split(r"\W", words.strip(), maxsplit=1)[0].lower() in kinds
+    ]
     return str(blocks[-1]) if blocks else text
 
 
