@@ -323,8 +323,9 @@ def load_optimizer(engine: TrainEngine, source: Source) -> None:
     for own in owned_slices(engine) if engine.kept else ():
         for kind in own.kept:
             own.set(kind, _read(source, own.name, kind, own.slice, own.count))
-    moments = STATES[engine.config.optimizer.optimizer]
-    if stored_kinds(source).isdisjoint(moments):  # before the first update, or SGD without momentum
+    # Stored by element or by matrix; neither is before the first update, or SGD without momentum.
+    by_matrix = hasattr(engine.optimizer, "load_more") and source.state["optimizer_step"]
+    if not by_matrix and stored_kinds(source).isdisjoint(STATES[engine.config.optimizer.optimizer]):
         if any(engine.optimizer.state.get(holder) for holder in holders(engine)):
             create_moments(engine, source.state["optimizer_step"])  # of a run that goes back
         return

@@ -234,7 +234,7 @@ def _add(tensors: Sequence[Tensor], ranks: Ranks) -> None:
 
 
 def _kept(shard: Shard, ids: Tensor, count: int) -> Tensor:
-    """1 for blocks of the parts that this parameter has, 0 for those of another one."""
+    """1 for blocks of the parts that this parameter has, 0 for another parameter's blocks."""
     kept = torch.zeros(count)
     cut = next((cut for cut in shard.cuts if cut.held is not None), None)
     if cut is None:

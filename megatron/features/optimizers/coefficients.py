@@ -41,9 +41,9 @@ COEFFICIENTS: dict[str, tuple[Coefficients, bool]] = {
     ),
 }
 """By name the coefficients of each step, and whether more steps begin again with the first; else
-they repeat the last. ``simple`` is that of Jordan et al. 2024 (Muon), Moonlight and torch;
-``quintic`` Megatron-LM's default; ``polar_express`` of Amsel et al. 2025 (arXiv:2505.16932);
-``cans`` of Grishina et al. 2025 (arXiv:2506.10935)."""
+they repeat the last. ``simple`` is from Jordan et al. 2024 (Muon), Moonlight and torch; ``quintic``
+Megatron-LM's default; ``polar_express`` of Amsel et al. 2025 (arXiv:2505.16932); ``cans`` of
+Grishina et al. 2025 (arXiv:2506.10935)."""
 
 SCALES = ("spectral", "unit_rms_norm", "shape_scaling")
 """Rules of ``newton_schulz.scale``."""

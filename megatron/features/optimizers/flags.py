@@ -135,8 +135,8 @@ class OptimizersConfig(FlagSection):
             )
         if not self.muon_nesterov:
             resolver.notes.append(
-                "--optimizer muon without --muon-nesterov, as in Megatron-LM; its authors and "
-                "Moonlight use it, with --muon-momentum 0.95"
+                f"--optimizer {optimizer} without --muon-nesterov, as in Megatron-LM; Muon's "
+                "authors and Moonlight use it, with --muon-momentum 0.95"
             )
 
     def _check_states(self, config: Any, resolver: ConfigResolver) -> None:

@@ -34,7 +34,7 @@ class Deal:
     """Parameters, dealt out among the ranks that have parts of them.
 
     Args:
-        parts: of this rank, of the same parameters in the same order on all of the ranks.
+        parts: this rank's parts of the parameters, in the same order on all ranks.
         replicas: the ranks that have the same share of these parameters, which ZeRO divides.
     """
 

@@ -80,7 +80,7 @@ class UpdateRule(ABC):
 
     def more_states(self, groups: Sequence[Group]) -> dict[str, Tensor]:
         """States of this rank that have other shapes than tensors, by a name that does not depend
-        on the layout; every rank must call it. ``groups`` are those of this rule."""
+        on the layout; every rank must call it. ``groups`` are this rule's."""
         return {}
 
     def load_more(  # noqa: B027

@@ -103,7 +103,7 @@ class Soap(WholeRule):
         for side, dim in zip(_SIDES, (-2, -1), strict=True):
             factor, basis = states[side], states[f"{side}_basis"]
             if first:
-                basis = torch.linalg.eigh(factor)[1].flip(-1)
+                basis = torch.linalg.eigh(factor.double())[1].flip(-1).to(factor)  # float32: NaN
             else:
                 turned = factor @ basis
                 order = (basis * turned).sum(-2).argsort(dim=-1, descending=True, stable=True)
@@ -111,6 +111,6 @@ class Soap(WholeRule):
                 places = order[..., :, None] if dim == -2 else order[..., None, :]
                 squares = states["exp_avg_sq"]
                 states["exp_avg_sq"] = squares.take_along_dim(places, dim)
-            states[f"{side}_basis"] = basis
+            states[f"{side}_basis"] = basis = basis.contiguous()  # strides, that round, as loaded
             states[f"{side}_values"] = (basis * (factor @ basis)).sum(-2)
         states["exp_avg"] = states["left_basis"].mT @ mean @ states["right_basis"]

@@ -17,7 +17,7 @@ class OptimizerEntry(NamedTuple):
 
     Attributes:
         rule: imports the class of its rule.
-        states: names of the states of single elements, of its rule and of that of other parameters.
+        states: names of the states of single elements: its rule's, and other parameters'.
         matrices: whether its rule updates the matrices of blocks only; ``--muon-scalar-optimizer``
             or Adam updates the rest.
         more: whether it has further states, in files of their own.

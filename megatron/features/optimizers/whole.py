@@ -29,7 +29,7 @@ Rows = slice | Tensor
 
 
 def in_order(lengths: Sequence[int]) -> list[slice]:
-    """Ranges of so many rows each, one after another."""
+    """Return consecutive ranges of these numbers of rows."""
     return [slice(end - each, end) for each, end in zip(lengths, accumulate(lengths), strict=True)]
 
 
