@@ -354,13 +354,13 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
             if not weight.requires_grad:
                 continue  # frozen, on every stage that has it
             gradient = self._accumulated(weight)
-            # The copies must stay bitwise equal. DeepSpeed averages over data-parallel ranks in
-            # buckets that differ between the stages, and so does the order of sums of three or
-            # more; the order does not matter where all addends are equal already.
-            replicas, dense = self._mesh.replicas(shard_of(weight)), self._mesh.dense
-            if dense.size > 1:
+            # The copies must stay bitwise equal. DeepSpeed averages in buckets that differ between
+            # the stages, and so does the order of sums of three or more, which does not matter
+            # where all addends are equal already: the means over replicas, few of experts.
+            replicas = self._mesh.replicas(shard_of(weight))
+            if replicas.size > 1:
                 dist.all_reduce(gradient, group=replicas.handle)
-                gradient /= dense.size
+                gradient /= replicas.size
             dist.all_reduce(gradient, group=tied_group)
 
     def _accumulated(self, weight: torch.nn.Parameter) -> Tensor:
