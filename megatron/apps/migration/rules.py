@@ -23,9 +23,9 @@ indented; all of them are applied, in their order, whether the file has the keys
         program NAME
 
 Conditions and expressions are Python's, with the keys of the file, dotted ones too, as names; None
-where it has no such key and ``default KEY=VALUE`` says none. ``value`` is that of the line's keys,
-``tuning`` is true for ``finetune.py``. Reasons may have {EXPRESSIONS}. ``include TABLE`` inserts
-another table, ``blocks TABLE`` only the lines behind its @names.
+where it has no such key and ``default KEY=VALUE`` says none. ``value`` is the value of the line's
+keys, ``tuning`` is true for ``finetune.py``. Reasons may have {EXPRESSIONS}. ``include TABLE``
+inserts another table, ``blocks TABLE`` only the lines behind its @names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megatron.apps.migration.translation import Translation, Unfit, flag_kinds, 
 from megatron.config import ConfigError
 
 TABLES = Path(__file__).with_name("tables")
-_DEFAULT = re.compile(r" *\[default ([^\]]+)\]$")
+_DEFAULT = re.compile(r"(?<! ) *\[default ([^\[\]]+)\]$")
 _FLAGS = re.compile(r" (?=--)")
 _FILLED = re.compile(r"\{([^{}\"]*)\}")
 
@@ -262,7 +262,7 @@ class _Engine:
             value = spellings.get(text, spellings.get(text.lower()))
             if value is None:
                 known = ", ".join(spellings)
-                t.lose(keys, f"{flag} has no counterpart of {text}: it has that of {known}")
+                t.lose(keys, f"{flag} has no counterpart of {text}, only of {known}")
                 return
             if value == "":
                 t.harmless(keys, f"{text} is what happens without {flag}")
@@ -284,8 +284,8 @@ def translate(
     flags_win: bool = False,
 ) -> None:
     """Applies a table to the keys with a prefix, such as ``ds.json:``. With ``flags_win`` a flag
-    that is there already replaces another value of a key, as Megatron-DeepSpeed's flags do those of
-    the JSON.
+    that is there already replaces another value of a key, as Megatron-DeepSpeed's flags replace
+    values of the JSON.
 
     Raises ConfigError if two keys contradict each other, or a value is of another kind. A value
     that no flag can have is lost, with the reason."""

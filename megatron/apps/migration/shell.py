@@ -15,13 +15,13 @@ from megatron.config import ConfigError
 _NAME = r"[A-Za-z_]\w*"
 _ASSIGNMENT = re.compile(rf"({_NAME})(\+?=)(.*)", re.DOTALL)
 _VARIABLE = re.compile(
-    rf"\$\(\((?P<sum>.*?)\)\)|\$\((?P<run>[^()]*)\)|`(?P<old>[^`]*)`"
+    rf"\$\(\((?P<sum>(?:(?!\$\(\().)*?)\)\)|\$\((?P<run>[^()]*)\)|`(?P<old>[^`]*)`"
     rf"|\$\{{(?P<name>{_NAME}|\d+|[@*])(?P<all>\[[@*]\])?(?::?[-=](?P<default>[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*))?\}}"
     rf"|\$(?P<plain>{_NAME}|\d+|[@*])",
     re.DOTALL,
 )
 _WORD = re.compile(
-    r"(?:\$\(\(.*?\)\)|\$\([^()]*\)|`[^`]*`|\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
+    r"(?:\$\(\((?:(?!\$\(\().)*?\)\)|\$\([^()]*\)|`[^`]*`|\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
     r"|\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.|[^\s\"'`$\\]|\$)+",
     re.DOTALL,
 )
@@ -60,8 +60,8 @@ class Script:
 
 
 def read_script(text: str, name: str, variables: Mapping[str, str]) -> Script:
-    """The command of a script. ``variables`` are those of the environment that count, and its
-    positions by number. Raises ConfigError if it starts no Python program, or several."""
+    """The command of a script. ``variables`` are the variables of the environment that count, and
+    its positions by number. Raises ConfigError if it starts no Python program, or several."""
     reader = _Reader(dict(variables), Script())
     reader.run(list(_statements(text, reader)))
     if not reader.commands:
@@ -230,12 +230,12 @@ class _Reader:
         self.run(chosen)
 
     def _condition(self, text: str) -> bool | None:
-        match = re.fullmatch(r"\[\[?\s*(.*?)\s*\]\]?", text.strip(), re.DOTALL)
+        match = re.fullmatch(r"\[\[?(.*?)\]\]?", text.strip(), re.DOTALL)
         if match is None:
             match = re.fullmatch(r"\(\((.*)\)\)", text.strip(), re.DOTALL)
             if match is None:
                 return None
-        parts = re.split(r"\s(&&|\|\||-a|-o)\s", match[1])
+        parts = re.split(r"\s(&&|\|\||-a|-o)\s", match[1].strip())
         verdicts = [self._test(part.strip()) for part in parts[::2]]
         if None in verdicts:
             return None
@@ -256,10 +256,11 @@ class _Reader:
         if re.match(r"-[zn]\s", text):
             empty = not quoted[2:].strip().strip("\"'")
             return empty if text[1] == "z" else not empty
-        match = re.fullmatch(r"(.*?)\s*(-\w\w|[=!<>]=?)\s*(.*)", quoted, re.DOTALL)
+        match = re.search(r"-\w\w|[=!<>]=?", quoted)
         if match is None:
             return None if len(words) > 1 or text.startswith("-") else bool(words)
-        left, sign, right = (part.strip().strip("\"'") for part in match.groups())
+        sign, sides = match[0], (quoted[: match.start()], quoted[match.end() :])
+        left, right = (part.strip().strip("\"'") for part in sides)
         try:
             return _SIGNS[sign](float(left), float(right))
         except (ValueError, KeyError):
