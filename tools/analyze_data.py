@@ -34,7 +34,7 @@ from megatron.features.curriculum.analysis import (
     analyse,
 )
 from megatron.features.curriculum.flags import CurriculumConfig, without_sampling
-from megatron.run.folders import check_output
+from megatron.run.process import check_output
 from megatron.run.run import Run, RunToolParser, run_of
 from megatron.training.plan import TrainingPlan
 from megatron.util.progress import progress_bar

@@ -16,15 +16,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.apps.corpus.prebuilding import prebuild
 from megatron.config import ConfigError, RunConfig
 from megatron.config.flags import option
 from megatron.data.index_cache import IndexCache
 from megatron.data.sources import parts_of
 from megatron.families import family_names, family_of
+from megatron.features.raw_text.workers import usable_processors
 from megatron.run.run import Run, RunToolParser, run_of
 from megatron.training.plan import TrainingPlan
 from megatron.util.errors import one_line
-from megatron.util.processes import usable_processors
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def build_all(config: BuildConfig, run: Run) -> None:
     began = time.perf_counter()
     plan = TrainingPlan(run.config)
     data = family_of(config.samples or run.config.model.family).data(run.config, run.tokenizer)
-    data.prebuild(plan.sample_counts, config.workers or usable_processors())
+    prebuild(data, plan.sample_counts, config.workers or usable_processors())
     # The order of a curriculum is built here.
     datasets = data.datasets(plan.sample_counts, plan.batch_sizes)
     named = {"train": datasets.train, **datasets.valid, **datasets.test}

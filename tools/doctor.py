@@ -33,7 +33,7 @@ from megatron.apps.doctor.hostfile import chosen, read_hostfile
 from megatron.apps.doctor.session import Session, by_srun, by_ssh, here
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import POSITIVE, build, option
-from megatron.data.json_lines import READ_IN_PLACE, expand
+from megatron.data.corpora import READ_IN_PLACE, expand
 from megatron.features.resilience.restart.nodes import ask
 from megatron.util.errors import one_line, spelled
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.apps.corpus.indexed_files import contents, find_prefixes
 from megatron.config import ConfigError, FlagParser, TokenizerConfig
 from megatron.config.flags import build, option
 from megatron.data.indexed import IndexedDataset
-from megatron.data.indexed.dataset_checks import contents, find_prefixes
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.util.errors import one_line
 

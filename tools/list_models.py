@@ -144,7 +144,7 @@ def _line(error: Exception) -> str:
     """The message about one configuration; of keys that no table reads the first three."""
     text = re.sub(r"\s+", " ", str(error)).removeprefix("config.json: ").replace("|", "\\|")
     if text.startswith("the effect of "):
-        keys = re.findall(r"(\w+) = ", text)
+        keys = re.findall(r"\b(\w+) = ", text)
         return f"the effect of {', '.join(keys[:3])} is not known"
     return text if len(text) < 140 else f"{text[:137]}..."
 

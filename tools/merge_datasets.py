@@ -14,11 +14,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.apps.corpus.indexed_files import find_prefixes, merge_datasets
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.data.indexed import IndexedDataset
-from megatron.data.indexed.dataset_checks import find_prefixes
-from megatron.data.indexed.dataset_writer import merge_datasets
 from megatron.util.errors import one_line
 
 

@@ -139,16 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = parser.settings(argv)
     config = build(PlanConfig, settings)
     try:
-        if config.like_table:
-            hardware = build(Hardware, settings)
-            hardware = dataclasses.replace(hardware, gpus=hardware.gpus or 8)
-            hardware.check()
-            print(published_tables(hardware))
-            return 0
-        if config.retro_chunks is not None:
-            ConfigResolver((PlanConfig,), settings)  # bounds
-            index = IndexFlags(retro_index_str=config.retro_index_str)
-            print(size_table(index, config.retro_chunks, config.retro_vector_width))
+        if config.like_table or config.retro_chunks is not None:
+            print(_tables(config, settings))
             return 0
         if config.model is not None and config.load is not None:
             raise ConfigError(f"--model {config.model}, --load {config.load}: give one of the two")
@@ -156,22 +148,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = with_presets(settings, config.gpu, config.model, network)
         config, hardware = build(PlanConfig, settings), build(Hardware, settings)
         if config.propose:
-            if hardware.gpus is not None:
-                hardware.check()
-            model = workload_of(config, settings, hardware.gpus or 1).model
-            model = model.with_vocabulary(config.vocab_size or 0)
-            lines, table = proposal_rows(model, config.train_tokens)
-            print("\n".join([*lines, "", aligned(table)]))
+            print(_proposals(config, settings, hardware))
             return 0
         hardware.check()
         work = workload_of(config, settings, hardware.gpus or 1)
-        step = work.global_batch_size * work.model.seq_length
-        if config.train_tokens is not None and config.train_tokens < step:
-            raise ConfigError(
-                f"--train-tokens {config.train_tokens} is less than one step takes: "
-                f"{work.global_batch_size} samples of {work.model.seq_length} tokens; give a "
-                "smaller --global-batch-size"
-            )
+        _check_tokens(config, work)
     except (ConfigError, CheckpointError) as error:
         parser.error(str(error))
     plans = search(work, hardware)
@@ -180,21 +161,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not best:
         print("\n" + nothing_fits(work, hardware, plans))
         return 1
-    fit = len(best)
-    best = one_each(simplest_first(best))[: config.top]
-    print(f"\n{fit} of {len(plans)} combinations fit; the best {len(best)} layouts:\n")
-    print(aligned([HEADER, *(row(work, plan, hardware) for plan in best)]))
+    listed = one_each(simplest_first(best))[: config.top]
+    print(f"\n{len(best)} of {len(plans)} combinations fit; the best {len(listed)} layouts:\n")
+    print(aligned([HEADER, *(row(work, plan, hardware) for plan in listed)]))
     print(LEGEND)
-    if plans[0].time.total < best[0].time.total:
+    if plans[0].time.total < listed[0].time.total:
         print(
-            f"\n{best[0].layout.name} stands first as the simplest of those within {TIE:.0%}, less "
-            "than the estimates can tell apart."
+            f"\n{listed[0].layout.name} stands first as the simplest of those within {TIE:.0%}, "
+            "less than the estimates can tell apart."
         )
-    if best[0].layout.expert > 1:
-        print("\n" + imbalance(work, best[0], hardware))
-    if best[0].memory.host or best[0].layout.context > 1:
-        print("\n" + long_sequences(best[0], hardware))
-    budget = Budget(best[0], work, hardware, config.train_tokens or 0)
+    _print_best(listed[0], work, hardware, config)
+    return 0
+
+
+def _tables(config: PlanConfig, settings: Settings) -> str:
+    """Published numbers next to their estimates, or the sizes of indices of a Retro database."""
+    if config.like_table:
+        hardware = build(Hardware, settings)
+        hardware = dataclasses.replace(hardware, gpus=hardware.gpus or 8)
+        hardware.check()
+        return published_tables(hardware)
+    ConfigResolver((PlanConfig,), settings)  # bounds
+    index = IndexFlags(retro_index_str=config.retro_index_str)
+    return size_table(index, config.retro_chunks or 0, config.retro_vector_width)
+
+
+def _proposals(config: PlanConfig, settings: Settings, hardware: Hardware) -> str:
+    if hardware.gpus is not None:
+        hardware.check()
+    model = workload_of(config, settings, hardware.gpus or 1).model
+    lines, table = proposal_rows(model.with_vocabulary(config.vocab_size or 0), config.train_tokens)
+    return "\n".join([*lines, "", aligned(table)])
+
+
+def _check_tokens(config: PlanConfig, work: Workload) -> None:
+    """Raises ConfigError if a step takes more tokens than the whole training."""
+    step = work.global_batch_size * work.model.seq_length
+    if config.train_tokens is not None and config.train_tokens < step:
+        raise ConfigError(
+            f"--train-tokens {config.train_tokens} is less than one step takes: "
+            f"{work.global_batch_size} samples of {work.model.seq_length} tokens; give a "
+            "smaller --global-batch-size"
+        )
+
+
+def _print_best(plan: Plan, work: Workload, hardware: Hardware, config: PlanConfig) -> None:
+    """Prints what the first layout sends and costs, and its command."""
+    if plan.layout.expert > 1:
+        print("\n" + imbalance(work, plan, hardware))
+    if plan.memory.host or plan.layout.context > 1:
+        print("\n" + long_sequences(plan, hardware))
+    budget = Budget(plan, work, hardware, config.train_tokens or 0)
     if budget.tokens:
         print("\n" + "\n".join(budget.lines()))
     more = changed_flags(work.fast_paths)
@@ -207,8 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nCommand of the first:\n  {spelled(command(budget, more, tokenizer))}")
     else:
         print(f"\nFlags of the first, for {hardware.gpus} processes:")
-        print("  " + shlex.join([*model_words(work.model), *best[0].flags, *more]))
-    return 0
+        print("  " + shlex.join([*model_words(work.model), *plan.flags, *more]))
 
 
 def _model_at(folder: Path) -> ModelConfig:

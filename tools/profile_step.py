@@ -25,9 +25,8 @@ from megatron.apps.profiling.tables import breakdown_text
 from megatron.apps.profiling.trace import read_trace
 from megatron.config import ConfigError, Setting, Settings
 from megatron.config.flags import option
-from megatron.run.launch import start_processes
 from megatron.run.process import ending_process, errors_for_users
-from megatron.run.run import RunToolParser, run_of
+from megatron.run.run import RunToolParser, run_of, start_processes
 from megatron.training.build import train
 from megatron.util.errors import one_line
 from megatron.util.files import write_whole

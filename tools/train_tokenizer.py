@@ -20,12 +20,12 @@ from megatron.apps.corpus.preprocessing.inputs import (
     read_batches,
     total_bytes,
 )
+from megatron.apps.corpus.progress import Progress
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.data.json_lines import BadLine, long_line, texts_of_line
+from megatron.features.raw_text.records import BadLine, long_line, texts_of_line
 from megatron.features.tokenizers.train import KINDS, TRAINED_FILES, train_tokenizer
 from megatron.util.errors import one_line
-from megatron.util.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.apps.corpus.indexed_files import check_dataset, find_prefixes
 from megatron.config import FlagParser, TokenizerConfig
 from megatron.config.flags import build, option
-from megatron.data.indexed.dataset_checks import check_dataset, find_prefixes
 from megatron.tokenizer import build_tokenizer
 from megatron.util.errors import one_line
 

@@ -16,80 +16,52 @@ from typing import Any
 from megatron.checkpoint.source import Format
 from megatron.config import ModelConfig
 
-_MEGATRON = "megatron.formats.legacy_megatron"
-_DEEPSPEED = "megatron.formats.deepspeed_folders"
-_TRAINERS = "megatron.formats.trainers"
-_SHARDED = "megatron.formats.sharded"
-_HUGGINGFACE = "megatron.formats.huggingface"
+_PACKAGE = "megatron.formats."
+_READERS: dict[str, tuple[str, ...]] = {
+    "deepspeed": ("deepspeed_folders.folder:DeepSpeedFolder", "legacy_megatron"),
+    "trainer_zero": (
+        "trainers.zero:ZeroFolder", "deepspeed_folders", "huggingface", "legacy_megatron",
+    ),
+    # A copy, which may be older than its original.
+    "universal": ("deepspeed_folders.universal:UniversalFolder", "legacy_megatron"),
+    "legacy_megatron": ("legacy_megatron.reader:MegatronCheckpoint",),
+    "torch_dist": ("sharded.megatron_core:CoreFolder", "legacy_megatron"),
+    "olmo_core": ("trainers.olmo_core:OlmoCoreFolder", "sharded", "huggingface"),
+    "nanotron": ("trainers.nanotron:NanotronFolder", "huggingface"),
+    "dcp": ("trainers.dcp:DcpFolder", "sharded", "huggingface"),
+    "litgpt": ("trainers.litgpt:LitFolder", "huggingface"),
+    "huggingface": ("huggingface.source:HuggingFaceFolder",),
+    "meta": ("meta:MetaFolder", "huggingface", "legacy_megatron"),
+    "gguf": ("gguf.source:GGUFModel", "huggingface"),
+}  # fmt: skip
+"""By the name of a format: its reader, and packages that it needs besides its own."""
+_WRITERS = {"universal": "deepspeed_folders.universal:save_universal"}
+_SAVERS = {"deepspeed": "deepspeed_folders.engine_writer:EngineFolderWriter"}
+_COMMANDS = {
+    "to-hf": "conversion.commands:to_hf",
+    "from-hf": "conversion.commands:from_hf",
+    "to-megatron": "conversion.commands:to_megatron",
+    "to-deepspeed": "conversion.deepspeed_commands:to_deepspeed",
+    "to-universal": "conversion.deepspeed_commands:to_universal",
+    "to-torch-dist": "sharded.export:to_torch_dist",
+    "to-dcp": "sharded.export:to_dcp",
+    "to-gguf": "conversion.gguf_command:to_gguf",
+}
 
 
 def _imported(name: str) -> Callable[[], Any]:
-    return partial(resolve_name, name)
+    return partial(resolve_name, _PACKAGE + name)
 
 
-_TABLE = (
-    Format(
-        "deepspeed",
-        reader=_imported("megatron.formats.deepspeed_folders.folder:DeepSpeedFolder"),
-        needs=(_DEEPSPEED, _MEGATRON),
-    ),
-    Format(
-        "trainer_zero",
-        reader=_imported("megatron.formats.trainers.zero:ZeroFolder"),
-        needs=(_TRAINERS, _DEEPSPEED, _HUGGINGFACE, _MEGATRON),
-    ),
-    Format(  # a copy, which may be older than its original
-        "universal",
-        reader=_imported("megatron.formats.deepspeed_folders.universal:UniversalFolder"),
-        writer=_imported("megatron.formats.deepspeed_folders.universal:save_universal"),
-        needs=(_DEEPSPEED, _MEGATRON),
-    ),
-    Format(
-        "legacy_megatron",
-        reader=_imported("megatron.formats.legacy_megatron.reader:MegatronCheckpoint"),
-        needs=(_MEGATRON,),
-    ),
-    Format(
-        "torch_dist",
-        reader=_imported("megatron.formats.sharded.megatron_core:CoreFolder"),
-        needs=(_SHARDED, _MEGATRON),
-    ),
-    Format(
-        "olmo_core",
-        reader=_imported("megatron.formats.trainers.olmo_core:OlmoCoreFolder"),
-        needs=(_TRAINERS, _SHARDED, _HUGGINGFACE),
-    ),
-    Format(
-        "nanotron",
-        reader=_imported("megatron.formats.trainers.nanotron:NanotronFolder"),
-        needs=(_TRAINERS, _HUGGINGFACE),
-    ),
-    Format(
-        "dcp",
-        reader=_imported("megatron.formats.trainers.dcp:DcpFolder"),
-        needs=(_TRAINERS, _SHARDED, _HUGGINGFACE),
-    ),
-    Format(
-        "litgpt",
-        reader=_imported("megatron.formats.trainers.litgpt:LitFolder"),
-        needs=(_TRAINERS, _HUGGINGFACE),
-    ),
-    Format(
-        "huggingface",
-        reader=_imported("megatron.formats.huggingface.source:HuggingFaceFolder"),
-        needs=(_HUGGINGFACE,),
-    ),
-    Format(
-        "meta",
-        reader=_imported("megatron.formats.meta:MetaFolder"),
-        needs=("megatron.formats.meta", _HUGGINGFACE, _MEGATRON),
-    ),
-    Format(
-        "gguf",
-        reader=_imported("megatron.formats.gguf.source:GGUFModel"),
-        needs=("megatron.formats.gguf", _HUGGINGFACE),
-    ),
-)
+def _format(name: str, reader: str, *needs: str) -> Format:
+    own = reader.partition(":")[0].partition(".")[0]
+    return Format(
+        name,
+        reader=_imported(reader),
+        writer=_imported(_WRITERS[name]) if name in _WRITERS else None,
+        saver=_imported(_SAVERS[name]) if name in _SAVERS else None,
+        needs=tuple(_PACKAGE + package for package in (own, *needs)),
+    )
 
 
 def available(forms: Iterable[Format]) -> tuple[Format, ...]:
@@ -97,19 +69,10 @@ def available(forms: Iterable[Format]) -> tuple[Format, ...]:
     return tuple(form for form in forms if all(map(find_spec, form.needs)))
 
 
-FORMATS = available(_TABLE)
+FORMATS = available(_format(name, *row) for name, row in _READERS.items())
 """The formats that :mod:`megatron.checkpoint.source` tries after this project's, in this order."""
 
-COMMANDS: dict[str, Callable[[], Any]] = {
-    "to-hf": _imported("megatron.formats.conversion.commands:to_hf"),
-    "from-hf": _imported("megatron.formats.conversion.commands:from_hf"),
-    "to-megatron": _imported("megatron.formats.conversion.commands:to_megatron"),
-    "to-deepspeed": _imported("megatron.formats.conversion.deepspeed_commands:to_deepspeed"),
-    "to-universal": _imported("megatron.formats.conversion.deepspeed_commands:to_universal"),
-    "to-torch-dist": _imported("megatron.formats.sharded.export:to_torch_dist"),
-    "to-dcp": _imported("megatron.formats.sharded.export:to_dcp"),
-    "to-gguf": _imported("megatron.formats.conversion.gguf_command:to_gguf"),
-}
+COMMANDS = {name: _imported(function) for name, function in _COMMANDS.items()}
 """Commands of ``tools/convert_checkpoint.py``: each imports a function of the command line. Those
 of features follow."""
 
@@ -150,9 +113,7 @@ def layer_names() -> list[str]:
 def linear_targets(model: ModelConfig) -> Sequence[LinearTarget]:
     """The linear modules of a model's blocks by their Hugging Face names, or by the layers' where
     that format is deleted."""
-    if find_spec(_HUGGINGFACE) is None:
+    if find_spec(_PACKAGE + "huggingface") is None:
         return [LinearTarget(name, "", (), name) for name in layer_names()]
-    targets: Sequence[LinearTarget] = resolve_name("megatron.formats.huggingface:linear_targets")(
-        model
-    )
+    targets: Sequence[LinearTarget] = resolve_name(_PACKAGE + "huggingface:linear_targets")(model)
     return targets

@@ -25,8 +25,8 @@ from megatron.config import FLAG_CLASSES, LegacyFlags, ModelConfig, ModelFlags, 
 from megatron.config.flags import flag_of
 from megatron.config.foreign_flags import NETWORKS, OF_2019, REFUSED
 from megatron.config.run import FLAG_FIELDS
-from megatron.engine.universal_info import Registered, registered_parameters
 from megatron.families import spec_of
+from megatron.formats.universal_info import Registered, registered_parameters
 from megatron.model.layer_list import LayerSpec, LayerStack
 from megatron.parallel.mesh import Group
 from megatron.parallel.shard import Shard
@@ -55,7 +55,7 @@ _NAMES = (
     "mtp_use_repeated_layer",
 )  # fmt: skip
 FEATURES = tuple(name for name in _NAMES if name in _FIELDS)
-"""The features, as fields of :class:`ModelFlags`, without those of folders that are deleted."""
+"""The features, as fields of :class:`ModelFlags`. Features of deleted folders are left out."""
 
 _PLAIN = {
     "num_query_groups": "--num-query-groups equal to --num-attention-heads",

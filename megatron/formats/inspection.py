@@ -14,14 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.folder import complete_tags, lost_manifests
-from megatron.checkpoint.source import (
-    FoundCheckpoint,
-    Source,
-    locate_checkpoint,
-    nothing_at,
-    run_of,
-)
+from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint, nothing_at
 from megatron.families import build_model
+from megatron.formats.conversion.output import run_of
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.shard import shard_of
 

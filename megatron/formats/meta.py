@@ -271,8 +271,8 @@ def _open(path: Path) -> dict[str, Tensor]:
 
 
 def tokenizer_of_file(path: Path) -> TokenizerConfig:
-    """The tokenizer of a ``tokenizer.model``: SentencePiece's until Llama 2, ranks of byte pairs
-    since Llama 3, which are lines of text; or of a folder of Hugging Face's files."""
+    """Return the tokenizer of a ``tokenizer.model``: SentencePiece up to Llama 2, lines of
+    byte-pair ranks since Llama 3. A folder of Hugging Face's files is accepted too."""
     if path.is_dir():
         return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(path))
     with path.open("rb") as file:

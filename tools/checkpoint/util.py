@@ -19,10 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.source import Source, reader
-from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.formats.conversion.commands import export_megatron, opened, required, sizes_of
+from megatron.formats.conversion.commands import (
+    LoadConfig,
+    export_megatron,
+    opened,
+    required,
+    sizes_of,
+)
+from megatron.formats.conversion.output import write_checkpoint
 from megatron.formats.legacy_megatron.names import FAMILIES
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.meta import PARAMS, tokenizer_of_file
@@ -121,7 +127,7 @@ def reshape(argv: Sequence[str]) -> None:
     ):
         if value is not None:
             print(f"{flag} {value} is accepted and not used")
-    source = opened(llama_folder(load, config.model_size) if llama else load)
+    source = opened(LoadConfig(llama_folder(load, config.model_size) if llama else load))
     source.require_model()
     if llama:
         check_llama(source, config.checkpoint_type)

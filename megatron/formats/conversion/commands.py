@@ -19,12 +19,18 @@ from megatron.checkpoint.source import (
     Source,
     locate_checkpoint,
     nothing_at,
-    run_of,
 )
-from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.formats.conversion.output import check_hub, need, parse_size, published, push
+from megatron.formats.conversion.output import (
+    check_hub,
+    need,
+    parse_size,
+    published,
+    push,
+    run_of,
+    write_checkpoint,
+)
 from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.compare import (
     Comparison,
@@ -57,11 +63,6 @@ class LoadConfig:
     average: str | None = option(None, choices=("exponential", "uniform"))
     """Average of the weights that is converted instead of them, of a run with --ema-decay
     (exponential) or --swa-start-iter (uniform)."""
-
-    @property
-    def choice(self) -> tuple[int | None, str | None, str | None]:
-        """Further arguments of :func:`located`."""
-        return self.iteration, self.pretrained_checkpoint, self.average
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def to_hf(argv: Sequence[str]) -> None:
     checkpoint, config = parsed(
         argv, "to-hf", "Writes a checkpoint as a model of Hugging Face.", LoadConfig, ToHFConfig
     )
-    load, output = required(checkpoint, "load"), required(config, "output")
+    required(checkpoint, "load")
+    output = required(config, "output")
     shard_bytes = parse_size(config.max_shard_size)
     need("to-hf", "transformers")
     for flag, given in (("--public", config.public), ("--private", config.private)):
@@ -112,7 +114,7 @@ def to_hf(argv: Sequence[str]) -> None:
         raise ConfigError("--public and --private contradict each other: give one of them")
     if config.push_to_hub is not None:
         check_hub(config.push_to_hub)
-    located_checkpoint = located(load, *checkpoint.choice)
+    located_checkpoint = located(checkpoint)
     if config.origin is not None:
         _check_origin(config, Path(config.origin), Path(output))
     with published(Path(output), config.overwrite, located_checkpoint.folder) as folder:
@@ -142,8 +144,8 @@ def export_hf(
     """Writes a checkpoint as a model of Hugging Face, which messages call ``name``, into an empty
     folder, and compares its logits with the checkpoint's; returns a summary. With ``quantize`` its
     weights are quantised then, and read again. Raises ValueError if the model fits no architecture,
-    or not that of quantised weights. Raises CheckpointError if the checkpoint is damaged, cannot be
-    used as a model, or the logits differ."""
+    or not one with quantised weights. Raises CheckpointError if the checkpoint is damaged, cannot
+    be used as a model, or the logits differ."""
     source.require_model()
     source.read_ahead()
     _check_reading(source, name)
@@ -321,18 +323,15 @@ def to_megatron(argv: Sequence[str]) -> None:
         argv, "to-megatron", "Writes a checkpoint in the layout of Megatron-LM's version 3.",
         LoadConfig, ToMegatronConfig,
     )  # fmt: skip
-    load, output = required(checkpoint, "load"), Path(required(config, "output"))
-    source = opened(load, *checkpoint.choice)
+    output, source = Path(required(config, "output")), opened(checkpoint)
     sizes = config.target_tensor_parallel_size, config.target_pipeline_parallel_size
     experts = config.target_expert_parallel_size
     export_megatron(source, output, sizes, config.dtype, config.release, config.checking, experts)
 
 
-def opened(
-    load: str, iteration: int | None = None, base: str | None = None, average: str | None = None
-) -> Source:
+def opened(checkpoint: LoadConfig) -> Source:
     """Opens :func:`located`, and prints what was assumed where the checkpoint does not say."""
-    source = located(load, iteration, base, average).open()
+    source = located(checkpoint).open()
     for note in source.notes:
         print(f"{source.folder}: {note}")
     return source
@@ -406,16 +405,16 @@ def parsed(argv: Sequence[str], command: str, description: str, *classes: type) 
     return list(parse_configs(classes, argv, prog=prog, description=description))
 
 
-def located(
-    load: str, iteration: int | None, base: str | None = None, average: str | None = None
-) -> FoundCheckpoint:
-    """The checkpoint of ``--load``; ``base`` is the model of adapters, ``average`` that of
-    ``--average``. Raises CheckpointError if it is missing."""
-    checkpoint = locate_checkpoint(load, None if iteration is None else str(iteration))
-    if checkpoint is None:
+def located(checkpoint: LoadConfig) -> FoundCheckpoint:
+    """The checkpoint of ``--load``. Raises ConfigError without the flag, CheckpointError
+    without a checkpoint."""
+    load, iteration = required(checkpoint, "load"), checkpoint.iteration
+    place = locate_checkpoint(load, None if iteration is None else str(iteration))
+    if place is None:
         raise CheckpointError(f"--load {load}: {nothing_at(load)}")
+    average = checkpoint.average
     weights = "weight" if average is None else f"{average}_average"
-    return checkpoint._replace(base=base, weights=weights)
+    return place._replace(base=checkpoint.pretrained_checkpoint, weights=weights)
 
 
 def dtype_of(source: Source) -> str:

@@ -50,8 +50,7 @@ def to_deepspeed(argv: Sequence[str]) -> None:
         argv, "to-deepspeed", "Writes a checkpoint in the layout of Megatron-DeepSpeed.",
         LoadConfig, ToDeepSpeedConfig,
     )  # fmt: skip
-    load, output = required(checkpoint, "load"), Path(required(config, "output"))
-    source = opened(load, *checkpoint.choice)
+    output, source = Path(required(config, "output")), opened(checkpoint)
     source.require_model()
     dtype, size = config.dtype or dtype_of(source), config.target_tensor_parallel_size
     folder = write_megatron_deepspeed(source, output, size, dtype, progress=say)
@@ -81,12 +80,13 @@ def to_universal(argv: Sequence[str]) -> None:
         argv, "to-universal", "Writes a checkpoint as DeepSpeed's universal one, for "
         "load_universal.", LoadConfig, ToUniversalConfig,
     )  # fmt: skip
-    load, output = required(checkpoint, "load"), Path(required(config, "output"))
+    required(checkpoint, "load")
+    output = Path(required(config, "output"))
     if output.exists() and not (output.is_dir() and is_universal(output)):
         raise ConfigError(
             f"--output {output} exists and is not a universal checkpoint; name a new folder"
         )
-    located_checkpoint = located(load, *checkpoint.choice)
+    located_checkpoint = located(checkpoint)
     if output.resolve() == located_checkpoint.folder.resolve():
         raise ConfigError(f"--output {output} is the checkpoint that is read")
     write_universal(located_checkpoint.open(), output, config.zero_stage, progress=say)

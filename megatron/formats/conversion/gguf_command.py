@@ -38,7 +38,8 @@ def to_gguf(argv: Sequence[str]) -> None:
         argv, "to-gguf", "Writes a checkpoint as a GGUF file of llama.cpp.", LoadConfig,
         ToGGUFConfig,
     )  # fmt: skip
-    load, output = required(checkpoint, "load"), Path(required(config, "output"))
+    required(checkpoint, "load")
+    output = Path(required(config, "output"))
     if output.suffix != ".gguf":
         raise ConfigError(f"--output {output}: the name of the file must end with .gguf")
     if output.exists() and not (config.overwrite and output.is_file()):
@@ -46,7 +47,7 @@ def to_gguf(argv: Sequence[str]) -> None:
     need("to-gguf", "gguf")
     from megatron.formats.gguf.writer import write_gguf
 
-    source = opened(load, *checkpoint.choice)
+    source = opened(checkpoint)
     source.require_model()
     if output.exists() and output.samefile(source.folder):
         raise ConfigError(f"--output {output} is the checkpoint that is read")

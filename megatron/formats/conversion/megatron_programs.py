@@ -2,8 +2,8 @@
 (``tools/hf2megads_weight_converter.py``), and Megatron-LM's merging of tensor-parallel partitions
 (``tools/merge_mp_partitions.py``).
 
-The converter takes its own flags and those of the training that uses the checkpoint. Sizes that
-they give must be those of the model; layout and schedules have no effect, because any layout loads
+The converter takes its own flags, and the flags of the training that uses the checkpoint. Sizes in
+these flags must equal the model's; layout and schedules have no effect, because any layout loads
 the result.
 """
 
@@ -26,6 +26,7 @@ from megatron.config import (
 )
 from megatron.config.flags import POSITIVE, build, names_of, option
 from megatron.formats.conversion.commands import (
+    LoadConfig,
     export_hf,
     export_megatron,
     import_hf,
@@ -35,7 +36,7 @@ from megatron.formats.conversion.commands import (
 from megatron.formats.conversion.output import need, published
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.formats.huggingface.weight_files import WeightFiles
-from megatron.run.folders import check_output
+from megatron.run.process import check_output
 from megatron.run.run import RunToolParser
 from megatron.util.processes import is_main_process
 
@@ -97,7 +98,7 @@ def _to_hf(
 ) -> None:
     if not checkpoint.load:
         raise ConfigError("--load is missing, the checkpoint to write as a model of Hugging Face")
-    source = opened(checkpoint.load)
+    source = opened(LoadConfig(checkpoint.load))
     source.require_model()
     _check_model(settings, source.model, f"{source.folder}")
     if original and (Path(original) / "config.json").is_file():
@@ -192,7 +193,7 @@ def merge(description: str | None, argv: Sequence[str] | None = None) -> None:
     save = Path(options.save or Path(options.load) / "merged")
     if save.resolve() == Path(options.load).resolve():
         raise ConfigError(f"--save {save} is the folder of --load; give another")
-    source = opened(options.load)
+    source = opened(LoadConfig(options.load))
     source.require_model()
     _check_options(source, options, settings)
     check_output("--save", save / "any")

@@ -1,20 +1,33 @@
-"""Destination of a converted model: a folder that is complete or absent, and the Hugging Face
-hub."""
+"""Destination of a converted model: a folder that is complete or absent, a checkpoint of this
+project, and the Hugging Face hub."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import re
-from collections.abc import Collection, Iterator
+import shutil
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import replace_folder, unfinished_folder
-from megatron.config import ConfigError
+from megatron.checkpoint.folder import complete_tags, replace_folder, tag
+from megatron.checkpoint.manifest import CONFIG, STATE
+from megatron.checkpoint.slices import Slice
+from megatron.checkpoint.source import Source
+from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
+from megatron.config import (
+    CheckpointConfig,
+    ConfigError,
+    PrecisionConfig,
+    RunConfig,
+    TokenizerConfig,
+)
 from megatron.util.files import sync_path
+from megatron.util.progress import progress_bar
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _MODEL_FILE = re.compile(
@@ -164,3 +177,75 @@ def push(folder: Path, repository: str, private: bool) -> str:
 def _line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return (text if len(text) <= 300 else f"{text[:300]}...").rstrip(".")
+
+
+@contextmanager
+def unfinished_folder(final: Path) -> Iterator[Path]:
+    """An empty folder next to ``final`` to write in, removed when the block fails. The block ends
+    with :func:`publish` or :func:`replace_folder`."""
+    folder = final.with_name(f".{final.name}.incomplete")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    except BaseException:  # an interrupt too must not leave half a model
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def write_checkpoint(
+    save: Path,
+    source: Source,
+    iteration: int | None = None,
+    moments: bool = True,
+    max_file_bytes: int = 5 * 10**9,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Writes any checkpoint in this project's format, parameter by parameter; returns its folder.
+
+    The iteration is by default the source's, or 0. ``moments`` decides whether optimizer state is
+    written too; for ``max_file_bytes`` and ``progress`` see :class:`SliceWriter`. Raises
+    CheckpointError if the source is damaged or cannot be used as a model, or ``save`` contains
+    checkpoints; OSError if a file cannot be written; nothing is left behind.
+    """
+    source.require_model()
+    if save.is_dir() and (known := complete_tags(save)):
+        raise CheckpointError(
+            f"{save} contains {known[-1]}, which would no longer be the newest: name another folder"
+        )
+    if iteration is None:
+        iteration = source.state.get("iteration", 0)
+    with unfinished_folder(save / tag(iteration)) as folder:
+        writer = SliceWriter(folder, 0, max_file_bytes, progress)
+        for name in progress_bar("writing", source.names(), unit=" parameters"):
+            kinds = [kind for kind in source.kinds(name) if moments or kind == "weight"]
+            tensors = ((kind, source.tensor(name, kind)) for kind in kinds)
+            writer.add(name, Slice.whole(source.shape(name)), tensors)
+        writer.finish()
+        state = {key: value for key, value in source.state.items() if key != "world_size"}
+        contents = {
+            CONFIG: run_of(source, moments).to_dict(),
+            STATE: state | ({"iteration": iteration} if state else {}),
+        }
+        finish_checkpoint(save, iteration, 1, contents, source.copy_tokenizer)
+    return save / tag(iteration)
+
+
+def run_of(source: Source, moments: bool = True) -> RunConfig:
+    """The configuration to save with a converted checkpoint: that of its run, as far as known."""
+    run = source.run
+    if run is None:
+        # It will be exported in the dtype in which it is stored.
+        dtype = source.dtype(source.names()[0])
+        run = RunConfig(
+            source.model,
+            tokenizer=source.tokenizer or TokenizerConfig(),
+            precision=PrecisionConfig(bf16=dtype == "bfloat16", fp16=dtype == "float16"),
+        )
+    checkpoint = dataclasses.replace(
+        run.checkpoint, save_optim=run.checkpoint.save_optim and moments
+    )
+    if source.run is None:
+        checkpoint = CheckpointConfig(save_optim=moments)
+    run = dataclasses.replace(run, model=source.model, checkpoint=checkpoint)
+    return run.with_vocabulary(source.model.vocabulary.size)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.engine.universal_info import BUFFERS
+from megatron.formats.universal_info import BUFFERS
 from megatron.formats.unpickle import load_pickle
 
 _MODEL = re.compile(r"(?:(?:(?:bf|fp)16_)?zero_pp_rank_0_)?mp_rank_(\d+)_model_states\.pt")
@@ -58,7 +58,7 @@ class FlatSlice(NamedTuple):
 
 
 class EngineFiles:
-    """The files of one folder, opened when they are first needed; ``layers`` are those of a
+    """The files of one folder, opened when they are first needed; ``layers`` are the files of a
     pipeline's layers, by place in the list and tensor rank. Raises CheckpointError if some are
     missing."""
 
@@ -203,7 +203,8 @@ class EngineFiles:
         return by_name
 
     def _of_all(self, name: str, rank: int, place: FlatSlice, state: Mapping[str, Any]) -> str:
-        """The name of a parameter with its expert's number among those of all ranks."""
+        """The name of a parameter with the number that its expert has among the experts of all
+        ranks."""
         match = _NUMBERED.search(name)
         if match is None:
             return name

@@ -18,7 +18,6 @@ from megatron.checkpoint.folder import TRACKER, standing_in
 from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.checkpoint.source import Source
 from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig, Vocabulary
-from megatron.engine.universal_info import COUNTERS, RUN
 from megatron.formats.deepspeed_folders import neox
 from megatron.formats.deepspeed_folders.engine_files import EngineFiles
 from megatron.formats.deepspeed_folders.naming import (
@@ -34,6 +33,7 @@ from megatron.formats.legacy_megatron.arguments import (
     tokenizer_of_arguments,
     unpadded_vocabulary,
 )
+from megatron.formats.universal_info import COUNTERS, RUN
 from megatron.formats.unpickle import Inert, load_pickle
 from megatron.util.errors import one_line
 
@@ -73,9 +73,9 @@ def is_of_transformers(folder: Path) -> bool:
 def locate(
     path: Path, wanted: str | None, tracker: str, fits: Callable[[Path], bool], suffix: str = ""
 ) -> Path | None:
-    """The folder of a checkpoint; see :meth:`Source.locate`. Where a save was killed while it
-    replaced one, that is the old one's hidden folder. ``tracker`` names the newest; ``suffix``
-    follows ``global_step<N>`` in a tag."""
+    """The folder of a checkpoint; see :meth:`Source.locate`. After a save that was killed while it
+    replaced a checkpoint, this is the hidden folder of the old one. ``tracker`` names the newest;
+    ``suffix`` follows ``global_step<N>`` in a tag."""
     if folder := _present(path, fits):
         tag = path.name
         if wanted not in (None, tag, tag.removeprefix("global_step").removesuffix(suffix)):

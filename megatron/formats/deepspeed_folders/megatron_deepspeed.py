@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import TRACKER, replace_folder, tag, unfinished_folder
+from megatron.checkpoint.folder import TRACKER, tag
 from megatron.checkpoint.source import DTYPES, Source
 from megatron.config import ModelConfig
 from megatron.formats.deepspeed_folders.universal import DEEPSPEED_VERSION
@@ -38,8 +37,8 @@ from megatron.formats.legacy_megatron.names import to_megatron
 from megatron.formats.legacy_megatron.writer import (
     VERSION,
     check_sizes,
-    copied_tokenizer,
     nested,
+    new_folder,
     share_of,
 )
 from megatron.util.files import sync_path
@@ -64,21 +63,13 @@ def write_megatron_deepspeed(
     arguments = arguments_of_model(model, deepspeed_arguments_of_experts) | {
         "tensor_model_parallel_size": tensor_size,
         "pipeline_model_parallel_size": 1,
-        "padded_vocab_size": model.vocabulary.padded,
-        "params_dtype": DTYPES[dtype],
-        "fp16": dtype == "float16",
-        "bf16": dtype == "bfloat16",
-        "iteration": iteration,
-        "consumed_train_samples": source.state.get("consumed_samples", 0),
         "no_pipeline_parallel": True,
     }
     check_sizes(model, tensor_size, 1)
     names = {name: _their_name(name, model) for name in whole_shards(model)}
     folder = save / tag(iteration)
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already; remove it, or give another folder")
-    with unfinished_folder(folder) as partial:
-        arguments |= copied_tokenizer(source, folder, partial)
+    trackers = {TRACKER: folder.name}
+    with new_folder(source, model, folder, arguments, iteration, dtype, trackers) as partial:
         for rank in range(tensor_size):
             weights = {
                 theirs: share_of(source.tensor(name), name, model, rank, tensor_size, DTYPES[dtype])
@@ -89,7 +80,6 @@ def write_megatron_deepspeed(
             _save(states, partial / f"mp_rank_{rank:02d}_model_states.pt", progress)
             _write_experts(source, model, partial, rank, DTYPES[dtype], progress)
         sync_path(partial)
-        replace_folder(partial, folder, {TRACKER: folder.name})
     return folder
 
 

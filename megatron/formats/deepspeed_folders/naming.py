@@ -1,5 +1,5 @@
-"""The parameters of a folder that make up each canonical one. It has canonical names, those of an
-engine's layer list, or those of another trainer."""
+"""The parameters of a folder that make up each canonical one. It has canonical names, or names of
+an engine's layer list or of another trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
-from megatron.engine.universal_info import Registered
 from megatron.formats.features import buffers_of, layers_of, parameters_of, whole_shards
 from megatron.formats.legacy_megatron.expert_names import (
     is_of_experts,
@@ -28,6 +27,7 @@ from megatron.formats.legacy_megatron.names import (
     rename,
     rename_block,
 )
+from megatron.formats.universal_info import Registered
 
 _PLACED = re.compile(r"(\d+)\.(.+)")
 _EMBEDDING = {

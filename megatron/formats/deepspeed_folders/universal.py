@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_json, write_json
-from megatron.checkpoint.folder import replace_folder, tag, unfinished_folder
+from megatron.checkpoint.folder import replace_folder, tag
 from megatron.checkpoint.manifest import (
     CONFIG,
     KEPT_COUNTS,
@@ -37,9 +37,9 @@ from megatron.checkpoint.manifest import (
     entries_of,
     file_facts,
 )
-from megatron.checkpoint.source import TOKENIZER, Source, run_of
+from megatron.checkpoint.source import TOKENIZER, Source
 from megatron.config import RunConfig
-from megatron.engine.universal_info import BUFFERS, UNIVERSAL_VERSION
+from megatron.formats.conversion.output import run_of, unfinished_folder
 from megatron.formats.deepspeed_folders.engine_files import MOMENTS
 from megatron.formats.deepspeed_folders.folder import (
     UNIVERSAL_SUFFIX,
@@ -51,6 +51,7 @@ from megatron.formats.deepspeed_folders.folder import (
 from megatron.formats.deepspeed_folders.naming import EngineNaming, Naming
 from megatron.formats.deepspeed_folders.neox import StoredTensors
 from megatron.formats.features import whole_shards
+from megatron.formats.universal_info import BUFFERS, UNIVERSAL_VERSION
 from megatron.formats.unpickle import load_pickle
 from megatron.parallel.shard import Shard
 from megatron.util.files import sync_path

@@ -1,5 +1,5 @@
 """Architectures of llama.cpp: how their metadata and tensors map to those of `transformers`, whose
-tables describe our models. The facts are those of llama.cpp's convert_hf_to_gguf.py and of gguf's
+tables describe our models. The facts are from llama.cpp's convert_hf_to_gguf.py and of gguf's
 constants; names of tensors come from the package gguf.
 
 Shapes: D head width, E experts, F inner width of the MLP, H hidden size.
@@ -32,7 +32,7 @@ Values = Callable[[Tensor, ModelConfig], Tensor]
 
 
 class ValueChange(NamedTuple):
-    """Values of a tensor in a GGUF file, from those of `transformers`, and back."""
+    """Conversion of a tensor between a GGUF file and `transformers`."""
 
     write: Values
     read: Values
@@ -102,7 +102,7 @@ class Kind:
 
     Attributes:
         name: its name in ``general.architecture``, which begins its keys.
-        model_types: those of `transformers` that are written as such; the first is read.
+        model_types: types of `transformers` that are written as this one; the first is read.
         keys: its keys, without its name, and the keys of config.json that mean the same.
         fixed: further keys of config.json, with the only value that its files can mean.
         read: the rest of config.json, from the metadata and what was read so far.

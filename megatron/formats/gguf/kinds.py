@@ -77,8 +77,8 @@ def _write_share(content: Content) -> Content:
 
 
 def _usual(read: Read) -> Read:
-    """``read`` for heads that llama.cpp knows to be as wide as the hidden size over their number,
-    whatever a file says."""
+    """Return ``read`` for architectures whose head width is always the hidden size divided by the
+    number of heads in llama.cpp."""
 
     def checked(given: Keys, content: Content) -> Content:
         given.only("attention.key_length", usual_width(content))

@@ -12,7 +12,7 @@ from megatron.checkpoint.files import CheckpointError
 Content = dict[str, Any]
 """A config.json of `transformers`, or a part of it."""
 _HARMLESS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
-"""The vocabulary is that of the token embedding; the others describe where a model comes from."""
+"""The vocabulary follows from the token embedding; the others describe where a model comes from."""
 
 
 class Keys:

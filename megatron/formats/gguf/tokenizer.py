@@ -16,8 +16,8 @@ from typing import Any
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.generation_settings import Generation, with_ends
 from megatron.checkpoint.source import Source
-from megatron.tokenizer.tokenizer_json import check_number_added, check_pieces
-from megatron.tokenizer.transformers_folder import load_folder
+from megatron.formats.tokenizer_json import check_number_added, check_pieces
+from megatron.formats.transformers_folder import load_folder
 from megatron.util.errors import rust_errors
 
 _GGML = "tokenizer.ggml."
@@ -113,7 +113,7 @@ def _check(content: Mapping[str, Any]) -> list[str]:
 
 
 def _built(content: Mapping[str, Any], architecture: str, template: Any) -> Any:
-    """The tokenizer of `transformers`, as it makes it of a GGUF file itself."""
+    """Return the tokenizer that `transformers` makes from a GGUF file."""
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import convert_gguf_tokenizer
 

@@ -159,7 +159,7 @@ def _made(source: Source, plan: _Plan, parameter: Parameter, name: str, kind: An
 def _joined(
     plan: _Plan, parameter: Parameter, theirs: dict[str, Tensor], model: ModelConfig
 ) -> dict[str, Tensor]:
-    """The tensors of one parameter by their names in the file, those of all experts in one."""
+    """The tensors of one parameter by their names in the file; all experts are in one."""
     joined: dict[str, list[Tensor]] = {}
     for each, values in theirs.items():
         for place, part in plan.kind.to_file(each, values, model).items():

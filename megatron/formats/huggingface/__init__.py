@@ -88,12 +88,17 @@ def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architectu
             f"--architecture {wanted}: a model with {_shape(model)} does not fit; "
             f"{known[0].title} needs {', '.join(needs)}"
         )
-    nearest = sorted(misfits.items(), key=lambda item: len(item[1]))[:4]
+    nearest = sorted(misfits.items(), key=lambda item: _distance(item[1]))[:4]
+    shown = "; ".join(f"{title} needs {', '.join(lacks)}" for title, lacks in nearest)
     raise ValueError(
-        f"a model with {_shape(model)} fits none of the {len(known)} known architectures of "
-        f"Hugging Face ({', '.join(misfits)}). The nearest:"
-        + "".join(f"\n  {title} needs {', '.join(wanted)}" for title, wanted in nearest)
+        f"a model with {_shape(model)} fits none of the {len(known)} architectures of Hugging Face "
+        f"that are known (docs/reference/huggingface-models.md). The nearest: {shown}"
     )
+
+
+def _distance(needs: Sequence[str]) -> tuple[bool, int]:
+    """Number of changes that a model needs, after all that leave it its experts, or without."""
+    return any("--num-experts" in need for need in needs), len(needs)
 
 
 def departure(model: ModelConfig) -> str | None:

@@ -25,7 +25,7 @@ _TABLE, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 @dataclass(frozen=True)
 class Ahead:
     """Names of an architecture, with ``{n}`` for the number of the block, counted on from the
-    layers', or ``{d}`` for that of the further token, from 0.
+    layers', or ``{d}`` for the number of the further token, from 0.
 
     Attributes:
         block: beginning of the names of a block.

@@ -53,14 +53,15 @@ class Architecture:
     """An architecture of `transformers` and how our models map to it.
 
     Attributes:
-        model_class: its class in `transformers`, or that of a model.
+        model_class: its class in `transformers`, or a function of the model that returns the class.
         entries: the table of its tensors.
         keys: keys of config.json that mean the same as a field of :class:`ModelFlags`.
         fixed: fields that have this value in every such model.
         read: the other fields, from config.json and the fields of ``keys``; every key that it reads
             is treated as understood.
         write: the other keys of config.json, which may replace some of ``keys``.
-        features: members of :data:`FEATURES` that its models may have besides those of ``keys``.
+        features: members of :data:`FEATURES` that its models may have, besides the fields in
+            ``keys``.
         gated: whether the MLP has a gate; None where both are possible.
         activations: our flags by the name of an activation; by default follows from ``gated``.
         activation_names: the name that is written for each activation.

@@ -22,8 +22,8 @@ from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.config_reader import CHUNKED, SLIDING
 from megatron.formats.huggingface.tasks import Inputs, Task
 from megatron.formats.huggingface.within import renaming, text_content
+from megatron.formats.transformers_folder import quiet_transformers
 from megatron.model.layer_list import LayerStack
-from megatron.tokenizer.transformers_folder import hide_bars_of_transformers
 
 BOUND = 2.0**-23
 """Largest difference of logits in float64, as a share of the largest one: the last digit of it in
@@ -54,8 +54,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Reference:
-    """The logits that `transformers` computes with a folder, by their names, and on what; ``bound``
-    is the largest difference as a share of the largest logit."""
+    """Logits that `transformers` computes with a folder, by name, and their inputs. ``bound`` is
+    the largest allowed difference as a share of the largest logit."""
 
     model: ModelConfig
     task: Task
@@ -183,15 +183,15 @@ def _load(folder: Path, class_name: str, strict: bool, further: str = "") -> Any
     """A model of transformers; ``further``: a pattern of tensors that it does not read."""
     import transformers  # takes seconds
 
-    hide_bars_of_transformers()
-    loaded: Any = getattr(transformers, class_name).from_pretrained(
-        folder,
-        dtype=torch.float64,
-        local_files_only=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-        attn_implementation="eager",  # the definition; fused kernels have no softcap
-    )
+    with quiet_transformers():
+        loaded: Any = getattr(transformers, class_name).from_pretrained(
+            folder,
+            dtype=torch.float64,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            attn_implementation="eager",  # the definition; fused kernels have no softcap
+        )
     theirs, report = loaded
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         wrong = sorted(

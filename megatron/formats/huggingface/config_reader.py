@@ -340,6 +340,12 @@ def write_rope(
     return {theta_key: base, share_key: share} | scaling | {"rope_parameters": newer}
 
 
+def short(value: float) -> float:
+    """The nearest number of 15 decimal digits, so that one that is multiplied and divided again, or
+    inverted twice, is as it was."""
+    return float(f"{value:.15g}")
+
+
 def layer_types(model: ModelConfig) -> list[str]:
     """The kind of each block."""
     return [FULL if window is None else SLIDING for window in model.windows]

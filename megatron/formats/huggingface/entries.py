@@ -102,6 +102,10 @@ SEPARATE_QKV = Reordering(
     "separate q, k, v", 3, lambda values, model: values.split(_qkv_rows(model)), _from_rows
 )
 """A tensor each for queries, keys and values."""
+AS_ROW = Reordering(
+    "as a row", 1, lambda values, _: (values.unsqueeze(0),), lambda parts, _: parts[0].squeeze(0)
+)
+"""A vector [N] as [1, N]."""
 INTERLEAVED = Reordering(
     "interleaved", 1, lambda values, model: (_neighbours(values, model),),
     lambda parts, model: _halves(parts[0], model),
@@ -154,8 +158,8 @@ class Entry:
     number of the block; ``when`` says whether a model has it.
 
     Their names have ``{n}`` too, or ``{before}`` for the number of the block before it, where
-    ``first`` are the names in the first block; outside of blocks ``{last}`` is the last block's,
-    and ``{decoder_last}`` that of a decoder.
+    ``first`` are the names in the first block; outside of blocks ``{last}`` is the number of the
+    last block, and ``{decoder_last}`` of a decoder's last block.
 
     Attributes:
         at: 0 for the blocks of a model that lack it; None if all have it.
@@ -215,16 +219,13 @@ def weight(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...
 
 def norm(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...]:
     """A norm, with a weight and a bias where it has them."""
-
-    def has_weight(model: ModelConfig) -> bool:
-        return when(model) and model.norm.traits.weighted
-
-    def has_bias(model: ModelConfig) -> bool:
-        return when(model) and model.norm.traits.biased
-
     return (
-        *weight(ours, theirs, has_weight),
-        Entry(f"{ours}.bias", (f"{theirs}.bias",), when=has_bias),
+        *weight(ours, theirs, lambda model: when(model) and model.norm.traits.weighted),
+        Entry(
+            f"{ours}.bias",
+            (f"{theirs}.bias",),
+            when=lambda model: when(model) and model.norm.traits.biased,
+        ),
     )
 
 
@@ -259,12 +260,31 @@ def block(prefix: str, *parts: Sequence[Entry], stack: str = "layers") -> tuple[
     return tuple(entry.within(stack, prefix) for part in parts for entry in part)
 
 
+def decoder_entries(
+    table: str,
+    blocks: str,
+    final_norm: str,
+    *parts: Sequence[Entry],
+    further: Sequence[Entry] = (),
+    head: str = "lm_head",
+) -> tuple[Entry, ...]:
+    """The table of a decoder: the token embedding, further entries before the ``parts`` of each
+    block, the last norm, and the head where it is not tied."""
+    return (
+        *weight("embedding.word_embeddings", table),
+        *further,
+        *block(blocks, *parts),
+        *norm("final_norm.norm", final_norm),
+        *weight("output_layer", head, when=untied),
+    )
+
+
 TABLE = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """An entry for one parameter of one model; names have the block's number, and those of all
+    """An entry for one parameter of one model; names have the block's number, and the names of all
     slices follow each other."""
 
     ours: str

@@ -18,7 +18,7 @@ from megatron.config.features import features
 from megatron.formats.huggingface import architecture_of, departure
 from megatron.formats.huggingface.entries import Parameter
 from megatron.formats.huggingface.tasks import Task
-from megatron.tokenizer.transformers_folder import load_folder
+from megatron.formats.transformers_folder import load_folder
 from megatron.util.files import sync_path
 from megatron.util.progress import progress_bar
 

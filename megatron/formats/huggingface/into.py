@@ -18,7 +18,7 @@ from megatron.util.files import own_file, sync_path
 from megatron.util.progress import progress_bar
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
-"""Endings of files of weights, which are not copied: they would have those of before."""
+"""Endings of files of weights, which are not copied, since these contain the old weights."""
 _TRAINING = ("dropout", "init", "pdrop", "aux_loss", "jitter")
 """Parts of keys that say nothing about what a trained model computes."""
 
@@ -82,7 +82,7 @@ def _check(model: ModelConfig, home: HuggingFaceFolder) -> None:
 
 class _Parts:
     """The parts of a checkpoint's parameters that replace tensors of a folder; one parameter is in
-    memory. ``written`` are those of which a part was asked for."""
+    memory. ``written`` are the tensors of which a part was requested."""
 
     def __init__(self, source: Source, home: HuggingFaceFolder) -> None:
         self._source, self._home, self._places = source, home, home.places()

@@ -13,21 +13,29 @@ from megatron.formats.huggingface.entries import (
     GROUPED_QKV,
     SEPARATE_QKV,
     TRANSPOSED,
-    block,
+    Entry,
+    decoder_entries,
     linear,
     norm,
-    untied,
     weight,
 )
 
 _BIASED = {"normalization": "LayerNorm", "add_bias_linear": True}
 _MLP = (*linear("mlp.up", "mlp.dense_h_to_4h"), *linear("mlp.down", "mlp.dense_4h_to_h"))
+SIZES = {
+    "max_position_embeddings": "max_position_embeddings",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+}
+"""Keys of the sizes, where they have their names of today."""
 _LAST_KEYS = {
     "attention_dropout": "attention_dropout",
     "hidden_dropout": "hidden_dropout",
     "layer_norm_epsilon": "norm_epsilon",
     "initializer_range": "init_method_std",
 }
+NO_CROSS = "cross-attention cannot be represented"
 _NO_POST_NORM = "the residual cannot be normalised"
 
 
@@ -45,7 +53,7 @@ def _read_gpt2(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only(
         "scale_attn_by_inverse_layer_idx", (False,), "all blocks must scale scores in the same way"
     )
-    given.only("add_cross_attention", (False,), "cross-attention cannot be represented")
+    given.only("add_cross_attention", (False,), NO_CROSS)
     given.unused(
         "reorder_and_upcast_attn", "n_ctx", "embd_pdrop", "predict_special_tokens", "n_special",
     )  # fmt: skip
@@ -56,20 +64,17 @@ GPT2 = Architecture(
     title="GPT-2",
     model_type="gpt2",
     model_class="GPT2LMHeadModel",
-    entries=(
-        *weight("embedding.word_embeddings", "transformer.wte"),
-        *weight("embedding.position_embeddings", "transformer.wpe"),
-        *block(
-            "transformer.h.{n}",
-            norm("attention_norm", "ln_1"),
-            linear("attention.qkv", "attn.c_attn", form=TRANSPOSED),
-            linear("attention.proj", "attn.c_proj", form=TRANSPOSED),
-            norm("mlp_norm", "ln_2"),
-            linear("mlp.up", "mlp.c_fc", form=TRANSPOSED),
-            linear("mlp.down", "mlp.c_proj", form=TRANSPOSED),
-        ),
-        *norm("final_norm.norm", "transformer.ln_f"),
-        *weight("output_layer", "lm_head", when=untied),
+    entries=decoder_entries(
+        "transformer.wte",
+        "transformer.h.{n}",
+        "transformer.ln_f",
+        norm("attention_norm", "ln_1"),
+        linear("attention.qkv", "attn.c_attn", form=TRANSPOSED),
+        linear("attention.proj", "attn.c_proj", form=TRANSPOSED),
+        norm("mlp_norm", "ln_2"),
+        linear("mlp.up", "mlp.c_fc", form=TRANSPOSED),
+        linear("mlp.down", "mlp.c_proj", form=TRANSPOSED),
+        further=weight("embedding.position_embeddings", "transformer.wpe"),
     ),
     keys={
         ("n_positions", "max_position_embeddings"): "max_position_embeddings",
@@ -92,6 +97,26 @@ GPT2 = Architecture(
 is in our order."""
 
 
+def fairseq_entries(
+    base: str, head: str, *positions: Entry, final: str = "layer_norm"
+) -> tuple[Entry, ...]:
+    """The table of decoders of fairseq, whose second norm of a block is called the final one."""
+    return decoder_entries(
+        f"{base}.embed_tokens",
+        f"{base}.layers.{{n}}",
+        f"{base}.{final}",
+        norm("attention_norm", "self_attn_layer_norm"),
+        linear("attention.qkv", *(f"self_attn.{name}_proj" for name in "qkv"),
+               form=SEPARATE_QKV),
+        linear("attention.proj", "self_attn.out_proj"),
+        norm("mlp_norm", "final_layer_norm"),
+        linear("mlp.up", "fc1"),
+        linear("mlp.down", "fc2"),
+        further=positions,
+        head=head,
+    )  # fmt: skip
+
+
 def _read_opt(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     hidden = fields["hidden_size"]
     given.only("do_layer_norm_before", (True,), "norms must precede attention and MLP")
@@ -110,28 +135,15 @@ OPT = Architecture(
     title="OPT",
     model_type="opt",
     model_class="OPTForCausalLM",
-    entries=(
-        *weight("embedding.word_embeddings", "model.decoder.embed_tokens"),
+    entries=fairseq_entries(
+        "model.decoder",
+        "lm_head",
         *weight("embedding.position_embeddings", "model.decoder.embed_positions"),
-        *block(
-            "model.decoder.layers.{n}",
-            norm("attention_norm", "self_attn_layer_norm"),
-            linear("attention.qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-                   form=SEPARATE_QKV),
-            linear("attention.proj", "self_attn.out_proj"),
-            norm("mlp_norm", "final_layer_norm"),
-            linear("mlp.up", "fc1"),
-            linear("mlp.down", "fc2"),
-        ),
-        *norm("final_norm.norm", "model.decoder.final_layer_norm"),
-        *weight("output_layer", "lm_head", when=untied),
+        final="final_layer_norm",
     ),
     keys={
-        "max_position_embeddings": "max_position_embeddings",
-        "hidden_size": "hidden_size",
+        **SIZES,
         "ffn_dim": "ffn_hidden_size",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_attention_heads",
         "activation_function": "activation",
         "enable_bias": "add_bias_linear",
         "dropout": "hidden_dropout",
@@ -166,26 +178,21 @@ GPT_NEOX = Architecture(
     title="GPT-NeoX",
     model_type="gpt_neox",
     model_class="GPTNeoXForCausalLM",
-    entries=(
-        *weight("embedding.word_embeddings", "gpt_neox.embed_in"),
-        *block(
-            "gpt_neox.layers.{n}",
-            norm("attention_norm", "input_layernorm"),
-            linear("attention.qkv", "attention.query_key_value", form=GROUPED_QKV),
-            linear("attention.proj", "attention.dense"),
-            norm("mlp_norm", "post_attention_layernorm"),
-            _MLP,
-        ),
-        *norm("final_norm.norm", "gpt_neox.final_layer_norm"),
+    entries=decoder_entries(
+        "gpt_neox.embed_in",
+        "gpt_neox.layers.{n}",
+        "gpt_neox.final_layer_norm",
+        norm("attention_norm", "input_layernorm"),
+        linear("attention.qkv", "attention.query_key_value", form=GROUPED_QKV),
+        linear("attention.proj", "attention.dense"),
+        norm("mlp_norm", "post_attention_layernorm"),
+        _MLP,
         # transformers 5 calls it lm_head, but in files it is still embed_out.
-        *weight("output_layer", "embed_out", when=untied),
+        head="embed_out",
     ),
     keys={
-        "max_position_embeddings": "max_position_embeddings",
-        "hidden_size": "hidden_size",
+        **SIZES,
         "intermediate_size": "ffn_hidden_size",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_attention_heads",
         "hidden_act": "activation",
         "use_parallel_residual": "parallel_residual",
         "attention_dropout": "attention_dropout",
@@ -221,19 +228,16 @@ BLOOM = Architecture(
     title="BLOOM",
     model_type="bloom",
     model_class="BloomForCausalLM",
-    entries=(
-        *weight("embedding.word_embeddings", "transformer.word_embeddings"),
-        *norm("embedding.norm", "transformer.word_embeddings_layernorm"),
-        *block(
-            "transformer.h.{n}",
-            norm("attention_norm", "input_layernorm"),
-            linear("attention.qkv", "self_attention.query_key_value", form=GROUPED_QKV),
-            linear("attention.proj", "self_attention.dense"),
-            norm("mlp_norm", "post_attention_layernorm"),
-            _MLP,
-        ),
-        *norm("final_norm.norm", "transformer.ln_f"),
-        *weight("output_layer", "lm_head", when=untied),
+    entries=decoder_entries(
+        "transformer.word_embeddings",
+        "transformer.h.{n}",
+        "transformer.ln_f",
+        norm("attention_norm", "input_layernorm"),
+        linear("attention.qkv", "self_attention.query_key_value", form=GROUPED_QKV),
+        linear("attention.proj", "self_attention.dense"),
+        norm("mlp_norm", "post_attention_layernorm"),
+        _MLP,
+        further=norm("embedding.norm", "transformer.word_embeddings_layernorm"),
     ),
     keys={
         # Nothing limits the length; it is what the model was trained with, if the file says so.
@@ -318,20 +322,17 @@ FALCON = Architecture(
     title="Falcon",
     model_type="falcon",
     model_class="FalconForCausalLM",
-    entries=(
-        *weight("embedding.word_embeddings", "transformer.word_embeddings"),
-        *block(
-            "transformer.h.{n}",
-            norm("attention_norm", "input_layernorm", when=lambda m: not _two_norms(m)),
-            norm("attention_norm", "ln_attn", when=_two_norms),
-            linear("attention.qkv", "self_attention.query_key_value", form=GROUPED_QKV),
-            linear("attention.proj", "self_attention.dense"),
-            norm("mlp_norm", "post_attention_layernorm", when=lambda m: not m.parallel_residual),
-            norm("mlp_norm", "ln_mlp", when=_two_norms),
-            _MLP,
-        ),
-        *norm("final_norm.norm", "transformer.ln_f"),
-        *weight("output_layer", "lm_head", when=untied),
+    entries=decoder_entries(
+        "transformer.word_embeddings",
+        "transformer.h.{n}",
+        "transformer.ln_f",
+        norm("attention_norm", "input_layernorm", when=lambda m: not _two_norms(m)),
+        norm("attention_norm", "ln_attn", when=_two_norms),
+        linear("attention.qkv", "self_attention.query_key_value", form=GROUPED_QKV),
+        linear("attention.proj", "self_attention.dense"),
+        norm("mlp_norm", "post_attention_layernorm", when=lambda m: not m.parallel_residual),
+        norm("mlp_norm", "ln_mlp", when=_two_norms),
+        _MLP,
     ),
     keys={
         "max_position_embeddings": "max_position_embeddings",

@@ -32,12 +32,10 @@ from megatron.formats.huggingface.entries import (
     Reordering,
     attention_biased,
     biased,
-    block,
+    decoder_entries,
     linear,
     norm,
     qkv_biased,
-    untied,
-    weight,
 )
 
 KEYS = {
@@ -89,7 +87,7 @@ def llama_entries(*further: Sequence[Entry], mlp_norm: str | None = "post_attent
         mlp_norm: their name of the norm before the MLP; None without norms before attention and
             MLP.
         fused: whether query, key and value are one tensor, and gate and up too, in our order.
-        mlp, qkv: entries instead of those of the MLP, or of queries, keys and values.
+        mlp, qkv: entries that replace the MLP's, or those of queries, keys and values.
         qkv_form: the order of queries, keys and values that are not fused.
     """
     if qkv is not None:
@@ -102,18 +100,15 @@ def llama_entries(*further: Sequence[Entry], mlp_norm: str | None = "post_attent
     norms: tuple[Entry, ...] = ()
     if mlp_norm is not None:
         norms = (*norm("attention_norm", "input_layernorm"), *norm("mlp_norm", mlp_norm))
-    return (
-        *weight("embedding.word_embeddings", "model.embed_tokens"),
-        *block(
-            "model.layers.{n}",
-            norms,
-            qkv,
-            linear("attention.proj", "self_attn.o_proj", bias=proj_bias),
-            *further,
-            gated_mlp("mlp", "mlp", fused) if mlp is None else mlp,
-        ),
-        *norm("final_norm.norm", "model.norm"),
-        *weight("output_layer", "lm_head", when=untied),
+    return decoder_entries(
+        "model.embed_tokens",
+        "model.layers.{n}",
+        "model.norm",
+        norms,
+        qkv,
+        linear("attention.proj", "self_attn.o_proj", bias=proj_bias),
+        *further,
+        gated_mlp("mlp", "mlp", fused) if mlp is None else mlp,
     )
 
 

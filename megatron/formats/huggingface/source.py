@@ -106,7 +106,7 @@ class HuggingFaceFolder(TableSource):
         return WeightFiles(self.folder, packing, renaming(content))
 
     def _describe(self) -> None:
-        """Compare the tensors of the files with those of the model."""
+        """Compare the tensors of the files with the model's."""
         self.notes = ()
         self._parameters = {
             each.ours: self._as_stored(each) for each in self.architecture.parameters(self.model)
@@ -163,7 +163,7 @@ class HuggingFaceFolder(TableSource):
 
     @property
     def weight_files(self) -> list[Path]:
-        """The files of all tensors, those of other parts than the model's included."""
+        """The files of all tensors, including parts other than the model."""
         path = self._weights.path
         return [path] if path.suffix != ".json" else sorted({*indexed(path).values()})
 
@@ -258,7 +258,7 @@ class HuggingFaceFolder(TableSource):
         return stored
 
     def _is_copy(self, name: str, stored: dict[str, str]) -> bool:
-        """True if it repeats another tensor, as that of a head that uses the token embedding."""
+        """True if it repeats another tensor, as a head does that uses the token embedding."""
         copies = self.architecture.copies(self.model)
         if name not in copies:
             return False

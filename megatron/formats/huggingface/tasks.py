@@ -55,7 +55,7 @@ class Task(ABC):
 
     @abstractmethod
     def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
-        """Keys of config.json about tokens; ``tokenizer`` is that of `transformers`."""
+        """Keys of config.json about tokens; ``tokenizer`` is an object of `transformers`."""
 
     @abstractmethod
     def end_only(self, source: Source) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Task(ABC):
 
     def fit_tokenizer(self, folder: Path, tokenizer: Any) -> bool:
         """Changes a tokenizer's files so that its tokens of a text are those that such a model was
-        trained with; returns True if it did. ``tokenizer`` is that of `transformers`."""
+        trained with; returns True if it did. ``tokenizer`` is an object of `transformers`."""
         return False
 
 
@@ -158,7 +158,7 @@ def has_rewards(model: ModelConfig) -> bool:
 
 
 def reward_class(causal: str) -> str:
-    """The class of reward models, from that of causal language models."""
+    """The class of reward models, from the name of the class of causal language models."""
     prefix = causal.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     text = "Text" if prefix in ("Gemma3", "Qwen3_5") else ""  # of which others see images
     return f"{prefix}{text}{_REWARD_CLASS}"

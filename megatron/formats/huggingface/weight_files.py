@@ -97,7 +97,8 @@ class WeightFiles:
         return tuple(handle.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, in the dtype of the file, or that of the form in which it is quantised."""
+        """A tensor in the dtype of the file; one that is quantised, in the dtype that its form
+        has."""
         if name in self.packed:
             form, parts = self.packed[name]
             try:

@@ -8,22 +8,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.source import resolved
+from megatron.checkpoint.source import Source, resolved
 from megatron.config import ModelConfig, ModelFlags, TokenizerConfig
 from megatron.config.flags import value_type
 from megatron.config.positions import llama3_scaling
-from megatron.formats.features import FEATURES, SavedArguments, features_of, without
+from megatron.formats.features import FEATURES, SavedArguments, buffers_of, features_of, without
 from megatron.formats.legacy_megatron.expert_arguments import (
     EXPERT_ARGUMENTS,
     arguments_of_experts,
     experts_of_arguments,
 )
 from megatron.formats.legacy_megatron.names import FAMILIES, names_of_family
+from megatron.formats.legacy_megatron.rank_files import MOMENTS
+from megatron.parallel.shard import Shard
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.registry import TOKENIZERS
 
@@ -356,8 +358,8 @@ def end_of_text(arguments: Mapping[str, Any], size: int) -> int | None:
 
 def write_tokenizer(config: TokenizerConfig | None, target: Path, rows: int, name: str) -> bool:
     """Writes Hugging Face's files of a tokenizer to a new folder; returns whether its own files
-    are on this machine. ``rows`` are those of the token embedding of the checkpoint ``name``.
-    Raises CheckpointError if the files do not make a tokenizer, or one of more tokens."""
+    are on this machine. ``rows`` is the number of rows of the token embedding of the checkpoint
+    ``name``. Raises CheckpointError if the files do not make a tokenizer, or one of more tokens."""
     if config is None or config.tokenizer_type not in TOKENIZERS:
         return False
     given = (config.vocab_file, config.merge_file, config.tokenizer_model)
@@ -386,3 +388,35 @@ def _pads(size: int, rows: int, arguments: Mapping[str, Any]) -> bool:
     if not (isinstance(multiple, int) and isinstance(ranks, int) and multiple * ranks > 0):
         return True
     return rows == -(-size // (multiple * ranks)) * multiple * ranks
+
+
+class DescribedSource(Source):
+    """A checkpoint whose network Megatron's arguments describe."""
+
+    _shards: Mapping[str, Shard]
+    has_moments = False
+    """True if there is optimizer state to continue from."""
+
+    def names(self) -> Sequence[str]:
+        return list(self._shards)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shard(name).canonical_shape
+
+    def kinds(self, name: str) -> Sequence[str]:
+        self._shard(name)
+        trained = self.has_moments and name not in buffers_of(self.model)
+        return ("weight", *MOMENTS) if trained else ("weight",)
+
+    def copy_tokenizer(self, target: Path) -> bool:
+        """See :meth:`Source.copy_tokenizer`; made of the files that the arguments name, where they
+        are on this machine."""
+        if super().copy_tokenizer(target):
+            return True
+        padded = self.model.vocabulary.padded
+        return write_tokenizer(self.tokenizer, target, padded, str(self.folder))
+
+    def _shard(self, name: str) -> Shard:
+        if name not in self._shards:
+            raise CheckpointError(f"{self.folder} has no parameter {name}")
+        return self._shards[name]

@@ -109,7 +109,7 @@ class FamilyNames:
             family of all others.
         stacks: by Megatron's name, in the order of the pipeline.
         flags: fields of :class:`ModelFlags` that all its models have.
-        requirements: conditions on a network that is written, besides those of all families.
+        requirements: further conditions on a network that is written.
         seen: fields of :class:`ModelFlags` that follow from which parameters there are.
         heads: by the name of a head's weight [outputs, hidden], the fields that it shows.
     """

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig, ModelFlags, Vocabulary
-from megatron.formats.features import buffers_of, whole_shards
+from megatron.formats.features import whole_shards
 from megatron.formats.legacy_megatron.arguments import (
+    DescribedSource,
     complete,
     divided_sizes,
     end_of_text,
     model_of_arguments,
     tokenizer_of_arguments,
     unpadded_vocabulary,
-    write_tokenizer,
 )
 from megatron.formats.legacy_megatron.expert_names import (
     is_of_experts,
@@ -43,7 +42,6 @@ from megatron.formats.legacy_megatron.names import (
     stack_of,
 )
 from megatron.formats.legacy_megatron.rank_files import (
-    MOMENTS,
     Key,
     Rank,
     RankFile,
@@ -54,7 +52,6 @@ from megatron.formats.legacy_megatron.rank_files import (
     rank_files,
     require_ranks,
 )
-from megatron.parallel.shard import Shard
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _PUBLISHED_HEAD_DIM = 64
@@ -70,7 +67,7 @@ class ParameterLocation(NamedTuple):
     dtype: torch.dtype
 
 
-class MegatronCheckpoint(Source):
+class MegatronCheckpoint(DescribedSource):
     """A checkpoint of Megatron-LM before its core library (versions 0 to 3): ``iter_0000100``,
     ``release``, such a folder within a zip archive, or the file of the only rank. ``described`` is
     the network of a file that has no arguments. ``vocabulary_is_guessed`` says that the checkpoint
@@ -116,19 +113,8 @@ class MegatronCheckpoint(Source):
         last = list(rank_files(folder).values())[-1]
         return family_of_names(RankFile.open(last).chunks[-1]).family
 
-    def names(self) -> Sequence[str]:
-        return list(self._shards)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shard(name).canonical_shape
-
-    def kinds(self, name: str) -> Sequence[str]:
-        self._shard(name)
-        trained = self._has_moments and name not in buffers_of(self.model)
-        return ("weight", *MOMENTS) if trained else ("weight",)
-
     def dtype(self, name: str, kind: str = "weight") -> str:
-        master = self._has_moments or kind != "weight"
+        master = self.has_moments or kind != "weight"
         place = one_expert(name, 0) if is_of_experts(name) else name
         return "float32" if master else str(self._locations[place].dtype).removeprefix("torch.")
 
@@ -151,7 +137,7 @@ class MegatronCheckpoint(Source):
                 continue
             chunk, theirs = location.key
             share = file.chunks[chunk][theirs]
-            if self._has_moments:
+            if self.has_moments:
                 share = self._state(number, file)[location.key].get(kind, share)
             elif kind != "weight":
                 raise CheckpointError(f"{self.folder} has no {kind} of {name}")
@@ -167,14 +153,6 @@ class MegatronCheckpoint(Source):
             parts.append(join_expert(shares, name, shape, gated))
         return torch.stack(parts)
 
-    def copy_tokenizer(self, target: Path) -> bool:
-        """See :meth:`Source.copy_tokenizer`; made of the files that the arguments name, where they
-        are on this machine."""
-        if super().copy_tokenizer(target):
-            return True
-        padded = self.model.vocabulary.padded
-        return write_tokenizer(self.tokenizer, target, padded, str(self.folder))
-
     def set_vocabulary(self, size: int) -> None:
         """Sets the number of rows that are tokens, where the checkpoint does not say it."""
         assert self.vocabulary_is_guessed and 0 < size <= self.model.vocabulary.padded
@@ -182,11 +160,6 @@ class MegatronCheckpoint(Source):
             self.model, vocabulary=Vocabulary(size, self.model.vocabulary.padded)
         )
         self._shards = whole_shards(self.model)
-
-    def _shard(self, name: str) -> Shard:
-        if name not in self._shards:
-            raise CheckpointError(f"{self.folder} has no parameter {name}")
-        return self._shards[name]
 
     def _stage(self, pipeline: int) -> list[RankFile]:
         if self._open is None or self._open[0] != pipeline:
@@ -263,7 +236,7 @@ class MegatronCheckpoint(Source):
         return dataclasses.replace(model, vocabulary=Vocabulary(size or rows, rows))
 
     def _published(self, path: Path, hidden: int) -> ModelConfig:
-        """A network released without arguments: its shapes give all but the width of a head."""
+        """Return a network released without arguments. Shapes give all but the width of a head."""
         positions = self._locations.get("embedding.position_embeddings.weight")
         up = self._locations.get("layers.0.mlp.up.weight")
         if positions is None or up is None or hidden % _PUBLISHED_HEAD_DIM:
@@ -340,7 +313,7 @@ class MegatronCheckpoint(Source):
 
     def _find_optimizer(self) -> None:
         """Decides whether there is optimizer state to continue from, and fills the counters."""
-        self._has_moments = False
+        self.has_moments = False
         try:
             files = (f for p in range(self.pipeline_size) for f in self._stage(p))
             steps = {adam_state(file.optimizer, file.chunks)[1] for file in files}
@@ -353,7 +326,7 @@ class MegatronCheckpoint(Source):
             self._moments = {}
             self.notes.append(f"weights only: {reason}")
             return
-        self._has_moments = True
+        self.has_moments = True
         self.state = {
             "iteration": self.iteration,
             "consumed_samples": consumed,

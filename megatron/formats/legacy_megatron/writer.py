@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import MEGATRON_TRACKER, replace_folder, unfinished_folder
+from megatron.checkpoint.folder import MEGATRON_TRACKER, replace_folder
 from megatron.checkpoint.source import DTYPES, TOKENIZER, Source
 from megatron.config import ModelConfig, TokenizerConfig
+from megatron.formats.conversion.output import unfinished_folder
 from megatron.formats.features import whole_shards
 from megatron.formats.legacy_megatron.arguments import arguments_of_model, divided_sizes
 from megatron.formats.legacy_megatron.expert_names import cut_expert, is_of_experts, one_expert
@@ -69,24 +71,15 @@ def write_megatron(
     if surplus:
         raise ValueError(f"{source.folder} has {surplus[0]}, which this export does not write")
     folder = save / iteration_folder(iteration)
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already; remove it, or give another folder")
-    with unfinished_folder(folder) as partial:
-        arguments |= copied_tokenizer(source, folder, partial)
-        arguments |= {
-            "tensor_model_parallel_size": tensor_size,
-            "pipeline_model_parallel_size": pipeline_size,
-            "expert_model_parallel_size": expert_size,
-            "pipeline_model_parallel_split_rank": stages_of(model, pipeline_size).split,
-            "virtual_pipeline_model_parallel_size": None,
-            "padded_vocab_size": model.vocabulary.padded,
-            "params_dtype": DTYPES[dtype],
-            "fp16": dtype == "float16",
-            "bf16": dtype == "bfloat16",
-            "iteration": iteration or 0,
-            "consumed_train_samples": source.state.get("consumed_samples", 0),
-            "consumed_valid_samples": 0,
-        }
+    arguments |= {
+        "tensor_model_parallel_size": tensor_size,
+        "pipeline_model_parallel_size": pipeline_size,
+        "expert_model_parallel_size": expert_size,
+        "pipeline_model_parallel_split_rank": stages_of(model, pipeline_size).split,
+        "virtual_pipeline_model_parallel_size": None,
+        "consumed_valid_samples": 0,
+    }
+    with new_folder(source, model, folder, arguments, iteration, dtype) as partial:
         sizes = Rank(pipeline_size, tensor_size, expert_size)
         ranks = list(itertools.starmap(Rank, itertools.product(*map(range, sizes))))
         for rank in progress_bar("writing", ranks, unit=" ranks"):
@@ -101,9 +94,36 @@ def write_megatron(
             progress(f"{name}: {(partial / name).stat().st_size / 1e6:,.1f} MB")
         if check is not None:
             check(partial)
-        trackers = {MEGATRON_TRACKER: "release" if iteration is None else str(iteration)}
-        replace_folder(partial, folder, trackers)
     return folder
+
+
+@contextmanager
+def new_folder(
+    source: Source,
+    model: ModelConfig,
+    folder: Path,
+    arguments: dict[str, Any],
+    iteration: int | None,
+    dtype: str,
+    trackers: Mapping[str, str] | None = None,
+) -> Iterator[Path]:
+    """A temporary folder, which becomes ``folder`` when the block ends without an error, with
+    ``trackers`` next to it, by default Megatron's. Completes the arguments, and copies the
+    tokenizer. Raises CheckpointError if the folder exists."""
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already; remove it, or give another folder")
+    with unfinished_folder(folder) as partial:
+        arguments |= copied_tokenizer(source, folder, partial) | {
+            "padded_vocab_size": model.vocabulary.padded,
+            "params_dtype": DTYPES[dtype],
+            "fp16": dtype == "float16",
+            "bf16": dtype == "bfloat16",
+            "iteration": iteration or 0,
+            "consumed_train_samples": source.state.get("consumed_samples", 0),
+        }
+        yield partial
+        named = "release" if iteration is None else str(iteration)
+        replace_folder(partial, folder, trackers or {MEGATRON_TRACKER: named})
 
 
 def check_sizes(model: ModelConfig, tensor_size: int, pipeline_size: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, write_json
-from megatron.checkpoint.folder import replace_folder, unfinished_folder
+from megatron.checkpoint.folder import replace_folder
 from megatron.checkpoint.source import DTYPES, Source
 from megatron.config import ConfigError
 from megatron.config.flags import option
@@ -22,10 +22,12 @@ from megatron.formats.conversion.commands import (
     require_equal,
     required,
 )
+from megatron.formats.conversion.output import unfinished_folder
 from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.entries import Parameter
 from megatron.formats.inspection import counted
-from megatron.formats.sharded.megatron_core import MOMENTS, CoreFolder
+from megatron.formats.legacy_megatron.rank_files import MOMENTS
+from megatron.formats.sharded.megatron_core import CoreFolder
 from megatron.formats.sharded.writer import ShardedWriter, has_moments, write_torch_dist
 from megatron.formats.trainers.dcp import DcpFolder
 from megatron.util.files import sync_path
@@ -54,8 +56,7 @@ def to_torch_dist(argv: Sequence[str]) -> None:
         argv, "to-torch-dist", "Writes a checkpoint as Megatron-Core's torch_dist.",
         LoadConfig, ToTorchDistConfig,
     )  # fmt: skip
-    load, output = required(checkpoint, "load"), required(config, "output")
-    source = opened(load, *checkpoint.choice)
+    output, source = required(config, "output"), opened(checkpoint)
     source.require_model()
     dtype = config.dtype or dtype_of(source)
 
@@ -103,10 +104,10 @@ def to_dcp(argv: Sequence[str]) -> None:
         argv, "to-dcp", "Writes a checkpoint of torch.distributed.checkpoint (DCP).",
         LoadConfig, ToDcpConfig,
     )  # fmt: skip
-    load, output = required(checkpoint, "load"), Path(required(config, "output"))
+    output = Path(required(config, "output"))
     if output.exists():
         raise ConfigError(f"--output {output} exists already; name a new folder")
-    source = opened(load, *checkpoint.choice)
+    source = opened(checkpoint)
     source.require_model()
     dtype = config.dtype or dtype_of(source)
     moments = write_dcp(source, output, dtype, config.optim, config.architecture)

@@ -5,9 +5,9 @@
     .metadata           a pickle: shape and chunks of each tensor, place of each chunk in a file
     __0_0.distcp, ...   per process: archives of torch.save, one after the other, of a chunk each
 
-The pickle goes through the guard of :mod:`megatron.formats.unpickle`, and so does that of a chunk's
-archive. Of a chunk, only the bytes between its first and last element that are wanted are read. The
-classes in the pickle are those of ``torch/distributed/checkpoint/metadata.py``.
+The pickle goes through the guard of :mod:`megatron.formats.unpickle`, and so does the pickle of a
+chunk's archive. Of a chunk, only the bytes between its first and last element that are wanted are
+read. The classes in the pickle are those of ``torch/distributed/checkpoint/metadata.py``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ShardedTensor:
 
 class ShardedFiles:
     """The tensors of a folder, by name; ``objects`` are the places of everything else, and
-    ``original_shapes`` those of tensors that Megatron-Core had cut as flat runs. Raises
+    ``original_shapes`` are the shapes of tensors that Megatron-Core had cut as flat runs. Raises
     CheckpointError if a file is missing or has fewer bytes than it should, or chunks do not fill a
     tensor."""
 
@@ -286,8 +286,8 @@ def _whole_numbers(values: Any) -> tuple[int, ...]:
 
 
 def _fills(shape: tuple[int, ...], boxes: Sequence[Slice]) -> bool:
-    """True if boxes cover a tensor, each element once: those of a grid, or of fewer chunks than
-    would take long to compare."""
+    """True if boxes cover a tensor, each element once. They are a grid, or fewer chunks than would
+    take long to compare."""
     if tiles(shape, boxes):
         return True
     if sum(box.numel for box in boxes) != math.prod(shape) or len(boxes) > _MOST_PAIRS:

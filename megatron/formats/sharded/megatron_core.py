@@ -1,4 +1,4 @@
-"""Megatron-Core's distributed checkpoints (``torch_dist``) of GPTs, and those of NeMo 2.
+"""Megatron-Core's distributed checkpoints (``torch_dist``) of GPTs, and NeMo 2's.
 
 ::
 
@@ -29,24 +29,22 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER
 from megatron.checkpoint.slices import Slice
-from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig, Vocabulary
 from megatron.formats.features import buffers_of, whole_shards
 from megatron.formats.legacy_megatron.arguments import (
+    DescribedSource,
     end_of_text,
     model_of_arguments,
     tokenizer_of_arguments,
     unpadded_vocabulary,
-    write_tokenizer,
 )
 from megatron.formats.legacy_megatron.expert_names import of_one_expert, require_experts
 from megatron.formats.legacy_megatron.names import is_buffer, qkv_from_megatron, rename
+from megatron.formats.legacy_megatron.rank_files import MOMENTS
 from megatron.formats.sharded.files import METADATA, ShardedFiles, load_common
 from megatron.formats.sharded.nemo import CONTEXT, arguments_of_nemo
-from megatron.parallel.shard import Shard
 
 COMMON, BACKEND = "common.pt", "metadata.json"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 VERSION = 3.0
 """The order of rows in a query-key-value matrix, as Megatron numbers it."""
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -60,8 +58,8 @@ _ITERATION = re.compile(r"(?:iter_0*)?(\d+|release)")
 
 
 class CorePart(NamedTuple):
-    """A tensor of the files, or that of a block in a stacked one, which is a parameter, or one
-    expert's, or half of it: 0 for the gate, 1 for the other, None for both."""
+    """A tensor of the files, or a block's part of a stacked one: a parameter, one expert's part of
+    it, or half of it: 0 for the gate, 1 for the other, None for both."""
 
     key: str
     block: int | None
@@ -69,7 +67,7 @@ class CorePart(NamedTuple):
     half: int | None
 
 
-class CoreFolder(Source):
+class CoreFolder(DescribedSource):
     """A checkpoint of Megatron-Core or NeMo 2. Where the optimizer has float32 weights, these are
     the weights. A tensor is read when it is needed, and of one that has our order of rows only the
     slice that a rank has. Raises CheckpointError if a file is missing or damaged, tensors are
@@ -99,6 +97,7 @@ class CoreFolder(Source):
         self._shards = whole_shards(self.model)
         self._check(self._parts, where)
         self._masters, self._moments = self._optimizer(where)
+        self.has_moments = bool(self._moments)
         self.tokenizer = tokenizer_of_arguments(self._arguments)
         self.end_of_text = end_of_text(self._arguments, self.model.vocabulary.size)
 
@@ -131,17 +130,6 @@ class CoreFolder(Source):
             )
         return names[wanted]
 
-    def names(self) -> Sequence[str]:
-        return list(self._shards)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shard(name).canonical_shape
-
-    def kinds(self, name: str) -> Sequence[str]:
-        self._shard(name)
-        trained = self._moments and name not in buffers_of(self.model)
-        return ("weight", *MOMENTS) if trained else ("weight",)
-
     def dtype(self, name: str, kind: str = "weight") -> str:
         part = self._place(name, kind)[0]
         return str(self._files.dtype(part.key)).removeprefix("torch.")
@@ -164,19 +152,6 @@ class CoreFolder(Source):
         if alone and ".qkv." not in name and self._files.shape(first.key) == shape == wanted.shape:
             return self._files.read(first.key, wanted).float()
         return super().read(name, kind, wanted)
-
-    def copy_tokenizer(self, target: Path) -> bool:
-        """See :meth:`Source.copy_tokenizer`; made of the files that the arguments name, where they
-        are on this machine."""
-        if super().copy_tokenizer(target):
-            return True
-        padded = self.model.vocabulary.padded
-        return write_tokenizer(self.tokenizer, target, padded, str(self.folder))
-
-    def _shard(self, name: str) -> Shard:
-        if name not in self._shards:
-            raise CheckpointError(f"{self.folder} has no parameter {name}")
-        return self._shards[name]
 
     def _place(self, name: str, kind: str) -> Sequence[CorePart]:
         self._shard(name)
@@ -277,12 +252,12 @@ def _fits(path: Path) -> bool:
 
 
 def _weights_of(folder: Path) -> Path:
-    """The folder with the tensors: that of NeMo is in another."""
+    """The folder with the tensors, which is a folder in NeMo's."""
     return folder / "weights" if (folder / CONTEXT).is_file() else folder
 
 
 def _step_of(optimizer: Any) -> int | None:
-    """Adam's number of steps: its parameters' common one, or that of its groups."""
+    """Adam's number of steps, as its parameters or its groups have it in common."""
     inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
     if not isinstance(inner, dict):
         return None
@@ -361,7 +336,7 @@ def _shape_of(files: ShardedFiles, parts: Sequence[CorePart], name: str) -> tupl
 
 
 def _original(files: ShardedFiles, key: str) -> tuple[int, ...]:
-    """Shape of a tensor: that before releases up to 0.12 cut the optimizer's as flat runs."""
+    """Shape of a tensor before it was cut as a flat run, as releases up to 0.12 did."""
     return files.original_shapes.get(key, files.shape(key))
 
 

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.checkpoint.files import CheckpointError, write_json
-from megatron.checkpoint.folder import MEGATRON_TRACKER, replace_folder, unfinished_folder
+from megatron.checkpoint.files import write_json
 from megatron.checkpoint.manifest import KEPT_COUNTS
 from megatron.checkpoint.source import DTYPES, Source
 from megatron.config import ModelConfig, RunConfig
@@ -32,10 +31,10 @@ from megatron.formats.features import whole_shards
 from megatron.formats.legacy_megatron.arguments import arguments_of_model
 from megatron.formats.legacy_megatron.expert_names import core_expert_name, is_of_experts
 from megatron.formats.legacy_megatron.names import to_core
-from megatron.formats.legacy_megatron.rank_files import iteration_folder
-from megatron.formats.legacy_megatron.writer import copied_tokenizer, share_of
+from megatron.formats.legacy_megatron.rank_files import MOMENTS, iteration_folder
+from megatron.formats.legacy_megatron.writer import new_folder, share_of
 from megatron.formats.sharded.files import METADATA
-from megatron.formats.sharded.megatron_core import BACKEND, COMMON, MOMENTS, VERSION
+from megatron.formats.sharded.megatron_core import BACKEND, COMMON, VERSION
 from megatron.util.files import sync, sync_path
 from megatron.util.progress import progress_bar
 
@@ -133,21 +132,12 @@ def write_torch_dist(
     iteration = source.state.get("iteration") if source.state else None
     moments = moments and bool(source.state) and has_moments(source)
     folder = save / iteration_folder(iteration)
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already; remove it, or give another folder")
-    with unfinished_folder(folder) as partial:
-        arguments |= copied_tokenizer(source, folder, partial)
-        arguments |= {
-            "tensor_model_parallel_size": 1,
-            "pipeline_model_parallel_size": 1,
-            "padded_vocab_size": model.vocabulary.padded,
-            "params_dtype": DTYPES[dtype],
-            "fp16": dtype == "float16",
-            "bf16": dtype == "bfloat16",
-            "iteration": iteration or 0,
-            "consumed_train_samples": source.state.get("consumed_samples", 0),
-            "consumed_valid_samples": 0,
-        }
+    arguments |= {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "consumed_valid_samples": 0,
+    }
+    with new_folder(source, model, folder, arguments, iteration, dtype) as partial:
         writer = ShardedWriter(partial)
         # Float32 weights that are trained as they are need no copy.
         master = None
@@ -172,8 +162,6 @@ def write_torch_dist(
             partial / BACKEND, backends | {"common_backend": "torch", "common_backend_version": 1}
         )
         check(partial)
-        named = "release" if iteration is None else str(iteration)
-        replace_folder(partial, folder, {MEGATRON_TRACKER: named})
     return folder
 
 

@@ -1,1 +1,1 @@
-"""Folders of other trainers, whose tensors are those of Hugging Face's tables under other names."""
+"""Folders of other trainers, whose tensors are in Hugging Face's tables under other names."""

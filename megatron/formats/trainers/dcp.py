@@ -1,10 +1,10 @@
 """Folders of torch.distributed.checkpoint with a Hugging Face config.json in or above them: of FSDP
 and accelerate (``pytorch_model_fsdp_0``), with Hugging Face's names, and of torchtitan, with its
-own. Adam's moments are those of ``get_optimizer_state_dict`` of torch, by the names of weights:
-under ``optim`` or ``optimizer``, flattened or not; accelerate's are in ``optimizer_0``.
+own. Adam's moments are in the form of torch's ``get_optimizer_state_dict``, by the names of
+weights: under ``optim`` or ``optimizer``, flattened or not; accelerate's are in ``optimizer_0``.
 
 torchtitan's folders do not describe the network: the config.json is that of the model which it was
-given, or of one of the same shape. Names and order of rows are those of
+given, or of one of the same shape. Names and order of rows are from
 ``torchtitan/models/{llama3,qwen3}/state_dict_adapter.py`` of torchtitan 0.3, and of those before.
 """
 
@@ -167,7 +167,7 @@ def counter(content: Any, name: str) -> int | None:
 
 
 def _sharded(path: Path) -> Path | None:
-    """The folder with the weights: this one, that of accelerate in it, or torchtitan's newest."""
+    """The folder with the weights: this one, accelerate's folder in it, or torchtitan's newest."""
     if not path.is_dir():
         return None
     for folder in (path, path / "pytorch_model_fsdp_0"):

@@ -1,8 +1,8 @@
 """Models of litgpt: ``lit_model.pth`` and ``model_config.yaml``.
 
-Names and order of rows are those of ``litgpt/model.py`` and ``convert_lit_checkpoint.py`` of litgpt
-0.5.13: one matrix ``attn.qkv`` has all queries, all keys, all values. Read are the Llamas,
-Mistrals and Qwens (RMSNorm, ``LLaMAMLP``) and GPT-NeoX (LayerNorm, ``GptNeoxMLP``).
+Names and order of rows are from ``litgpt/model.py`` and ``convert_lit_checkpoint.py`` of litgpt
+0.5.13: one matrix ``attn.qkv`` has all queries, all keys, all values. Read are the Llamas, Mistrals
+and Qwens (RMSNorm, ``LLaMAMLP``) and GPT-NeoX (LayerNorm, ``GptNeoxMLP``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checkpoints of OLMo-core: ``config.json`` and ``model_and_optim/``, a sharded checkpoint (DCP).
 
-Names are those of ``olmo_core/nn/hf/convert.py`` of OLMo-core 3.0, and the order of rows is Hugging
+Names are from ``olmo_core/nn/hf/convert.py`` of OLMo-core 3.0, and the order of rows is Hugging
 Face's. Read are blocks of the kinds ``default`` (Llama) and ``reordered_norm`` (OLMo 2).
 """
 

@@ -1,4 +1,4 @@
-"""Tensors of another trainer as those of a Hugging Face model: its table describes them then.
+"""Tensors of another trainer under the names of a Hugging Face model, whose table describes them.
 
 A trainer is a :class:`TrainerFolder`, which says what config.json would have, and which tensor of
 its files is which of Hugging Face's.

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megatron.checkpoint.source import open_checkpoint
-from megatron.checkpoint.writer import write_checkpoint
 from megatron.formats.conversion.megatron_programs import convert
+from megatron.formats.conversion.output import write_checkpoint
 
 SIZES = {
     "--num-layers": "2", "--hidden-size": "32", "--num-attention-heads": "4",

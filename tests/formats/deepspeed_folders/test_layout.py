@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import TRACKER, remove_incomplete, replace_folder, unfinished_folder
+from megatron.checkpoint.folder import TRACKER, remove_incomplete, replace_folder
+from megatron.formats.conversion.output import unfinished_folder
 from megatron.formats.deepspeed_folders.folder import (
     UNIVERSAL_SUFFIX,
     UNIVERSAL_TRACKER,

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.data.texts import LabelledBatch
 from megatron.families import spec_of
 from megatron.features.masked.batch import NO_LABEL, BertSample, T5Batch, collate_bert
+from megatron.features.masked.heads import LabelledBatch
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
 from megatron.parallel.loss_head import Targets

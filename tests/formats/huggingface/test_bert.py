@@ -14,15 +14,14 @@ from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoToke
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.source import open_checkpoint
-from megatron.data.texts import LabelledText, collate_labelled
 from megatron.families import build_model, spec_of
+from megatron.features.masked.heads import HEAD_NAMES, LabelledText, collate_labelled
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.formats.conversion.commands import export_hf, from_hf
 from megatron.formats.huggingface.compare import compare_logits
 from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.formats.inspection import model_of
-from megatron.model.heads import HEAD_NAMES
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on mat ##s .".split()
 HEAD = "cls.predictions"

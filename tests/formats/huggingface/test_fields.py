@@ -1,6 +1,7 @@
 """Fields of the network's configuration: each is written for an architecture, or refused there."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -129,6 +130,15 @@ def other(field, plain):
     return UNUSUAL[field]
 
 
+@functools.cache
+def written_plainly(model_type, gpt_config):
+    """An architecture, the model that it has by default, and what config.json has of it."""
+    known = architecture_named({"model_type": model_type}, PATH)
+    plain = gpt_config(**BASES[model_type]).model
+    assert known.misfits(plain) == []
+    return known, plain, known.config(plain)
+
+
 @pytest.mark.parametrize("field", UNUSUAL)
 @pytest.mark.parametrize(
     "model_type",
@@ -145,9 +155,7 @@ def other(field, plain):
 def test_a_feature_is_written_or_refused(model_type, field, gpt_config):
     """Whatever a model has otherwise than those of its architecture: it is in config.json, from
     where it is read again, or it does not fit; never is it left out."""
-    known = architecture_named({"model_type": model_type}, PATH)
-    plain = gpt_config(**BASES[model_type]).model
-    assert known.misfits(plain) == []
+    known, plain, plain_written = written_plainly(model_type, gpt_config)
     changes = BASES[model_type] | {field: other(field, plain)}
     if field == "glu_activation":
         changes["swiglu"] = False
@@ -158,7 +166,7 @@ def test_a_feature_is_written_or_refused(model_type, field, gpt_config):
     if known.misfits(model):
         return
     written = json.loads(json.dumps(known.config(model)))
-    if written == known.config(plain):
+    if written == plain_written:
         second_head = set() if known.family == "bert" else {"bert_binary_head"}
         alone = {"attention_temperature_floor"} | second_head
         assert field in NO_EFFECT[model_type] | alone, "the feature is lost"

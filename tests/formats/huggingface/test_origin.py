@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from samples import sampled
 
 from megatron.checkpoint.source import open_checkpoint, save_copy
-from megatron.checkpoint.writer import write_checkpoint
+from megatron.formats.conversion.output import write_checkpoint
 from megatron.formats.huggingface import architecture_of, architectures
 from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.source import HuggingFaceFolder

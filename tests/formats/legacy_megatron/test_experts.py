@@ -10,7 +10,7 @@ from configs import model_config, run_config
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.writer import write_checkpoint
+from megatron.formats.conversion.output import write_checkpoint
 from megatron.formats.features import whole_shards
 from megatron.formats.legacy_megatron.names import qkv_to_megatron
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint

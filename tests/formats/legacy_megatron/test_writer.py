@@ -9,8 +9,8 @@ from rank_files import assert_same_tree, rank_file
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import TokenizerConfig
+from megatron.formats.conversion.output import write_checkpoint
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.legacy_megatron.writer import write_megatron
 

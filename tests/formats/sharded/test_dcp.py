@@ -16,7 +16,7 @@ from fuzz.readers.checkpoints import CONFIG, weights, write_huggingface
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import open_checkpoint
-from megatron.checkpoint.writer import write_checkpoint
+from megatron.formats.conversion.output import write_checkpoint
 from megatron.formats.sharded.export import to_dcp, to_torch_dist, write_dcp
 from megatron.formats.sharded.files import METADATA, ShardedFiles
 from megatron.formats.sharded.writer import ShardedWriter, write_torch_dist

@@ -21,13 +21,12 @@ from megatron.formats.huggingface.entries import (
     SEPARATE_QKV,
     Entry,
     Reordering,
-    block,
+    attention_biased,
+    decoder_entries,
     head_bias,
     linear,
     norm,
     qkv_biased,
-    untied,
-    weight,
 )
 from megatron.formats.huggingface.layer_norm_decoders import GPT2, write_gpt2
 
@@ -51,17 +50,16 @@ _PARTED = Reordering("q, v, k in four parts", 1, _to_parts, _from_parts, of_rows
 
 def _entries(qkv: Sequence[Entry]) -> tuple[Entry, ...]:
     return (
-        *weight("embedding.word_embeddings", "transformer.wte"),
-        *block(
+        *decoder_entries(
+            "transformer.wte",
             "transformer.h.{n}",
+            "transformer.ln_f",
             norm("attention_norm", "ln_1"),
             qkv,
-            linear("attention.proj", "attn.out_proj", bias=lambda model: model.attention.proj_bias),
+            linear("attention.proj", "attn.out_proj", bias=attention_biased),
             linear("mlp.up", "mlp.fc_in"),
             linear("mlp.down", "mlp.fc_out"),
         ),
-        *norm("final_norm.norm", "transformer.ln_f"),
-        *weight("output_layer", "lm_head", when=untied),
         *head_bias("lm_head.bias"),
     )
 

@@ -17,35 +17,38 @@ from megatron.formats.huggingface.entries import (
     SEPARATE_QKV,
     TABLE,
     Entry,
-    block,
+    attention_biased,
+    decoder_entries,
     linear,
     norm,
     qkv_biased,
     untied,
     weight,
 )
-from megatron.formats.huggingface.layer_norm_decoders import GPT2, write_gpt2
+from megatron.formats.huggingface.layer_norm_decoders import (
+    GPT2,
+    NO_CROSS,
+    SIZES,
+    fairseq_entries,
+    write_gpt2,
+)
 
 _LEARNED = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"}
-_NO_CROSS = "cross-attention cannot be represented"
 
 
 def _gpt2_entries(*qkv: Sequence[Entry], proj: str) -> tuple[Entry, ...]:
     """The table of GPT-2 without transposed tensors, with its own attention."""
-    return (
-        *weight("embedding.word_embeddings", "transformer.wte"),
-        *weight("embedding.position_embeddings", "transformer.wpe"),
-        *block(
-            "transformer.h.{n}",
-            norm("attention_norm", "ln_1"),
-            *qkv,
-            linear("attention.proj", proj, bias=lambda model: model.attention.proj_bias),
-            norm("mlp_norm", "ln_2"),
-            linear("mlp.up", "mlp.c_fc"),
-            linear("mlp.down", "mlp.c_proj"),
-        ),
-        *norm("final_norm.norm", "transformer.ln_f"),
-        *weight("output_layer", "lm_head", when=untied),
+    return decoder_entries(
+        "transformer.wte",
+        "transformer.h.{n}",
+        "transformer.ln_f",
+        norm("attention_norm", "ln_1"),
+        *qkv,
+        linear("attention.proj", proj, bias=attention_biased),
+        norm("mlp_norm", "ln_2"),
+        linear("mlp.up", "mlp.c_fc"),
+        linear("mlp.down", "mlp.c_proj"),
+        further=weight("embedding.position_embeddings", "transformer.wpe"),
     )
 
 
@@ -68,7 +71,7 @@ def _read_bigcode(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
     groups = 1 if multi_query else fields["num_attention_heads"]
     given.only("num_key_value_heads", (groups,), f"multi_query is {multi_query}")
     given.only("scale_attn_weights", (True,), "attention scores are always scaled")
-    given.only("add_cross_attention", (False,), _NO_CROSS)
+    given.only("add_cross_attention", (False,), NO_CROSS)
     # Dtypes of the scores; kernels and buffers of the first code.
     given.unused(
         "embd_pdrop", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
@@ -183,33 +186,13 @@ queries, keys and values."""
 
 
 _FAIRSEQ = {"add_bias_linear": True, "position_embedding_offset": 2, "norm_epsilon": 1e-5}
-"""config.json has no key for the epsilon: it is that of torch.nn.LayerNorm."""
-
-
-def _fairseq_entries(base: str, head: str, *positions: Entry) -> tuple[Entry, ...]:
-    """The table of decoders of fairseq, whose second norm of a block is called the final one."""
-    return (
-        *weight("embedding.word_embeddings", f"{base}.embed_tokens"),
-        *positions,
-        *block(
-            f"{base}.layers.{{n}}",
-            norm("attention_norm", "self_attn_layer_norm"),
-            linear("attention.qkv", *(f"self_attn.{name}_proj" for name in "qkv"),
-                   form=SEPARATE_QKV),
-            linear("attention.proj", "self_attn.out_proj"),
-            norm("mlp_norm", "final_layer_norm"),
-            linear("mlp.up", "fc1"),
-            linear("mlp.down", "fc2"),
-        ),
-        *norm("final_norm.norm", f"{base}.layer_norm"),
-        *weight("output_layer", head, when=untied),
-    )  # fmt: skip
+"""config.json has no key for the epsilon, which is the default of torch.nn.LayerNorm."""
 
 
 def _read_fairseq(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("layerdrop", (0, 0.0), "blocks cannot be dropped in training")
     given.only("activation_dropout", (0, 0.0), "the MLP has no dropout of its own")
-    given.only("add_cross_attention", (False,), _NO_CROSS)
+    given.only("add_cross_attention", (False,), NO_CROSS)
     given.unused("layer_norm_eps")  # transformers does not read it
     return {}
 
@@ -218,17 +201,14 @@ BIOGPT = Architecture(
     title="BioGPT",
     model_type="biogpt",
     model_class="BioGptForCausalLM",
-    entries=_fairseq_entries(
+    entries=fairseq_entries(
         "biogpt",
         "output_projection",
         *weight("embedding.position_embeddings", "biogpt.embed_positions"),
     ),
     keys={
-        "max_position_embeddings": "max_position_embeddings",
-        "hidden_size": "hidden_size",
+        **SIZES,
         "intermediate_size": "ffn_hidden_size",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_attention_heads",
         "hidden_act": "activation",
         "scale_embedding": "scale_embeddings",
         "hidden_dropout_prob": "hidden_dropout",
@@ -255,7 +235,7 @@ XGLM = Architecture(
     title="XGLM",
     model_type="xglm",
     model_class="XGLMForCausalLM",
-    entries=_fairseq_entries("model", "lm_head"),
+    entries=fairseq_entries("model", "lm_head"),
     keys={
         "max_position_embeddings": "max_position_embeddings",
         ("d_model", "hidden_size"): "hidden_size",

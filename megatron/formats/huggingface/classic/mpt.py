@@ -9,7 +9,7 @@ from megatron.config import ModelConfig
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.config_reader import HFConfigReader
-from megatron.formats.huggingface.entries import block, linear, norm, untied, weight
+from megatron.formats.huggingface.entries import decoder_entries, linear, norm
 
 _ATTENTION = {
     "attn_pdrop": 0, "clip_qkv": None, "softmax_scale": None, "attn_type": "multihead_attention",
@@ -75,19 +75,16 @@ MPT = Architecture(
     title="MPT",
     model_type="mpt",
     model_class="MptForCausalLM",
-    entries=(
-        *weight("embedding.word_embeddings", "transformer.wte"),
-        *block(
-            "transformer.blocks.{n}",
-            norm("attention_norm", "norm_1"),
-            linear("attention.qkv", "attn.Wqkv"),
-            linear("attention.proj", "attn.out_proj"),
-            norm("mlp_norm", "norm_2"),
-            linear("mlp.up", "ffn.up_proj"),
-            linear("mlp.down", "ffn.down_proj"),
-        ),
-        *norm("final_norm.norm", "transformer.norm_f"),
-        *weight("output_layer", "lm_head", when=untied),
+    entries=decoder_entries(
+        "transformer.wte",
+        "transformer.blocks.{n}",
+        "transformer.norm_f",
+        norm("attention_norm", "norm_1"),
+        linear("attention.qkv", "attn.Wqkv"),
+        linear("attention.proj", "attn.out_proj"),
+        norm("mlp_norm", "norm_2"),
+        linear("mlp.up", "ffn.up_proj"),
+        linear("mlp.down", "ffn.down_proj"),
     ),
     keys={
         "max_seq_len": "max_position_embeddings",

@@ -16,13 +16,11 @@ from megatron.formats.huggingface.entries import (
     GROUPED_QKV,
     SEPARATE_QKV,
     Entry,
-    block,
+    decoder_entries,
     head_bias,
     linear,
     norm,
     qkv_biased,
-    untied,
-    weight,
 )
 from megatron.formats.huggingface.llama import ACTIVATION, HEAD_DIM, KEYS, NO_BIASES, llama_entries
 
@@ -38,10 +36,6 @@ def _normalised(model: ModelConfig) -> bool:
     return model.norm.qk_layernorm
 
 
-def _two_norms(model: ModelConfig) -> bool:
-    return not model.shared_parallel_norm
-
-
 _QK_NORMS = (
     *norm("attention.q_norm", "self_attn.q_layernorm", when=_normalised),
     *norm("attention.k_norm", "self_attn.k_layernorm", when=_normalised),
@@ -50,19 +44,16 @@ _QK_NORMS = (
 
 def _decoder(*parts: Sequence[Entry], attention: str, up: str, down: str) -> tuple[Entry, ...]:
     """The entries of Phi and Persimmon, with their names of three linear layers."""
-    return (
-        *weight("embedding.word_embeddings", "model.embed_tokens"),
-        *block(
-            "model.layers.{n}",
-            norm("attention_norm", "input_layernorm"),
-            *parts,
-            _QK_NORMS,
-            linear("attention.proj", attention),
-            linear("mlp.up", up),
-            linear("mlp.down", down),
-        ),
-        *norm("final_norm.norm", "model.final_layernorm"),
-        *weight("output_layer", "lm_head", when=untied),
+    return decoder_entries(
+        "model.embed_tokens",
+        "model.layers.{n}",
+        "model.final_layernorm",
+        norm("attention_norm", "input_layernorm"),
+        *parts,
+        _QK_NORMS,
+        linear("attention.proj", attention),
+        linear("mlp.up", up),
+        linear("mlp.down", down),
     )
 
 
@@ -78,21 +69,13 @@ _NORM_OF_EACH_HEAD = (
 )  # fmt: skip
 
 
-def _read_stablelm(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "qk_layernorm_per_head": fields["qk_layernorm"],
-        "shared_parallel_norm": fields["parallel_residual"],
-        **read_rope(given, fields, share_key=_SHARE, share=0.25),
-    }
-
-
 STABLELM = Architecture(
     title="StableLM",
     model_type="stablelm",
     model_class="StableLmForCausalLM",
     entries=llama_entries(
         norm("attention_norm", "input_layernorm"),
-        norm("mlp_norm", "post_attention_layernorm", when=_two_norms),
+        norm("mlp_norm", "post_attention_layernorm", when=lambda m: not m.shared_parallel_norm),
         _NORM_OF_EACH_HEAD,
         mlp_norm=None,
         qkv_bias=qkv_biased,
@@ -119,7 +102,11 @@ STABLELM = Architecture(
         ),
     ),
     write=lambda model: write_rope(model, share_key=_SHARE),
-    read=_read_stablelm,
+    read=lambda given, fields: {
+        "qk_layernorm_per_head": fields["qk_layernorm"],
+        "shared_parallel_norm": fields["parallel_residual"],
+        **read_rope(given, fields, share_key=_SHARE, share=0.25),
+    },
 )  # fmt: skip
 """StableLM 2 and 3B: a gated MLP, a quarter of each head rotated; biases on queries, keys and
 values, or none; attention and MLP in sequence, or in parallel from one norm. Where queries and keys

@@ -13,9 +13,9 @@ from megatron.formats.huggingface.config_reader import (
     HFConfigReader,
     read_rope,
     read_windows,
+    short,
     write_rope,
 )
-from megatron.formats.huggingface.decoders.granite import short
 from megatron.formats.huggingface.decoders.relatives import (
     LAYER_NORM_SIZES,
     ROTATES_IN_WINDOWS,

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.config_reader import BIASES, FULL, SLIDING, HFConfigReader
+from megatron.formats.huggingface.config_reader import BIASES, FULL, SLIDING, HFConfigReader, short
 from megatron.formats.huggingface.decoders.relatives import (
     SIZES,
     relative,
@@ -15,17 +15,12 @@ from megatron.formats.huggingface.decoders.relatives import (
     rotating,
     without_rope,
 )
-from megatron.formats.huggingface.entries import Condition, Entry, linear, norm
+from megatron.formats.huggingface.entries import Entry, linear, norm
 from megatron.formats.huggingface.llama import DIVISIBLE, local_base
 
 MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
 FACTORS = frozenset({"query_pre_attn_scalar", *MULTIPLIERS})
 """Features that the factors are."""
-
-
-def short(value: float) -> float:
-    """The nearest number of 15 decimal digits, so that one that is inverted twice is as it was."""
-    return float(f"{value:.15g}")
 
 
 def read_multipliers(given: HFConfigReader) -> dict[str, Any]:
@@ -175,10 +170,6 @@ GRANITE_SWA = relative(
 """Granite with windows in some blocks, a rotary base or none for each, and attention sinks."""
 
 
-def _post_normed(model: ModelConfig) -> bool:
-    return model.norm.post_norm
-
-
 def _read_hyperclova(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     if given.content.get("attention_multiplier") is None:
         width = fields["kv_channels"]
@@ -197,14 +188,13 @@ def _write_hyperclova(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-_AFTER: Condition = _post_normed
 HYPERCLOVAX = relative(
     "HyperCLOVA X",
     "hyperclovax",
     "HyperCLOVAXForCausalLM",
     relative_entries(
-        norm("attention_post_norm", "post_norm1", when=_AFTER),
-        norm("mlp_post_norm", "post_norm2", when=_AFTER),
+        norm("attention_post_norm", "post_norm1", when=lambda m: m.norm.post_norm),
+        norm("mlp_post_norm", "post_norm2", when=lambda m: m.norm.post_norm),
     ),
     biases=BIASES,
     features=FACTORS | {"post_norm"},

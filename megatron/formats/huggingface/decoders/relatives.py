@@ -72,11 +72,10 @@ def relative(
     write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {},
     **others: Any,
 ) -> Architecture:
-    """Return the table of a relative of Llama; arguments that it does not have here are those of
-    :class:`Architecture`.
+    """Return the table of a relative of Llama; further arguments as in :class:`Architecture`.
 
     Args:
-        entries: by default those of Llama.
+        entries: by default Llama's.
         fixed: fields besides rotary positions, RMSNorm, and linear layers without biases.
         biases: as in :func:`~megatron.formats.huggingface.config_reader.read_biases`.
         base: the rotary base of a file that does not say it.
@@ -92,12 +91,13 @@ def relative(
     named |= {"sliding_window", "window_attn_skip_freq"} if windows else set()
     plain = {} if all_biases or biases == BIASES else {"add_bias_linear": False}
 
+    share_key = None if share is None else "partial_rotary_factor"
+
     def read_all(given: HFConfigReader, fields: Fields) -> Fields:
         flags = dict(plain) | read_biases(given, biases)
         given.unused("pretraining_tp")
         if rope:
-            key = None if share is None else "partial_rotary_factor"
-            flags |= read_rope(given, fields, share_key=key, share=share or 1.0, base=base)
+            flags |= read_rope(given, fields, share_key=share_key, share=share or 1.0, base=base)
         if windows and reads_windows:
             kinds = windows(fields["num_layers"])
             flags |= read_windows(given, given.optional_whole("sliding_window"), kinds)
@@ -107,10 +107,7 @@ def relative(
         # The default can be a token that a small vocabulary does not have.
         values: dict[str, Any] = {"pad_token_id": None, **write_biases(model, biases)}
         if rope:
-            values |= write_rope(model)
-        if rope and share is not None:
-            values["partial_rotary_factor"] = model.positions.rotary_percent
-            values["rope_parameters"]["partial_rotary_factor"] = model.positions.rotary_percent
+            values |= write_rope(model, share_key=share_key)
         if windows:
             # Their code requires one even where no block has a window.
             longest = model.positions.max_position_embeddings
@@ -160,7 +157,7 @@ ROTATES_IN_WINDOWS = Requirement(
 
 
 def scaled_by_default(given: HFConfigReader, fields: Fields, factor: float, base: float) -> Fields:
-    """RoPE, which is scaled as that of Llama 3.1 where a file does not say it."""
+    """RoPE, which is scaled as in Llama 3.1 where a file does not say it."""
     if not any(given.content.get(name) for name in ("rope_parameters", "rope_scaling")):
         given.content = given.content | {"rope_scaling": {
             "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0,

@@ -64,7 +64,7 @@ def _gptq(bits: int, added: int, size: int | None, parts: StoredParts) -> Tensor
 
 def gptq(bits: int, added: int, size: int | None) -> PackedForm:
     """GPTQ's form. ``added`` is 1 for files whose zero points are stored less one (all but
-    ``gptq_v2``); ``size`` is that of groups, None for one group or where ``g_idx`` says them."""
+    ``gptq_v2``); groups have ``size`` inputs, None for one group or where ``g_idx`` says them."""
     ends = {
         "numbers": ".qweight",
         "zero points": ".qzeros",
@@ -101,7 +101,7 @@ def _awq(size: int | None, parts: StoredParts) -> Tensor:
 
 
 def awq(size: int | None) -> PackedForm:
-    """AWQ's form, of four bits; ``size`` is that of groups, None for one."""
+    """AWQ's form, of four bits; ``size`` is the number of inputs of a group, None for one group."""
     ends = {"numbers": ".qweight", "scales": ".scales", "zero points": ".qzeros"}
     return PackedForm(ends, _awq_shape, partial(_awq, size))
 

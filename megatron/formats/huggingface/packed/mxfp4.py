@@ -30,7 +30,7 @@ _SCALES = torch.tensor([*(2.0 ** (e - 127) for e in range(255)), torch.nan])
 
 
 def _shape(parts: StoredParts) -> Shape:
-    """[E, I, O], the shape of a tensor by that of its blocks."""
+    """[E, I, O], the shape of a tensor, from the shape of its blocks."""
     shape = parts.shape("blocks")
     if len(shape) != 4:
         return tuple(_unpack(parts).shape)

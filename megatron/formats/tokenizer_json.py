@@ -1,0 +1,269 @@
+"""Bounds on a tokenizer.json, whose library trusts it: ids are places in an array that it makes,
+and each step of its normalization may lengthen the text as much as the file says."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+from megatron.tokenizer.base import check_size_of_ids
+from megatron.util.errors import rust_errors
+
+LONGEST_CONTENT = 1 << 10
+"""Characters that a step may put instead of some, and tokens around a text."""
+_HARMLESS_GROWTH = 64
+"""Times that steps one after another may lengthen a text without being watched."""
+_MOST_ADDED = 1 << 17
+"""Tokens added to a vocabulary: `transformers` compares each with all before it."""
+_BYTES = 1 << 30
+_PROBE, _PROBE_SECONDS = 8000, 0.15
+"""Characters of a text on which a pattern is tried, and the time that it may take, of which
+ordinary ones need a fiftieth."""
+Step = Mapping[str, Any]
+_PARTS = frozenset(
+    "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder "
+    "model".split()
+)
+_OF_MODEL = frozenset(
+    "type vocab merges dropout unk_token unk_id continuing_subword_prefix end_of_word_suffix "
+    "fuse_unk byte_fallback ignore_merges max_input_chars_per_word".split()
+)
+"""Keys of the file and of its model."""
+
+
+def check_pieces(pieces: Iterable[str | bytes], where: str) -> None:
+    """Raises ValueError if a piece of a SentencePiece or Unigram model is too long: one library
+    takes a time that grows with its square, the other ends the process when it releases a map
+    inside a map for each byte."""
+    longest = max(map(len, pieces), default=0)
+    if longest > LONGEST_CONTENT:
+        raise ValueError(
+            f"{where} has a piece of {longest:,} characters; at most {LONGEST_CONTENT:,} are "
+            "accepted"
+        )
+
+
+def check_number_added(count: int, where: str) -> None:
+    """Raises ValueError if so many tokens are added to a vocabulary that it would take hours."""
+    if count > _MOST_ADDED:
+        raise ValueError(
+            f"{where} adds {count:,} tokens to the vocabulary; at most {_MOST_ADDED:,} are accepted"
+        )
+
+
+def check_tokenizer_json(path: Path, where: str) -> None:
+    """Raises ValueError if a tokenizer.json is out of bounds; ``where`` names it in messages."""
+    size = path.stat().st_size
+    if size > _BYTES:
+        raise ValueError(f"{where} has {size:,} bytes; a tokenizer.json has at most {_BYTES:,}")
+    try:  # several times as fast as Python's parser; it goes 1,024 levels deep
+        content = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
+    model = content.get("model") if isinstance(content, dict) else None
+    for part, known in ((content, _PARTS), (model, _OF_MODEL)):
+        unknown = sorted(part.keys() - known) if isinstance(part, dict) else []
+        if unknown:
+            raise ValueError(
+                f"{where} has the key {unknown[0]!r:.80}, which is not known here: the library "
+                "makes nothing of it; if no id depends on it, remove it"
+            )
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
+        raise ValueError(f'{where} is not a tokenizer.json: it has no "model" with a "vocab"')
+    try:
+        _check(content, model, where)
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{where} is not a tokenizer.json: {type(error).__name__}: {error}"
+        ) from None
+
+
+def _check(content: Step, model: Step, where: str) -> None:
+    vocab = model["vocab"]
+    added = content.get("added_tokens") or []
+    check_number_added(len(added), where)
+    ids = [token["id"] for token in added]
+    ids += vocab.values() if isinstance(vocab, dict) else [len(vocab) - 1]
+    check_size_of_ids(max(ids, default=0), len(vocab) + len(added), where)
+    if isinstance(vocab, list):
+        check_pieces((row[0] for row in vocab), where)
+    longest = model.get("max_input_chars_per_word", 0)
+    if longest > LONGEST_CONTENT:
+        raise ValueError(
+            f"{where} has max_input_chars_per_word {longest:,}; the time of a word grows with its "
+            f"square, and at most {LONGEST_CONTENT:,} are accepted"
+        )
+    for name in ("normalizer", "decoder"):
+        for step in _steps(content.get(name)):
+            _check_step(step, f"{where}: its {name}")
+    for name in ("normalizer", "pre_tokenizer"):
+        for step in _steps(content.get(name)):
+            pattern = step.get("pattern")
+            if isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
+                _check_pattern(pattern["Regex"], f"{where}: its {name}")
+    if _growth(content.get("decoder")) > _HARMLESS_GROWTH:
+        raise ValueError(
+            f"{where}: its decoder may make a text more than {_HARMLESS_GROWTH} times as long"
+        )
+    for step in _steps(content.get("post_processor")):
+        for name in ("single", "pair"):
+            if isinstance(step.get(name), list) and len(step[name]) > LONGEST_CONTENT:
+                raise ValueError(
+                    f"{where}: its post_processor puts {len(step[name]):,} tokens around a text; "
+                    f"at most {LONGEST_CONTENT:,} are accepted"
+                )
+        named = step.get("special_tokens")
+        for token in named.values() if isinstance(named, dict) else ():
+            for i in token["ids"]:
+                if i > max(ids):
+                    raise ValueError(
+                        f"{where}: its post_processor has the token id {i:,}, and the vocabulary "
+                        f"ends at {max(ids):,}"
+                    )
+
+
+def _check_step(step: Step, where: str) -> None:
+    for name in ("content", "prepend"):
+        length = len(step.get(name) or "")
+        if length > LONGEST_CONTENT:
+            raise ValueError(
+                f"{where} puts {length:,} characters into a text at once ({step.get('type')}); at "
+                f"most {LONGEST_CONTENT:,} are accepted"
+            )
+    if step.get("type") == "Precompiled":
+        _check_charsmap(step.get("precompiled_charsmap") or "", where)
+
+
+def _check_charsmap(encoded: str, where: str) -> None:
+    """SentencePiece's table of replacements: the bytes of a trie, the trie, and texts that end with
+    a zero. The library reads as much as the first number says."""
+    try:
+        table = base64.b64decode(encoded, validate=True)
+    except ValueError:
+        raise ValueError(f"{where} has a precompiled_charsmap that is not base64") from None
+    check_charsmap(table, where)
+
+
+def check_charsmap(table: bytes, where: str) -> None:
+    """Raises ValueError if a table of replacements is not whole, or has one that is too long."""
+    trie = struct.unpack_from("<I", table)[0] if len(table) >= 4 else len(table)
+    if table and (trie % 4 or not 0 < trie <= len(table) - 4):
+        raise ValueError(f"{where} has a precompiled_charsmap that is damaged or cut short")
+    longest = max(map(len, table[4 + trie :].split(b"\0")), default=0)
+    if longest > LONGEST_CONTENT:
+        raise ValueError(
+            f"{where} has a precompiled_charsmap that puts {longest:,} bytes in the place of a "
+            f"character; at most {LONGEST_CONTENT:,} are accepted"
+        )
+
+
+def _check_pattern(pattern: str, where: str) -> None:
+    """Raises ValueError if the time of a regular expression grows with the square of a run of some
+    character, or faster: a line of a megabyte would take hours."""
+    splitter = pre_tokenizers.Split(Regex(pattern), "isolated")
+    # Without what must follow a run, the library need not look at the run.
+    others = "".join(c for c in dict.fromkeys(pattern) if not c.isalnum())
+    letters = [c for c in dict.fromkeys(pattern) if c.isalnum()][:12]
+    for unit in dict.fromkeys((*letters, "".join(letters), *" .\n", "a", "A", "1", "\u6771")):
+        text = (unit * _PROBE)[:_PROBE] + "\0" + others
+        if _is_slow(splitter, text, where):
+            raise ValueError(
+                f"{where} has a pattern that takes too long on a run of {unit[:20]!r}: "
+                f"{pattern[:100]!r}; replace it by one that is linear"
+            )
+
+
+def _is_slow(splitter: pre_tokenizers.PreTokenizer, text: str, where: str) -> bool:
+    """True if a text takes longer than it may, each of a few times: a busy machine may hold up one
+    of them."""
+    for _ in range(3):
+        start = time.thread_time()
+        try:
+            with rust_errors(where):
+                splitter.pre_tokenize_str(text)
+        except ValueError:  # the library gives up on it
+            return True
+        if time.thread_time() - start <= _PROBE_SECONDS:
+            return False
+    return True
+
+
+def _steps(step: Step | None) -> Iterator[Step]:
+    """A step, and if it is a sequence those in it, in their order."""
+    if step is None:
+        return
+    names = ("normalizers", "decoders", "processors", "pretokenizers")
+    inner = next((step[name] for name in names if name in step), None)
+    if inner is None:
+        yield step
+    for each in inner or ():
+        yield from _steps(each)
+
+
+def _growth(steps: Step | None) -> float:
+    """An upper bound of the times that replacements one after another lengthen a text."""
+    growth = 1.0
+    for step in _steps(steps):
+        if step.get("type") == "Replace":
+            literal = step["pattern"].get("String")
+            shortest = len(literal) if literal else 1
+            growth *= max(1.0, len(step["content"]) / shortest + (literal is None))
+    return growth
+
+
+class WatchedNormalizer:
+    """Says before a text is normalized that it would become too long: the library would end the
+    process, because it cannot report that memory has run out."""
+
+    MOST_TIMES, MOST_MORE = 64, 1 << 20
+
+    def __init__(self, description: Step, source: str) -> None:
+        """`description` is the normalizer of a tokenizer.json, `source` names it in messages."""
+        self._source = source
+        self._steps = [(step, _normalizer(step)) for step in _steps(description)]
+
+    @classmethod
+    def of(cls, tokenizer: tokenizers.Tokenizer, source: str) -> WatchedNormalizer | None:
+        """Return the watched normalizer of a tokenizer; None if it can do no harm."""
+        normalizer = tokenizer.normalizer
+        if normalizer is None:
+            return None
+        description = json.loads(normalizer.__getstate__())
+        return cls(description, source) if _growth(description) > _HARMLESS_GROWTH else None
+
+    def check(self, text: str) -> None:
+        """Raises ValueError if any step could make the text too long."""
+        most = self.MOST_TIMES * len(text) + self.MOST_MORE
+        for step, normalizer in self._steps:
+            if normalizer is None:  # of another kind, which changes characters one by one
+                continue
+            if step["type"] == "Replace":
+                literal = step["pattern"].get("String")
+                places = text.count(literal) if literal else len(text) + 1
+                if len(text) + places * len(step["content"]) > most:
+                    raise ValueError(
+                        f"{self._source}: its normalizer would make a text of {len(text):,} "
+                        f"characters more than {self.MOST_TIMES} times as long"
+                    )
+            text = normalizer.normalize_str(text)
+
+
+def _normalizer(step: Step) -> Any:
+    if step["type"] == "Replace":
+        literal = step["pattern"].get("String")
+        pattern = literal if literal is not None else Regex(step["pattern"]["Regex"])
+        return normalizers.Replace(pattern, step["content"])
+    if step["type"] == "Prepend":
+        return normalizers.Prepend(step["prepend"])
+    if step["type"] in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Nmt", "StripAccents"):
+        return getattr(normalizers, step["type"])()
+    return None
