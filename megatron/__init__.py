@@ -15,6 +15,6 @@ if _MAIN.startswith((_ROOT + os.sep, os.path.join(os.path.dirname(_MAIN), "megat
     megatron.util.errors.shorten_interrupts()
 
 if "_ARGCOMPLETE" in os.environ:  # a shell completes a command line
-    import megatron.util.completion
+    import megatron.apps.completion
 
-    megatron.util.completion.skip_libraries()
+    megatron.apps.completion.skip_libraries()

@@ -32,7 +32,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError, Facts, stage_text, write_text
@@ -145,20 +145,6 @@ def publish(save: Path, iteration: int, facts: dict[str, Facts]) -> Path:
     write_manifest(written, facts)
     replace_folder(written, save / name, {MEGATRON_TRACKER: f"{iteration}", TRACKER: name})
     return save / name
-
-
-@contextlib.contextmanager
-def unfinished_folder(final: Path) -> Iterator[Path]:
-    """An empty folder next to ``final`` to write in, removed when the block fails. The block ends
-    with :func:`publish` or :func:`replace_folder`."""
-    folder = final.with_name(f".{final.name}.incomplete")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-    except BaseException:  # an interrupt too must not leave half a model
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> None:

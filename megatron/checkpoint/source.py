@@ -5,7 +5,6 @@ A format is a :class:`Source` and a :class:`Format`, which imports it when it is
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +19,7 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError, read_json, write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER
 from megatron.checkpoint.slices import Slice
-from megatron.config import (
-    CheckpointConfig,
-    ConfigError,
-    ModelConfig,
-    ModelFlags,
-    PrecisionConfig,
-    RunConfig,
-    TokenizerConfig,
-)
+from megatron.config import ConfigError, ModelConfig, ModelFlags, RunConfig, TokenizerConfig
 from megatron.config.features import features
 from megatron.util.files import MOST_BYTES, own_file
 from megatron.util.progress import progress_bar
@@ -218,32 +209,14 @@ def resolved(flags: ModelFlags, where: Path) -> ModelConfig:
         raise CheckpointError(f"{where}: {error}") from None
 
 
-def run_of(source: Source, moments: bool = True) -> RunConfig:
-    """The configuration to save with a converted checkpoint: that of its run, as far as known."""
-    run = source.run
-    if run is None:
-        # It will be exported in the dtype in which it is stored.
-        dtype = source.dtype(source.names()[0])
-        run = RunConfig(
-            source.model,
-            tokenizer=source.tokenizer or TokenizerConfig(),
-            precision=PrecisionConfig(bf16=dtype == "bfloat16", fp16=dtype == "float16"),
-        )
-    checkpoint = dataclasses.replace(
-        run.checkpoint, save_optim=run.checkpoint.save_optim and moments
-    )
-    if source.run is None:
-        checkpoint = CheckpointConfig(save_optim=moments)
-    run = dataclasses.replace(run, model=source.model, checkpoint=checkpoint)
-    return run.with_vocabulary(source.model.vocabulary.size)
-
-
 class Format(NamedTuple):
     """A format of checkpoints.
 
     Attributes:
         reader: imports its :class:`Source`.
         writer: imports a function that writes a copy in it; see :func:`save_copy`.
+        saver: imports the class that saves a training in it, with ``--checkpoint-format`` of its
+            name: a :class:`~megatron.engine.saving.CheckpointWriter`.
         needs: packages without which it is left out.
         after: of a feature's format, the one behind which it is tried, and without which it is
             left out.
@@ -252,6 +225,7 @@ class Format(NamedTuple):
     name: str
     reader: Callable[[], type[Source]]
     writer: Callable[[], Callable[[Source, Path, int], Path]] | None = None
+    saver: Callable[[], type[Any]] | None = None
     needs: tuple[str, ...] = ()
     after: str = "native"
 
@@ -282,6 +256,13 @@ def formats() -> dict[str, Format]:
 def reader(name: str) -> type[Source]:
     """The class of a format of :func:`formats`."""
     return formats()[name].reader()
+
+
+def saver_of(name: str) -> type[Any]:
+    """The class that saves a training in a format of :func:`formats`."""
+    saver = formats()[name].saver
+    assert saver is not None
+    return saver()
 
 
 def save_copy(name: str, source: Source, save: Path, stage: int) -> Path:

@@ -1,7 +1,7 @@
 """Writes checkpoints: every process its slices, then one process the index and the manifest.
 
-A run has a :class:`SliceWriter` on every rank; a conversion (:func:`write_checkpoint`) has one,
-which keeps one file's tensors in memory at a time.
+A run has a :class:`SliceWriter` on every rank; a conversion has one, which keeps one file's tensors
+in memory at a time.
 """
 
 from __future__ import annotations
@@ -14,26 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import (
-    CheckpointError,
-    Facts,
-    LazyTensor,
-    json_text,
-    write_bytes,
-    write_tensors,
-)
-from megatron.checkpoint.folder import (
-    complete_tags,
-    incomplete_folder,
-    publish,
-    tag,
-    unfinished_folder,
-)
-from megatron.checkpoint.manifest import CONFIG, INDEX, STATE, IndexEntry, file_facts, tensor_key
+from megatron.checkpoint.files import Facts, LazyTensor, json_text, write_bytes, write_tensors
+from megatron.checkpoint.folder import incomplete_folder, publish
+from megatron.checkpoint.manifest import INDEX, IndexEntry, file_facts, tensor_key
 from megatron.checkpoint.slices import Slice
-from megatron.checkpoint.source import TOKENIZER, Source, run_of
+from megatron.checkpoint.source import TOKENIZER
 from megatron.util.files import sync_path
-from megatron.util.progress import progress_bar
 
 PROCESS = "slices-{:05d}.json"
 """A process's part of the index and the facts of its files, for :func:`finish_checkpoint`."""
@@ -156,41 +142,3 @@ def finish_checkpoint(
                 facts[name] = file_facts(path)
     publish(save, iteration, facts)
     return sum(int(entry["bytes"]) for entry in facts.values())
-
-
-def write_checkpoint(
-    save: Path,
-    source: Source,
-    iteration: int | None = None,
-    moments: bool = True,
-    max_file_bytes: int = 5 * 10**9,
-    progress: Callable[[str], None] = lambda line: None,
-) -> Path:
-    """Writes any checkpoint in this project's format, parameter by parameter; returns its folder.
-
-    The iteration is by default the source's, or 0. ``moments`` decides whether optimizer state is
-    written too; for ``max_file_bytes`` and ``progress`` see :class:`SliceWriter`. Raises
-    CheckpointError if the source is damaged or cannot be used as a model, or ``save`` contains
-    checkpoints; OSError if a file cannot be written; nothing is left behind.
-    """
-    source.require_model()
-    if save.is_dir() and (known := complete_tags(save)):
-        raise CheckpointError(
-            f"{save} contains {known[-1]}, which would no longer be the newest: name another folder"
-        )
-    if iteration is None:
-        iteration = source.state.get("iteration", 0)
-    with unfinished_folder(save / tag(iteration)) as folder:
-        writer = SliceWriter(folder, 0, max_file_bytes, progress)
-        for name in progress_bar("writing", source.names(), unit=" parameters"):
-            kinds = [kind for kind in source.kinds(name) if moments or kind == "weight"]
-            tensors = ((kind, source.tensor(name, kind)) for kind in kinds)
-            writer.add(name, Slice.whole(source.shape(name)), tensors)
-        writer.finish()
-        state = {key: value for key, value in source.state.items() if key != "world_size"}
-        contents = {
-            CONFIG: run_of(source, moments).to_dict(),
-            STATE: state | ({"iteration": iteration} if state else {}),
-        }
-        finish_checkpoint(save, iteration, 1, contents, source.copy_tokenizer)
-    return save / tag(iteration)

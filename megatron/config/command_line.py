@@ -8,6 +8,7 @@ import dataclasses
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -33,6 +34,10 @@ MANY_FLAGS = 40
 
 UNUSED_LIST = "megatron/config/accepted_flags.txt"
 """Lists the flags that are accepted and not used, which would be a third of --help."""
+
+SECONDS_OF_OTHERS = 3.0
+"""After which a process that is not the main one says its error: a launcher has ended it where all
+have the same command line."""
 
 _EXAMPLE = re.compile(
     r"^ *((?:\w+=\S+ )*(?:python|deepspeed|torchrun)(?: -\S+(?: [^-\s]\S*)?)* \S+\.py\b"
@@ -89,7 +94,19 @@ class CommandParser(argparse.ArgumentParser):
             text = "\n\n".join([f"{text}\nexamples:", *examples]) + "\n"
         return spelled(text)
 
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError as error:
+            means = (action.help or "").split(". ")[0].rstrip(".")
+            raise argparse.ArgumentError(
+                action,
+                f"{error.message}, {self._get_formatter()._format_args(action, '')}: {means}",
+            ) from error
+
     def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(SECONDS_OF_OTHERS)
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
@@ -103,7 +120,7 @@ class CommandParser(argparse.ArgumentParser):
         if not word.startswith("-"):
             other = another_trainers(name, known) if "=" in word else None
             hint = "" if other is None else f"; flags begin with --: {other}"
-            self.error(f"'{word}' is not a value of any flag{hint}")
+            self.error(f"'{word}' is not a value of any flag{hint} (--help lists all)")
         instead = instead_of(name, self.prog, known, _flags_of_training)
         if instead is not None:
             self.error(f"{name} {instead}")

@@ -40,14 +40,12 @@ class FlagSection:
 
     @property
     def identifies_samples(self) -> bool:
-        """True if batches of a GPT have the identity of every sample, to store what is computed of
-        each."""
+        """True if batches of a GPT have the identity of every sample."""
         return False
 
     @property
     def replaces_losses(self) -> str | None:
-        """The flag by which a run computes the losses of its tokens in another way; None without
-        it."""
+        """The flag by which a run computes losses of tokens in another way; None without it."""
         return None
 
     @property
@@ -212,6 +210,11 @@ class Feature:
         """The :class:`~megatron.tokenizer.registry.TokenizerType` of that name."""
         raise AssertionError(f"{self} has no tokenizer {name}")
 
+    def tokenizer_files(self, config: Any, published: Any) -> Any:
+        """The ``TokenizerConfig`` with the files of a published model, which flags describe; None
+        to leave them."""
+        return None
+
     def batch_encoder(self) -> Any:
         """A class that encodes batches of text by merges, for ``--bpe-library``; None by default.
         Raises ConfigError if its library is not installed."""
@@ -247,8 +250,8 @@ class Feature:
         return {}
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
-        """Inputs that a continued run must have in common with the run before; see
-        :mod:`megatron.run.fingerprint`."""
+        """Inputs that a continued run must have in common with the run before: ``path``, ``folder``
+        and a digest of the ``content``, by their names."""
         return {}
 
     def folders(self, config: Any) -> Mapping[str, str | None]:
@@ -284,6 +287,12 @@ class Feature:
     def engine_settings(self, settings: dict[str, Any], on_cpu: bool) -> None:
         """Change the settings of DeepSpeed's engine where the hook :meth:`built` does something
         itself. Raises ConfigError for what the engine's device cannot do."""
+
+    def launch(self, settings: Settings, argv: Sequence[str] | None) -> int | None:
+        """Called before the processes of a run are counted: may start them, with the words ``argv``
+        or those of this process, and end this one. Return their number where the settings are only
+        explained, else None."""
+        return None
 
     def start(self, settings: Settings, processes: int) -> int:
         """Called in each of the ``processes`` of a run before it resolves its settings: return
@@ -340,9 +349,8 @@ class Feature:
         built."""
 
     def why_eager(self, config: Any, automatic: bool) -> str | None:
-        """Return the reason for which blocks are not compiled, to follow the value of
-        ``--torch-compile``; ``automatic``: the value is ``auto``, and compiling has to repay. None
-        for no reason."""
+        """Return the reason, to follow the value of ``--torch-compile``, for which blocks are not
+        compiled; ``automatic``: the value is ``auto``, and compiling has to repay."""
         return None
 
     def kernels(self, blocks: Sequence[Any], config: Any) -> None:

@@ -272,11 +272,12 @@ class ConfigResolver:
         """The given value, or else a derived one, which is recorded."""
         return self.put(name, value, how) if given is None else given
 
-    def require(self, **given: T | None) -> tuple[T, ...]:
-        """The values, by field name; raises if some are missing."""
+    def require(self, instead: str = "", /, **given: T | None) -> tuple[T, ...]:
+        """The values, by field name; ConfigError if some are missing, which says what else they
+        may come from."""
         missing = [self.flag(name) for name, value in given.items() if value is None]
         if missing:
-            raise ConfigError(f"missing {', '.join(missing)}")
+            raise ConfigError(f"missing {', '.join(missing)}{instead and f', or {instead}'}")
         return tuple(value for value in given.values() if value is not None)
 
     def flag(self, name: str) -> str:

@@ -12,21 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.flags import option
+from megatron.util.files import read_sections
 
-
-def _read(file: Path) -> dict[str, dict[str, str]]:
-    """The lines ``NAME ...: WORDS`` of a file, by the section in which they are."""
-    sections: dict[str, dict[str, str]] = {}
-    for line in file.read_text().splitlines():
-        names, colon, words = line.partition(": ")
-        if line.startswith("["):
-            sections[line.strip("[]")] = {}
-        elif colon and not line.startswith("#"):
-            next(reversed(sections.values()))[names] = words
-    return sections
-
-
-_FLAGS = _read(Path(__file__).with_name("refused_flags.txt"))
+_FLAGS = read_sections(Path(__file__).with_name("refused_flags.txt"))
 NETWORKS = _FLAGS["networks"]
 """Names and patterns of other trainers' flags that describe networks, and what to use instead."""
 REFUSED = NETWORKS | _FLAGS["others"]
@@ -62,7 +50,7 @@ def _unused(words: str, note: str) -> tuple[str, Any, Any]:
 
 LegacyFlags = make_dataclass(
     "LegacyFlags",
-    [_unused(words, note) for words, note in _read(ACCEPTED)["accepted"].items()],
+    [_unused(words, note) for words, note in read_sections(ACCEPTED)["accepted"].items()],
     frozen=True,
     namespace={
         "__doc__": "Accepted from other trainers' scripts, and not used.",

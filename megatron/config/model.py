@@ -328,6 +328,7 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
     """Completes and checks the network; ConfigError if values are missing or contradict each
     other."""
     layers, hidden, heads, length = resolver.require(
+        "--use-checkpoint-args, which takes the sizes of the checkpoint of --load",
         num_layers=_by_either_name(flags, "num_layers", resolver),
         hidden_size=flags.hidden_size,
         num_attention_heads=flags.num_attention_heads,

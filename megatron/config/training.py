@@ -130,7 +130,8 @@ def resolve_training(
     flags: TrainingFlags, replicas: int, resolver: ConfigResolver
 ) -> TrainingConfig:
     """Completes batches and length for ``replicas`` data-parallel ranks."""
-    (micro,) = resolver.require(micro_batch_size=flags.micro_batch_size)
+    json_key = "train_micro_batch_size_per_gpu in DeepSpeed's JSON"
+    (micro,) = resolver.require(json_key, micro_batch_size=flags.micro_batch_size)
     samples = micro * replicas
     whole = _global_batch_size(flags, micro, replicas, resolver)
     for name, like in (("eval_batch_size", "micro_batch_size"), ("eval_seq_length", "seq_length")):

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron.data.blend import BlendedDataset, normalised_weights, part_samples
+from megatron.data.corpora import READ_IN_PLACE, expand
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset
-from megatron.data.json_lines import READ_IN_PLACE, expand
 from megatron.data.samples import TRAINING, Documents, SampleDataset, SampleRecipe
 from megatron.data.sources import PARTS, Blend, DataSource, Parts, split_documents
 from megatron.util.digests import digest_of_parts, digest_of_sample
-from megatron.util.progress import progress_bar
+from megatron.util.processes import is_main_process
 
 logger = logging.getLogger(__name__)
-
-Job = Callable[[], object]
 
 
 class Datasets(NamedTuple):
@@ -171,35 +164,6 @@ class DatasetBuilder:
         )
         return Datasets(train, valid, test)
 
-    def prebuild(self, parts: Parts, sample_counts: tuple[int, int, int], workers: int) -> None:
-        """Fill the cache in several processes: open all files, which checks token ids or reads raw
-        text, and build the datasets of each. Arguments and errors are those of `datasets`."""
-        groups = ([parts.train] if parts.train else [], parts.valid.values(), parts.test.values())
-        files = {
-            (source.kind, path, source.text_key): source
-            for blends, count in zip(groups, sample_counts, strict=True)
-            if count
-            for blend in blends
-            for source in blend.sources
-            for path in source.paths
-            if source.kind in self.readers
-        }
-
-        def open_one(path: str, source: DataSource) -> None:
-            with suppress(FileNotFoundError):  # reported below, with the flag
-                self._open(source, path)
-
-        in_processes([partial(open_one, path, s) for (_, path, _), s in files.items()], workers)
-        jobs: list[Job] = []
-
-        def recording(kind: str) -> SourceReader:
-            reader = self._reader(kind)
-            return SourceReader(reader.open, _Recording(reader.recipe, jobs))
-
-        readers = {kind: partial(recording, kind) for kind in self.readers}
-        DatasetBuilder(readers, self.cache_path, self.exact).datasets(parts, sample_counts)
-        in_processes(jobs, workers)
-
     def samples(
         self, blend: Blend, part: str, num_samples: int, name: str | None = None
     ) -> SampleDataset[Any] | None:
@@ -282,7 +246,8 @@ class DatasetBuilder:
                 problem = self._why_empty(blend, part, source, path)
                 if part == "train" or blend.split is None:
                     raise ValueError(problem)
-                logger.warning(problem)
+                tell = logger.warning if is_main_process() else logger.debug  # all see the same
+                tell(problem)
             if files:
                 groups.append(files)
         return groups
@@ -290,10 +255,10 @@ class DatasetBuilder:
     def _single(self, chosen: Chosen, num_samples: int, name: str) -> SampleDataset[Any]:
         source, path, units = chosen
         cache = IndexCache.next_to(path, self.cache_path)
-        recipe = self._reader(source.kind).recipe
+        recipe = self.reader(source.kind).recipe
         return recipe.build(self._documents(source, path), units, num_samples, name, cache)
 
-    def _reader(self, kind: str, path: str = "") -> SourceReader:
+    def reader(self, kind: str, path: str = "") -> SourceReader:
         if kind not in self.readers:
             raise ValueError(
                 f"{path}: this model cannot be trained on data of the type {kind} (TFRecords are "
@@ -306,16 +271,16 @@ class DatasetBuilder:
     def _documents(self, source: DataSource, path: str) -> Documents:
         key = (source.kind, path, source.text_key)
         if key not in self._opened:
-            self._opened[key] = self._open(source, path)
+            self._opened[key] = self.open(source, path)
         return self._opened[key]
 
-    def _open(self, source: DataSource, path: str) -> Documents:
+    def open(self, source: DataSource, path: str) -> Documents:
         source.make()
-        return self._reader(source.kind, path).open(path, source)
+        return self.reader(source.kind, path).open(path, source)
 
     def _total(self, source: DataSource, path: str) -> int:
         documents = self._documents(source, path)
-        return self._reader(source.kind).recipe.units(documents)
+        return self.reader(source.kind).recipe.units(documents)
 
     def _units(self, blend: Blend, source: DataSource, path: str) -> range:
         try:
@@ -366,50 +331,3 @@ class DatasetBuilder:
         source, path, units = chosen
         tokens = int(self._documents(source, path).sequence_lengths.sum(dtype="int64"))
         return tokens * len(units) / self._total(source, path)
-
-
-@dataclass(frozen=True)
-class _Recording:
-    recipe: SampleRecipe[Any]
-    jobs: list[Job]
-
-    def units(self, documents: Documents) -> int:
-        return self.recipe.units(documents)
-
-    def build(
-        self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
-    ) -> Any:
-        self.jobs.append(lambda: self.recipe.build(documents, units, num_samples, name, cache))
-        return range(num_samples)  # stands for the samples, which are not read
-
-
-_jobs: list[Job] = []
-"""Jobs of this process, where it is one that `in_processes` forked."""
-
-
-def in_processes(jobs: Sequence[Job], workers: int) -> None:
-    """Run all jobs, up to `workers` at a time, in forked processes. Raises the first error of a
-    job, after which no job is started; OSError if a process was killed."""
-    if workers <= 1 or len(jobs) <= 1:
-        for job in jobs:
-            job()
-        return
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(min(workers, len(jobs)), fork, _jobs.extend, (jobs,)) as pool:
-        try:
-            futures = [pool.submit(_run_job, n) for n in range(len(jobs))]
-            with progress_bar("indexing", total=len(jobs), unit=" jobs") as bar:
-                for future in as_completed(futures):
-                    future.result()
-                    bar.update()
-        except BrokenProcessPool:
-            raise OSError(
-                "a process that built indices was killed; if memory is too small for several at "
-                "once, give fewer --workers"
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _run_job(number: int) -> None:
-    _jobs[number]()

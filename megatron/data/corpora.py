@@ -1,4 +1,4 @@
-"""Corpora by name: a JSON file that lists the files of each.
+"""The files of a path, and corpora by name: a JSON file that lists the files of each.
 
     {
       "wikipedia": {"files": "wiki/*_text_document.bin", "weight": 2},
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from megatron.config.flags import nearest
 from megatron.util.json_text import parse_json
 
 INDEXED = "indexed"
+READ_IN_PLACE = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".tfrecord", ".tfrecords")
+"""Endings of files in a folder of data that is not indexed."""
 _KEYS = ("files", "type", "weight", "range", "text_key", "tokenizer", "corpora")
 _TOKENIZER_KEYS = {f.name for f in fields(TokenizerConfig)}
 
@@ -245,3 +247,34 @@ def _is_path(key: str, value: Any) -> bool:
 
 def _are_strings(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def expand(pattern: str, endings: Sequence[str]) -> list[Path]:
+    """The sorted files of a path: a file, a folder (its files at any depth with one of some
+    endings), or a glob; FileNotFoundError if without any, ValueError for a URL."""
+    if "://" in pattern:
+        raise ValueError(
+            f"{pattern} is a URL; only .bin/.idx files can be read from URLs, by --data-path and "
+            "its like: copy the data here first"
+        )
+    path = Path(pattern)
+    if path.is_dir():
+        files = (p for p in path.rglob("*") if p.is_file() and not _is_ours(p, path))
+        matches = sorted(p for p in files if p.name.endswith(tuple(endings)))
+        if not matches:
+            raise FileNotFoundError(f"{pattern} is a folder without files *{' *'.join(endings)}")
+        return matches
+    if path.exists():
+        return [path]
+    matches = sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if not p.is_dir())
+    if not matches:
+        is_glob = glob.escape(pattern) != pattern
+        raise FileNotFoundError(f"{pattern} {'matches no file' if is_glob else 'does not exist'}")
+    return matches
+
+
+def _is_ours(path: Path, folder: Path) -> bool:
+    *folders, name = path.relative_to(folder).parts
+    return ".partial" in name or any(
+        each == "index-cache" or each.endswith(".preprocessing") for each in folders
+    )

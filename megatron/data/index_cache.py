@@ -131,9 +131,8 @@ class IndexCache:
             problem = f"cannot write the index cache {self.folder} ({error.strerror or error})"
             if self.required:
                 raise OSError(
-                    error.errno,
                     f"--data-cache-path: {problem}; give a folder that every process can write, "
-                    "or build the indices in advance as a user who can",
+                    "or build the indices in advance as a user who can"
                 ) from error
             logger.warning(
                 "%s: building %s in the memory of every process; give --data-cache-path a writable "

@@ -238,17 +238,13 @@ class DataPipeline(ABC):
 
     def files(self) -> list[DataFile]:
         """The files that :meth:`datasets` has opened."""
-        return [] if self.config.data.mock_data else self._builder.contents(self.parts)
-
-    def prebuild(self, sample_counts: tuple[int, int, int], workers: int) -> None:
-        """Build the index cache of a run in advance; see :meth:`DatasetBuilder.prebuild`."""
-        self._builder.prebuild(self.parts, self._needed(sample_counts), workers)
+        return [] if self.config.data.mock_data else self.builder.contents(self.parts)
 
     def training_portions(self) -> list[Portion]:
         """The documents that the training samples are made of, file by file, in the order of the
         flags. Raises ValueError or OSError for files that cannot be used."""
         train = None if self.config.data.mock_data else self.parts.train
-        return [] if train is None else self._builder.portions(train, PARTS[0])
+        return [] if train is None else self.builder.portions(train, PARTS[0])
 
     def training_sizes(self) -> list[PortionSize]:
         """Tokens of :meth:`training_portions`."""
@@ -281,7 +277,7 @@ class DataPipeline(ABC):
             )
         return without_samples(train, ranges) if ranges else train
 
-    def _needed(self, sample_counts: tuple[int, int, int]) -> tuple[int, int, int]:
+    def needed(self, sample_counts: tuple[int, int, int]) -> tuple[int, int, int]:
         """The samples of training, validation and test that those of the run are made of."""
         train, *held_out = sample_counts
         for kind in self.acting:
@@ -289,10 +285,10 @@ class DataPipeline(ABC):
         return (train, *held_out)  # type: ignore[return-value]
 
     def _unordered(self, sample_counts: tuple[int, int, int]) -> Datasets:
-        sample_counts = self._needed(sample_counts)
+        sample_counts = self.needed(sample_counts)
         if not self.config.data.mock_data:
             self._refuse_unused()
-            return self._builder.datasets(self.parts, sample_counts)
+            return self.builder.datasets(self.parts, sample_counts)
         train, *held_out = (
             {name: self.mock(count, part)} if count else {}
             for part, (name, count) in enumerate(zip(PARTS, sample_counts, strict=True))
@@ -310,7 +306,7 @@ class DataPipeline(ABC):
         return acting_kinds(self.config)
 
     @cached_property
-    def _builder(self) -> DatasetBuilder:
+    def builder(self) -> DatasetBuilder:
         readers = {INDEXED: lambda: SourceReader(self.open_indexed, self.recipe())}
         for kind, name in file_kinds().items():
             if kind_classes()[name].samples in self.takes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -86,8 +87,62 @@ def build_engine(
         compile_blocks(backend.sequences, config.fast_paths, device)
     trained = {param: name for param, name in names.items() if param.requires_grad}
     _require_trained(list(trained), mesh)
+    update = _update_of(config, settings, mesh, backend, trained, fewer_replicas(names, mesh))
+    engine = _started(config, settings, mesh, device, backend, trained, update)
+    formats = (feature.stored_states(config) for feature in taking_part())
+    stored = next((form for form in formats if form is not None), None)
+    if stored is not None:
+        ranks = partition_ranks(engine.optimizer, mesh)
+        stored.take_main_weights(engine.optimizer, update.optimizer, ranks)
+    kernels = kernel_states(blocks, names, config, mesh, backend.stage == 3)
+    built = TrainEngine(
+        config,
+        spec,
+        mesh,
+        device,
+        backend,
+        names,
+        update.optimizer,
+        engine,
+        update.asynchronous,
+        kernels,
+        stored,
+    )
+    built.content = content
+    # DeepSpeed measures what it offloads while backward passes run: there each of them sums.
+    if not any(offloads(settings, key) for key in ("offload_optimizer", "offload_param")):
+        kept = partial(gradients_of, built)
+        backend.shared = SharedGradients(built.trained, kept, mesh.tensor)
+    for feature in taking_part():
+        feature.built(built)
+    return built
+
+
+class _Update(NamedTuple):
+    """The optimizer of a run, and what DeepSpeed's engine is told of it.
+
+    Attributes:
+        make: wraps it where this project reduces gradients; None where DeepSpeed does.
+        asynchronous: whether its step does not wait for the device.
+        apart: parameters with fewer replicas than others.
+    """
+
+    optimizer: torch.optim.Optimizer
+    make: Callable[..., Any] | None
+    asynchronous: bool
+    apart: Sequence[nn.Parameter]
+
+
+def _update_of(
+    config: RunConfig,
+    settings: Json,
+    mesh: Mesh,
+    backend: Backend,
+    trained: Mapping[nn.Parameter, str],
+    apart: Sequence[nn.Parameter],
+) -> _Update:
+    """Build the optimizer, and adapt ``settings`` to it."""
     check_patterns(trained, config.optimizer, mesh)
-    apart = fewer_replicas(names, mesh)
     plans = (feature.optimizer(config, trained, mesh) for feature in taking_part())
     plan = next((each for each in plans if each is not None), None)
     factors = factors_of(trained, config, {} if plan is None else plan.rules)
@@ -114,45 +169,32 @@ def build_engine(
         check_fewer_replicas(settings, backend.stage)
     if (factors or mesh.group("expert").size > 1) and backend.stage == 1 and make is None:
         check_groups(optimizer, mesh)
+    return _Update(optimizer, make, asynchronous, apart)
+
+
+def _started(
+    config: RunConfig,
+    settings: Json,
+    mesh: Mesh,
+    device: torch.device,
+    backend: Backend,
+    trained: Mapping[nn.Parameter, str],
+    update: _Update,
+) -> Any:
+    """Start DeepSpeed's engine, and replace in it what this project does itself."""
     with (
-        own_reduction(make),
+        own_reduction(update.make),
         fp16_optimizer(config, mesh),
-        fewer_replicas_apart(apart, mesh, backend.stage),
+        fewer_replicas_apart(update.apart, mesh, backend.stage),
     ):
-        engine = backend.start(optimizer, settings)
+        engine = backend.start(update.optimizer, settings)
     outlast_monitor(engine)
     if not runs_graphs(config, device):
         sum_in_place(trained, engine.optimizer)
     take_out(engine, mesh.dense.size)
     guard(engine.optimizer)
-    measure_fewer_replicas(engine.optimizer, apart, mesh)
-    formats = (feature.stored_states(config) for feature in taking_part())
-    stored = next((form for form in formats if form is not None), None)
-    if stored is not None:
-        ranks = partition_ranks(engine.optimizer, mesh)
-        stored.take_main_weights(engine.optimizer, optimizer, ranks)
-    kernels = kernel_states(blocks, names, config, mesh, backend.stage == 3)
-    built = TrainEngine(
-        config,
-        spec,
-        mesh,
-        device,
-        backend,
-        names,
-        optimizer,
-        engine,
-        asynchronous,
-        kernels,
-        stored,
-    )
-    built.content = content
-    # DeepSpeed measures what it offloads while backward passes run: there each of them sums.
-    if not any(offloads(settings, key) for key in ("offload_optimizer", "offload_param")):
-        kept = partial(gradients_of, built)
-        backend.shared = SharedGradients(built.trained, kept, mesh.tensor)
-    for feature in taking_part():
-        feature.built(built)
-    return built
+    measure_fewer_replicas(engine.optimizer, update.apart, mesh)
+    return engine
 
 
 def check_device(config: RunConfig, device: torch.device) -> None:

@@ -19,8 +19,19 @@ from megatron.config.engine import GRAPH_MODES, NO_GRAPHS
 from megatron.config.features import features
 from megatron.config.flags import check_value
 from megatron.config.layouts import check_layout
+from megatron.util.files import read_sections
 
 Json = dict[str, Any]
+
+TABLES = {
+    section: {key: words for keys, words in lines.items() for key in keys.split()}
+    for section, lines in read_sections(Path(__file__).with_name("deepspeed_keys.txt")).items()
+}
+"""Words about keys of the JSON, by section of that file and key."""
+REMOVED = TABLES["removed"]
+"""Keys that DeepSpeed refuses even where they are off, and the first version that does."""
+OPTIMIZERS = TABLES["optimizers"]
+"""Flags for optimizers that DeepSpeed has by name, or takes from torch.optim."""
 
 
 @dataclass(frozen=True)
@@ -39,37 +50,12 @@ def _optimizer(name: Any) -> str:
     lower = str(name).lower()
     known = {"adam": "adam", "adamw": "adam", "sgd": "sgd", "lion": "lion"}.get(lower)
     if known is None:
-        remedy = _BY_FLAGS.get(lower, "--optimizer has those of this trainer (--help)")
+        remedy = OPTIMIZERS.get(lower, "--optimizer has those of this trainer (--help)")
         raise ConfigError(
             f'optimizer.type "{name}": AdamW, Adam (both with decoupled weight decay), SGD and '
             f"Lion are the optimizers of the JSON; {remedy}"
         )
     return known
-
-
-_BY_FLAGS = {
-    "muon": "leave optimizer out, and for its rule over whole matrices give --optimizer muon "
-    "--muon-nesterov --muon-momentum 0.95 --muon-coefficient-type simple --muon-scale-mode "
-    "shape_scaling",
-    "lamb": "its rate of a layer follows from the norms of its parts on each rank; leave optimizer "
-    "out, and for large batches give --optimizer muon or soap, of which every layout has the same "
-    "result",
-    "adagrad": "its sum of squares never forgets; leave optimizer out, and give --optimizer adam "
-    "--adam-beta2 0.999",
-    **dict.fromkeys(
-        ("muadam", "muadamw", "musgd"),
-        "it is the rule of that name with rates of the package mup, by widths; leave optimizer "
-        "out, and give --optimizer adam or sgd with --use-mup and --mup-base-hidden-size, the "
-        "width of the base",
-    ),
-    **dict.fromkeys(
-        ("radam", "nadam", "adamax", "adadelta", "rmsprop", "rprop", "asgd", "lbfgs", "sparseadam",
-         "adafactor"),
-        "a class of torch.optim without a counterpart here; leave optimizer out, and give "
-        "--optimizer adam, or one of the others of --help",
-    ),
-}  # fmt: skip
-"""Flags for optimizers that DeepSpeed has by name, or takes from torch.optim."""
 
 
 def _whole(number: Any) -> Any:
@@ -83,23 +69,6 @@ text."""
 
 
 ZERO = "zero_optimization"
-REMOVED = {
-    **dict.fromkeys(
-        (
-            *("nebula", "quantize_training", "sparse_attention"),
-            *(f"{ZERO}.mics_shard_size", f"{ZERO}.mics_hierarchical_params_gather"),
-        ),
-        "0.19.7",
-    ),
-    **dict.fromkeys(
-        (
-            *("amp", "eigenvalue", "elasticity", "graph_harvesting", "progressive_layer_drop"),
-            *("sparse_gradients", f"{ZERO}.zeropp_loco_param"),
-        ),
-        "0.19.8",
-    ),
-}
-"""Keys that DeepSpeed refuses even where they are off, and the first version that does."""
 
 
 def section_text(section: Any) -> str:
@@ -165,6 +134,14 @@ def _pairs(content: Json) -> Sequence[Pair]:
     return [replace(p, field=fields[p.key][0]) if p.key in fields else p for p in PAIRS]
 
 
+def _defaults(content: Json) -> dict[str, Any]:
+    """DeepSpeed's values of keys that a section of the JSON leaves out, where the flags have
+    others: a loss scale of 2^32 would skip the first steps."""
+    fields = _BETAS.get(str(get(content, "optimizer.type")).lower(), {})
+    scale = {"fp16.initial_scale_power": 16} if get(content, "fp16.enabled") is True else {}
+    return {key: default for key, (_, default) in fields.items()} | scale
+
+
 MAX_GRAD_NORM = Pair("optimizer.params.max_grad_norm", "clip_grad")
 """Another spelling of gradient_clipping in files for older versions; DeepSpeed refuses it."""
 
@@ -184,11 +161,11 @@ def merge(flags: Settings, content: Json, path: str, world_size: int) -> Setting
     name = Path(path).name
     flags = _with_scale(flags, content, name)
     merged = dict(flags)
-    of_type = _BETAS.get(str(get(content, "optimizer.type")).lower(), {})
+    defaults = _defaults(content)
     for pair in (*_pairs(content), MAX_GRAD_NORM, ULYSSES):
         value = get(content, pair.key)
-        if value is None and pair.key in of_type and pair.field not in flags:
-            value = of_type[pair.key][1]
+        if value is None and pair.field not in flags:
+            value = defaults.get(pair.key)
         if value is None or value == "auto":
             continue
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import re
@@ -29,7 +28,7 @@ from megatron.parallel.agreement import (
 )
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.util.phases import activity
-from megatron.util.processes import is_main_process
+from megatron.util.processes import core_order, is_main_process, keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +38,10 @@ _WORKSPACES = (":4096:8", ":16:8")
 
 
 def world_size() -> int:
-    """Number of processes that the launcher started; 1 without a launcher. Where srun or mpirun
-    has, sets the variables of torch.distributed. Raises ConfigError if these started several
-    processes and do not say which this one is, or a variable by which launchers describe a process
-    makes no sense."""
+    """Number of processes that the launcher started; 1 without a launcher. Raises ConfigError if
+    srun or mpirun started several processes and no variable says which this one is, or a variable
+    by which launchers describe a process makes no sense."""
     name, tasks = tasks_of_scheduler()
-    if "WORLD_SIZE" not in os.environ and tasks > 1:
-        from megatron.engine.scheduler import variables_of_scheduler
-
-        os.environ.update(variables_of_scheduler(os.environ))
     if "WORLD_SIZE" not in os.environ and tasks > 1:
         raise ConfigError(
             f"{name} is {tasks} and WORLD_SIZE is not set: every process would "
@@ -104,9 +98,15 @@ def distributed(
     """torch.distributed and the layout's groups, until the block ends. The processes first compare
     ``facts``, which must be the same in all of them. The context ``within`` is that of the block
     and of the wait until all of them have come to its end. Raises ConfigError if they are not,
-    ``--local_rank`` contradicts the environment, nccl is asked for and torch does not see the GPUs,
-    gloo is asked for in a pipeline on GPUs, the processes do not meet, or a killed build of a
-    DeepSpeed operator left a lock."""
+    there are several and this one has no RANK, ``--local_rank`` contradicts the environment, nccl
+    is asked for and torch does not see the GPUs, gloo is asked for in a pipeline on GPUs, the
+    processes do not meet, or a killed build of a DeepSpeed operator left a lock."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" not in os.environ:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} in the environment without RANK: launchers "
+            "set both for each process; start with deepspeed or torchrun, or unset WORLD_SIZE to "
+            "train on one process"
+        )
     local = os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
     if config.local_rank not in (None, int(local)):
         raise ConfigError(
@@ -158,7 +158,7 @@ def distributed(
             activity.device_busy = lambda: not torch.cuda.default_stream(device).query()
             opened.callback(setattr, activity, "device_busy", None)
         else:
-            _keep_freed_memory()
+            keep_freed_memory()
         opened.enter_context(own_cores(device))
         yield opened.enter_context(_process_groups(config, backend, within))
 
@@ -312,25 +312,6 @@ def _let_segments_grow() -> None:
         os.environ[names[0]] = "expandable_segments:True"
 
 
-def _keep_freed_memory() -> None:
-    """Makes glibc keep the memory of large tensors for the next ones. By default it returns every
-    freed block of some megabytes to the system, and the next logits fault in all their pages again:
-    a tenth to a quarter of a step on a CPU at a vocabulary of 50,000."""
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(mmap_threshold, 2**30)
-        mallopt(trim_threshold, 2**31 - 1)
-
-
-def return_freed_memory() -> None:
-    """Gives memory back to the system that glibc keeps for the next tensors: after a checkpoint was
-    read it is more than an evaluation needs again."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 @contextmanager
 def own_cores(device: torch.device) -> Iterator[None]:
     """Divides the cores among this node's processes until the block ends: a thread per core, unless
@@ -354,21 +335,11 @@ def own_cores(device: torch.device) -> Iterator[None]:
         yield
         return
     first = int(os.environ["LOCAL_RANK"]) * share
-    os.sched_setaffinity(0, sorted(cores, key=_core_order)[first : first + share])
+    os.sched_setaffinity(0, sorted(cores, key=core_order)[first : first + share])
     try:
         yield
     finally:
         os.sched_setaffinity(0, cores)
-
-
-def _core_order(core: int) -> tuple[int, int, int]:
-    """Sort key that makes cores of a processor, and the two threads of a core, neighbours."""
-    folder = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
-    try:
-        package, number = (folder / name for name in ("physical_package_id", "core_id"))
-        return int(package.read_text()), int(number.read_text()), core
-    except OSError:
-        return 0, core, core
 
 
 def prepare_deepspeed() -> None:

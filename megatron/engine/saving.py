@@ -408,7 +408,7 @@ def hold_folder(
         except CheckpointError as error:
             reason = str(error)
         except OSError as error:
-            reason = str(_cannot_write(save, error))
+            reason = str(cannot_write(save, error))
     if first_reason(reason, device) is not None:
         raise CheckpointError(reason or f"--save {save}: see the main process's error")
     return lock
@@ -422,10 +422,11 @@ def check_writable(save: str, flag: str = "--save") -> None:
         with tempfile.TemporaryFile(dir=save) as probe:
             probe.write(b"probe")
     except OSError as error:
-        raise _cannot_write(save, error, flag) from None
+        raise cannot_write(save, error, flag) from None
 
 
-def _cannot_write(save: str, error: OSError, flag: str = "--save") -> CheckpointError:
+def cannot_write(save: str, error: OSError, flag: str = "--save") -> CheckpointError:
+    """Return the error of a folder, or of a file in it, that a flag names."""
     return CheckpointError(
         f"{flag} {save}: cannot write to it ({error.strerror}); choose a folder with write access"
     )

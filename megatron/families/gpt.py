@@ -51,11 +51,10 @@ def gpt_layers(
     selective = "core_attn" in parallel.recomputed_modules
     if model.head == "lm":
         words, head = vocabulary_layers(model, parallel, tp, model.embedding.lm_head_bias)
-        heads = [head]
     else:
-        from megatron.model.heads import head_layers
+        from megatron.model.heads import reward_head
 
-        words, heads = word_embeddings(model, tp), head_layers(model, tp)
+        words, head = word_embeddings(model, tp), reward_head(model, tp)
     return [
         words,
         LayerSpec("embedding", partial(InputEmbedding, model, tp)),
@@ -64,7 +63,7 @@ def gpt_layers(
             for n in range(model.num_layers)
         ),
         LayerSpec("final_norm", partial(FinalNorm, model, tp)),
-        *heads,
+        head,
     ]
 
 

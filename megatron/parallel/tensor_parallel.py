@@ -88,21 +88,6 @@ class _ScatterToRanks(torch.autograd.Function):
         return start_gather_sequence(grad, ctx.group)(), None
 
 
-class _FirstToken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.shape = group, x.shape
-        first = x[:, 0].clone() if group.rank == 0 else torch.zeros_like(x[:, 0])
-        return start_all_reduce(first, group)()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        whole = grad.new_zeros(ctx.shape)
-        if ctx.group.rank == 0:
-            whole[:, 0] = grad
-        return whole, None
-
-
 class _WholeSequence(torch.autograd.Function):
     """Gathered forward; backward this rank's slice of a gradient that is the same on every rank."""
 
@@ -222,15 +207,6 @@ class TensorParallel:
             yield
         finally:
             vars(self).update(before)
-
-    def first_token(self, x_BSH: Tensor) -> Tensor:
-        """The first token of the whole sequence, [B, H], on every rank; each then computes the same
-        with it, and the gradient goes to the rank that has it."""
-        x_BH = _FirstToken.apply(x_BSH, self.group) if self.split else x_BSH[:, 0]
-        if self.context.size == 1:
-            return x_BH
-        # Zeros of the other ranks: so their backward passes communicate as the first one's does.
-        return self.context.sum(x_BH * float(self.context.rank == 0))
 
     def whole_sequence(self, x_BSH: Tensor) -> Tensor:
         """All tokens [B, S, H] on every rank; each then computes the same with them, and the

@@ -1,4 +1,5 @@
-"""A process of a run: it meets the others, ends with an error for users, or without one."""
+"""A process of a run: it meets the others, can write its files, ends with an error for users or
+without one."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import atexit
 import contextlib
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.checkpoint.source import FoundCheckpoint
-from megatron.config import RunConfig
+from megatron.config import ConfigError, RunConfig
 from megatron.config.features import taking_part
 from megatron.data.loader import TrainingData
 from megatron.engine.environment import deterministic_kernels, distributed
@@ -59,15 +62,6 @@ def connected(run: Run, *more: Any, watched: bool = True) -> Iterator[Mesh]:
         yield stack.enter_context(distributed(run.config.parallel, facts, watch.among_ranks))
 
 
-def compare_folders(config: RunConfig) -> None:
-    """Checks that the folders in which the processes of a run meet are the same on all of its
-    nodes. Raises ConfigError where one is not, and DisagreementError on the other nodes."""
-    if agreement.on_several_nodes():
-        from megatron.run.folders import check_folders
-
-        check_folders(config)
-
-
 def compare_data(data: TrainingData) -> None:
     """Compares the files that the processes of a run train on. Raises DisagreementError if they
     differ."""
@@ -94,6 +88,25 @@ def compare_checkpoints(
 
     agreement.compare(facts)
     agreement.settled()
+
+
+def check_output(flag: str, path: str | Path | None) -> None:
+    """Creates the folder of a file that is written at the end. Raises ConfigError if that or
+    writing there is not possible, or the path is a folder."""
+    if path is None:
+        return
+    path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path} is a folder; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent) as probe:
+            probe.write(b"probe")
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path}: cannot write to {path.parent} ({error.strerror}); choose a folder "
+            "with write access"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from megatron.config import (
     explain,
     resolve,
 )
-from megatron.config.features import features
+from megatron.config.features import features, taking_part
 from megatron.config.flags import ConfigResolver, build
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
@@ -32,8 +32,8 @@ from megatron.data.sources import with_corpora
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_file import file_notes, read_json
 from megatron.engine.deepspeed_json import Json
+from megatron.engine.environment import world_size
 from megatron.families import Family, family_of, refuse_unused
-from megatron.run.launch import start_processes
 from megatron.tokenizer import Tokenizer, build_tokenizer, implied_type, vocabulary_rows
 from megatron.training import resume
 from megatron.training.plan import TrainingPlan
@@ -78,6 +78,20 @@ def parse_run(
     run = run_of(settings, start_processes(settings, argv))
     show_configuration(run)
     return run
+
+
+def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> int:
+    """The number of processes of a run, of which this is one. A feature may start them with the
+    same command line, or stay as the guardian of one: the function returns in each process that
+    trains. Raises ConfigError if flags contradict what a launcher has started."""
+    counts = [feature.launch(settings, argv) for feature in taking_part()]
+    launched = next((count for count in counts if count is not None), None)
+    if launched is not None:
+        return launched
+    size = world_size()
+    for feature in taking_part():
+        size = feature.start(settings, size)
+    return size
 
 
 @functools.cache

@@ -26,6 +26,8 @@ Offsets = npt.NDArray[np.int64]
 WordStarts = npt.NDArray[np.bool_]
 """Flags of tokens that begin a word, [vocab_size]."""
 _SENTINEL = re.compile(r"<extra_id_([0-9]{1,6})>")
+_MOST_IDS = 1 << 20
+"""Ids that any vocabulary may use, with gaps; a larger one may use four for each token."""
 _MOST_BYTES = 1 << 28
 """Bytes of a vocabulary at most; the largest that are published have 40 MB."""
 
@@ -283,6 +285,16 @@ def refuse_extra_ids(config: TokenizerConfig) -> None:
         raise ConfigError(
             f"--vocab-extra-ids {config.vocab_extra_ids} cannot be used with --tokenizer-type "
             f"{config.tokenizer_type}: its vocabulary is fixed by its files; leave the flag out"
+        )
+
+
+def check_size_of_ids(largest: int, tokens: int, where: str) -> None:
+    """Raises ValueError if ids are so large that a table of their embeddings would mostly be of
+    tokens that do not exist."""
+    if not 0 <= largest < max(_MOST_IDS, 4 * tokens):
+        raise ValueError(
+            f"{where} has the token id {largest:,}, but {tokens:,} tokens; ids must be below "
+            f"{max(_MOST_IDS, 4 * tokens):,}"
         )
 
 

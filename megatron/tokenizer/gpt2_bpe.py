@@ -42,13 +42,13 @@ from megatron.tokenizer.base import (
     Tokenizer,
     TokenizerType,
     WordStarts,
+    check_size_of_ids,
     read_text,
     refuse_extra_ids,
     required,
     write_pretrained,
     write_text,
 )
-from megatron.tokenizer.tokenizer_json import check_size_of_ids
 from megatron.util.json_text import parse_json
 
 END_OF_TEXT = "<|endoftext|>"

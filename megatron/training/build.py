@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import generation_settings
+from megatron.checkpoint.source import saver_of
 from megatron.config.features import taking_part
 from megatron.data.indexed.dataset import read_mark
 from megatron.data.indexed.dataset_checks import verify_checksums
 from megatron.data.loader import TrainingData
 from megatron.engine.build import build_engine
-from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.environment import training_device
-from megatron.engine.saving import hold_folder, ruined
+from megatron.engine.saving import CheckpointWriter, hold_folder, ruined
 from megatron.families import trained_spec
 from megatron.parallel.mesh import Mesh
-from megatron.run.process import compare_checkpoints, compare_data, compare_folders, connected
+from megatron.run.process import compare_checkpoints, compare_data, connected
 from megatron.run.run import Run, run_data
 from megatron.tokenizer.mark import mark_of
 from megatron.training import resume
@@ -85,7 +85,6 @@ def _open(context: RunContext, data: TrainingData | None, epochs: Epochs | None)
     run, mesh, config, device = context.run, context.mesh, context.config, context.device
     for feature in taking_part():
         feature.begin(context)
-    compare_folders(config)
     for feature in taking_part():
         feature.check_run(run, mesh, device)
     context.data = data = data or run_data(run)
@@ -105,11 +104,6 @@ def _open(context: RunContext, data: TrainingData | None, epochs: Epochs | None)
     context.on_disk = context.source = resume.locate(config)
     compare_checkpoints([None if context.source is None else context.source.found], config)
     recorded = context.source is not None or bool(config.checkpoint.save)
-    if recorded:
-        from megatron.run.fingerprint import compared_inputs
-
-        inputs, context.changed = compared_inputs(config, context.source)
-        context.notes |= {"inputs": inputs} if inputs else {}
     context.files = list(data.files()) if recorded else []
     for feature in taking_part():
         feature.before_engine(context)
@@ -133,7 +127,10 @@ def _build_engine(context: RunContext) -> None:
 def _watch_steps(context: RunContext, brief: bool) -> None:
     """Add what every run does around its steps: report, judge whether they are finite, save."""
     config, run, origin = context.config, context.run, context.origin
-    writer = checkpoint_writer(
+    saver = CheckpointWriter
+    if config.checkpoint.checkpoint_format != "safetensors":
+        saver = saver_of(config.checkpoint.checkpoint_format)
+    writer = saver(
         context.engine,
         run.content,
         _tokenizer_writer(run, context.data, origin),

@@ -7,11 +7,13 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from megatron.config import RunConfig
+from megatron.util.files import read_sections
 
 
 class Reported(Protocol):
@@ -83,46 +85,16 @@ def perplexity(loss: float) -> float:
     return math.nan if math.isnan(loss) else math.exp(min(20.0, loss))
 
 
-# Dense 16-bit tensor-core rates (bfloat16; float16 on Volta and Turing, which have no bfloat16),
-# FLOP/s of one device, from the makers' data sheets, without structured sparsity. The first pattern
-# that matches a device's name counts, so variants come before the part that they derive from.
-_PEAKS: tuple[tuple[str, float], ...] = (
-    (r"GB300", 2500e12),
-    (r"B300", 2250e12),
-    (r"GB200", 2500e12),
-    (r"B200", 2250e12),
-    (r"H200 NVL", 835.5e12),
-    (r"GH200|H200", 989e12),
-    (r"H100 PCIe", 756e12),
-    (r"H100 NVL", 835.5e12),
-    (r"H100|H800", 989e12),
-    (r"H20", 148e12),
-    (r"A100|A800", 312e12),
-    (r"A40", 149.7e12),
-    (r"A30", 165e12),
-    (r"A10", 125e12),
-    (r"L40S", 362e12),
-    (r"L40", 181e12),
-    (r"L4", 121e12),
-    (r"V100", 125e12),
-    (r"T4", 65e12),
-    (r"RTX 6000 Ada", 364e12),
-    (r"RTX A6000", 154.8e12),
-    (r"RTX 4090$", 165.2e12),
-    (r"RTX 3090$", 71e12),
-    (r"MI355X", 2516.6e12),
-    (r"MI325X|MI300X", 1307.4e12),
-    # One device is one of the two dies.
-    (r"MI250X", 191.5e12),
-)
+_PEAKS = read_sections(Path(__file__).with_name("peak_flops.txt"))["rates"]
+"""FLOP/s of devices by patterns of their names."""
 
 
 def peak_flops_of(device_name: str) -> float | None:
     """Dense 16-bit FLOP/s of an accelerator by the name that ``torch.cuda.get_device_name`` gives
     it ("NVIDIA H100 80GB HBM3"), None if it is not in the table."""
-    for pattern, flops in _PEAKS:
+    for pattern, flops in _PEAKS.items():
         if re.search(rf"\b(?:{pattern})\b", device_name, re.IGNORECASE):
-            return flops
+            return float(flops)
     return None
 
 

@@ -87,6 +87,7 @@ class Reporter(Callback):
         self.after_line: list[Callable[[RunWriter], None]] = []
         """Writers of numbers that follow a log line, and the last one."""
         self.time_left = TimeLeft()
+        self.last_words = ""
         self.log_interval = config.logging.log_interval
         self.meter: IntervalMeter | None = None
         self.main = mesh.world.rank == 0
@@ -160,7 +161,7 @@ class Reporter(Callback):
         elif not self.nothing_left(begin):
             self.say(f"resumed from {begin.folder} at iteration {begin.iteration}")
         for line in begin.notes:
-            self.say(f"{begin.folder}: {line}")
+            self.say(line if str(begin.folder) in line else f"{begin.folder}: {line}")
         for line in begin.changed:
             self.say(f"differs from the checkpoint's run: {line}")
 
@@ -319,8 +320,10 @@ class Reporter(Callback):
         if reason is not None:
             handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGINT")  # not by our own
             loud = reason == "SIGINT" and "LOCAL_RANK" in os.environ and "SIGINT" in handled
-            more = "; what follows is the launcher's, and says nothing about the run" * loud
-            self.say(f"stopped by {reason} after iteration {trainer.iteration}{more}")
+            self.last_words = (
+                "what follows is the launcher's, and says nothing about the run" * loud
+            )
+            self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 
     def event(
         self, kind: str, iteration: int, consumed_samples: int, values: Mapping[str, float | None]
@@ -341,3 +344,5 @@ class Reporter(Callback):
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
         self._bar.close()
         self.writer.close()
+        if self.last_words:
+            self.say(self.last_words)  # the last save has ended

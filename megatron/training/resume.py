@@ -16,6 +16,7 @@ from megatron.checkpoint.source import (
     locate_checkpoint,
     nothing_at,
     reader,
+    tokenizer_in,
 )
 from megatron.config import (
     CheckpointConfig,
@@ -49,6 +50,8 @@ from megatron.training.resume_source import (
 SKIPPED = "skip_samples"
 """In ``state.json``: the ranges that the run skips, if they are more than its flags say."""
 
+_FILES = {"vocab_file", "merge_file", "tokenizer_model"}
+"""Flags with files of a tokenizer."""
 _SCHEDULE = names_of("schedule", OptimizerFlags)
 _SAID_OTHERWISE = {
     "padded_vocab_size",
@@ -355,17 +358,23 @@ def with_checkpoint(settings: Settings) -> Settings:
         _check_family(origin, family)
     source = origin.found.open(verify=False)
     if arguments:
-        settings = _arguments(source) | settings
+        settings = _arguments(source, own=not settings.keys() & _FILES) | settings
     if schedules:
         kept = {name: value for name, value in settings.items() if name not in _SCHEDULE}
         settings = kept | _schedules(source)
     return settings
 
 
-def _arguments(source: Source) -> Settings:
-    settings = _settings(source.model.flags(), source)
-    if source.tokenizer is not None:
-        settings |= _settings(source.tokenizer, source)
+def _arguments(source: Source, own: bool) -> Settings:
+    """The values of model and tokenizer; with ``own`` the tokenizer in the folder of the checkpoint
+    where files of its run's have gone."""
+    settings, tokenizer = _settings(source.model.flags(), source), source.tokenizer
+    if tokenizer is not None:
+        copied = tokenizer_in(source.folder) if own else None
+        files = [Path(file) for name in _FILES if (file := getattr(tokenizer, name))]
+        if copied is not None and not all(file.exists() for file in files):
+            tokenizer = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(copied))
+        settings |= _settings(tokenizer, source)
     settings["unpadded_vocab_size"] = _setting(source.model.vocabulary.size, source)
     return settings
 

@@ -98,7 +98,12 @@ def build_writers(
     that cannot be written."""
     writers: list[RunWriter] = []
     if logging.metrics_file is not None:
-        writers.append(JsonLinesWriter(Path(logging.metrics_file), resume_iteration))
+        try:
+            writers.append(JsonLinesWriter(Path(logging.metrics_file), resume_iteration))
+        except OSError as error:
+            from megatron.engine.saving import cannot_write
+
+            raise cannot_write(logging.metrics_file, error, "--metrics-file") from error
     for feature in features().values():
         writers += feature.writers(logging, configuration or {}, resume_iteration, resume_samples)
     return TeeWriter(writers)

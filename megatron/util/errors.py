@@ -30,8 +30,9 @@ status of a program that this signal kills."""
 _PANIC = "PanicException"
 _PAUSE = 60.0
 _LAUNCHED = re.compile(
-    r"\b(?P<launcher>deepspeed|torchrun)"
-    r"(?P<flags>(?: +--?[\w-]+(?:[= ](?:'[^']*'|(?!\w+\.py)[^\s-]\S*))?)*) +(?P<module>\w+)\.py\b"
+    r"(?<![-\w])(?P<launcher>deepspeed|torchrun)"
+    r"(?P<flags>(?: +--?[\w-]+(?:[= ](?:'[^']*'|(?!\w+\.py)[^\s-]\S*))?){0,40})"
+    r" +(?P<module>\w+)\.py\b"
 )
 _OWN_ERROR = re.compile(r"^\w+\.py(?=: )", re.MULTILINE)
 """A program that begins a line, as in its errors, names itself without its folder."""

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from filelock import FileLock, Timeout
-
 MOST_BYTES = 1 << 30
 """Bytes of a file that is no data and no weights, at most."""
 _SMALL_BYTES = 1 << 26
@@ -155,6 +153,8 @@ class Lock:
     """Reason why nothing is locked, on a file system without locks."""
 
     def __init__(self, path: str | Path, wait_seconds: float = 0) -> None:
+        from filelock import FileLock, Timeout  # configurations need the standard library only
+
         with open(path, "ab"):
             pass  # with the default permissions, so that others in a group can lock it too
         self._lock = FileLock(path, thread_local=False, fallback_to_soft=False)
@@ -176,3 +176,15 @@ class Lock:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.release()
+
+
+def read_sections(file: Path) -> dict[str, dict[str, str]]:
+    """The lines ``NAME ...: WORDS`` of a file of this project, by the section in which they are."""
+    sections: dict[str, dict[str, str]] = {}
+    for line in file.read_text().splitlines():
+        names, colon, words = line.partition(": ")
+        if line.startswith("["):
+            sections[line.strip("[]")] = {}
+        elif colon and not line.startswith("#"):
+            next(reversed(sections.values()))[names] = words
+    return sections

@@ -21,7 +21,7 @@ _WITH = frozenset(
 )
 """Words next to which those of ``_PERHAPS`` mean a secret: ``--eod-token`` has none."""
 
-_NEXT_ADDRESS = re.compile(r"([,;|&<>(){}\[\]=]+[A-Za-z][\w+.-]*://)")
+_NEXT_ADDRESS = re.compile(r"(?<![,;|&<>(){}\[\]=])([,;|&<>(){}\[\]=]+[A-Za-z][\w+.-]*://)")
 _USER = re.compile(r"[^:/?#]*:")
 _HOST = re.compile(r"(?:[\w-]+(?:\.[\w-]+)+|localhost|\[[\da-fA-F:.]+\]):\d{1,5}[/?#]")
 """A host with its port, after which "@" is a part of the path."""
@@ -43,7 +43,7 @@ _IN_TEXT: tuple[tuple[re.Pattern[str], _Replacement], ...] = (
     (re.compile(r"(?<=://)[^/\s@'\"]+@"), f"{HIDDEN}@"),
     (
         re.compile(
-            r"([?&][^=&\s]*(?:auth|credential|key|passw|secret|sig|token)[^=&\s]*=)[^&\s'\"]+",
+            r"([?&](?=[^=&?\s]*(?:auth|credential|key|passw|secret|sig|token))[^=&?\s]*=)[^&\s'\"]+",
             re.IGNORECASE,
         ),
         rf"\1{HIDDEN}",

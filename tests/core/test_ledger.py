@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import dependencies
 import ledger
@@ -120,6 +121,37 @@ def test_lines_name_tests_that_exist():
     for test in Ledger.read().tests:
         path, name = test.split("::")[0], test.split("::")[-1]
         assert f"def {name}(" in (ROOT / path).read_text(), test
+
+
+def test_every_function_has_a_case_in_the_first_rounds():
+    cases = [f"{TEST}[{n}]" for n in range(70)]
+    turn = ledger.rounds(cases, "one")
+    assert [list(turn.values()).count(n) for n in range(8)] == [1, 1, 2, 4, 8, 16, 32, 6]
+    assert turn == ledger.rounds(cases, "one") != ledger.rounds(cases, "two")
+
+
+def test_a_run_takes_functions_in_turn(monkeypatch):
+    sizes = {"a.py::test_x": 9, "b.py::test_y": 3, "b.py::test_z": 2}
+    codes = {"a.py::test_x": "two", "b.py::test_y": "one", "b.py::test_z": "one"}
+    cases = {test: [f"{test}[{n}]" for n in range(sizes[test])] for test in sizes}
+    turn = {
+        case: n for test in cases for case, n in ledger.rounds(cases[test], codes[test]).items()
+    }
+    seen = next(case for case in cases["b.py::test_y"] if turn[case] == 0)
+    book = Ledger()
+    book.add(cases, [Result(seen, "one", "passed", 1.0)])
+    monkeypatch.setattr(ledger, "today", codes.__getitem__)
+    monkeypatch.setattr(ledger.Ledger, "read", lambda: book)
+    items = [Mock(nodeid=case) for test in cases for case in cases[test]]
+    ordering = ledger.Recorder(None).pytest_collection_modifyitems(Mock(args=["a.py::"]), items)
+    next(ordering)
+    items.reverse()
+    assert next(ordering, None) is None
+    order = [item.nodeid for item in items]
+    assert sorted([*order, seen]) == sorted(turn)
+    assert [turn[case] for case in order] == sorted(turn[case] for case in order)
+    files = [case.partition("::")[0] for case in order if turn[case] == 1]
+    assert files == ["b.py", "b.py", "a.py"]
 
 
 def test_claims_have_tests_and_pages():

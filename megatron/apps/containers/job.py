@@ -47,7 +47,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs of a container: every one, a number of them, or those of ``devices``."""
+    """GPUs of a container: every one, a number of them, or the ones in ``devices``."""
 
     every: bool = False
     count: int = 0

@@ -78,7 +78,7 @@ def measured(sessions: Sequence[Session], over: str) -> tuple[Links, list[NodeFi
 
 
 def _leave_out(lost: Mapping[Pair, str], left_out: set[str]) -> None:
-    """Add the nodes that have failed with several of the others that are left."""
+    """Add the nodes whose pairs with several of the remaining nodes have failed."""
     while True:
         peers = peers_of(pair for pair in lost if left_out.isdisjoint(pair))
         name = max(peers, key=lambda one: len(peers[one]), default="")
@@ -215,7 +215,7 @@ def _silent(name: str, reason: str) -> NodeFinding:
 
 
 def _offset(session: Session) -> tuple[float, float]:
-    """Return the offset of a clock, and its error: those of the shortest of several round trips."""
+    """Return the offset of a clock and its error, from the shortest of several round trips."""
     tries = []
     for _ in range(5):
         before = time.time()

@@ -94,7 +94,7 @@ def checks_of(reports: Reports) -> list[Check]:
 
 
 def usual(values: Mapping[Any, Any]) -> Any:
-    """Return the value of most nodes; of equals, that of the first."""
+    """Return the value of most nodes; among equals, the first node's."""
     return Counter(values.values()).most_common(1)[0][0]
 
 

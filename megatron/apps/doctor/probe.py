@@ -147,7 +147,7 @@ def _xids() -> list[str]:
         said = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
         return []
-    errors = re.findall(r"NVRM: (Xid \((.*?)\): (\d+).*)", said)
+    errors = re.findall(r"NVRM: (Xid \(([^()]*)\): (\d+).*)", said)
     return list(
         {gpu: line for line, gpu, number in errors if number not in _XIDS_OF_PROGRAMS}.values()
     )

@@ -40,10 +40,12 @@ class PromptTokens(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """The prompts that the model in training answers, and the tokens that end an answer."""
+    """The prompts that the model in training answers, the tokens that end an answer, and most
+    tokens of one."""
 
     prompts: tuple[PromptTokens, ...]
-    ends: frozenset[int]
+    ends: frozenset[int] = frozenset()
+    tokens: int = 1
 
 
 def sample_prompts(config: TuningConfig, run: Run, data: TrainingData) -> Prompts:
@@ -52,7 +54,7 @@ def sample_prompts(config: TuningConfig, run: Run, data: TrainingData) -> Prompt
     datasets = data.datasets
     assert datasets.train is not None
     if run.config.section(PreferenceConfig).preference == "reward":
-        return Prompts((), frozenset())
+        return Prompts(())
     held_out = next(iter(datasets.valid.values()), datasets.train)
     if config.sample_prompts is not None:
         prompts = prompts_of_file(config.sample_prompts, config.samples, run)
@@ -61,16 +63,24 @@ def sample_prompts(config: TuningConfig, run: Run, data: TrainingData) -> Prompt
         samples = (prompt_of(held_out[number]) for number in range(count))
         prompts = [prompt for prompt in samples if prompt is not None]
     positions = run.config.model.positions.max_position_embeddings
-    room = positions - config.sample_tokens
-    if prompts and room < 1:
-        raise ConfigError(
-            f"--sample-tokens {config.sample_tokens} leaves no room for a prompt in the "
-            f"{positions} positions of the model"
-        )
-    short = (each._replace(prompt=each.prompt[-room:]) for each in prompts)
+    tokens = answer_tokens(config, positions) if prompts else 1
+    short = (each._replace(prompt=each.prompt[tokens - positions :]) for each in prompts)
     source = open_checkpoint(config.model or "", verify=False)
     base = for_tokenizer(source.generation, source.tokenizer, run.config.tokenizer, run.tokenizer)
-    return Prompts(tuple(short), answer_ends(datasets.train, run.tokenizer, ends_of(base)))
+    ends = answer_ends(datasets.train, run.tokenizer, ends_of(base))
+    return Prompts(tuple(short), ends, tokens)
+
+
+def answer_tokens(config: TuningConfig, positions: int) -> int:
+    """Most tokens of an answer of a model with so many positions. Raises ConfigError if
+    ``--sample-tokens`` are all of them."""
+    tokens = config.sample_tokens or min(128, positions // 2)
+    if tokens >= positions:
+        raise ConfigError(
+            f"--sample-tokens {tokens} leaves no room for a prompt in the {positions} positions of "
+            f"the model; give fewer than {positions}, or --samples 0"
+        )
+    return tokens
 
 
 def prompt_of(sample: Any) -> PromptTokens | None:
@@ -130,14 +140,15 @@ class Baseline(Callback):
 class SampleTexts(Callback):
     """Lets the model answer prompts at every evaluation, greedily."""
 
-    def __init__(self, run: Run, mesh: Mesh, prompts: Prompts, most_tokens: int) -> None:
+    def __init__(self, run: Run, mesh: Mesh, prompts: Prompts) -> None:
         self._tokenizer, self._mesh, self._prompts = run.tokenizer, mesh, prompts.prompts
-        self._ends, stopping = prompts.ends, StopRules(most_tokens, prompts.ends)
+        self._ends, stopping = prompts.ends, StopRules(prompts.tokens, prompts.ends)
         self._requests = [
             GenerationRequest(each.prompt, stopping, Sampling(greedy=True))
             for each in self._prompts
         ]
-        self._longest = max((len(each.prompt) for each in self._prompts), default=0) + most_tokens
+        longest = max((len(each.prompt) for each in self._prompts), default=0)
+        self._longest = longest + prompts.tokens
         self._steps = step_group(mesh) if self._requests else None
         self._written_at: int | None = None
 

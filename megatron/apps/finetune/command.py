@@ -42,9 +42,8 @@ from megatron.families import family_of
 from megatron.features.instruction.examples import logger as log_of_packing
 from megatron.features.keep_best.callback import stopped_early
 from megatron.features.preference.samples import logger as log_of_pairs
-from megatron.run.launch import start_processes
 from megatron.run.process import connected
-from megatron.run.run import Run, RunToolParser, run_of, show_configuration
+from megatron.run.run import Run, RunToolParser, run_of, show_configuration, start_processes
 from megatron.training.build import build_trainer
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.util.files import write_whole
@@ -137,7 +136,7 @@ def fine_tune(tuning: TuningRun) -> None:
             return
         record = record_of(tuning, earlier, changes)
         prompts = sample_prompts(config, run, data)
-        callbacks = (Baseline(), SampleTexts(run, mesh, prompts, config.sample_tokens))
+        callbacks = (Baseline(), SampleTexts(run, mesh, prompts))
         notes = {TUNING: record.to_json()}
         trainer = build_trainer(run, mesh, callbacks, data, tuning.epochs, notes, brief=True)
         stopped = trainer.fit()

@@ -13,7 +13,7 @@ from megatron.apps.finetune.summary import TuningSummary, model_card
 from megatron.apps.reinforcement.data.prompts import read_prompts
 from megatron.apps.reinforcement.flags import ReinforcementConfig
 from megatron.checkpoint.files import CheckpointError, read_json, write_json
-from megatron.checkpoint.folder import BEST, replace_folder, unfinished_folder
+from megatron.checkpoint.folder import BEST, replace_folder
 from megatron.checkpoint.generation_settings import ends_of, with_ends
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
 from megatron.config import ConfigError
@@ -28,8 +28,8 @@ from megatron.features.instruction.record_files import example_files
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.records import read_preferences
 from megatron.formats.conversion.commands import export_hf
-from megatron.formats.conversion.output import parse_size, published_into
-from megatron.run.folders import check_output
+from megatron.formats.conversion.output import parse_size, published_into, unfinished_folder
+from megatron.run.process import check_output
 from megatron.run.run import Run
 from megatron.util.progress import say
 

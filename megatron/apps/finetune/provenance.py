@@ -19,7 +19,7 @@ from megatron.config.features import kind_classes
 from megatron.config.flags import flag_of
 from megatron.data.build import DataFile, changed_files
 from megatron.data.loader import TrainingData
-from megatron.run.fingerprint import (
+from megatron.features.inputs.compared import (
     BASE,
     changed_inputs,
     compared_inputs,
@@ -44,7 +44,7 @@ _NAMES = {"split": "the split of --held-out or --eval-data"}
 
 
 def base_name(path: str) -> str:
-    """The name of a model's folder, or in Hugging Face's cache that of its repository."""
+    """The name of a model's folder, or of its repository in Hugging Face's cache."""
     parts = Path(path).resolve().parts
     cached = next((part for part in parts if part.startswith("models--")), None)
     return parts[-1] if cached is None else cached.removeprefix("models--").replace("--", "/")
@@ -87,8 +87,8 @@ class TuningRecord:
 
     @classmethod
     def of(cls, source: Source) -> TuningRecord | None:
-        """The record in a checkpoint; None in those of earlier versions. Raises CheckpointError if
-        it is malformed."""
+        """The record in a checkpoint; None if an earlier version wrote it. Raises CheckpointError
+        if it is malformed."""
         content = source.state.get(TUNING)
         if content is None:
             return None

@@ -32,8 +32,7 @@ RATES = {
     "full": 1e-5, "lora": 1e-4, "full preference": 5e-7, "lora preference": 5e-6, "full rl": 1e-6,
     "lora rl": 1e-5,
 }  # fmt: skip
-"""Usual peak learning rates, those of LLaMA-Factory's examples, and of trl for texts of the
-model."""
+"""Usual peak learning rates, from LLaMA-Factory's examples, and from trl for texts of the model."""
 _OF_THIS_COMMAND = {
     **dict.fromkeys(("pretrained_checkpoint", "use_checkpoint_args"), "--model"),
     **dict.fromkeys(("data_path", "train_data_path", "data_args_path", "train_data"), "--data"),
@@ -85,7 +84,9 @@ class TuningConfig:
     file of examples."""
     samples: int = option(3, bounds=NOT_NEGATIVE)
     """Number of prompts that the model in training answers at every evaluation; 0 for none."""
-    sample_tokens: int = option(128, bounds=POSITIVE)
+    sample_tokens: int | None = option(
+        None, derived="128, or half of the model's positions where that is less", bounds=POSITIVE
+    )
     """Most tokens of such an answer."""
     export: bool = option(True, off="--no-export")
     """Leave it at checkpoints: write no Hugging Face folder."""

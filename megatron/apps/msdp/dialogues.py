@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.config import ConfigError
-from megatron.data.text_encoder import SentenceSplitter, available_splitter, build_splitter
+from megatron.features.raw_text.encoder import SentenceSplitter, available_splitter, build_splitter
 from megatron.util.files import write_whole
 
 SEP = " [SEP] "

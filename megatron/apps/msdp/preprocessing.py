@@ -225,9 +225,13 @@ def question_encoder(path: str) -> Embed:
 def _retriever(path: str) -> Embed:
     """The query encoder of a checkpoint of this project, on this process."""
     from megatron.apps.tasks.retrieval.vectors import PassageEncoder, embed, opened_encoder
+    from megatron.features.evaluation.checkpoints import (
+        checkpoint_settings,
+        evaluated_run,
+        evaluation_settings,
+    )
     from megatron.features.retrieval.flags import FAMILY
     from megatron.parallel.mesh import Mesh
-    from megatron.training.evaluation import checkpoint_settings, evaluated_run, evaluation_settings
     from megatron.training.resume import find_origin
 
     load = {"load": Setting(path, "flag --model_file")}

@@ -28,11 +28,10 @@ from megatron.apps.msdp.dialogues import (
 )
 from megatron.config import ConfigError, Settings
 from megatron.config.flags import POSITIVE, option
+from megatron.features.evaluation.checkpoints import opened_checkpoint
 from megatron.formats.conversion.commands import required
-from megatron.run.folders import check_output
-from megatron.run.launch import start_processes
-from megatron.run.run import RunToolParser
-from megatron.training.evaluation import opened_checkpoint
+from megatron.run.process import check_output
+from megatron.run.run import RunToolParser, start_processes
 from megatron.util.json_text import parse_json
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say

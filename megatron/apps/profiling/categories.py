@@ -1,6 +1,6 @@
 """The kind of work of an operator or kernel, by its name and the events around it.
 
-Names are those of torch's operators (``aten::mm``), autograd's nodes (``MmBackward0``), inductor's
+Names are from torch's operators (``aten::mm``), autograd's nodes (``MmBackward0``), inductor's
 fused kernels (which list what they fuse), and the kernels of cuBLAS, cuDNN, CUTLASS,
 flash-attention, NCCL and torch on GPUs. Phases are marked by the engine (``megatron::forward``) or,
 in traces of other programs, by torch.

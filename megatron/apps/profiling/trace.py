@@ -134,7 +134,7 @@ def _fill(trace: Trace, events: list[dict[str, Any]]) -> None:
 
 class Thread:
     """Innermost event of a CPU thread at every moment. Events are in the order of their start,
-    outer ones first; ``contexts`` are those of forward operators by autograd's sequence number."""
+    outer ones first; ``contexts`` are of forward operators, by autograd's sequence number."""
 
     def __init__(self, events: Sequence[Event], contexts: dict[int, str]) -> None:
         self.events = events

@@ -99,9 +99,9 @@ class CommandFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Command:
-    """A command as a user would type it. ``name`` is also that of its stamp; ``reads`` are files
-    besides the results of earlier commands; one that ``makes`` nothing always runs; one that
-    ``continues`` keeps existing results."""
+    """A command as a user would type it. ``name`` also names its stamp; ``reads`` are files besides
+    the results of earlier commands; one that ``makes`` nothing always runs; one that ``continues``
+    keeps existing results."""
 
     name: str
     words: tuple[str, ...]

@@ -14,8 +14,7 @@ from megatron.apps.retro.query import query_neighbors
 from megatron.config import ConfigError
 from megatron.config.flags import ConfigResolver, build, nearest
 from megatron.features.retro.hdf5 import needed_h5py
-from megatron.run.launch import start_processes
-from megatron.run.run import RunToolParser
+from megatron.run.run import RunToolParser, start_processes
 from megatron.training.report import show_log
 
 STAGES: dict[str, Callable[[Preprocessing], None]] = {

@@ -34,12 +34,11 @@ from megatron.config.flags import POSITIVE, option
 from megatron.data.sources import PARTS
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
+from megatron.features.evaluation.checkpoints import opened_checkpoint
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.project import RetroProject, project_of
-from megatron.run.folders import check_output
-from megatron.run.launch import start_processes
-from megatron.run.run import Run, RunToolParser
-from megatron.training.evaluation import opened_checkpoint
+from megatron.run.process import check_output
+from megatron.run.run import Run, RunToolParser, start_processes
 from megatron.util.json_text import parse_json
 from megatron.util.processes import is_main_process
 from megatron.util.progress import move_to, progress_bar, say
@@ -152,7 +151,7 @@ def _evaluated_text(project: RetroProject, run: Run, part: str, most: int | None
 
 
 def check_kept(text: EvaluatedText, model: ModelConfig, project: RetroProject) -> None:
-    """ConfigError if the files have fewer neighbours of a chunk than a model reads."""
+    """Raise ConfigError if the files have fewer neighbours of a chunk than a model reads."""
     kept, read = text.numbers_ILQ.shape[-1], model.part(RetrievalConfig).retro_num_neighbors
     if kept < read:
         raise ConfigError(
@@ -223,7 +222,7 @@ def _counts(masks: Sequence[npt.NDArray[np.bool_]]) -> list[int]:
 
 
 def _report(models: Mapping[str, Details], new: Mapping[str, Details], figure: str | None) -> None:
-    """Prints the tables of all models, by dataset those of this evaluation, and draws curves."""
+    """Prints the tables of all models, and this evaluation's by dataset, and draws curves."""
     datasets = next(iter(new.values()))["datasets"]
     if len(datasets) > 1:
         rows = [("dataset", "tokens", *new)]

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from megatron.data.samples import MadeSamples, SampleDataset
 from megatron.engine.train_engine import ModelEngine
+from megatron.features.evaluation.checkpoints import measure_samples
 from megatron.features.retro.chunks import ChunkDatabase
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.samples import RetroBatch, RetroCollator, RetroSample
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
-from megatron.training.evaluation import measure_samples
 from megatron.training.metrics import perplexity
 
 Neighbors = Literal["own", "none", "shuffled"]

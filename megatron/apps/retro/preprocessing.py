@@ -69,7 +69,7 @@ _CACHES = ("data_cache_path", "object_storage_cache_path")
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """A project, the flags of its tool, completed by its ``config.json``, and those of training."""
+    """A project, the flags of its tool, completed by its ``config.json``, and flags of training."""
 
     project: RetroProject
     config: RetroPreprocessConfig
@@ -253,9 +253,9 @@ def _content(config: RetroPreprocessConfig, run: Run) -> dict[str, Any]:
 
 
 def gpt_settings(config: RetroPreprocessConfig, settings: Settings) -> Settings:
-    """The settings of the GPT's data: those of ``--retro-gpt-...``, and for the others those of the
-    flags of training. Tokenizer flags of training are another tokenizer's where one of the GPT's is
-    given. ConfigError if one that is needed is missing."""
+    """The settings of the GPT's data: from ``--retro-gpt-...``, and the others from the flags of
+    training. Tokenizer flags of training are another tokenizer's where one of the GPT's is given.
+    ConfigError if one that is needed is missing."""
     used: Settings = {}
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), field.name.removeprefix(GPT)
@@ -290,7 +290,7 @@ def _settings_of_bert(config: RetroPreprocessConfig, settings: Settings) -> Sett
 
 
 def _absolute(word: str) -> str:
-    """A word of ``--data-path``; that of local files as it is understood in every folder."""
+    """A word of ``--data-path``; a local path as it is understood in every folder."""
     path, at, bounds = word.partition("@")
     return f"{os.path.abspath(path)}{at}{bounds}" if idx_path(path).is_file() else word
 

@@ -93,9 +93,9 @@ class SampleChunks:
     def read(
         self, start: int, stop: int
     ) -> tuple[npt.NDArray[np.int64], Sequence[frozenset[tuple[int, int]]]]:
-        """The tokens of the chunks ``start`` up to ``stop``, int64 [N, M], and for each (dataset,
-        document) of all documents of its sample that are of datasets of the database. ValueError
-        for a training sample that is of no dataset of the database."""
+        """Return the tokens of the chunks from ``start`` up to ``stop``, int64 [N, M], and for each
+        chunk the documents of its sample that the database has, as (dataset, document). Raises
+        ValueError for a training sample without such a document."""
         tokens_NM = np.empty((stop - start, self.chunk_length), np.int64)
         documents: list[frozenset[tuple[int, int]]] = []
         while start < stop:
@@ -150,7 +150,7 @@ class Retriever:
         exclude: Sequence[Documents] | None = None,
     ) -> npt.NDArray[np.int64]:
         """Numbers of the ``k`` chunks nearest to each chunk of tokens, int64 [N, k], nearest first,
-        -1 where there are fewer; without those of the documents that ``exclude`` has for each."""
+        -1 where there are fewer; without chunks of the documents that ``exclude`` has for each."""
         texts = chunk_texts(self.project.tokenizer, tokens_NM)
         numbers_NQ, _ = self.index.search(self.embedder.embed(texts), max(self.searched, k))
         dropped_NQ = numbers_NQ < 0
@@ -218,7 +218,7 @@ def query_neighbors(work: Preprocessing) -> None:
 
 
 def _check_search(project: RetroProject, part: str, folder: Path) -> None:
-    """ConfigError if the neighbours of a part are not those of the search that ``folder`` is of."""
+    """Raise ConfigError if the neighbours of a part are from another search than ``folder``'s."""
     recorded = (project.settings.get(_NEIGHBOR_DIRS) or {}).get(part)
     if recorded is not None and not folder.is_dir():
         known = project.query_folder / Path(recorded).name

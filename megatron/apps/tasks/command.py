@@ -20,16 +20,15 @@ from dataclasses import dataclass
 from megatron.apps.tasks.config import EVALUATION, FINE_TUNING, INDEX, TaskConfig
 from megatron.config import ConfigError, Setting, Settings
 from megatron.config.flags import nearest, option
-from megatron.run.launch import start_processes
+from megatron.features.evaluation.checkpoints import checkpoint_settings
 from megatron.run.process import ending_process, errors_for_users
-from megatron.run.run import RunToolParser
-from megatron.training.evaluation import checkpoint_settings
+from megatron.run.run import RunToolParser, start_processes
 
 TaskFunction = Callable[[TaskConfig, Settings, int], None]
 """Runs a task. It gets the flags of the task, the settings of training without them, completed by
-:func:`megatron.training.evaluation.checkpoint_settings`, and the number of processes, of which this
-is one. It raises ValueError or OSError, which names the flag, file or checkpoint, if one cannot be
-used."""
+:func:`megatron.features.evaluation.checkpoints.checkpoint_settings`, and the number of processes,
+of which this is one. It raises ValueError or OSError, which names the flag, file or checkpoint, if
+one cannot be used."""
 
 
 def _zero_shot() -> TaskFunction:

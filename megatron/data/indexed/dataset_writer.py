@@ -1,4 +1,4 @@
-"""Writes and merges indexed datasets."""
+"""Writes indexed datasets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from megatron.data.indexed.dataset import (
     bin_path,
     idx_path,
     mark_path,
-    read_mark,
 )
 from megatron.util.files import naming, sync, sync_path
 from megatron.util.progress import progress_bar
@@ -193,62 +192,6 @@ class IndexedDatasetWriter:
                         f"({bounds.min} to {bounds.max}), the dtype of {self._bin}"
                     )
         return np.ascontiguousarray(tokens, dtype=self.dtype)
-
-
-def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> list[str]:
-    """Append the documents of all datasets, in order, as one new dataset in constant memory. Tokens
-    get the narrowest dtype that can store those of all; the lines that are returned name the inputs
-    with another one. Raises ValueError if a file is damaged, the datasets are incompatible, or the
-    output is an input; OSError if a file is missing, or the disk is full; no output is left."""
-    output = Path(output_prefix).absolute()
-    for prefix in prefixes:
-        if Path(prefix).absolute() == output:
-            raise ValueError(
-                f"--output-prefix {output_prefix} is one of the inputs: choose another prefix, or "
-                f"remove {bin_path(output_prefix).name} and {idx_path(output_prefix).name} first"
-            )
-    inputs = [IndexedDataset(prefix) for prefix in prefixes]
-    dtype = _common_dtype(inputs)
-    with_modes = [d.prefix for d in inputs if d.modes is not None]
-    without = [d.prefix for d in inputs if d.modes is None and len(d)]
-    if with_modes and without:
-        raise ValueError(
-            f"{with_modes[0]} has a mode for each sequence (multimodal data) and {without[0]} has "
-            "none: they cannot be merged"
-        )
-    marks = {f"{prefix}.bin": read_mark(mark_path(prefix)) for prefix in prefixes}
-    from megatron.tokenizer.mark import common_mark  # writing alone does not need it
-
-    common = common_mark(marks)
-    with IndexedDatasetWriter(output_prefix, dtype, common.json() if common else None) as writer:
-        for prefix in prefixes:
-            writer.merge(prefix, widen=True)
-    unknown = [name for name, each in marks.items() if each is None]
-    notes = []
-    if 0 < len(unknown) < len(marks):
-        notes.append(f"{unknown[0]}: it is not known which tokenizer made it; not compared")
-    return notes + [
-        f"{bin_path(d.prefix)}: {d.dtype.name} tokens are written as {dtype.name}"
-        for d in inputs
-        if d.dtype != dtype
-    ]
-
-
-def _common_dtype(inputs: Sequence[IndexedDataset]) -> np.dtype:
-    if not inputs:
-        raise ValueError("there is nothing to merge")
-    kinds = {dataset.dtype.kind for dataset in inputs}
-    if "f" in kinds and len(kinds) > 1:
-        floats = next(d for d in inputs if d.dtype.kind == "f")
-        tokens = next(d for d in inputs if d.dtype.kind != "f")
-        raise ValueError(
-            f"{bin_path(floats.prefix)} contains {floats.dtype.name} values and "
-            f"{bin_path(tokens.prefix)} {tokens.dtype.name} tokens: they cannot be merged"
-        )
-    dtype = np.result_type(*(dataset.dtype for dataset in inputs)).newbyteorder("<")
-    # The format has no unsigned 32 bits, but they cannot result without such an input.
-    assert dtype in CODE_OF_DTYPE
-    return dtype
 
 
 def publish(new_bin: Path, new_idx: Path, prefix: str, mark: bytes | None = None) -> None:

@@ -30,6 +30,7 @@ def _to_peft() -> Any:
 
 
 class AdaptersFeature(Feature):
+    needs = ("inputs",)
     after = ("instruction", "preference", "distillation", "planning")
     sections = {"adapters": AdapterConfig}
 
@@ -52,7 +53,7 @@ class AdaptersFeature(Feature):
         return {"to-peft": _to_peft}
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
-        from megatron.run.fingerprint import located_model
+        from megatron.features.inputs.compared import located_model
 
         return located_model("adapter that it began from", config.checkpoint.load_adapter)
 

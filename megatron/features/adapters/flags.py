@@ -12,7 +12,7 @@ ALL_LINEAR = "all-linear"
 
 
 def is_adapter(name: str) -> bool:
-    """True if a canonical name is that of an adapter's parameter."""
+    """True if a canonical name belongs to a parameter of an adapter."""
     return name.rpartition(".")[2].startswith("lora_")
 
 

@@ -1,6 +1,6 @@
 """Low-rank additions to a linear layer that is cut over ranks: their parameters and outputs.
 
-An addition is that of one linear module of a Hugging Face model: to all outputs of a layer, or to
+An addition belongs to one linear module of a Hugging Face model: to all outputs of a layer, or to
 some of the matrices fused in it. The parameters are the layer's own, next to its weight:
 
 - ``lora_a`` [r, I], drawn uniformly between -1/sqrt(I) and 1/sqrt(I), as peft does;
@@ -37,7 +37,7 @@ from megatron.parallel.tensor_parallel import TensorParallel
 @dataclass(frozen=True)
 class Addition:
     """One low-rank addition to a layer: to the fused matrices with these indices, or, without any,
-    to all; ``name`` is that of a matrix, empty for the whole layer."""
+    to all; ``name`` is a matrix's name, empty for the whole layer."""
 
     name: str = ""
     parts: tuple[int, ...] = ()
@@ -218,7 +218,7 @@ class _Adapters:
     ) -> tuple[Tensor, ...]:
         """With DoRA (Liu et al. 2024, arXiv:2402.09353, equation 5): each row of W + s B A divided
         by its length, a constant to gradients (section 4.3), times its magnitude. As in peft,
-        dropout is that of the input of the whole product."""
+        dropout is applied to the input of the whole product."""
         tp, nothing = layer.tp, [None] * len(maps)
         inner = x_BSI if dropped_BSI is None else dropped_BSI
         outputs = list(self._added(layer, inner, None, maps, nothing))

@@ -208,8 +208,8 @@ def _input_gradient(grads: list[Tensor], weights: list[Any]) -> Tensor:
 
 
 def _sums(grads: list[tuple[Tensor | None, int]], group: Group) -> list[Tensor | None]:
-    """Each gradient summed over its number of neighbouring ranks, those of a number in one
-    collective."""
+    """Each gradient summed over its number of neighbouring ranks; gradients with the same number
+    are in one collective."""
     flat: dict[int, Tensor] = {}
     for copies in sorted({copies for grad, copies in grads if grad is not None and copies > 1}):
         flat[copies] = torch.cat([g.flatten() for g, c in grads if c == copies and g is not None])

@@ -28,11 +28,12 @@ Additions = Mapping[str, Sequence[Addition]]
 
 
 def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
-    """The model with the adapters of a run, and all its other parameters frozen except those of a
-    head that is not the language model's. Raises ConfigError if a target is not known."""
+    """The model with the adapters of a run, and all its other parameters frozen except parameters
+    of a head that is not the language model's. Raises ConfigError if a target is not known."""
     flags = config.section(AdapterConfig)
     additions = additions_of(config.model, flags.lora_targets)
-    stacked = _stacked(config.model)
+    replaced = _replaced_layers(config.model)
+    stacked = {name for name, layer in replaced.items() if is_stacked(layer)}
     if flags.qlora and stacked:
         raise ConfigError(
             "--qlora stores the weights of linear layers in 4 bits, and most weights of the model "
@@ -129,12 +130,8 @@ def is_stacked(layer: nn.Module) -> bool:
     return hasattr(layer, "add_low_rank")
 
 
-def _stacked(model: ModelConfig) -> set[str]:
-    return {name for name, layer in _replaced_layers(model).items() if is_stacked(layer)}
-
-
 def _matches(target: LinearTarget, name: str) -> bool:
-    """As peft: the last parts of the module's name; or of our layer's."""
+    """True if a name is the end of the module's name, as in peft, or of our layer's name."""
     return any(f".{full}".endswith(f".{name}") for full in (target.module, target.layer))
 
 

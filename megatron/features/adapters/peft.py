@@ -27,6 +27,7 @@ from megatron.features.adapters.peft_tensors import (
     PREFIX,
     WEIGHTS,
     PeftTensors,
+    Place,
     ends,
     head_of,
     module_name,
@@ -185,19 +186,12 @@ def _adapters(content: Mapping[str, Any], path: Path) -> AdapterConfig:
         raise CheckpointError(
             f"{path}: alpha_pattern is {alphas!r:.60}; expected numbers by patterns"
         )
-    targets = [targets] if isinstance(targets, str) else targets or []
-    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
-        raise CheckpointError(
-            f"{path}: target_modules is {targets!r:.60}; expected a list of names"
-        )
-    parameters = content.get("target_parameters") or []
-    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
-        raise CheckpointError(
-            f"{path}: target_parameters is {parameters!r:.60}; expected a list of names"
-        )
-    saved = content.get("modules_to_save") or []
-    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
-        raise CheckpointError(f"{path}: modules_to_save is {saved!r:.60}; expected a list of names")
+    if isinstance(targets, str):
+        content = {**content, "target_modules": [targets]}
+    modules, parameters, _ = (
+        _listed(content, key, path)
+        for key in ("target_modules", "target_parameters", "modules_to_save")
+    )
     tokens = content.get("trainable_token_indices") or []
     lists = list(tokens.values()) if isinstance(tokens, dict) else [tokens]
     if not all(
@@ -212,11 +206,18 @@ def _adapters(content: Mapping[str, Any], path: Path) -> AdapterConfig:
         lora=True,
         lora_rank=rank,
         lora_alpha=float(numbers[0]),
-        lora_targets=(*targets, *parameters),
+        lora_targets=(*modules, *parameters),
         lora_dropout=float(numbers[1]),
         use_rslora=bool(content.get("use_rslora")),
         use_dora=bool(content.get("use_dora")),
     )
+
+
+def _listed(content: Mapping[str, Any], key: str, path: Path) -> list[str]:
+    names = content.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{path}: {key} is {names!r:.60}; expected a list of names")
+    return names
 
 
 def write_peft(
@@ -228,8 +229,6 @@ def write_peft(
     finite in ``dtype``; OSError if a file cannot be written."""
     model, adapters, additions = source.model, source.adapters, source.additions
     present = set(additions.names())
-    tensors: dict[str, Tensor] = {}
-    ranks, alphas = dict[str, int](), dict[str, float]()
     targets = {name: place for name, place in places(model).items() if place.name("a") in present}
     parameters = [name for name, place in targets.items() if place.target.stacked]
     written = {place.name(kind) for place in targets.values() for kind in KINDS.values()}
@@ -238,80 +237,102 @@ def write_peft(
             f"{source.folder} has adapters of a layer that models of Hugging Face do not have "
             f"({others[0]}): convert_checkpoint.py to-hf writes the merged model"
         )
-    for target, module in wrappers(targets, parameters).items():
-        place = targets[target]
-        rank = additions.shape(place.name("a"))[-2]
-        alpha = source.alpha_of(f"{place.layer}.weight", place.target.part)
-        if rank != adapters.lora_rank:
-            ranks[re.escape(target)] = rank
-        if alpha != adapters.alpha:
-            alphas[re.escape(target)] = _number(alpha)
-        for theirs, kind in KINDS.items():
-            name = place.name(kind)
-            if name in present:
-                values = finite(name, additions.tensor(name), dtype, source.folder)
-                ending = "" if kind == "magnitude" else ".weight"
-                tensors[f"{PREFIX}{module}.lora_{theirs}{ending}"] = place.to_peft(values, kind)
-    saved = list[str]()
+    ranks, alphas = _patterns(source, targets, parameters)
+    whole = _whole_tensors(source, dtype)
+    # A whole tensor of a module with an adapter is there as the base has it.
+    whole = {name: values for name, values in whole.items() if _module_of(name) not in targets}
+    saved = [_module_of(name) for name in whole]
     tied = model.embedding.tied and EMBEDDING in present
-    for parameter in architecture_of(model).parameters(model):
-        if parameter.ours in present:
-            name = parameter.ours
-            whole = finite(name, additions.tensor(name), dtype, source.folder)
-            for file_name, values in parameter.to_hf(whole).items():
-                theirs = module_name(file_name)
-                module = theirs.rpartition(".")[0]
-                if module not in targets:  # else it is there as the base has it
-                    tensors[PREFIX + theirs] = values
-                    saved.append(module)
-                if tied and name == EMBEDDING:
-                    tensors[PREFIX + module_name(head_of(model))] = values.clone()
-    if base is None:
-        folder_of_base = source.base.folder
-        base = str(folder_of_base) if (folder_of_base / "config.json").is_file() else None
+    if tied:
+        name = module_name(head_of(model))
+        whole[name] = finite(EMBEDDING, additions.tensor(EMBEDDING), dtype, source.folder).clone()
+    tensors = _low_rank_tensors(source, targets, parameters, dtype)
+    tensors |= {PREFIX + name: values for name, values in whole.items()}
     save_tensors(tensors, folder / WEIGHTS[0], {"format": "pt"})
-    write_json(
-        folder / CONFIG,
-        {
-            "peft_type": "LORA",
-            "task_type": _TASKS.get(model.head, "SEQ_CLS"),
-            "base_model_name_or_path": base,
-            "r": adapters.lora_rank,
-            "lora_alpha": _number(adapters.alpha),
-            "rank_pattern": ranks,
-            "alpha_pattern": alphas,
-            # peft accepts none with parameters that are in no linear module.
-            "lora_dropout": 0.0 if parameters else adapters.lora_dropout,
-            "target_modules": target_modules(
-                [name for name in targets if name not in parameters], model
-            ),
-            **(
-                {"target_parameters": sorted({_short(name) for name in parameters})}
-                if parameters
-                else {}
-            ),
-            "modules_to_save": target_modules(saved, model, str.endswith) or None,
-            # Else peft trains a copy of a tied embedding, and leaves the head as it was.
-            "ensure_weight_tying": tied,
-            "bias": "none",
-            "fan_in_fan_out": architecture_of(model).model_type == "gpt2",
-            "use_rslora": adapters.use_rslora,
-            "use_dora": adapters.use_dora,
-            "init_lora_weights": True,
-            "inference_mode": True,
-        },
-    )
+    if base is None and (source.base.folder / "config.json").is_file():
+        base = str(source.base.folder)
+    linear = [name for name in targets if name not in parameters]
+    content = {
+        "peft_type": "LORA",
+        "task_type": _TASKS.get(model.head, "SEQ_CLS"),
+        "base_model_name_or_path": base,
+        "r": adapters.lora_rank,
+        "lora_alpha": _number(adapters.alpha),
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        # peft accepts none with parameters that are in no linear module.
+        "lora_dropout": 0.0 if parameters else adapters.lora_dropout,
+        "target_modules": target_modules(linear, model),
+        "modules_to_save": target_modules(saved, model, str.endswith) or None,
+        # Else peft trains a copy of a tied embedding, and leaves the head as it was.
+        "ensure_weight_tying": tied,
+        "bias": "none",
+        "fan_in_fan_out": architecture_of(model).model_type == "gpt2",
+        "use_rslora": adapters.use_rslora,
+        "use_dora": adapters.use_dora,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    if parameters:
+        # Names of experts without their block, as mlp.experts.down_proj.
+        content["target_parameters"] = sorted({".".join(n.split(".")[-3:]) for n in parameters})
+    write_json(folder / CONFIG, content)
     return len(tensors)
+
+
+def _patterns(
+    source: AdaptedSource, targets: Mapping[str, Place], parameters: Sequence[str]
+) -> tuple[dict[str, int], dict[str, int | float]]:
+    """Ranks and alphas of the modules whose values differ from the run's."""
+    ranks, alphas = dict[str, int](), dict[str, int | float]()
+    for target in wrappers(targets, parameters):
+        place = targets[target]
+        rank = source.additions.shape(place.name("a"))[-2]
+        alpha = source.alpha_of(f"{place.layer}.weight", place.target.part)
+        if rank != source.adapters.lora_rank:
+            ranks[re.escape(target)] = rank
+        if alpha != source.adapters.alpha:
+            alphas[re.escape(target)] = _number(alpha)
+    return ranks, alphas
+
+
+def _low_rank_tensors(
+    source: AdaptedSource,
+    targets: Mapping[str, Place],
+    parameters: Sequence[str],
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """The matrices of all adapters, and magnitudes of DoRA, by their names in the file."""
+    tensors, present = dict[str, Tensor](), set(source.additions.names())
+    for target, module in wrappers(targets, parameters).items():
+        for theirs, kind in KINDS.items():
+            name = targets[target].name(kind)
+            if name in present:
+                values = finite(name, source.additions.tensor(name), dtype, source.folder)
+                ending = "" if kind == "magnitude" else ".weight"
+                stored = targets[target].to_peft(values, kind)
+                tensors[f"{PREFIX}{module}.lora_{theirs}{ending}"] = stored
+    return tensors
+
+
+def _whole_tensors(source: AdaptedSource, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Parameters that are trained as a whole, by the names of their tensors in the model."""
+    present, tensors = set(source.additions.names()), dict[str, Tensor]()
+    for parameter in architecture_of(source.model).parameters(source.model):
+        if (name := parameter.ours) in present:
+            values = finite(name, source.additions.tensor(name), dtype, source.folder)
+            for theirs, stored in parameter.to_hf(values).items():
+                tensors[module_name(theirs)] = stored
+    return tensors
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _number(value: float) -> int | float:
     """As peft writes it: whole numbers without a point."""
     return int(value) if value == int(value) else value
-
-
-def _short(parameter: str) -> str:
-    """Name of a parameter of experts without its block, ``mlp.experts.down_proj``."""
-    return ".".join(parameter.split(".")[-3:])
 
 
 def target_modules(

@@ -41,11 +41,11 @@ KINDS = {"A": "a", "B": "b", "magnitude_vector": "magnitude"}
 EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _ADAPTER = re.compile(r"(.+)\.lora_(A|B|magnitude_vector)(?:\.\w+)??(?:\.weight)?")
 _PIECES = {
-    "trained": re.compile(r"(.+)\.modules_to_save(?:\.\w+)??\.(\w+)"),
-    "base": re.compile(r"(.+?)\.(?:original_module|(?:token_adapter\.)?base_layer)\.(\w+)"),
-    "tokens": re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta(?:\.\w+)??()"),
-    "A": re.compile(r"(.+)\.lora_(?:embedding_)?A(?:\.\w+)??(?:\.weight)?()"),
-    "B": re.compile(r"(.+)\.lora_(?:embedding_)?B(?:\.\w+)??(?:\.weight)?()"),
+    "trained": re.compile(r"^(.+)\.modules_to_save(?:\.\w+)??\.(\w+)"),
+    "base": re.compile(r"^(.+?)\.(?:original_module|(?:token_adapter\.)?base_layer)\.(\w+)"),
+    "tokens": re.compile(r"^(.+)\.token_adapter\.trainable_tokens_delta(?:\.\w+)??()"),
+    "A": re.compile(r"^(.+)\.lora_(?:embedding_)?A(?:\.\w+)??(?:\.weight)?()"),
+    "B": re.compile(r"^(.+)\.lora_(?:embedding_)?B(?:\.\w+)??(?:\.weight)?()"),
 }
 """Content of a file about a whole tensor, by the form of its name: the trained values, those of the
 base, some rows, or an addition."""
@@ -343,7 +343,7 @@ class PeftTensors(Source):
 
 
 class _Tensor(NamedTuple):
-    """A tensor in a file, which is not read before it is requested."""
+    """A tensor in a file, which is read when it is requested."""
 
     shape: tuple[int, ...]
     tensor: Callable[[], Tensor]

@@ -44,11 +44,12 @@ def to_peft(argv: Sequence[str]) -> None:
         argv, "to-peft", "Writes the adapters of a checkpoint as a folder of peft.",
         LoadConfig, ToPeftConfig,
     )  # fmt: skip
-    load, output = required(checkpoint, "load"), Path(required(config, "output"))
-    located_checkpoint = located(load, *checkpoint.choice)
+    required(checkpoint, "load")
+    output, located_checkpoint = Path(required(config, "output")), located(checkpoint)
     if not located_checkpoint.form.on_base:
         raise ConfigError(
-            f"--load {load} has a whole model, not adapters: to-hf writes it for transformers"
+            f"--load {checkpoint.load} has a whole model, not adapters: to-hf writes it for "
+            "transformers"
         )
     source = located_checkpoint.open()
     assert isinstance(source, AdaptedSource)

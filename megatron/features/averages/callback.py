@@ -23,7 +23,7 @@ def add_weights(
     """Take the weights after a step into an average, unless the step changed none.
 
     The first weights are the average; later it is ``decay`` times itself plus the rest of 1 times
-    the weights or, without a decay, the mean of all. The formula is that of
+    the weights or, without a decay, the mean of all. The formula is from
     ``torch.optim.swa_utils.AveragedModel``, in float32.
     """
     kept = engine.kept[kind]

@@ -21,7 +21,6 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER
 from megatron.checkpoint.source import Source
-from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, ModelConfig
 from megatron.config.flags import option
 from megatron.features.compression.layers import (
@@ -49,7 +48,7 @@ from megatron.features.compression.state import (
     updates_in,
 )
 from megatron.formats.conversion.commands import LoadConfig, dtype_of, opened, parsed, required
-from megatron.formats.conversion.output import published
+from megatron.formats.conversion.output import published, write_checkpoint
 from megatron.formats.features import layers_of
 from megatron.formats.huggingface import architecture_of
 from megatron.parallel.mesh import Mesh
@@ -80,8 +79,8 @@ def clean(argv: Sequence[str]) -> None:
         argv, "clean", "Writes the model of a run with compression_training as it computes: with "
         "quantised and pruned weights.", LoadConfig, CleanConfig,
     )  # fmt: skip
-    load, output = required(checkpoint, "load"), Path(required(config, "output"))
-    source = CleanSource(opened(load, checkpoint.iteration), config.keep_shapes)
+    output = Path(required(config, "output"))
+    source = CleanSource(opened(checkpoint), config.keep_shapes)
     for line in source.lines:
         print(line)
     with published(output, config.overwrite, source.folder, marks=(MEGATRON_TRACKER,)) as folder:

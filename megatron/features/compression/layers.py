@@ -1,8 +1,8 @@
 """Layers of a model that compress: which they are, the scores that pruning learns, and what a layer
 computes with instead of its weights and inputs.
 
-A mask, or the groups of a quantised weight, are those of the whole matrix (of each expert), so that
-every layout computes the same.
+A mask, or the groups of a quantised weight, are of the whole matrix (of each expert), so that every
+layout computes the same.
 
 Shapes: E experts of a rank, O outputs, I inputs, of a whole matrix; N heads.
 """
@@ -93,7 +93,7 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def _compressible(module: nn.Module) -> bool:
-    """True for linear layers, those of experts too, and embeddings."""
+    """True for linear layers, also of experts, and embeddings."""
     linear = isinstance(module, ParallelLinear | WholeLinear) or hasattr(module, "add_low_rank")
     return linear or is_embedding(module)
 
@@ -175,7 +175,7 @@ def masked(kind: str, weight: Tensor, mask: Tensor) -> Tensor:
 
 
 class CompressedLayer:
-    """The compression of a module, its attribute ``compression``.
+    """Compression of one module, stored as its attribute ``compression``.
 
     Attributes:
         clock: None before an engine in training has the layer.
@@ -210,7 +210,7 @@ class CompressedLayer:
 
     @property
     def fixed(self) -> list[str]:
-        """Techniques whose masks are those of the weights at the start."""
+        """Techniques whose masks follow from the weights at the start."""
         return self._pruned_by("l1")
 
     def _pruned_by(self, method: str) -> list[str]:
@@ -447,7 +447,7 @@ class CompressedLayer:
         self.measured = bounds if self.measured is None else torch.maximum(self.measured, bounds)
 
     def follow(self, bounds: Tensor) -> None:
-        """Moves the range to that of a step: its negative smallest and its largest input."""
+        """Moves the range towards a step's: its negative smallest and its largest input."""
         assert self.range is not None
         if not bool(bounds.isfinite().all()):
             return

@@ -115,7 +115,7 @@ def _names_stack(prefix: str, stack: str) -> bool:
 
 
 def _below(name: str, module: str) -> bool:
-    """True if a module is that of an ``other_module_name``, or in it."""
+    """True if an ``other_module_name`` names a module, or one that contains it."""
     last = name.removeprefix("language_model.").removeprefix("encoder.")
     last = last.replace("final_layernorm", "final_norm")
     return f"{module}.".startswith(f"{last}.") or matches(f"^{re.escape(name)}$", module)

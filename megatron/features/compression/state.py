@@ -83,7 +83,7 @@ class CompressionState(KernelStates):
 
     @property
     def enabled(self) -> list[tuple[str, int]]:
-        """Techniques that are enabled, and since how many updates."""
+        """Return the enabled techniques, each with the update from which it is enabled."""
         techniques = self._compression.techniques.values()
         return [(each.kind, each.offset) for each in techniques if self.clock.reached(each)]
 
@@ -265,7 +265,7 @@ def overwritten(
     layer: CompressedLayer, shares: Mapping[str, Tensor], seed: int, steps: int
 ) -> dict[str, Tensor]:
     """The values that replace shares of a weight in its quantisation number ``steps``; noise of
-    stochastic rounding is that of the whole weight."""
+    stochastic rounding is as for the whole weight."""
     use = layer.uses[WEIGHTS]
     (bits, share), noise = schedule(use.technique, use.group.params, steps), None
     if use.technique.shared["rounding"] == "stochastic":

@@ -44,10 +44,10 @@ from megatron.features.curriculum.metric_files import (
     write_index,
     write_rows,
 )
+from megatron.features.raw_text.workers import map_in_order, usable_processors
 from megatron.util.digests import digest_of_parts
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
-from megatron.util.processes import map_in_order, usable_processors
 
 VOCABULARY = "total_vocab_freq"
 """The metric of the token counts, named as by Megatron-DeepSpeed."""
@@ -135,7 +135,7 @@ class Analysis:
         only_threads: Sequence[int] = (),
         progress: Progress = lambda done, total: None,
     ) -> None:
-        """Writes the values of the samples of a worker, those of some of its threads if named."""
+        """Writes the values of the samples of a worker, or of some of its threads."""
         shares = [s for s in self.shares(worker) if s.thread in only_threads or not only_threads]
         blocks = [(share, block) for share in shares for block in _blocks(share.numbers)]
         rarity = self.rarity() if self._of_rarity else None
@@ -295,8 +295,8 @@ def analyse(
 
 
 def _disown(folder: Path) -> None:
-    """Makes the files of a folder those of no samples: a step that is killed leaves older ones,
-    which without an identity would be taken for DeepSpeed's."""
+    """Marks the files of a folder as of no samples: a step that is killed leaves older ones, which
+    without an identity would be taken for DeepSpeed's."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / ANALYSED, b'{"fingerprint": null}')
 

@@ -1,8 +1,8 @@
 """Files of DeepSpeed's data analyzer: rows of integers, each file a pair of .bin and .idx.
 
-The layout is that of Megatron's indexed datasets (see ``megatron.data.indexed``), one document of
-all rows, except for the codes of three dtypes: 6, 7 and 8 are unsigned integers of 2, 4 and 8
-bytes. Files are written and read in blocks: those of a large corpus exceed the memory.
+The layout is from Megatron's indexed datasets (see ``megatron.data.indexed``), one document of all
+rows, except for the codes of three dtypes: 6, 7 and 8 are unsigned integers of 2, 4 and 8 bytes.
+Files are written and read in blocks, as a large corpus exceeds the memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The difficulty of each step, and the order of samples drawn by it: those of DeepSpeed 0.19.
+"""The difficulty of each step, and the order of samples drawn by it, as in DeepSpeed 0.19.
 
 Samples are in clusters. When a difficulty grows, the samples that it admits form another cluster,
 shuffled. A step draws, for each sample of its batch, a cluster with a probability proportional to
@@ -162,7 +162,7 @@ def sample_order(
 ) -> _Samples:
     """The samples in the order in which a run consumes them, uint32[num_samples] (int64 from 2**32
     samples of the dataset); ValueError if no sample is easy enough for the first step.
-    `batch_sizes` are those of each step in turn, consumed as needed."""
+    `batch_sizes` yields the batch size of each step, and is consumed as needed."""
     rng = np.random.default_rng(sampling.seed)
     clusters: list[_Cluster] = []
     current: dict[str, int] = {}

@@ -10,7 +10,6 @@ import torch
 
 from megatron.config import ConfigError
 from megatron.data.loader import TrainingData
-from megatron.engine.environment import return_freed_memory
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_of
 from megatron.features.distillation.flags import DistillationConfig
@@ -25,6 +24,7 @@ from megatron.features.distillation.teacher import (
 from megatron.run.run import Run
 from megatron.training.plan import TrainingPlan
 from megatron.training.trainer import Callback, Step, Trainer
+from megatron.util.processes import return_freed_memory
 
 
 class Distillation(Callback):
@@ -106,8 +106,8 @@ class Distillation(Callback):
         return self.teacher.teach(batches, count)
 
     def flops(self, step: Step) -> float:
-        """FLOPs of the teacher in a step: those of a forward pass, a third of a model's that is
-        trained."""
+        """FLOPs of the teacher in a step: a forward pass has a third of the FLOPs of a model that
+        is trained."""
         if self.teacher is None or not self._active:
             return 0.0
         config = self._found.config

@@ -142,7 +142,7 @@ def _top_of_chunk(run: LogitChunks, chunk: slice, count: int, temperature: float
 
 
 class _Distilled(LogitChunks):
-    """The tokens of a micro batch, chunk by chunk, whose gradients are those of both terms."""
+    """The tokens of a micro batch, chunk by chunk, with the gradients of both terms."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from megatron.features.distillation.flags import DistillationConfig
 
 
 class DistillationFeature(Feature):
-    needs = ("adapters",)
+    needs = ("adapters", "evaluation", "inputs")
     after = ("instruction", "preference")
     sections = {"distillation": DistillationConfig}
 
@@ -22,7 +22,7 @@ class DistillationFeature(Feature):
         return {"--load-teacher": config.section(DistillationConfig).load_teacher}
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
-        from megatron.run.fingerprint import located_model
+        from megatron.features.inputs.compared import located_model
 
         return located_model("teacher", config.section(DistillationConfig).load_teacher)
 

@@ -32,7 +32,7 @@ class TaughtBatch(NamedTuple):
     """A micro batch with what a teacher says of it.
 
     Attributes:
-        batch: that of the family.
+        batch: the family's batch.
         teacher: None on pipeline stages without the output head, and where the teacher has nothing
             more to say (``--kd-iters``).
     """

@@ -20,14 +20,13 @@ from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoin
 from megatron.config import CheckpointConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron.config.engine import FastPathsConfig
 from megatron.data.samples import SampleDataset
-from megatron.engine.environment import return_freed_memory
-from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
 from megatron.features.distillation.divergence import TeacherHead, TopTokens, linear_top_tokens
 from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.distillation.objective import TaughtBatch
 from megatron.features.distillation.partitions import partition_blocks
+from megatron.features.evaluation.evaluator import Evaluator, build_evaluator
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.parallel.loss_head import HeadInput
@@ -36,7 +35,7 @@ from megatron.run.fingerprint import checkpoint_digest
 from megatron.util.digests import digest_of_parts
 from megatron.util.files import replacing, write_whole
 from megatron.util.json_text import parse_json
-from megatron.util.processes import is_main_process
+from megatron.util.processes import is_main_process, return_freed_memory
 from megatron.util.progress import progress_bar
 
 
@@ -444,7 +443,7 @@ class _Block:
 
 
 def _repeated(batch: Any, size: int) -> Any:
-    """The batch with its last sample again, up to so many."""
+    """Return the batch, filled up to ``size`` samples with copies of its last one."""
     missing = size - len(batch.tokens_BS)
     if not missing:
         return batch

@@ -15,10 +15,10 @@ from megatron.model.flops import TransformerShape
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Weights of one layer of experts, without biases, but for ``expert``.
+    """Numbers of weights in one layer of experts. Only ``expert`` includes biases.
 
     Attributes:
-        chosen: of the experts of one token.
+        chosen: of the experts that one token uses.
         others: of router, shared and residual experts and latent states, which every token uses.
         expert: all parameters of one expert, with biases.
     """
@@ -43,7 +43,7 @@ def layer_costs(model: ModelConfig, experts: int) -> LayerCosts:
 
 
 def _layers(model: ModelConfig) -> list[int]:
-    """Experts of each layer that has some, with those of multi-token prediction."""
+    """Experts of each layer that has some, multi-token prediction included."""
     counts = model.part(ExpertsConfig).layer_experts
     return [count for count in counts + counts[-1:] * model.blocks_ahead if count]
 

@@ -205,7 +205,7 @@ class ExpertRanks:
         return params if self.tp.experts != "whole" else sum_gradients(self.tp.group, *params)
 
     def entering(self, x_TX: Tensor, samples: int) -> Tensor:
-        """Values of the tokens that this rank routes, as those of the tokens that it computes."""
+        """Converts values of the tokens that this rank routes to those that it computes."""
         if not self.cut:
             return x_TX
         return self.tp.enter(x_TX.unflatten(0, (samples, -1))).flatten(0, 1)

@@ -24,8 +24,8 @@ this share below the largest one."""
 
 
 def places(experts_M: Tensor, experts: int, priority_M: Tensor | None = None) -> Tensor:
-    """Place of each choice among those of its expert, int64 [M] from 0: by priority, the largest
-    first, and in order where it is equal or None."""
+    """Place of each choice among the choices of its expert, int64 [M] from 0: by priority, the
+    largest first, and in order where it is equal or None."""
     order_M = torch.arange(len(experts_M), device=experts_M.device)
     place_M = torch.empty_like(order_M)
     counts_E = order_M.new_zeros(experts).scatter_add_(0, experts_M, torch.ones_like(experts_M))

@@ -246,8 +246,7 @@ class ExpertsMLP(nn.Module):
 
 
 def layers_of(model: ModelConfig) -> int:
-    """Number of layers with experts, with those of multi-token prediction, which are as the
-    last."""
+    """Number of layers with experts, including multi-token prediction's, which are as the last."""
     part = model.part(ExpertsConfig)
     return part.layers + model.blocks_ahead * bool(part.experts_of(model.num_layers - 1))
 

@@ -43,10 +43,9 @@ class GlobalCounts:
         self._to_recompute: deque[Tensor] = deque()
 
     def with_micro_batch(self, counts_E: Tensor) -> Tensor:
-        """Choices by expert, int64 [E], after those of another micro batch. A layer that is
-        recomputed gets the numbers of its forward pass, as backward passes of micro batches have
-        the order of their forward passes. Without gradients, as in an evaluation, they are the
-        micro batch's alone."""
+        """Adds another micro batch's choices by expert, int64 [E]. A layer that is recomputed gets
+        the numbers of its forward pass, as backward passes of micro batches have the order of their
+        forward passes. Without gradients, as in an evaluation, they are the micro batch's alone."""
         if torch._C._current_graph_task_id() != -1:
             return self._to_recompute.popleft()
         counts_E = counts_E.clone()

@@ -101,9 +101,9 @@ def route(
         experts: number of experts of this layer, E.
         expert_bias_E: added to the scores (to the logits with quantile balancing) in the choice;
             weights do not include it.
-        seed: of gates that draw random numbers, the same on all ranks that share the micro batch;
-            None for the choice without them.
-        apart: the bits of a token's scores must not depend on the number of tokens.
+        seed: seed of gates that draw random numbers, the same on all ranks that share the micro
+            batch; None to choose without random numbers.
+        apart: True if a token's scores must be bitwise independent of the number of tokens.
     """
     wide_TE, k = widened(logits_TE), config.moe_router_topk
     function = config.moe_router_score_function

@@ -22,12 +22,12 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader, differences
 from megatron.checkpoint.source import FoundCheckpoint, Source
-from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, ModelConfig, ParallelConfig
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, option
 from megatron.engine.loading import together
 from megatron.features.experts.flags import ExpertsConfig, UpcyclingConfig
 from megatron.formats.conversion.commands import LoadConfig, opened, parsed, required
+from megatron.formats.conversion.output import write_checkpoint
 from megatron.formats.features import layers_of, whole_shards
 from megatron.formats.inspection import counted
 from megatron.model.layer_list import LayerStack, generator
@@ -189,7 +189,7 @@ def upcycle_command(argv: Sequence[str]) -> None:
         ExpertsConfig,
     )  # fmt: skip
     output, granularity = Path(required(config, "output")), config.moe_upcycling_granularity
-    dense = opened(required(checkpoint, "load"), *checkpoint.choice)
+    dense = opened(checkpoint)
     if not any(count > 1 for count in experts.num_experts):
         raise ConfigError("--num-experts is missing: the number of experts of a layer")
     source = UpcycledSource(

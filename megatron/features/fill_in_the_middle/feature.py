@@ -9,6 +9,7 @@ from megatron.features.fill_in_the_middle.flags import FimConfig
 
 
 class FillInTheMiddleFeature(Feature):
+    needs = ("raw_text",)
     sections = {"fill_in_the_middle": FimConfig}
 
     def data_kind(self, section: str) -> Any:

@@ -25,8 +25,8 @@ import numpy.typing as npt
 from megatron.data.index_cache import IndexCache
 from megatron.data.pipeline import DataKind, DataPipeline, SampleTokens
 from megatron.data.samples import Documents, Piece, SampleDataset, SampleRecipe
-from megatron.data.text_encoder import TextEncoder, TextSettings
 from megatron.features.fill_in_the_middle.flags import FimConfig
+from megatron.features.raw_text.encoder import TextEncoder, TextSettings
 from megatron.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]

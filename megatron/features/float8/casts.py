@@ -130,7 +130,7 @@ def factor_and_scale(
     dtype: torch.dtype, largest: Tensor | None, earlier: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return what a matrix is multiplied by before it is rounded to ``dtype``, and what restores
-    it, from its largest magnitude and that of earlier steps, float32 []. Of the two the latter
+    it, from its largest magnitude and the one of earlier steps, float32 []. Of the two the latter
     counts; without it the first must be there. The scale needs both."""
     limit = torch.finfo(dtype).max
     bound = largest if earlier is None else earlier

@@ -5,7 +5,7 @@ row and column of a product (``rowwise``), of 1 x 128 activations and 128 x 128 
 (``blockwise``), or of a matrix in earlier steps (``delayed``; the weights', which are known, are
 current). Casts are in :mod:`megatron.features.float8.casts`.
 
-Shapes: T tokens, I input, O output; M, K, N are those of a GEMM.
+Shapes: T tokens, I input, O output; M, K, N as in a GEMM.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class AmaxHistory:
     evaluation and recomputed activations change nothing.
 
     Until a step has been measured, its own current values are used. Magnitudes that are zero or not
-    finite are replaced by those of the step before.
+    finite are replaced by the previous step's.
     """
 
     def __init__(self, places: Sequence[_Place], fast: FastPathsConfig, mesh: Mesh) -> None:
@@ -187,7 +187,7 @@ class AmaxHistory:
 
 
 class _Recorder:
-    """Adds a micro batch's magnitudes to those of a step."""
+    """Adds a micro batch's magnitudes to the step's."""
 
     def __init__(self, current: Tensor) -> None:
         self._current = current

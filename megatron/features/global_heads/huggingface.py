@@ -85,7 +85,7 @@ def _qkv() -> tuple[Entry, ...]:
 
 
 def _read_global(given: HFConfigReader, fields: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
-    """Size and number of heads in blocks without a window: by two keys, or of each block."""
+    """Size and number of heads in blocks without a window, from two keys or each block's."""
     shared = given.content.get("attention_k_eq_v", False)
     given.unused("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads",
                  "per_layer_config")  # fmt: skip
@@ -200,10 +200,6 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _ends_globally(model: ModelConfig) -> bool:
-    return model.windows[-1] is None
-
-
 def _groups_by_key(model: ModelConfig) -> bool:
     part = model.part(GlobalHeadsConfig)
     return part.global_num_query_groups is None or part.global_keys_as_values
@@ -237,7 +233,10 @@ GEMMA4 = Architecture(
     gated=True,
     requirements=(
         LOCAL_UNSCALED,
-        Requirement(_ends_globally, "--window-attn-skip-freq without a window in the last block"),
+        Requirement(
+            lambda m: m.windows[-1] is None,
+            "--window-attn-skip-freq without a window in the last block",
+        ),
         Requirement(_groups_by_key, "--global-keys-as-values with --global-num-query-groups"),
     ),
     read=_read,

@@ -232,7 +232,7 @@ def key_of(seed: int, name: str, shard: Shard, coordinates: Coordinates) -> int:
 
 
 def random_bits(elements: Tensor, step: Tensor) -> Tensor:
-    """Random bits of elements in an update, 32 of each.
+    """32 random bits for each element of an update.
 
     Args:
         elements: identifiers, int32 [numel]: a key and the place in the share, added up.

@@ -38,7 +38,7 @@ which suits the GEMMs of the head."""
 
 
 class BertSample(NamedTuple):
-    """One sample, padded to the sequence length; the fields are those of `BertBatch`."""
+    """One sample, padded to the sequence length; fields as in `BertBatch`."""
 
     tokens_S: npt.NDArray[np.int64]
     types_S: npt.NDArray[np.int64]
@@ -125,7 +125,7 @@ class BertBatch(NamedTuple):
     """int64; tokens see equal ids only, and padding has one of its own. None if samples are not
     packed."""
     weights_2: Tensor | None = None
-    """As those of a `GPTBatch`, where micro batches differ: samples, and tokens to predict."""
+    """Weights as in a `GPTBatch`, where micro batches differ: samples, and tokens to predict."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BertBatch:
         return mapped(self, Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -150,7 +150,7 @@ class BertBatch(NamedTuple):
 
 
 class T5Sample(NamedTuple):
-    """One sample, padded to the two sequence lengths; the fields are those of `T5Batch`."""
+    """One sample, padded to the two sequence lengths; fields as in `T5Batch`."""
 
     encoder_tokens_E: npt.NDArray[np.int64]
     decoder_tokens_D: npt.NDArray[np.int64]
@@ -317,7 +317,7 @@ class MockDocuments:
         return self._ids_V[places % len(self._ids_V)]
 
     def verify(self) -> None:
-        """Nothing can be damaged."""
+        """Do nothing: generated ids cannot be damaged."""
 
 
 def mock_data(data: DataPipeline, num_samples: int, part: int) -> SampleDataset[Any]:

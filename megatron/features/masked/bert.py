@@ -27,7 +27,6 @@ from megatron.config.flags import ConfigError
 from megatron.config.model import HEADS
 from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import SampleDataset, SampleView
-from megatron.data.texts import LabelledBatch
 from megatron.families.family import STREAM_FLAGS, Family
 from megatron.features.masked.batch import (
     BertBatch,
@@ -37,13 +36,13 @@ from megatron.features.masked.batch import (
     positions_of,
 )
 from megatron.features.masked.flags import MaskedDataConfig
+from megatron.features.masked.heads import HEAD_NAMES, LabelledBatch, head_flops
 from megatron.features.masked.layers import SOP_LOSS, bert_layers
 from megatron.features.masked.segments import Pairs, SegmentRecipe, SegmentRules
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks, narrows
 from megatron.model.embedding import LM_LOSS, WORDS
 from megatron.model.flops import TransformerShape
-from megatron.model.heads import HEAD_NAMES, head_flops
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec, only_hidden_travels
 from megatron.parallel.loss_head import Targets

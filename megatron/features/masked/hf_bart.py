@@ -23,11 +23,11 @@ from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import Architecture, Tensors
 from megatron.formats.huggingface.config_reader import HFConfigReader
 from megatron.formats.huggingface.entries import (
+    AS_ROW,
     SEPARATE_KV,
     SEPARATE_QKV,
     TABLE,
     Entry,
-    Reordering,
     block,
     head_bias,
     linear,
@@ -36,10 +36,6 @@ from megatron.formats.huggingface.entries import (
 )
 
 _BIAS = "final_logits_bias"
-_ROW = Reordering(
-    "as a row", 1, lambda values, _: (values.unsqueeze(0),), lambda parts, _: parts[0].squeeze(0)
-)
-"""The bias of the logits, which is [1, V] there."""
 
 
 class Denoising(TextToText):
@@ -114,13 +110,9 @@ def _copies(model: ModelConfig) -> dict[str, str]:
 
 
 def _seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """A bias of the logits that is zero, or is not there, is that of a model without."""
+    """A bias of the logits that is zero, or is missing, means a model without one."""
     biased = _BIAS in tensors and bool(tensors.tensor(_BIAS).any())
     return content | {"_logits_bias": biased}
-
-
-def _constants(model: ModelConfig) -> dict[str, torch.Tensor]:
-    return {} if model.embedding.lm_head_bias else {_BIAS: torch.zeros(1, model.vocabulary.size)}
 
 
 def _read(given: HFConfigReader, fields: dict[str, Any], post_norm: bool) -> dict[str, Any]:
@@ -149,15 +141,6 @@ def _read(given: HFConfigReader, fields: dict[str, Any], post_norm: bool) -> dic
     return {"encoder_decoder": True, "lm_head_bias": bool(given.content.get("_logits_bias"))}
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
-    return {
-        "is_encoder_decoder": True,
-        "decoder_ffn_dim": model.mlp.ffn_hidden_size,
-        "decoder_attention_heads": model.attention.num_attention_heads,
-        "bos_token_id": None,
-    }
-
-
 def _bart(title: str, model_type: str, model_class: str, post_norm: bool) -> Architecture:
     return Architecture(
         title=title,
@@ -169,7 +152,7 @@ def _bart(title: str, model_type: str, model_class: str, post_norm: bool) -> Arc
             *weight("embedding.word_embeddings", "model.shared"),
             *_stack("encoder", post_norm),
             *_stack("decoder", post_norm),
-            *(dataclasses.replace(each, form=_ROW) for each in head_bias(_BIAS)),
+            *(dataclasses.replace(each, form=AS_ROW) for each in head_bias(_BIAS)),
         ),
         stacks=STACKS,
         keys={
@@ -206,10 +189,17 @@ def _bart(title: str, model_type: str, model_class: str, post_norm: bool) -> Arc
             ),
         ),
         read=partial(_read, post_norm=post_norm),
-        write=_write,
+        write=lambda model: {
+            "is_encoder_decoder": True,
+            "decoder_ffn_dim": model.mlp.ffn_hidden_size,
+            "decoder_attention_heads": model.attention.num_attention_heads,
+            "bos_token_id": None,
+        },
         seen=_seen,
         copies=_copies,
-        constants=_constants,
+        constants=lambda m: (
+            {} if m.embedding.lm_head_bias else {_BIAS: torch.zeros(1, m.vocabulary.size)}
+        ),
         optional=frozenset({_BIAS}),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ that of the output of the block before it, and the final norm that of the last b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +18,16 @@ from torch import Tensor
 
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
-from megatron.data.texts import LabelledBatch
 from megatron.families import spec_of
 from megatron.features.masked.batch import BertBatch
+from megatron.features.masked.heads import LabelledBatch
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import Architecture, Tensors
 from megatron.formats.huggingface.config_reader import ACTIVATIONS, HFConfigReader
 from megatron.formats.huggingface.entries import (
     SAME,
     SEPARATE_QKV,
+    TABLE,
     TWICE,
     Condition,
     Entry,
@@ -36,6 +37,7 @@ from megatron.formats.huggingface.entries import (
     untied,
     weight,
 )
+from megatron.formats.huggingface.layer_norm_decoders import SIZES
 from megatron.formats.huggingface.tasks import Inputs, Task, compared_length
 from megatron.model.layer_list import LayerState
 
@@ -87,7 +89,7 @@ MASKED_LM = MaskedLM()
 
 
 def _offset(source: Source) -> int:
-    """Rows before the first position, of which the last is that of RoBERTa's padding token."""
+    """Number of rows before the first position; the last of them is for RoBERTa's padding token."""
     return source.model.positions.position_embedding_offset
 
 
@@ -145,7 +147,7 @@ class LabelledTextTask(MaskedLM):
 LABELLED_TEXT = LabelledTextTask()
 
 
-_TYPES = "bert.embeddings.token_type_embeddings.weight"
+_BIAS = "embedding.word_embeddings.bias"
 _SECOND_HEAD = "cls.seq_relationship.weight"
 
 
@@ -180,6 +182,22 @@ def sum_norm(ours: str, first: str, theirs: str) -> tuple[Entry, ...]:
     )
 
 
+def lm_head(
+    transform: str, normed: str, decoder: str, bias: str | None = None
+) -> tuple[Entry, ...]:
+    """The head of a masked language model: its dense layer and norm, the weight and bias of the
+    logits, of which ``bias`` is a copy by another name."""
+    # transformers 5 uses the first, transformers 4 makes the first of the second.
+    names = (f"{decoder}.bias",) if bias is None else (f"{decoder}.bias", bias)
+    return (
+        *dense("lm_head.dense", transform, predicts),
+        *norm("lm_head.norm", normed, predicts),
+        Entry(_BIAS, (bias or f"{decoder}.bias",), SAME, tied_head),
+        *weight("output_layer", decoder, when=untied_head),
+        Entry("output_layer.bias", names, SAME if bias is None else TWICE, untied_head),
+    )
+
+
 _BEFORE = (
     *weight("embedding.word_embeddings", "bert.embeddings.word_embeddings"),
     *weight("embedding.position_embeddings", "bert.embeddings.position_embeddings"),
@@ -203,35 +221,36 @@ _HEADS = (
     *dense("classification_head", "classifier", has_head("classification")),
     *dense("multichoice_head", "classifier", has_head("multiple_choice")),
     *dense("span_head", "qa_outputs", has_head("span")),
-    *dense("lm_head.dense", "cls.predictions.transform.dense", predicts),
-    *norm("lm_head.norm", "cls.predictions.transform.LayerNorm", predicts),
-    Entry("embedding.word_embeddings.bias", ("cls.predictions.bias",), SAME, tied_head),
-    *weight("output_layer", "cls.predictions.decoder", when=untied_head),
-    # transformers 5 uses the first then, transformers 4 makes the first of the second.
-    Entry(
-        "output_layer.bias", ("cls.predictions.decoder.bias", "cls.predictions.bias"), TWICE,
-        untied_head,
+    *lm_head(
+        "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm",
+        "cls.predictions.decoder", "cls.predictions.bias",
     ),
 )  # fmt: skip
 
 
-def _copies(model: ModelConfig) -> dict[str, str]:
-    if not tied_head(model):
-        return {}
+def copies_of(decoder: str, bias: str | None = None) -> Callable[[ModelConfig], Mapping[str, str]]:
+    """Names of tensors that repeat the token embedding, and the bias of the logits by ``bias``."""
+    copies = {f"{decoder}.weight": TABLE} | ({f"{decoder}.bias": _BIAS} if bias else {})
+    return lambda model: copies if tied_head(model) else {}
+
+
+def token_types(prefix: str) -> dict[str, Any]:
+    """Fields of an architecture for token types: a single one of zeros in the files is that of a
+    model without. The second head may be in files whose config.json names the class without it (the
+    published bert-base-uncased)."""
+    name = f"{prefix}.embeddings.token_type_embeddings.weight"
+
+    def seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+        typed = name not in tensors
+        if not typed:
+            types_TH = tensors.tensor(name)
+            typed = types_TH.ndim != 2 or types_TH.shape[0] != 1 or bool(types_TH.any())
+        return content | {"_second_head": _SECOND_HEAD in tensors, "_token_types": typed}
+
     return {
-        "cls.predictions.decoder.weight": "embedding.word_embeddings.weight",
-        "cls.predictions.decoder.bias": "embedding.word_embeddings.bias",
+        "seen": seen,
+        "constants": lambda m: {} if m.token_types else {name: torch.zeros(1, m.hidden_size)},
     }
-
-
-def _seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """The second head may be in files whose config.json names the class without it (the published
-    bert-base-uncased); a single token type of zeros is that of a model without."""
-    typed = _TYPES not in tensors
-    if not typed:
-        types_TH = tensors.tensor(_TYPES)
-        typed = types_TH.ndim != 2 or types_TH.shape[0] != 1 or bool(types_TH.any())
-    return content | {"_second_head": _SECOND_HEAD in tensors, "_token_types": typed}
 
 
 def read_bert(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -334,7 +353,7 @@ def class_named(prefix: str, model: ModelConfig) -> str:
 
 
 def _old(model: ModelConfig) -> frozenset[str]:
-    """Files of models without a pooler had one."""
+    """Names of a pooler in old files of models that have none."""
     names = ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
     return frozenset(names) if model.head == "span" else frozenset()
 
@@ -348,11 +367,8 @@ def _bert(
         model_class=lambda model: class_named(prefix, model),
         entries=(*_BEFORE, *entries, *_HEADS),
         keys={
-            "max_position_embeddings": "max_position_embeddings",
-            "hidden_size": "hidden_size",
+            **SIZES,
             "intermediate_size": "ffn_hidden_size",
-            "num_hidden_layers": "num_layers",
-            "num_attention_heads": "num_attention_heads",
             "hidden_act": "activation",
             "attention_probs_dropout_prob": "attention_dropout",
             "hidden_dropout_prob": "hidden_dropout",
@@ -384,10 +400,8 @@ def _bert(
             Requirement(_one_activation, "--lm-head-activation with the activation of the MLP"),
         ),
         nearest=_nearest,
-        copies=_copies,
-        # A model there has at least one token type.
-        constants=lambda m: {} if m.token_types else {_TYPES: torch.zeros(1, m.hidden_size)},
-        seen=_seen,
+        copies=copies_of("cls.predictions.decoder", "cls.predictions.bias"),
+        **token_types("bert"),
         family="bert",
         task=lambda model: MASKED_LM if model.head == "lm" else LABELLED_TEXT,
     )

@@ -1,47 +1,35 @@
 """Relatives of BERT in Hugging Face's form: RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA and
-DistilBERT. Their blocks are those of BERT; names and heads are others.
+DistilBERT. Their blocks equal BERT's; names and heads differ.
 
-A text's first position is the row after that of padding in RoBERTa's embeddings of positions:
+A text's first position is the row after the row for padding in RoBERTa's embeddings of positions:
 ``pad_token_id`` + 1. Its output head and ELECTRA's compute GELU exactly, whatever the MLP does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from megatron.config import ModelConfig
 from megatron.features.masked.hf_bert import (
     BERT,
     class_named,
+    copies_of,
     dense,
     has_head,
+    lm_head,
     predicts,
     read_bert,
     sum_norm,
-    tied_head,
-    untied_head,
+    token_types,
     write_labels,
 )
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import Architecture, Tensors
+from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.config_reader import ACTIVATIONS, HFConfigReader
-from megatron.formats.huggingface.entries import (
-    SAME,
-    SEPARATE_QKV,
-    TABLE,
-    TWICE,
-    Entry,
-    block,
-    linear,
-    norm,
-    weight,
-)
+from megatron.formats.huggingface.entries import SEPARATE_QKV, Entry, block, linear, norm, weight
 
-_BIAS = "embedding.word_embeddings.bias"
 _ONE_HEAD = Requirement(
     lambda m: not predicts(m) or not m.bert_binary_head, "--bert-no-binary-head"
 )
@@ -63,43 +51,6 @@ def _body(prefix: str, typed: bool = True) -> tuple[Entry, ...]:
         or entry.first
         if typed or "tokentype" not in entry.ours
     )
-
-
-def _lm_head(
-    transform: str, normed: str, decoder: str, bias: str | None = None
-) -> tuple[Entry, ...]:
-    """The head of a masked language model: its dense layer and norm, the weight and bias of the
-    logits, of which ``bias`` is a copy by another name."""
-    names = (f"{decoder}.bias",) if bias is None else (f"{decoder}.bias", bias)
-    return (
-        *dense("lm_head.dense", transform, predicts),
-        *norm("lm_head.norm", normed, predicts),
-        Entry(_BIAS, (bias or f"{decoder}.bias",), SAME, tied_head),
-        *weight("output_layer", decoder, when=untied_head),
-        Entry("output_layer.bias", names, SAME if bias is None else TWICE, untied_head),
-    )
-
-
-def _copies(decoder: str, bias: str | None = None) -> Callable[[ModelConfig], Mapping[str, str]]:
-    copies = {f"{decoder}.weight": TABLE} | ({f"{decoder}.bias": _BIAS} if bias else {})
-    return lambda model: copies if tied_head(model) else {}
-
-
-def _types(prefix: str) -> dict[str, Any]:
-    """A single token type of zeros is that of a model without, as for BERT."""
-    name = f"{prefix}.embeddings.token_type_embeddings.weight"
-
-    def seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-        typed = name not in tensors
-        if not typed:
-            types_TH = tensors.tensor(name)
-            typed = types_TH.ndim != 2 or types_TH.shape[0] != 1 or bool(types_TH.any())
-        return content | {"_second_head": False, "_token_types": typed}
-
-    return {
-        "seen": seen,
-        "constants": lambda m: {} if m.token_types else {name: torch.zeros(1, m.hidden_size)},
-    }
 
 
 def _only(given: HFConfigReader, *tasks: str) -> None:
@@ -144,7 +95,7 @@ def _roberta(title: str, model_type: str, prefix: str) -> Architecture:
         model_class=lambda model: class_named(prefix, model),
         entries=(
             *_body("roberta"),
-            *_lm_head("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias"),
+            *lm_head("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias"),
             *dense("pooler.dense", "classifier.dense", label),
             *dense("pooler.dense", "roberta.pooler.dense", choice),
             *dense("classification_head", "classifier.out_proj", label),
@@ -169,12 +120,12 @@ def _roberta(title: str, model_type: str, prefix: str) -> Architecture:
             "lm_head.decoder.bias": "lm_head.bias",
         },
         nearest=lambda model: (model, ""),
-        copies=_copies("lm_head.decoder", "lm_head.bias"),
+        copies=copies_of("lm_head.decoder", "lm_head.bias"),
         # The pooler of a model that was saved without its head.
         ignored=lambda model: frozenset(
             () if choice(model) else (f"roberta.pooler.dense.{kind}" for kind in ("weight", "bias"))
         ),
-        **_types("roberta"),
+        **token_types("roberta"),
     )
 
 
@@ -202,7 +153,7 @@ ELECTRA = replace(
     model_class=lambda model: class_named("Electra", model),
     entries=(
         *_body("electra"),
-        *_lm_head(f"{_GENERATOR}.dense", f"{_GENERATOR}.LayerNorm", "generator_lm_head"),
+        *lm_head(f"{_GENERATOR}.dense", f"{_GENERATOR}.LayerNorm", "generator_lm_head"),
         *dense("span_head", "qa_outputs", has_head("span")),
     ),
     read=_read_electra,
@@ -216,9 +167,9 @@ ELECTRA = replace(
     base_prefix="electra.",
     endings={"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"},
     nearest=lambda model: (model, ""),
-    copies=_copies("generator_lm_head"),
+    copies=copies_of("generator_lm_head"),
     ignored=lambda model: frozenset(),
-    **_types("electra"),
+    **token_types("electra"),
 )  # fmt: skip
 
 
@@ -230,8 +181,7 @@ def _read_distilbert(given: HFConfigReader, fields: dict[str, Any]) -> dict[str,
 
 
 _EMBEDDINGS = "distilbert.embeddings"
-DISTILBERT = replace(
-    BERT,
+DISTILBERT = Architecture(
     title="DistilBERT",
     model_type="distilbert",
     model_class="DistilBertForMaskedLM",
@@ -255,7 +205,7 @@ DISTILBERT = replace(
             ),
         ),
         *norm("final_norm.norm", "distilbert.transformer.layer.{last}.output_layer_norm"),
-        *_lm_head("vocab_transform", "vocab_layer_norm", "vocab_projector"),
+        *lm_head("vocab_transform", "vocab_layer_norm", "vocab_projector"),
     ),
     keys={
         "max_position_embeddings": "max_position_embeddings",
@@ -270,7 +220,8 @@ DISTILBERT = replace(
     },
     fixed={**BERT.fixed, "norm_epsilon": 1e-12},
     read=_read_distilbert,
-    write=lambda model: {},
+    activations=BERT.activations,
+    nearest=BERT.nearest,
     features=BERT.features - {"head"},
     requirements=(
         *BERT.requirements,
@@ -278,9 +229,7 @@ DISTILBERT = replace(
         Requirement(lambda m: not m.token_types, "--num-tokentypes 0"),
     ),
     base_prefix="distilbert.",
-    endings={},
-    copies=_copies("vocab_projector"),
-    constants=lambda model: {},
-    seen=lambda content, tensors: content,
-    ignored=lambda model: frozenset(),
+    copies=copies_of("vocab_projector"),
+    family=BERT.family,
+    task=BERT.task,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.patterns import every_first, shortest
-from megatron.features.masked.hf_bert import BERT, MASKED_LM, predicts, tied_head, untied_head
+from megatron.features.masked.hf_bert import MASKED_LM, copies_of, lm_head, predicts
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.config_reader import (
@@ -28,9 +28,6 @@ from megatron.formats.huggingface.config_reader import (
     write_rope,
 )
 from megatron.formats.huggingface.entries import (
-    SAME,
-    TABLE,
-    Entry,
     attention_biased,
     block,
     linear,
@@ -38,6 +35,7 @@ from megatron.formats.huggingface.entries import (
     qkv_biased,
     weight,
 )
+from megatron.formats.huggingface.layer_norm_decoders import SIZES
 from megatron.formats.huggingface.llama import (
     DIVISIBLE,
     LOCAL_UNSCALED,
@@ -56,15 +54,7 @@ _HEAD: dict[str, dict[str, Any]] = {
     "relu": {"lm_head_activation": "relu"},
     "relu2": {"lm_head_activation": "squared_relu"},
 }
-"""Flags by classifier_activation, which is that of the masked-LM head too."""
-
-
-def _after_first(model: ModelConfig, n: int) -> int:
-    return n
-
-
-def _has_head(model: ModelConfig) -> bool:
-    return predicts(model) and model.mlp.bias
+"""Flags by classifier_activation, which the masked-LM head has too."""
 
 
 def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -130,12 +120,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _copies(model: ModelConfig) -> dict[str, str]:
-    return {"decoder.weight": TABLE} if tied_head(model) else {}
-
-
-MODERNBERT: Architecture = replace(
-    BERT,
+MODERNBERT = Architecture(
     title="ModernBERT",
     model_type="modernbert",
     model_class="ModernBertForMaskedLM",
@@ -144,7 +129,7 @@ MODERNBERT: Architecture = replace(
         *norm("embedding.norm", "model.embeddings.norm"),
         *block(
             "model.layers.{n}",
-            [replace(each, at=_after_first) for each in norm("attention_norm", "attn_norm")],
+            [replace(each, at=lambda model, n: n) for each in norm("attention_norm", "attn_norm")],
             linear("attention.qkv", "attn.Wqkv", bias=qkv_biased),
             linear("attention.proj", "attn.Wo", bias=attention_biased),
             norm("mlp_norm", "mlp_norm"),
@@ -152,19 +137,15 @@ MODERNBERT: Architecture = replace(
             linear("mlp.down", "mlp.Wo"),
         ),
         *norm("final_norm.norm", "model.final_norm"),
-        *weight("lm_head.dense", "head.dense", predicts),
-        Entry("lm_head.dense.bias", ("head.dense.bias",), SAME, _has_head),
-        *norm("lm_head.norm", "head.norm", predicts),
-        Entry("embedding.word_embeddings.bias", ("decoder.bias",), SAME, tied_head),
-        *weight("output_layer", "decoder", when=untied_head),
-        Entry("output_layer.bias", ("decoder.bias",), SAME, untied_head),
+        *(
+            replace(each, when=lambda m: predicts(m) and m.mlp.bias)
+            if each.ours == "lm_head.dense.bias" else each
+            for each in lm_head("head.dense", "head.norm", "decoder")
+        ),
     ),
     keys={
-        "max_position_embeddings": "max_position_embeddings",
-        "hidden_size": "hidden_size",
+        **SIZES,
         "intermediate_size": "ffn_hidden_size",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_attention_heads",
         "hidden_activation": "activation",
         "attention_dropout": "attention_dropout",
         "embedding_dropout": "hidden_dropout",
@@ -192,12 +173,7 @@ MODERNBERT: Architecture = replace(
     ),
     read=_read,
     write=_write,
-    base_prefix="model.",
-    endings={},
-    nearest=lambda model: (model, ""),
-    copies=_copies,
-    constants=lambda model: {},
-    seen=lambda content, tensors: content,
-    ignored=lambda model: frozenset(),
+    copies=copies_of("decoder"),
+    family="bert",
     task=MASKED_LM,
 )  # fmt: skip

@@ -236,15 +236,6 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
-    return {
-        "is_encoder_decoder": True,
-        "tie_word_embeddings": model.embedding.tied and not _copied(model),
-        "scale_decoder_outputs": model.embedding.scale_head_input,
-        "initializer_factor": 1.0,
-    }
-
-
 STACKS: dict[str, Callable[[ModelConfig], int]] = {
     f"{stack}.{part}": count
     for part in ("layers", "biases")
@@ -302,7 +293,12 @@ T5 = Architecture(
         ),
     ),
     read=_read,
-    write=_write,
+    write=lambda model: {
+        "is_encoder_decoder": True,
+        "tie_word_embeddings": model.embedding.tied and not _copied(model),
+        "scale_decoder_outputs": model.embedding.scale_head_input,
+        "initializer_factor": 1.0,
+    },
     seen=_seen,
     copies=_copies,
     endings={_HEAD: "shared.weight"},

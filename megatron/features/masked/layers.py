@@ -11,7 +11,6 @@ predictions, N heads, D distances.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,11 +22,11 @@ from torch import Tensor, nn
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig
 from megatron.features.masked.flags import EncoderDecoderConfig
+from megatron.features.masked.heads import head_layers, pooler
 from megatron.model.activations import ACTIVATIONS
-from megatron.model.attention_masks import AttentionKind, AttentionMasks
+from megatron.model.attention_masks import AttentionKind, AttentionMasks, tensor_cache
 from megatron.model.block import Block
 from megatron.model.embedding import InputEmbedding, vocabulary_layers, word_embeddings
-from megatron.model.heads import head_layers, pooler
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.norm import FinalNorm, build_norm
 from megatron.model.spec import ModelSpec
@@ -126,7 +125,7 @@ _FIRST_BLOCKS = ("layers.0", "encoder.layers.0", "decoder.layers.0")
 
 
 def without_first_norm(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
-    """The model whose stacks begin with attention to the embeddings as they are."""
+    """Return the model without the norm before its first attention."""
     if model.fp32_residual_connection:
         raise ConfigError(
             "--no-first-norm contradicts --fp32-residual-connection, which would give the first "
@@ -315,12 +314,10 @@ def relative_bucket(distance: Tensor, buckets: int, furthest: int, causal: bool)
     return offset + torch.where(distance < alone, distance, shared)
 
 
-@functools.lru_cache(maxsize=64)
+@tensor_cache(64)
 def distance_buckets(
     length: int, buckets: int, furthest: int, causal: bool, device: torch.device
 ) -> Tensor:
     """The buckets [D] of the distances 1 - S to S - 1, made once for a device."""
-    # The cache outlives the call, which may run under inference mode. The logarithm is the CPU's.
-    with torch.inference_mode(False):
-        distances = torch.arange(1 - length, length)
-        return relative_bucket(distances, buckets, furthest, causal).to(device)
+    distances = torch.arange(1 - length, length)
+    return relative_bucket(distances, buckets, furthest, causal).to(device)  # the CPU's logarithm

@@ -68,7 +68,7 @@ class SentenceNumbers(NamedTuple):
 
 
 class Sentences(NamedTuple):
-    """The sentences of some documents, to choose those of each sample."""
+    """The sentences of some documents, from which samples are chosen."""
 
     numbers: SentenceNumbers
     starts_N: npt.NDArray[np.int64]

@@ -80,10 +80,9 @@ class T5Recipe(SegmentRecipe[T5Sample]):
         lengths: tuple[int, int | None],
         seed: int,
     ) -> T5Recipe:
-        """The recipe that the flags describe; `lengths` are those of the encoder and the decoder,
-        None for the default. Raises ConfigError if a
-        flag's value is out of its range, or the vocabulary has too few sentinels; ValueError if the
-        vocabulary lacks a special token."""
+        """The recipe that the flags describe; `lengths` are the lengths of encoder and decoder,
+        None for the default. Raises ConfigError if a flag's value is out of its range, or the
+        vocabulary has too few sentinels; ValueError if the vocabulary lacks a special token."""
         corruption = SpanCorruption.of(config)
         encoder, decoder = lengths
         needed = _needed(corruption, encoder)

@@ -1,1 +1,1 @@
-"""Collectives that run behind computation: gathers of weights, and those of tensor parallelism."""
+"""Collectives behind computation: gathers of weights, and collectives of tensor parallelism."""

@@ -19,7 +19,7 @@ from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.pipeline import DataKind, DataPipeline
 from megatron.data.samples import checked_range
 from megatron.data.sources import DataSource
-from megatron.data.text_encoder import TextEncoder, TextSettings, available_splitter
+from megatron.features.raw_text.encoder import TextEncoder, TextSettings, available_splitter
 from megatron.features.raw_text.flags import RawTextConfig
 from megatron.features.raw_text.text_files import (
     TextFile,

@@ -19,21 +19,21 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from megatron.data.json_lines import (
+from megatron.data.corpora import expand
+from megatron.features.raw_text.encoder import TextEncoder, refused
+from megatron.features.raw_text.flags import PACKED_ENDINGS, TEXT_ENDINGS
+from megatron.features.raw_text.records import (
     BYTE_ORDER_MARK,
     LONGEST_RECORD,
     BadLine,
-    expand,
     lines_in,
     long_line,
     read_lines,
     texts_of_line,
 )
-from megatron.data.text_encoder import TextEncoder, refused
-from megatron.features.raw_text.flags import PACKED_ENDINGS, TEXT_ENDINGS
+from megatron.features.raw_text.workers import map_in_order, usable_processors
 from megatron.util.digests import digest_of_sample
 from megatron.util.json_text import parse_json
-from megatron.util.processes import map_in_order, usable_processors
 from megatron.util.progress import progress_bar
 
 _RANGE_BYTES = 1 << 24

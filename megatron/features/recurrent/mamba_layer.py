@@ -113,8 +113,8 @@ class Mamba2(nn.Module):
     def _continued(
         self, inputs_BSI: Tensor, states: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :meth:`LayerCache.recur`; the states are the last inputs of the convolution, and
-        those of the heads."""
+        """See :meth:`LayerCache.recur`. The states are the last inputs of the convolution, and the
+        heads' states."""
         mixed_BSC, dt_BSN = inputs_BSI.split([inputs_BSI.shape[-1] - self.heads, self.heads], -1)
         last, state = (None, None) if states is None else states
         x_BSNW, b_BSGD, c_BSGD = self._parts(self.conv(mixed_BSC, Pieces(Context()), last))

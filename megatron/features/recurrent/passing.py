@@ -43,12 +43,12 @@ class Pieces:
     """The pieces of a rank, and the borders of documents in them.
 
     Args:
-        masks: those of the micro batch, whose ``document_ids`` [B, L] say where a token's document
+        masks: masks of the micro batch, whose ``document_ids`` [B, L] say where a token's document
             ends; None for one document.
 
     Attributes:
-        starts: bool [P, T], tokens whose document differs from that of the token before; None
-            where all sequences are one document.
+        starts: bool [P, T], tokens whose document differs from the previous token's; None where all
+            sequences are one document.
         runs: int64 [P, T], documents of the whole sequence that end before a token; None likewise.
     """
 

@@ -114,7 +114,7 @@ def _mixers(part: PatternConfig, layers: int, resolver: ConfigResolver) -> tuple
 
 
 def _check_experts(pattern: str, shown: str, resolver: ConfigResolver) -> None:
-    """Refuse experts in other layers than those of the letter E."""
+    """Refuse experts in layers without the letter E."""
     values = resolver.values
     if not values.get("num_experts"):
         resolver.check("E" not in pattern, f"{shown} has layers of experts: give --num-experts")

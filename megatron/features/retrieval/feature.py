@@ -11,7 +11,7 @@ from megatron.features.retrieval.flags import FAMILY, BiencoderConfig, IctConfig
 
 
 class RetrievalFeature(Feature):
-    needs = ("masked",)
+    needs = ("inputs", "masked")
     sections = {"ict": IctConfig}
     model_parts = (BiencoderConfig,)
     families = (FAMILY,)

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig, ParallelConfig
-from megatron.data.texts import LabelledBatch
 from megatron.features.masked.bert import masks
+from megatron.features.masked.heads import LabelledBatch, first_token
 from megatron.features.masked.layers import bert_layers
 from megatron.features.retrieval.flags import BiencoderConfig
 from megatron.model.layer_list import LayerSpec, LayerState
@@ -62,7 +62,7 @@ class VectorHead(nn.Module):
 
     def forward(self, state: LayerState) -> LayerState:
         """Hidden states [B, S, H] to vectors, ``hidden`` [B, 1, D]."""
-        x_BD = self.tp.first_token(state.hidden)
+        x_BD = first_token(self.tp, state.hidden)
         for linear in self.children():
             x_BD = linear(x_BD)
         return state.with_hidden(x_BD[:, None])

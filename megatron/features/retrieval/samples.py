@@ -33,8 +33,8 @@ from megatron.data.samples import (
     checked_index,
 )
 from megatron.data.sources import PARTS
-from megatron.data.texts import LabelledText, collate_labelled
 from megatron.features.masked.batch import MockDocuments, MockTokenizer
+from megatron.features.masked.heads import LabelledText, collate_labelled
 from megatron.features.masked.segments import epoch_rng, sample_rng
 from megatron.features.retrieval.flags import BiencoderConfig, IctConfig
 from megatron.features.retrieval.layers import RetrieverBatch
@@ -343,8 +343,9 @@ class IctData(DataPipeline):
 
 
 def titles_input(path: str) -> dict[str, str]:
-    """The input of a run that its titles are, as :mod:`megatron.run.fingerprint` compares it."""
-    from megatron.run.fingerprint import digest_of_files, file_input
+    """The input of a run that its titles are: a path and a digest of its files."""
+    from megatron.features.inputs.compared import file_input
+    from megatron.run.fingerprint import digest_of_files
 
     folder = Path(path).parent
     files = [Path(f"{path}.{ending}") for ending in ("bin", "idx")]

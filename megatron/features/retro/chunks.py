@@ -60,7 +60,7 @@ class ChunkDatabase:
         self._number = np.array([self.numbers[name] for name in self.sources], np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the content of a table in a file, for workers of a loader."""
+        """Return the state without a mapped table, which each worker of a loader opens again."""
         return self.__dict__ | {"table": MappedArray.of(self.table) or self.table}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class ChunkDatabase:
 
     def documents(self, chunks: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """(dataset, document) of chunks, int64 [...]: int64 [..., 2], both -1 for chunk -1. The
-        dataset is that of ``numbers``."""
+        dataset is numbered as in ``numbers``."""
         chunks = np.asarray(chunks, np.int64)
         documents = np.full((*chunks.shape, 2), -1, np.int64)
         known = chunks >= 0

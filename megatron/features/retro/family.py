@@ -27,7 +27,8 @@ from megatron.tokenizer import Tokenizer
 
 
 def begin(model: ModelConfig, batch: RetroBatch) -> LayerState:
-    """The initial state of a micro batch: that of its text; the neighbours come in the middle."""
+    """The initial state of a micro batch is the state of its text. Neighbours are added by later
+    blocks."""
     return gpt.begin(model, batch.text).changed(batch=batch)
 
 

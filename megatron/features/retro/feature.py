@@ -12,6 +12,7 @@ from megatron.features.retro.flags import RetrievalConfig, RetroDataConfig
 
 
 class RetroFeature(Feature):
+    needs = ("inputs",)
     sections = {"retro": RetroDataConfig}
     model_parts = (RetrievalConfig,)
     families = ("retro",)
@@ -28,7 +29,8 @@ class RetroFeature(Feature):
         project = config.section(RetroDataConfig).retro_project_dir
         if project is None:
             return {}
-        from megatron.run.fingerprint import digest_of_files, file_input
+        from megatron.features.inputs.compared import file_input
+        from megatron.run.fingerprint import digest_of_files
 
         folder = Path(project)
         files = [*folder.glob("db/merged/*.hdf5"), *folder.glob("query/*/*.hdf5")]

@@ -200,10 +200,9 @@ def retro_layers(
     costs: Sequence[float],
     tp: TensorParallel | None = None,
 ) -> list[LayerSpec]:
-    """The layers of a Retro: those of a GPT, by the same names, with blocks that attend to
-    neighbours among them; before the first of these token embedding and positions of the
-    neighbours, which are the text's. ``costs`` are the FLOPs of each block; ``tp`` is None for a
-    single process."""
+    """The layers of a Retro: a GPT's, by the same names, with blocks that attend to neighbours
+    among them. Before the first of these blocks the neighbours get the text's token embedding and
+    positions. ``costs`` are the FLOPs of each block; ``tp`` is None for a single process."""
     tp = tp or TensorParallel()
     retrieval = model.part(RetrievalConfig)
     attending = [number - 1 for number in retrieval.retro_cross_attention_layers]

@@ -261,9 +261,9 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def retro_settings(settings: Settings) -> Settings:
-    """The settings of a Retro's run: those of its project go over its flags. A program that trains
-    Retros trains a GPT without ``--retro-add-retriever``, on the same samples. ConfigError if flags
-    contradict the project, or it has no configuration."""
+    """The settings of a Retro's run, in which its project's settings replace the flags. A program
+    that trains Retros trains a GPT without ``--retro-add-retriever``, on the same samples.
+    ConfigError if flags contradict the project, or it has no configuration."""
     folder = settings.get("retro_project_dir")
     if folder is not None:
         settings = _with_project(settings, project_of(settings, folder.value))
@@ -297,7 +297,7 @@ def without_project() -> ConfigError:
 
 
 def _with_project(settings: Settings, project: RetroProject) -> Settings:
-    """The settings of a run, over which those of its project go; the log says what contradicts
+    """The settings of a run after its project's have replaced some; the log says what contradicts
     them. ConfigError if flags name other data."""
     taken = project.data_settings()
     for name in ("mock_data", *SOURCE_FIELDS):

@@ -212,7 +212,7 @@ class MockRetroSamples:
 
 
 class RetroData(DataPipeline):
-    """The data of a Retro's run: ``text``, those of a GPT, with the neighbours of their chunks.
+    """The data of a Retro's run: ``text``, as for a GPT, with the neighbours of its chunks.
     ConfigError if flags contradict each other or the project, or something of it is missing."""
 
     flags = frozenset({"retro"})

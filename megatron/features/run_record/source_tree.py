@@ -130,7 +130,7 @@ def _is_source(name: str, piece: bytes) -> bool:
 
 def _is_private(path: Path, root: Path, private: Collection[Path]) -> bool:
     """True if a path is below one of the private ones, or has its name with an ending, as files of
-    data have. Those that contain the whole tree, and packages of Python, say nothing of a file."""
+    data have. Private paths that contain the whole tree, or packages of Python, are ignored."""
     for each in private:
         if root.is_relative_to(each) or (each / "__init__.py").is_file():
             continue

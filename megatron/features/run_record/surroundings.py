@@ -91,10 +91,10 @@ def installed_packages() -> list[str]:
     for folder in dict.fromkeys(sys.path):
         with contextlib.suppress(OSError):
             for entry in os.scandir(folder or "."):
-                match = re.fullmatch(r"(.+?)-(.+)\.dist-info", entry.name)
-                if match is not None:
-                    name = match[1].replace("_", "-").lower()
-                    lines.setdefault(name, _requirement(name, match[2], Path(entry.path)))
+                name, dash, version = entry.name.removesuffix(".dist-info").partition("-")
+                if dash and entry.name.endswith(".dist-info"):
+                    name = name.replace("_", "-").lower()
+                    lines.setdefault(name, _requirement(name, version, Path(entry.path)))
     return [lines[name] for name in sorted(lines)]
 
 

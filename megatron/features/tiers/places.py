@@ -18,14 +18,13 @@ from torch import Tensor
 
 from megatron.config import ConfigError
 from megatron.config.optimizer import STATES
-from megatron.engine.environment import return_freed_memory
 from megatron.engine.state import holders
 from megatron.engine.train_engine import TrainEngine
 from megatron.features.tiers.files import MappedFiles
 from megatron.features.tiers.rules import OFFLOADS, ZERO, on_disk, section_of
 from megatron.parallel.mesh import first_reason
 from megatron.util.errors import FaultError
-from megatron.util.processes import is_main_process
+from megatron.util.processes import is_main_process, return_freed_memory
 
 _ACCUMULATED = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 """Stage 3's name of the views of its buffer of gradients, by parameter."""

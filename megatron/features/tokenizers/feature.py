@@ -1,4 +1,5 @@
-"""Tokenizers of WordPiece, SentencePiece and tiktoken, and a faster encoder of GPT-2's BPE."""
+"""Tokenizers of WordPiece, SentencePiece, tiktoken and Hugging Face, and a faster encoder of
+GPT-2's BPE."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ class TokenizersFeature(Feature):
         *("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer"),
         *("GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer", "Llama3Tokenizer"),
         "BertWordPieceTokenizer",  # a name of 2019
+        *("HFTokenizer", "HuggingFaceTokenizer"),
     )
 
     def tokenizer(self, name: str) -> Any:
@@ -25,6 +27,10 @@ class TokenizersFeature(Feature):
             case = "cased" if name == "BertWordPieceCase" else "uncased"
             published = PublishedFiles(f"bert-large-{case}", _VOCABULARY, by_name=True)
             return TokenizerType(WordPieceTokenizer.from_config, published=published)
+        if name.startswith("H"):
+            from megatron.features.tokenizers.huggingface import HFTokenizer
+
+            return TokenizerType(HFTokenizer.from_config)
         if name.startswith(("Tik", "Llama3")):
             from megatron.features.tokenizers.tik_token import TikTokenizer
 
@@ -36,6 +42,11 @@ class TokenizersFeature(Feature):
         if name == "Llama2Tokenizer":
             return TokenizerType(make)
         return TokenizerType(make, sized=True, train=train_missing_model)
+
+    def tokenizer_files(self, config: Any, published: Any) -> Any:
+        from megatron.features.tokenizers.cached_files import with_cached_files
+
+        return with_cached_files(config, published)
 
     def batch_encoder(self) -> Any:
         from megatron.features.tokenizers.fastokens_bpe import BatchEncoder, require_fastokens

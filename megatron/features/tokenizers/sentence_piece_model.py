@@ -20,8 +20,8 @@ from tokenizers import (
     processors,
 )
 
+from megatron.formats.tokenizer_json import check_charsmap, check_pieces
 from megatron.tokenizer.base import TokenIds
-from megatron.tokenizer.tokenizer_json import check_charsmap, check_pieces
 
 SPACE = "\u2581"
 """SentencePiece's mark for a space."""
@@ -179,8 +179,8 @@ class RankedPieces:
     """Encodes with tiktoken; its ranks are mapped to the ids of pieces."""
 
     def __init__(self, pieces: list[str], ids: dict[str, int], byte_ids: list[int]) -> None:
-        """`pieces` are those of several characters, the best one first; `ids` has these and all
-        characters that are pieces. In both, a space is " "."""
+        """`pieces` have several characters, the best one first; `ids` has these and all characters
+        that are pieces. In both, a space is " "."""
         characters = [piece for piece in ids if len(piece) == 1]
         tokens = [bytes([byte]) for byte in range(256)]
         beginnings = {c.encode()[:n] for c in characters for n in range(2, len(c.encode()))}

@@ -51,7 +51,7 @@ def train_tokenizer(
     sentence_piece_kind: str,
     byte_fallback: bool,
 ) -> Tokenizer:
-    """Trains a tokenizer; the last two arguments are those of `train_sentencepiece_model`."""
+    """Trains a tokenizer; the last two arguments as in `train_sentencepiece_model`."""
     if tokenizer_type == "GPT2BPETokenizer":
         return train_byte_level_bpe(texts(), vocab_size, min_frequency)
     if tokenizer_type == "SentencePieceTokenizer":

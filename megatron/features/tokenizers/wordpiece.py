@@ -186,8 +186,8 @@ class _CachedWordPiece:
 
     BERT's encoding treats what is between spaces, tabs and line ends by itself: its normalization
     changes characters one by one, it never merges across white space, and no special token contains
-    any. So the ids of a text are those of its parts, and each part needs to be encoded only once.
-    Other white space stays inside of parts: some of it is dropped, not a boundary.
+    any. So the ids of a text are joined from its parts, and each part is encoded only once. Other
+    white space stays inside of parts: some of it is dropped, not a boundary.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,9 +13,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from megatron.config import RunConfig
+from megatron.config import ConfigError, RunConfig
 from megatron.config.output import LoggingConfig
-from megatron.engine.statistics import state_norms, zeros_in_gradients
+from megatron.engine.saving import check_writable
+from megatron.features.trackers.statistics import state_norms, zeros_in_gradients
 from megatron.features.trackers.tags import as_markdown, evaluation_tagged, tagged
 from megatron.training.intervals import numbers
 from megatron.training.plan import TrainingPlan
@@ -26,7 +28,7 @@ from megatron.training.writers import STEP, RunWriter, Values
 
 class TensorBoardWriter:
     """TensorBoard events under Megatron's and Megatron-DeepSpeed's tags, over iterations, samples
-    and tokens. The tags ``... vs samples`` go to the run ``vs_samples`` inside the folder, those
+    and tokens. The tags ``... vs samples`` go to the run ``vs_samples`` inside the folder, the tags
     ``... vs tokens`` to ``vs_tokens``, as a resume purges a whole run from one step on."""
 
     def __init__(
@@ -37,6 +39,12 @@ class TensorBoardWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         _say_no_more_of_threads()
+        check_writable(logging.tensorboard_dir, "--tensorboard-dir")
+        if re.search("[\ud800-\udfff]", logging.tensorboard_dir):  # bytes that are no text
+            raise ConfigError(
+                f"--tensorboard-dir {logging.tensorboard_dir}: TensorBoard writes below names in "
+                "UTF-8 only; give another folder"
+            )
         self._interval = logging.tensorboard_log_interval
         self._left_out = _values_left_out(logging)
         folder, queue = Path(logging.tensorboard_dir), logging.tensorboard_queue_size

@@ -14,7 +14,7 @@ from megatron.checkpoint.generation_settings import (
     write_of_run,
 )
 from megatron.checkpoint.source import open_checkpoint, tokenizer_in
-from megatron.checkpoint.writer import write_checkpoint
+from megatron.formats.conversion.output import write_checkpoint
 from megatron.tokenizer.plain import NullTokenizer
 
 ROWS = 61

@@ -12,10 +12,11 @@ from megatron.checkpoint.folder import incomplete_folder
 from megatron.checkpoint.manifest import tensor_key, verify
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.slices import Slice
-from megatron.checkpoint.source import Source, locate_checkpoint, open_checkpoint, run_of
+from megatron.checkpoint.source import Source, locate_checkpoint, open_checkpoint
 from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
-from megatron.checkpoint.writer import write_checkpoint as write
 from megatron.config import TokenizerConfig
+from megatron.formats.conversion.output import run_of
+from megatron.formats.conversion.output import write_checkpoint as write
 from megatron.tokenizer.plain import NullTokenizer
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron import __version__
-from megatron.config.command_line import MANY_FLAGS, CommandParser, run_command
-from megatron.tokenizer.transformers_folder import hide_bars_of_transformers
+from megatron.config.command_line import MANY_FLAGS, SECONDS_OF_OTHERS, CommandParser, run_command
+from megatron.formats.transformers_folder import quiet_transformers
 from megatron.util.progress import progress_bar
 
 ROOT = Path(__file__).parents[3]
@@ -81,7 +81,7 @@ EVERY_PROGRAM = """
 import os, runpy, sys
 sys.path.insert(0, os.getcwd())
 import pretrain_gpt  # the children share what it imports
-assert type(sys.modules["torch"]).__module__ == "megatron.util.completion"
+assert type(sys.modules["torch"]).__module__ == "megatron.apps.completion"
 for path in sys.argv[1:]:
     if not os.fork():
         os.environ["COMP_LINE"], os.environ["COMP_POINT"] = f"{path} --vers", str(len(path) + 7)
@@ -202,6 +202,30 @@ def test_a_misspelled_flag_of_a_plain_parser(capsys):
     )
 
 
+def test_a_missing_value_names_what_is_right(capsys):
+    parser = CommandParser(prog="tool")
+    parser.add_argument("--size", type=int, metavar="INT", help="Tokens of a sample. 2 or more.")
+    parser.add_argument("--shape", choices=("flat", "round"), nargs="+", help="Of a sample.")
+    for argv, expected in (
+        (["--size", "--shape", "flat"], "--size: expected one argument, INT: Tokens of a sample"),
+        (["--shape"], "--shape: expected at least one argument, {flat,round} [{flat,round} ...]"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args(argv)
+        assert f"tool: error: argument {expected}" in capsys.readouterr().err
+
+
+def test_one_process_says_that_all_have_a_wrong_command_line(capsys, monkeypatch):
+    waited = []
+    monkeypatch.setattr("megatron.config.command_line.time.sleep", waited.append)
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit):
+            CommandParser(prog="tool").parse_args(["--al"])
+        assert "unknown flag --al" in capsys.readouterr().err
+    assert waited == [SECONDS_OF_OTHERS]
+
+
 def test_commands(capsys):
     commands = {"show": lambda: print, "fail": lambda: int}
     run_command(commands, "Text.", ["show", "--help"])
@@ -255,7 +279,7 @@ def test_bars_of_transformers_are_on_a_terminal_too(monkeypatch, terminal):
     shown = logging.is_progress_bar_enabled()
     logging.enable_progress_bar()
     try:
-        hide_bars_of_transformers()
-        assert logging.is_progress_bar_enabled() == terminal
+        with quiet_transformers():
+            assert logging.is_progress_bar_enabled() == terminal
     finally:
         logging.enable_progress_bar() if shown else logging.disable_progress_bar()

@@ -201,7 +201,7 @@ def test_configs_are_frozen():
         (["--num-layer", "2"], "unknown flag --num-layer; the nearest known flag is --num-layers"),
         (["--num_layers=2"], "unknown flag --num_layers; the nearest known flag is --num-layers"),
         (["--zzzz-qq"], "unknown flag --zzzz-qq (--help lists all)"),
-        (["stray"], "'stray' is not a value of any flag"),
+        (["stray"], "'stray' is not a value of any flag (--help lists all)"),
         (["--num-layers", "two"], "argument --num-layers: invalid int value: 'two'"),
         (["--optimizer", "lamb"], "invalid choice: 'lamb'"),
         (["--rampup-batch-size", "1", "2"], "--rampup-batch-size: expected 3 arguments"),

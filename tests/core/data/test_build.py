@@ -155,6 +155,14 @@ def test_too_few_documents_for_validation(
     assert f"--split {split} gives valid no document of" in caplog.text
 
 
+def test_one_process_warns_of_what_all_see(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    build(DataConfig(data_path=(str(write(tmp_path / "a", 3)),), split="969,30,1"), (8, 2, 0))
+    assert not caplog.messages
+
+
 def test_a_file_too_small_for_validation_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

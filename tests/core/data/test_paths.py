@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.json_lines import expand
+from megatron.data.corpora import expand
 
 ENDINGS = (".json", ".jsonl")
 

@@ -124,5 +124,5 @@ def test_a_curriculum_of_lengths_does_not_cut_answers_off(corpora):
     }  # fmt: skip
     run = config(train_data=("pairs",), corpora_file=corpora, split="1,0,0")
     growing = CurriculumConfig(curriculum_learning=json.dumps(schedule))
-    with pytest.raises(ConfigError, match="would cut off the answers of instruction data"):
+    with pytest.raises(ConfigError, match="would cut instructions and answers"):
         gpt(run.with_sections(growing)).datasets((8, 0, 0))

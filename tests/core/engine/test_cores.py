@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from megatron.engine import environment
 from megatron.engine.environment import own_cores
+from megatron.util import processes
 
 TWO_PROCESSORS = {core: (core % 4 // 2, core % 2) for core in range(8)}
 """Processor and core of each of 8 threads: 0 and 4, 1 and 5 ... are the two of one core."""
@@ -21,10 +21,10 @@ def machine(monkeypatch, tmp_path):
         folder.mkdir(parents=True)
         (folder / "physical_package_id").write_text(f"{processor}\n")
         (folder / "core_id").write_text(f"{number}\n")
-    real = environment.Path
+    real = processes.Path
     moved = str(tmp_path)
     monkeypatch.setattr(
-        environment, "Path", lambda path: real(path.replace("/sys/devices/system/cpu", moved))
+        processes, "Path", lambda path: real(path.replace("/sys/devices/system/cpu", moved))
     )
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: bound[-1])

@@ -134,6 +134,7 @@ JSON_FILLS = [
     ({"fp16": {"loss_scale_window": 9}}, "precision", "loss_scale_window", 9),
     ({"fp16": {"hysteresis": 3}}, "precision", "hysteresis", 3),
     ({"fp16": {"min_loss_scale": 2}}, "precision", "min_loss_scale", 2.0),
+    ({"fp16": {"enabled": True}}, "precision", "initial_loss_scale", 65536.0),
     (
         {"data_types": {"grad_accum_dtype": "fp32"}},
         "precision",

@@ -59,6 +59,14 @@ def test_a_rank_is_below_the_number_of_processes(monkeypatch):
         world_size()
 
 
+def test_one_of_several_processes_has_a_rank(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    message = "WORLD_SIZE=2 in the environment without RANK"
+    with pytest.raises(ConfigError, match=message), distributed(ParallelConfig()):
+        pass
+
+
 def test_a_local_rank_that_contradicts_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     message = "--local_rank 0 contradicts LOCAL_RANK=1"
@@ -131,7 +139,7 @@ def test_ranks_that_share_layers_compile_without_measuring(gpus, tensor):
 FAULTS = """
 import resource, torch
 from megatron.engine import environment
-environment._keep_freed_memory()
+environment.keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.empty(2**26, dtype=torch.uint8).fill_(1)

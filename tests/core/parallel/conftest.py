@@ -7,9 +7,12 @@ import pytest
 from megatron.config.layouts import Layout, refusal
 from megatron.parallel.pipeline_schedules import PipelineSchedule
 
+FEW = {4: (3, 4, 9), 5: (2, 11), 8: (3, 8, 17)}
+"""Micro batches of the large pipelines of the normal run; `make proof` has all."""
 
-@pytest.fixture
-def schedules() -> Callable[..., list[PipelineSchedule]]:
+
+@pytest.fixture(params=["few", pytest.param("all", marks=pytest.mark.proof)])
+def schedules(request: pytest.FixtureRequest) -> Callable[..., list[PipelineSchedule]]:
     """``schedules(name, chunks, forward_only)``: those of all sizes that exist."""
 
     def every(name: str, chunks: int, forward_only: bool = False) -> list[PipelineSchedule]:
@@ -17,6 +20,7 @@ def schedules() -> Callable[..., list[PipelineSchedule]]:
             PipelineSchedule(name, ranks, chunks, micro_batches, forward_only)
             for ranks in (2, 3, 4, 5, 8)
             for micro_batches in sorted({1, 2, 3, 7, ranks, 2 * ranks, 2 * ranks + 1, 3 * ranks})
+            if request.param == "all" or micro_batches in FEW.get(ranks, (micro_batches,))
             if forward_only or exists(name, ranks, chunks, micro_batches)
         ]
 

@@ -336,8 +336,10 @@ def test_a_launchers_traceback_after_ctrl_c_is_announced(
         monkeypatch.setenv(name, value)
     reporter = Reporter.__new__(Reporter)
     reporter.main, reporter.after_line = True, []
-    reporter._bar = SimpleNamespace(close=lambda: None)
+    reporter._bar = reporter.writer = SimpleNamespace(close=lambda: None)
     reporter.training_ended(SimpleNamespace(iteration=7), reason)
     said = capsys.readouterr().out
-    assert f"stopped by {reason} after iteration 7" in said
+    assert f"stopped by {reason} after iteration 7" in said and "launcher" not in said
+    reporter.__exit__(None)
+    said = capsys.readouterr().out
     assert ("the launcher's, and says nothing about the run" in said) == loud

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -121,6 +122,14 @@ def test_nothing_asked_for_writes_nothing():
     writer = build_writers(LoggingConfig())
     write_train(writer, [1])
     writer.close()
+
+
+def test_a_file_that_cannot_be_written_names_its_flag(tmp_path):
+    path = tmp_path / "file" / "metrics.jsonl"
+    path.parent.write_text("in the way")
+    config = dataclasses.replace(LoggingConfig(), metrics_file=str(path))
+    with pytest.raises(ValueError, match=f"--metrics-file {re.escape(str(path))}: cannot write"):
+        build_writers(config)
 
 
 def test_a_full_disk_does_not_end_a_run(caplog):

@@ -8,7 +8,7 @@ from tool_modules import load_program
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.source import open_checkpoint
-from megatron.checkpoint.writer import write_checkpoint
+from megatron.formats.conversion.output import write_checkpoint
 from megatron.formats.deepspeed_folders.universal import UniversalFolder, write_universal
 from megatron.formats.inspection import model_of, tensor_differences, verify_all
 from megatron.formats.unpickle import load_pickle

@@ -13,9 +13,9 @@ from megatron.config import ConfigError, TokenizerConfig
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.text_encoder import TextEncoder, TextSettings
 from megatron.features.fill_in_the_middle.flags import FimConfig
 from megatron.features.fill_in_the_middle.kind import FimDataset, FimRecipe, FimTokens
+from megatron.features.raw_text.encoder import TextEncoder, TextSettings
 from megatron.features.tokenizers.train import train_byte_level_bpe
 
 SPECIALS = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<file_sep>"]

@@ -18,16 +18,18 @@ def matrices(config):
     return sum(param.numel() for param in layer.parameters() if param.ndim == 2)
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("shape", ["ranked", "direct", "biased"])
-def test_weights_and_flops_are_those_of_the_layer(shape):
-    """Two operations a weight and token forward, and 2 (D + V) for each key of a head."""
-    config = model_config(**SIZES | SHAPES[shape])
+def test_weights_and_flops_are_those_of_the_layer(shape, ahead):
+    """Two operations a weight and token forward, and 2 (D + V) for each key of a head; blocks that
+    predict further tokens have them too, and a projection that merges two vectors."""
+    config = model_config(**SIZES | SHAPES[shape] | {"mtp_num_layers": ahead or None})
     weights = matrices(config)
     assert attention_weights(config, 1) == weights
     flops = with_latents(TransformerShape.of(config), config).flops_per_token(causal=False)
     mlp = 2 * config.hidden_size * config.mlp.ffn_hidden_size
     scores = HEADS * (PLAIN + ROTATED + VALUE) * LENGTH
-    assert flops == 6 * (weights + mlp + scores)
+    assert flops == 6 * ((1 + ahead) * (weights + mlp + scores) + ahead * 2 * config.hidden_size**2)
 
 
 def test_recomputation_keeps_latent_vectors_and_the_output():

@@ -11,11 +11,11 @@ from samples import sampled
 
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.text_encoder import build_splitter
 from megatron.features.masked.bert import BertRecipe
 from megatron.features.masked.flags import MaskedDataConfig
 from megatron.features.masked.t5 import T5Recipe
 from megatron.features.masked.tfrecord import TFRecordRecipe, TFRecords
+from megatron.features.raw_text.encoder import build_splitter
 from megatron.features.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.tokenizer.base import Tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from megatron.features.multi_token.targets import with_losses_ahead
 from megatron.features.recurrent.costs import with_states
 from megatron.formats.conversion.commands import export_hf
 from megatron.formats.huggingface import architecture_named
+from megatron.formats.huggingface.compare import reference_of
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.formats.inspection import model_of
 from megatron.model.flops import TransformerShape
@@ -150,6 +152,18 @@ def test_files_are_read_without_by_default(folder):
     assert f"{merge}.weight" in note and "--mtp-num-layers" in note
     source.read_ahead()
     assert not source.notes
+
+
+def test_tensors_that_transformers_does_not_read_are_no_alarm(folder):
+    lines, handler = [], logging.Handler()
+    handler.emit = lines.append
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        reference_of(folder[0], HuggingFaceFolder(folder[0]).model)
+    finally:
+        logger.removeHandler(handler)
+    assert not lines
 
 
 def test_a_missing_tensor_is_named(folder, tmp_path):

@@ -23,13 +23,13 @@ from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.sources import parts_of
-from megatron.data.text_encoder import TextEncoder, TextSettings
 from megatron.features.raw_text.documents import (
     RawTextDocuments,
     open_raw_text,
     read_texts,
     text_settings,
 )
+from megatron.features.raw_text.encoder import TextEncoder, TextSettings
 from megatron.features.raw_text.flags import RawTextConfig
 from megatron.features.raw_text.text_files import JsonLines, scan, text_files
 from megatron.features.tokenizers.train import train_byte_level_bpe

@@ -201,7 +201,7 @@ def test_initial_decays_are_megatrons():
 
 @proof
 def test_the_text_model_in_one_that_sees_images(tmp_path: Path):
-    """Logits of text, float32; the tensors of images are named in a note."""
+    """Logits of text, float32; a note says that nothing else is read."""
     transformers = pytest.importorskip("transformers", "5.0")
     images = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
               "out_hidden_size": 32, "num_position_embeddings": 16}  # fmt: skip
@@ -216,7 +216,7 @@ def test_the_text_model_in_one_that_sees_images(tmp_path: Path):
             param.copy_(shard_of(param).cut(source.tensor(name)))
         expected = theirs(input_ids=tokens).logits
         torch.testing.assert_close(forward(ours, tokens)[..., :61], expected, rtol=0, atol=1e-5)
-    assert "model.visual" in source.notes[0]
+    assert "the text model of qwen3_5 is read, and nothing else" in source.notes[0]
 
 
 def test_rows_of_additions_are_those_of_the_weight(tmp_path: Path):

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.features.resilience.watch.watchdog import hang_limits
-from megatron.run.launch import start_processes
+from megatron.run.run import start_processes
 
 MINIMAL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.data.text_encoder import tokenizer_identity
+from megatron.features.raw_text.encoder import tokenizer_identity
 from megatron.features.tokenizers import fastokens_bpe
 from megatron.features.tokenizers.train import train_byte_level_bpe
 from megatron.tokenizer import build_tokenizer

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.features.tokenizers import wordpiece
+from megatron.features.tokenizers.huggingface import HFTokenizer
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
-from megatron.tokenizer.huggingface import HFTokenizer
 from megatron.tokenizer.plain import NullTokenizer
 
 

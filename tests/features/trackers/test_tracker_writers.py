@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import shutil
 import sys
 import types
@@ -99,6 +100,17 @@ def test_tags_are_megatrons_and_follow_the_flags(tmp_path):
         "lm-loss-validation/lm loss validation ppl",
         "mem-max-allocated-bytes",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("file/x", "cannot write to it"), ("t\udce9", "TensorBoard writes below names in UTF-8 only")],
+)
+def test_a_folder_that_tensorboard_cannot_use(name, message, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    folder = tmp_path / name / "tb"
+    with pytest.raises(ValueError, match=f"--tensorboard-dir {re.escape(str(folder))}: {message}"):
+        TensorBoardWriter(tensorboard_config(tmp_path / name))
 
 
 def test_points_of_steps_over_three_axes(tmp_path):

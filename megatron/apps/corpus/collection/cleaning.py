@@ -17,7 +17,7 @@ from megatron.apps.corpus.collection.line_job import (
     LineJobConfig,
     json_inputs,
     required,
-    run_on_json,
+    run_step,
 )
 from megatron.apps.corpus.normalization import normalized
 from megatron.config import ConfigError, TokenizerConfig
@@ -75,12 +75,12 @@ def cleanup(config: CleanupConfig, tokenizer: TokenizerConfig, running: LineJobC
         counting = replace(tokenizer, tokenizer_type="GPT2BPETokenizer")
     if counting is not None:
         build_tokenizer(counting)  # reports its errors before anything is read
-    return run_on_json(
+    return run_step(
         config,
         running,
         "cleanup_dataset",
         _cleanup_step,
-        inputs,
+        json_inputs(inputs),
         [output, config.dropped],
         keys=(config.text_key,),
         uses={"tokenizer": counting},
@@ -168,8 +168,8 @@ def fix(config: FixConfig, running: LineJobConfig) -> JobReport:
     for task in tasks:
         if task not in known:
             raise ConfigError(f"--tasks {task} is unknown; it is among {' '.join(known)}")
-    outputs = []
-    for path in json_inputs(files):
+    inputs, outputs = json_inputs(files), []
+    for path in inputs:
         ending = _ENDINGS.search(path.name)
         assert ending is not None
         stem = path.name[: ending.start()]
@@ -177,7 +177,7 @@ def fix(config: FixConfig, running: LineJobConfig) -> JobReport:
         outputs += [Path(folder, f"{stem}_{kind}{ending.group()}") for kind in kinds]
     keys = (config.text_key,)
     tool = "cleanup_fix_dataset"
-    return run_on_json(config, running, tool, _fix_step, files, outputs, keys=keys, per_input=True)
+    return run_step(config, running, tool, _fix_step, inputs, outputs, keys=keys, per_input=True)
 
 
 def _fix_step(config: FixConfig) -> RecordStep:

@@ -41,7 +41,7 @@ from megatron.apps.corpus.collection.line_job import (
 from megatron.apps.corpus.preprocessing.inputs import read_batches
 from megatron.config import ConfigError
 from megatron.config.flags import option
-from megatron.data.json_lines import long_line
+from megatron.features.raw_text.records import long_line
 from megatron.util.digests import sha256
 
 _WORD = re.compile(r"\w+")

@@ -55,7 +55,7 @@ def shingle_hashes(text: str) -> npt.NDArray[np.uint64]:
 
 def signature_S(text: str, seeds: int, seed: int) -> npt.NDArray[np.uint32]:
     """Return the MinHash signature of `seeds` values: two texts agree in a value with the
-    probability of their Jaccard similarity. `seed` is that of the hash functions."""
+    probability of their Jaccard similarity. `seed` is the hash functions'."""
     hashes = shingle_hashes(text)  # repeated shingles change no minimum
     offsets = np.array([0, len(hashes)], np.uint64)
     digests = RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, seeds, seed)

@@ -15,7 +15,7 @@ import orjson
 import zstandard
 
 from megatron.apps.corpus.preprocessing.inputs import LineBatch, read_batches
-from megatron.data.json_lines import BadLine, is_too_deep, long_line, texts_of_line
+from megatron.features.raw_text.records import BadLine, is_too_deep, long_line, texts_of_line
 from megatron.util.files import Lock, LockTakenError, naming, sync, write_whole
 
 _MAX_DEPTH = 500  # brackets inside brackets that Python still writes

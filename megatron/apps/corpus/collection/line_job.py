@@ -37,11 +37,11 @@ from megatron.apps.corpus.preprocessing.inputs import (
     read_batches,
     total_bytes,
 )
+from megatron.apps.corpus.progress import Progress
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
+from megatron.features.raw_text.workers import map_in_order
 from megatron.util.errors import one_line
-from megatron.util.processes import map_in_order
-from megatron.util.progress import Progress
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -76,7 +76,8 @@ class LineJob:
     tool: str
     inputs: Sequence[Path]
     outputs: Sequence[Path]
-    """All outputs; with `per_input`, those of the first input, then of the second ..."""
+    """All outputs; with `per_input`, first the outputs of the first input, then of the second
+    ..."""
     prepare: Callable[[], RecordStep | BatchStep]
     """Pickled, and called in each worker; the same batch gives the same result in all of them."""
     keys: Sequence[str] | None = ()
@@ -203,7 +204,7 @@ def _read_journal(path: Path, job: LineJob) -> _Journal:
 
 
 class _Work:
-    """A job at work. Where each input has its own outputs, those of one input are open."""
+    """A running job. Where each input has its own outputs, the outputs of one input are open."""
 
     def __init__(
         self, job: LineJob, config: LineJobConfig, journal: _Journal, journal_path: Path
@@ -304,25 +305,25 @@ def required(config: object, *fields: str) -> list[Any]:
     return values
 
 
-def run_on_json(
+def run_step(
     config: DataclassInstance,
     running: LineJobConfig,
     tool: str,
-    prepare: Callable[..., RecordStep],
-    inputs: Iterable[str],
+    prepare: Callable[..., RecordStep | BatchStep],
+    inputs: Sequence[Path],
     outputs: Iterable[str | Path | None],
     *,
-    keys: Sequence[str] = (),
+    keys: Sequence[str] | None = (),
     uses: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> JobReport:
-    """Run the step that `prepare(config, **uses)` makes over JSON-lines files. An output of None is
-    not written; `uses` decide the output besides the config, as JSON; `options` are further fields
+    """Run the step that `prepare(config, **uses)` makes over files. An output of None is not
+    written; `uses` decide the output besides the config, as JSON; `options` are further fields
     of `LineJob`."""
     uses = uses or {}
     job = LineJob(
         tool,
-        json_inputs(inputs),
+        inputs,
         [Path(path) for path in outputs if path],
         functools.partial(prepare, config, **uses),
         keys,

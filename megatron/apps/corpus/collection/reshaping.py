@@ -24,13 +24,14 @@ from megatron.apps.corpus.collection.line_job import (
     LineJobConfig,
     json_inputs,
     required,
-    run_on_json,
+    run_step,
 )
 from megatron.apps.corpus.preprocessing.inputs import read_batches
 from megatron.config import ConfigError
 from megatron.config.flags import option
-from megatron.data.json_lines import expand, long_line, read_lines
-from megatron.data.text_encoder import available_splitter, build_splitter
+from megatron.data.corpora import expand
+from megatron.features.raw_text.encoder import available_splitter, build_splitter
+from megatron.features.raw_text.records import long_line, read_lines
 from megatron.util.digests import hash64
 from megatron.util.files import replacing, sync
 
@@ -62,15 +63,16 @@ class SplitConfig:
 
 def split_corpus(config: SplitConfig, running: LineJobConfig) -> JobReport:
     patterns, folder = required(config, "input", "output_dir")
+    inputs = json_inputs(patterns)
     ends = cumulative_shares(config.split)
     if config.method == "exact":
-        bounds = exact_bounds(_hashes(json_inputs(patterns), config), ends)
+        bounds = exact_bounds(_hashes(inputs, config), ends)
     else:
         bounds = tuple(round(end * _HASHES) for end in ends)
     ending = ".jsonl" if config.pack == "none" else f".jsonl.{config.pack}"
     outputs = [Path(folder, part + ending) for part in PARTS]
     uses = {"bounds": bounds}
-    return run_on_json(config, running, "split_json", _split_step, patterns, outputs, uses=uses)
+    return run_step(config, running, "split_json", _split_step, inputs, outputs, uses=uses)
 
 
 def _split_step(config: SplitConfig, bounds: Sequence[int]) -> RecordStep:
@@ -118,7 +120,7 @@ def exact_bounds(hashes: npt.NDArray[np.uint64], ends: Sequence[float]) -> tuple
 
 
 def _hashes(inputs: Sequence[Path], config: SplitConfig) -> npt.NDArray[np.uint64]:
-    """Return those of all documents, without malformed lines, which the second reading reports."""
+    """Return the hashes of all documents. The second reading reports malformed lines."""
     parts = [np.empty(0, np.uint64)]
     for batch in read_batches(inputs):
         hashes = []
@@ -147,8 +149,8 @@ class AddIdConfig:
 def add_ids(config: AddIdConfig, running: LineJobConfig) -> JobReport:
     """Write the documents with an id each. A run that was stopped starts again."""
     inputs, output, _ = required(config, "input_file", "output_file", "id_prefix")
-    step, outputs = _number_step, [output]
-    return run_on_json(config, running, "add_id", step, inputs, outputs, resumable=False)
+    files = json_inputs(inputs)
+    return run_step(config, running, "add_id", _number_step, files, [output], resumable=False)
 
 
 def _number_step(config: AddIdConfig) -> RecordStep:
@@ -177,10 +179,10 @@ def merge(config: MergeConfig, running: LineJobConfig) -> JobReport:
     """Write the lines of all files to one. The output, if it exists, is no input. Errors: see
     `line_job.run`."""
     output = Path(config.output_file)
-    inputs = [str(p) for p in json_inputs(config.json_path) if p.resolve() != output.resolve()]
+    inputs = [p for p in json_inputs(config.json_path) if p.resolve() != output.resolve()]
     if not inputs:
         raise FileNotFoundError(f"--json-path {' '.join(config.json_path)} has no file to merge")
-    return run_on_json(config, running, "merge_jsons", _merge_step, inputs, [output])
+    return run_step(config, running, "merge_jsons", _merge_step, inputs, [output])
 
 
 def _merge_step(_: MergeConfig) -> RecordStep:
@@ -210,12 +212,12 @@ def presplit(config: PresplitConfig, running: LineJobConfig) -> JobReport:
     splitter = config.sentence_splitter
     splitter = available_splitter(config.lang) if splitter == "auto" else splitter
     build_splitter(splitter, config.lang, keep_newlines=False)
-    return run_on_json(
+    return run_step(
         config,
         running,
         "presplit_sentences_json",
         _presplit_step,
-        inputs,
+        json_inputs(inputs),
         [output],
         keys=(config.text_key,),
         uses={"splitter": splitter},

@@ -6,11 +6,10 @@ malformed addresses, and keeps duplicates.
 
 from __future__ import annotations
 
-import functools
 import ipaddress
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
@@ -18,13 +17,7 @@ import tldextract
 from w3lib.url import canonicalize_url
 
 from megatron.apps.corpus.collection.json_files import BatchResult, BatchStep
-from megatron.apps.corpus.collection.line_job import (
-    JobReport,
-    LineJob,
-    LineJobConfig,
-    required,
-    run,
-)
+from megatron.apps.corpus.collection.line_job import JobReport, LineJobConfig, required, run_step
 from megatron.apps.corpus.preprocessing.inputs import LineBatch, expand_inputs
 from megatron.config.flags import option
 from megatron.util.digests import hash64
@@ -100,16 +93,16 @@ def choose_urls(config: UrlConfig, running: LineJobConfig) -> JobReport:
     """Write the addresses that are worth fetching, in the order of the input. A run that was
     stopped starts again: the addresses seen are only in memory."""
     inputs, output = required(config, "input", "output")
-    job = LineJob(
+    return run_step(
+        config,
+        running,
         "blacklist_urls",
+        _url_step,
         expand_inputs(inputs, (".txt",)),
-        [Path(path) for path in (output, config.rejected) if path],
-        functools.partial(_url_step, config),
-        None,
-        asdict(config),
+        [output, config.rejected],
+        keys=None,
         resumable=False,
     )
-    return run(job, running)
 
 
 def _url_step(config: UrlConfig) -> BatchStep:

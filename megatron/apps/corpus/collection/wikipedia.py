@@ -7,12 +7,11 @@ first line and &, < and > as HTML entities.
 
 from __future__ import annotations
 
-import functools
 import html
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.apps.corpus.collection.json_files import (
@@ -23,16 +22,10 @@ from megatron.apps.corpus.collection.json_files import (
     json_line,
     map_records,
 )
-from megatron.apps.corpus.collection.line_job import (
-    JobReport,
-    LineJob,
-    LineJobConfig,
-    required,
-    run,
-)
+from megatron.apps.corpus.collection.line_job import JobReport, LineJobConfig, required, run_step
 from megatron.apps.corpus.preprocessing.inputs import LineBatch, read_batches
 from megatron.config.flags import option
-from megatron.data.json_lines import BadLine, long_line
+from megatron.features.raw_text.records import BadLine, long_line
 
 _START = re.compile(r"<doc\s(.*)>")  # of a line without white space at its end
 _ATTRIBUTE = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
@@ -60,16 +53,16 @@ class WikipediaConfig:
 
 def read_wikipedia(config: WikipediaConfig, running: LineJobConfig) -> JobReport:
     inputs, output = required(config, "input", "output")
-    job = LineJob(
+    return run_step(
+        config,
+        running,
         "wikiextractor_json",
+        _wikipedia_step,
         extracted_files(inputs),
-        [Path(output)],
-        functools.partial(_wikipedia_step, config),
-        None,
-        asdict(config),
+        [output],
+        keys=None,
         reader=article_batches,
     )
-    return run(job, running)
 
 
 def _wikipedia_step(config: WikipediaConfig) -> BatchStep:

@@ -17,7 +17,8 @@ from xopen import xopen
 
 from megatron.config import ConfigError
 from megatron.config.flags import option
-from megatron.data.json_lines import BYTE_ORDER_MARK, LONGEST_RECORD, expand
+from megatron.data.corpora import expand
+from megatron.features.raw_text.records import BYTE_ORDER_MARK, LONGEST_RECORD
 
 STDIN = "-"
 

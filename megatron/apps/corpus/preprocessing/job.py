@@ -40,10 +40,10 @@ from megatron.apps.corpus.preprocessing.readers import (
     read_blocks,
 )
 from megatron.data.indexed.dataset_writer import Spool, index_parts
-from megatron.data.json_lines import BadLine, lines_in
+from megatron.features.raw_text.records import BadLine, lines_in
+from megatron.features.raw_text.workers import map_in_order
 from megatron.util.digests import digest
 from megatron.util.files import Lock, LockTakenError, naming, sync, write_whole
-from megatron.util.processes import map_in_order
 
 _SHOWN = 5
 
@@ -57,7 +57,7 @@ class BadLines:
         self.merge(BadLines({line.reason: 1}, [located(name, unit, line)]))
 
     def merge(self, later: BadLines) -> None:
-        """Add those of input that comes later."""
+        """Add the counts of later input."""
         for reason, count in later.by_reason.items():
             self.by_reason[reason] = self.by_reason.get(reason, 0) + count
         self.shown = [*self.shown, *later.shown][:_SHOWN]

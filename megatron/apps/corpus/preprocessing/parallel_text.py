@@ -17,9 +17,9 @@ import numpy as np
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.flags import option
 from megatron.data.indexed.dataset_writer import IndexedDatasetWriter
-from megatron.data.text_encoder import TextEncoder, TextSettings
+from megatron.features.raw_text.encoder import TextEncoder, TextSettings
+from megatron.features.raw_text.workers import map_in_order
 from megatron.tokenizer.mark import mark_of
-from megatron.util.processes import map_in_order
 from megatron.util.progress import say
 
 _LINES = 1000  # lines of a block, which a process tokenizes at once

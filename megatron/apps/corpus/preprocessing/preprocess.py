@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
+from megatron.apps.corpus.indexed_files import merge_datasets
 from megatron.apps.corpus.preprocessing.inputs import (
     InputFile,
     PreprocessConfig,
@@ -27,11 +28,11 @@ from megatron.apps.corpus.preprocessing.job import (
     lock_folder,
 )
 from megatron.apps.corpus.preprocessing.readers import BlockEncoder, EncodeConfig
+from megatron.apps.corpus.progress import Progress
 from megatron.config import TokenizerConfig
-from megatron.data.indexed.dataset_writer import merge_datasets, publish
-from megatron.data.text_encoder import TextSettings, available_splitter
-from megatron.util.processes import usable_processors
-from megatron.util.progress import Progress
+from megatron.data.indexed.dataset_writer import publish
+from megatron.features.raw_text.encoder import TextSettings, available_splitter
+from megatron.features.raw_text.workers import usable_processors
 
 MERGED = "merged"
 Made = TypeVar("Made")

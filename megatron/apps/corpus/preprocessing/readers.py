@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from megatron.apps.corpus.preprocessing.inputs import Form, InputFile, naming_file, opened, unpacked
 from megatron.config import ConfigError
-from megatron.data.json_lines import ArrayReader, BadLine, read_lines, texts_of_line
-from megatron.data.text_encoder import TextEncoder, TextSettings, refused
+from megatron.features.raw_text.encoder import TextEncoder, TextSettings, refused
+from megatron.features.raw_text.records import ArrayReader, BadLine, read_lines, texts_of_line
 from megatron.tokenizer.mark import mark_of
 from megatron.util.files import PARQUET_LIMITS, check_inflation
 

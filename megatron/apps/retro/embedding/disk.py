@@ -22,9 +22,8 @@ from megatron.apps.retro.embedding import Embedder, build_embedder
 from megatron.config import ConfigError, Settings
 from megatron.config.flags import POSITIVE, option
 from megatron.features.retro.hdf5 import needed_h5py, read_array
-from megatron.run.folders import check_output
-from megatron.run.launch import start_processes
-from megatron.run.run import RunToolParser
+from megatron.run.process import check_output
+from megatron.run.run import RunToolParser, start_processes
 from megatron.util.digests import digest_of_parts
 from megatron.util.json_text import parse_json
 from megatron.util.processes import is_main_process
@@ -71,8 +70,8 @@ def run_embedding(description: str | None, argv: Sequence[str] | None = None) ->
 
 
 def texts_of(path: str, key: str) -> list[str]:
-    """The texts of a file: lines, or those of a key of JSON lines. Raises ValueError, which names
-    file and line."""
+    """The texts of a file: its lines, or the values of a key of JSON lines. Raises ValueError,
+    which names file and line."""
     try:
         lines = Path(path).read_text("utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
@@ -130,7 +129,7 @@ def embedder_of(
     max_length: int = 256,
     settings: Settings | None = None,
 ) -> Embedder:
-    """The embedder of a model's folder; ``kind`` is that of --bert-embedder-type."""
+    """The embedder of a model's folder; ``kind`` as in --bert-embedder-type."""
     flags = EmbedderFlags(
         bert_embedder_type=kind,
         bert_load=load,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.training.evaluation import MULTIPLE
+from megatron.features.evaluation.checkpoints import MULTIPLE
 from megatron.util.digests import digest_of_parts
 
 CPU_TOKENS = 2048

@@ -30,14 +30,18 @@ from megatron.config import (
     TokenizerConfig,
 )
 from megatron.config.flags import names_of
-from megatron.data.texts import LabelledBatch
 from megatron.engine.environment import training_device
-from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
+from megatron.features.evaluation.checkpoints import (
+    checkpoint_settings,
+    evaluated_run,
+    evaluation_settings,
+)
+from megatron.features.evaluation.evaluator import Evaluator, build_evaluator
+from megatron.features.masked.heads import LabelledBatch
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
-from megatron.training.evaluation import checkpoint_settings, evaluated_run, evaluation_settings
 from megatron.util.digests import digest, digest_of_parts
 
 _USED = {
@@ -130,7 +134,7 @@ def _checkpoint(settings: Settings) -> FoundCheckpoint:
 
 
 def _bert_settings(config: EmbedderFlags, settings: Settings) -> Settings:
-    """The flags of training, and over them those of the embedder, that describe the BERT."""
+    """The flags that describe the BERT: flags of training, replaced by the embedder's."""
     used = {name: setting for name, setting in settings.items() if name in _USED}
     for name, flag, value in (
         ("load", "--bert-load", config.bert_load),
@@ -148,7 +152,7 @@ def _bert_settings(config: EmbedderFlags, settings: Settings) -> Settings:
 
 
 def _computed(flags: ModelFlags) -> dict[str, Any]:
-    """The flags that say what is computed with the weights, without those of a head."""
+    """The flags that say what is computed with the weights, without a head's."""
     names = {*names_of("weights", ModelFlags), *names_of("results", ModelFlags)} - _OF_HEADS
     return {name: getattr(flags, name) for name in names}
 

@@ -31,8 +31,8 @@ from megatron.apps.retro.embedding.encoder import (
 from megatron.config import ConfigError, PrecisionConfig, Settings
 from megatron.config.flags import build
 from megatron.engine.environment import training_device
+from megatron.formats.transformers_folder import load_folder, quiet_transformers
 from megatron.formats.unpickle import load_pickle
-from megatron.tokenizer.transformers_folder import hide_bars_of_transformers, load_folder
 from megatron.util.digests import digest
 from megatron.util.files import read_regular
 from megatron.util.json_text import parse_json
@@ -157,13 +157,8 @@ def _encoder(folder: Path, dtype: torch.dtype, flag: str) -> Any:
     """The model without a head, of an encoder and decoder the encoder. ConfigError if the files
     lack weights, which transformers would fill with random numbers."""
     from transformers import AutoModel
-    from transformers.utils import logging
 
-    # Its table of unused heads says nothing to whoever embeds.
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    hide_bars_of_transformers()
-    try:
+    with quiet_transformers():
         model, report = AutoModel.from_pretrained(
             folder,
             dtype=dtype,
@@ -171,8 +166,6 @@ def _encoder(folder: Path, dtype: torch.dtype, flag: str) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    finally:
-        logging.set_verbosity(before)
     whole = model.config.is_encoder_decoder
     unused = (_POOLER, "decoder.") if whole else (_POOLER,)
     missing = [name for name in sorted(report["missing_keys"]) if not name.startswith(unused)]

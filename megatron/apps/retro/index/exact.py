@@ -184,8 +184,7 @@ class _Candidates:
         self._errors_C = torch.empty(0, device=device)
 
     def compare(self, first: int, vectors_ND: Tensor) -> None:
-        """Takes those of a run of vectors, numbered from ``first`` on, that may be among the
-        nearest."""
+        """Takes the vectors of a run, numbered from ``first`` on, that may be among the nearest."""
         squares_N = vectors_ND.double().square().sum(dim=1).float()
         largest = squares_N.max()
         if not bool(largest.isfinite()):
@@ -250,7 +249,7 @@ class _Candidates:
 
 
 def _places(rows_C: Tensor, rows: int) -> Tensor:
-    """The place of each element among those of its row, from 0; ``rows_C`` ascends."""
+    """The place of each element in its row, from 0; ``rows_C`` ascends."""
     counts_Q = torch.bincount(rows_C, minlength=rows)
     starts_Q = counts_Q.cumsum(0) - counts_Q
     return torch.arange(len(rows_C), device=rows_C.device) - starts_Q[rows_C]

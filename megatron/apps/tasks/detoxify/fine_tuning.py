@@ -10,9 +10,15 @@ from megatron.config import ConfigError, RunConfig, Setting
 from megatron.config.flags import option
 from megatron.data.loader import TrainingData
 from megatron.families import family_of
-from megatron.run.launch import start_processes
 from megatron.run.process import connected
-from megatron.run.run import Run, RunToolParser, run_data, run_of, show_configuration
+from megatron.run.run import (
+    Run,
+    RunToolParser,
+    run_data,
+    run_of,
+    show_configuration,
+    start_processes,
+)
 from megatron.training.build import build_trainer
 from megatron.training.plan import TrainingPlan
 
@@ -64,7 +70,7 @@ def fine_tuning_data(run: Run, config: FineTuneConfig) -> TrainingData:
 
 
 def evaluated_on(config: RunConfig, paths: tuple[str, ...]) -> RunConfig:
-    """The configuration of a run whose data are those of ``--data-path2``, divided and drawn as by
+    """The configuration of a run on the data of ``--data-path2``, divided and drawn as by
     Megatron-LM."""
     data = dataclasses.replace(
         config.data,

@@ -24,7 +24,7 @@ from megatron.apps.tasks.detoxify.annotate import (
 from megatron.apps.tasks.detoxify.scorers import ScorerConfig, is_score, open_scorer
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import POSITIVE, option
-from megatron.run.folders import check_output
+from megatron.run.process import check_output
 from megatron.util.files import write_whole
 
 TOXIC = 0.5

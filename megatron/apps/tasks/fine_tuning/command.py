@@ -33,15 +33,14 @@ from megatron.data.build import DataFile, Datasets, content_of_files
 from megatron.data.loader import TrainingData
 from megatron.data.samples import RepeatedSamples
 from megatron.engine.environment import training_device
-from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import Family, family_names, family_of, spec_of
+from megatron.features.evaluation.checkpoints import evaluation_settings
+from megatron.features.evaluation.evaluator import build_evaluator
 from megatron.parallel.mesh import Mesh
-from megatron.run.folders import check_output
-from megatron.run.process import compare_checkpoints, connected
+from megatron.run.process import check_output, compare_checkpoints, connected
 from megatron.run.run import Run, run_of, show_configuration
 from megatron.training.build import build_trainer
-from megatron.training.evaluation import evaluation_settings
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.util.processes import is_main_process
 

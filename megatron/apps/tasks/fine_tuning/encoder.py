@@ -27,7 +27,7 @@ from megatron.apps.tasks.fine_tuning.task import (
 )
 from megatron.config import Setting, Settings
 from megatron.data.samples import MadeSamples
-from megatron.data.texts import LabelledText, collate_labelled
+from megatron.features.masked.heads import LabelledText, collate_labelled
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.run.run import Run

@@ -15,7 +15,7 @@ from torch.serialization import safe_globals
 
 from megatron.config import ConfigError
 from megatron.config.flags import SHARE, option
-from megatron.run.folders import check_output
+from megatron.run.process import check_output
 from megatron.util.errors import one_line
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
@@ -186,7 +186,7 @@ def _read(path: Path) -> dict[str, PredictedSet]:
 
 
 def _by_name(pairs: Sequence[tuple[str, PredictedSet]]) -> dict[str, PredictedSet]:
-    """The sets by their names, which are those of folders. Raises ValueError if there are no sets,
+    """The sets by their names, which are names of folders. Raises ValueError if there are no sets,
     or a name is not such or occurs twice."""
     if not pairs:
         raise ValueError("there are no data sets")

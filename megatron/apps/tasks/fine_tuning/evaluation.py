@@ -28,7 +28,7 @@ from megatron.apps.tasks.report import TaskResult, write_json
 from megatron.checkpoint.folder import BEST, tag
 from megatron.config import ConfigError
 from megatron.engine.train_engine import ModelEngine
-from megatron.training.evaluation import measure_samples
+from megatron.features.evaluation.checkpoints import measure_samples
 from megatron.training.report import say
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.json_text import parse_json
@@ -141,7 +141,7 @@ class ValidationSets:
 @dataclass(frozen=True)
 class EpochRecord:
     """The scores of an epoch, counted from 0, after ``iteration`` steps: the one that compares
-    epochs, over all validation sets together, and those of each set."""
+    epochs, over all validation sets together, and each set's scores."""
 
     epoch: int
     iteration: int
@@ -252,7 +252,7 @@ class EvaluateEpochs(Callback):
                 self._evaluate(trainer, epoch)
 
     def _evaluate(self, trainer: Trainer, epoch: int) -> None:
-        """Epochs of the trainer count from 1, those of the lines from 0."""
+        """Epochs of the trainer count from 1, epochs in the lines from 0."""
         result = self.sets.evaluate(trainer.engine, epoch - 1, trainer.iteration, trainer.report)
         self.evaluations.append(result)
         if result.overall is None:

@@ -116,7 +116,7 @@ class TableTask:
         return len(self.train.texts)
 
     def read(self, path: Path) -> list[LabelledExample]:
-        """The rows of a file; a warning counts those of a wrong width or with an empty text. Raises
+        """The rows of a file; a warning counts rows of a wrong width or with an empty text. Raises
         ConfigError, with the line, if a label is unknown, or nothing can be read."""
         lines = list(numbered_lines(path))
         columns = self._columns(path, lines)

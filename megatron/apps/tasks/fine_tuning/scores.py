@@ -38,7 +38,7 @@ def chosen(
     examples: Sequence[Any], words: Sequence[str], logits_NL: npt.NDArray[np.float64]
 ) -> list[Prediction]:
     """Predictions of the label, or option, with the highest logit, the first of equal ones.
-    ``words`` are those of the labels."""
+    ``words`` are the labels'."""
     assert logits_NL.shape == (len(examples), len(words)), (logits_NL.shape, len(examples), words)
     shifted = logits_NL - logits_NL.max(axis=1, keepdims=True)
     log_probs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

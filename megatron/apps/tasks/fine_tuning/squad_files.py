@@ -1,6 +1,6 @@
 """SQuAD 1.1 and 2.0: the questions of its JSON, and the metrics of its official scripts.
 
-Metrics are those of evaluate-v1.1.py and evaluate-v2.0.py: percentages, whose sums are taken in the
+Metrics are as in evaluate-v1.1.py and evaluate-v2.0.py: percentages, whose sums are taken in the
 order of the questions, so that they are equal to the last digit.
 """
 

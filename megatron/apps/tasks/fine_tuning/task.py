@@ -21,7 +21,7 @@ from megatron.model.spec import Measure
 from megatron.run.run import Run
 
 Numbers = Mapping[str, npt.NDArray[np.float64]]
-"""Result of :func:`megatron.training.evaluation.measure_samples`."""
+"""Result of :func:`megatron.features.evaluation.checkpoints.measure_samples`."""
 Sample = TypeVar("Sample")
 
 
@@ -94,7 +94,7 @@ class FineTuning(ABC):
 
 @dataclass(frozen=True)
 class LabelTask(FineTuning):
-    """A task whose files are tables or those of RACE."""
+    """A task whose files are tables, or RACE's."""
 
     data: TableTask | RaceTask
 
@@ -114,9 +114,9 @@ class LabelTask(FineTuning):
 
 
 class ShuffledEpochs(RenumberedSamples[Sample]):
-    """A data set again and again, each time in another order: that of torch's
-    ``DistributedSampler`` for the sum of seed and epoch. Sample n is of epoch n // samples;
-    ``count`` is the number of samples that are asked for, at most."""
+    """A data set again and again, each time in another order, from torch's ``DistributedSampler``
+    with the sum of seed and epoch. Sample n is of epoch n // samples; ``count`` is the number of
+    samples that are asked for, at most."""
 
     def __init__(self, dataset: SampleDataset[Sample], seed: int, count: int) -> None:
         super().__init__(dataset)

@@ -2,8 +2,8 @@
 
 A model is trained on the tokens of the right answer, and predicts the answer whose tokens have the
 highest probability together. Prompts depend on what reads them (`Family.context_reader`): a
-decoder, whose answer continues the text, gets those of lm-evaluation-harness; an encoder gets the
-name of the task first, as the published T5 was trained.
+decoder, whose answer continues the text, gets lm-evaluation-harness's; an encoder gets the name of
+the task first, as the published T5 was trained.
 """
 
 from __future__ import annotations

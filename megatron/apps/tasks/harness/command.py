@@ -24,10 +24,9 @@ from megatron.config import ConfigError, Setting, Settings, parse_configs
 from megatron.engine.deepspeed_file import read_json
 from megatron.engine.deepspeed_json import get
 from megatron.families import family_of
-from megatron.run.folders import check_output
-from megatron.run.launch import start_processes
-from megatron.run.run import Run, RunToolParser
-from megatron.training.evaluation import Opened, opened_checkpoint
+from megatron.features.evaluation.checkpoints import Opened, opened_checkpoint
+from megatron.run.process import check_output
+from megatron.run.run import Run, RunToolParser, start_processes
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say

@@ -14,7 +14,7 @@ _ROWS = (".jsonl", ".json", ".parquet")
 _TEXT = (".txt", ".raw", ".tokens")
 _TEXT_TASK = "wikitext"
 _TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")
-"""A line of WikiText that begins an article; those of its sections have more signs."""
+"""A line of WikiText that begins an article; lines of its sections have more signs."""
 
 
 def file_in(folder: str | None, name: str, flag: str) -> Path | None:
@@ -38,8 +38,8 @@ def file_in(folder: str | None, name: str, flag: str) -> Path | None:
 
 
 def reading(task: str, path: Path, flag: str) -> dict[str, Any]:
-    """Changes of a task's configuration so that its documents are those of a file.
-    Raises ConfigError or ValueError, naming the file, if it cannot be read as such."""
+    """Changes of a task's configuration so that its documents come from a file. Raises ConfigError
+    or ValueError, naming the file, if it cannot be read as such."""
     rows = rows_of(task, path, flag)
 
     def loaded(**_: Any) -> Any:

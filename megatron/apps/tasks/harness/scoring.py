@@ -15,9 +15,9 @@ from megatron.apps.generation.writing import TextWriter
 from megatron.config import ConfigError
 from megatron.data.texts import ScoredText
 from megatron.engine.train_engine import ModelEngine
+from megatron.features.evaluation.checkpoints import measure_texts
 from megatron.model.spec import CHOICE_SCORES, TEXT_SCORES, Measure
 from megatron.tokenizer import Tokenizer
-from megatron.training.evaluation import measure_texts
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar
 
@@ -160,8 +160,8 @@ def _texts(requests: Sequence[TokenRequest], share: bool) -> list[_Text]:
 class AnswerCache:
     """Answers by method and arguments, in the format of lm-eval's own cache. The main process has
     the file, and tells the others what is in it: they all have to answer the same requests.
-    ``path`` is that of lm-eval's flag, ``model`` describes what the answers depend on. Raises
-    ConfigError if the file is of another model, or not a file of that kind."""
+    ``path`` is lm-eval's flag, ``model`` describes what the answers depend on. Raises ConfigError
+    if the file is of another model, or not a file of that kind."""
 
     def __init__(self, path: str, model: str) -> None:
         self.path = f"{path}_rank0.db"

@@ -1,5 +1,5 @@
-"""lm-eval's tasks and those of files of the user's own: found by name, and evaluated again and
-again while training."""
+"""lm-eval's tasks and tasks in the user's files: found by name, and evaluated again and again while
+training."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def load_tasks(
     metadata: dict[str, Any] | None,
     flag: str = "--tasks",
 ) -> tuple[TaskManager, list[Task | Group]]:
-    """Tasks and groups with their documents, and what found them. ``names``, those of ``flag``, are
-    those of tasks, groups or tags, patterns, or YAML files, or TASK=FILE; with ``--task_list`` they
-    may be those of lm-eval 0.2. Raises ConfigError if one is unknown, or its data are not on this
+    """Tasks and groups with their documents, and what found them. ``names``, the words of ``flag``,
+    are tasks, groups or tags, patterns, or YAML files, or TASK=FILE; with ``--task_list`` they may
+    be names of lm-eval 0.2. Raises ConfigError if one is unknown, or its data are not on this
     machine."""
     pairs = [(name, "") if _is_file(name) else name.partition("=")[::2] for name in names]
     manager = _manager([name for name, _ in pairs], include_path, metadata)
@@ -117,7 +117,13 @@ def _of_folder(manager: TaskManager) -> set[str]:
 def _reading(name: str, path: Path, manager: TaskManager, flag: str) -> list[Task | Group]:
     """A task of lm-eval with the documents of a file."""
     if name not in manager.all_subtasks:
-        raise ConfigError(f"{flag} {name}={path}: {name} is several tasks; name one of them")
+        entry = manager.task_index[name]
+        members = sorted(entry.tags) or [*map(str, (entry.cfg or {}).get("task") or ())]
+        more = f" and {len(members) - 6} more" if len(members) > 6 else ""
+        raise ConfigError(
+            f"{flag} {name}={path}: {name} is several tasks; name one of them, with the file of "
+            f"its documents: {', '.join(members[:6])}{more}"
+        )
     changes = reading(name, path, flag)
     quiet = logging.getLogger("lm_eval.api.task")
     before = quiet.level

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError
-from megatron.run.folders import check_output
+from megatron.run.process import check_output
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
 

@@ -81,7 +81,7 @@ def distinct(rng: Random, draw: Callable[[Random], str], count: int) -> list[str
 
 
 def distinct_words(rng: Random, count: int) -> list[str]:
-    """``count`` different words; those of the list, and compounds if more are needed."""
+    """``count`` different words from the list, and compounds if more are needed."""
     if count <= len(WORDS):
         return rng.sample(WORDS, count)
     words = rng.sample(WORDS, len(WORDS)) + distinct(rng, random_word, count - len(WORDS))

@@ -1,8 +1,8 @@
 """Documents of RULER's synthetic tasks (Hsieh et al. 2024, arXiv:2404.06654) and of passkey
 (Mohtashami and Jaggi 2023, arXiv:2305.16300).
 
-Templates, numbers of needles and tokens to generate are those of NVIDIA/RULER's synthetic.yaml;
-keys and values are drawn from a seed, the length is counted with any tokenizer. Sizes are in units:
+Templates, numbers of needles and tokens to generate are from NVIDIA/RULER's synthetic.yaml; keys
+and values are drawn from a seed, the length is counted with any tokenizer. Sizes are in units:
 sentences, or words of a list.
 """
 

@@ -44,7 +44,7 @@ class LengthPlan:
 
     @classmethod
     def of(cls, names: Sequence[str], flag: str = "--tasks") -> LengthPlan:
-        """Divides the names, those of ``flag``. Raises ConfigError if a task needs a file and has
+        """Divides the names that ``flag`` has. Raises ConfigError if a task needs a file and has
         none, or reads none and has one."""
         tasks, others = dict[str, Path | None](), []
         for word in names:
@@ -75,7 +75,7 @@ class LengthPlan:
 
 
 class _Builder:
-    """Makes tasks for one model. ``limit`` and ``seed`` are those of the evaluation."""
+    """Makes tasks for one model. ``limit`` and ``seed`` are the evaluation's."""
 
     def __init__(
         self, model: HarnessModel, config: LengthConfig, limit: float | None, seed: int

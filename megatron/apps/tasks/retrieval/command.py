@@ -30,12 +30,11 @@ from megatron.apps.tasks.retrieval.vectors import (
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ConfigError, Settings
 from megatron.engine.environment import training_device
+from megatron.features.evaluation.checkpoints import evaluation_settings
 from megatron.features.retrieval.flags import FAMILY, BiencoderConfig
 from megatron.parallel.mesh import Mesh
-from megatron.run.folders import check_output
-from megatron.run.process import compare_checkpoints, connected
+from megatron.run.process import check_output, compare_checkpoints, connected
 from megatron.run.run import Run, run_of, show_configuration
-from megatron.training.evaluation import evaluation_settings
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 

@@ -22,10 +22,11 @@ from megatron.apps.tasks.retrieval.matching import EvidencePassage
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ConfigError
 from megatron.data.samples import MadeSamples
-from megatron.data.texts import LabelledText, collate_labelled
-from megatron.engine.environment import return_freed_memory, training_device
-from megatron.engine.evaluator import Evaluator, build_evaluator
+from megatron.engine.environment import training_device
 from megatron.engine.loading import load_checkpoint
+from megatron.features.evaluation.checkpoints import measure_samples
+from megatron.features.evaluation.evaluator import Evaluator, build_evaluator
+from megatron.features.masked.heads import LabelledText, collate_labelled
 from megatron.features.retrieval.family import VECTORS, encoder_spec
 from megatron.features.retrieval.flags import IctConfig
 from megatron.features.retrieval.samples import text
@@ -33,9 +34,9 @@ from megatron.parallel.mesh import Mesh
 from megatron.run.fingerprint import checkpoint_digest, tokenizer_digest
 from megatron.run.run import Run
 from megatron.tokenizer import Tokenizer
-from megatron.training.evaluation import measure_samples
 from megatron.util.digests import digest, digest_of_sample
 from megatron.util.files import replacing
+from megatron.util.processes import return_freed_memory
 
 Vectors = npt.NDArray[np.float16]
 _CHUNK = 32

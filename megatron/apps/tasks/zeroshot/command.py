@@ -12,14 +12,13 @@ from megatron.apps.tasks.zeroshot.tasks import ZeroShotTask, prepare
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ConfigError, ModelConfig, Setting, Settings
 from megatron.engine.environment import training_device
-from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import family_of, spec_of
+from megatron.features.evaluation.checkpoints import evaluation_settings
+from megatron.features.evaluation.evaluator import Evaluator, build_evaluator
 from megatron.features.raw_text.flags import RawTextConfig
-from megatron.run.folders import check_output
-from megatron.run.process import compare_checkpoints, connected
+from megatron.run.process import check_output, compare_checkpoints, connected
 from megatron.run.run import Run, run_of, show_configuration
-from megatron.training.evaluation import evaluation_settings
 from megatron.util.processes import is_main_process
 from megatron.util.progress import move_to, progress_bar, say
 
@@ -108,7 +107,7 @@ def _evaluated(
     found: FoundCheckpoint | None,
     tell: Callable[[str], None],
 ) -> ModelResults:
-    """A checkpoint's results; None: those of random weights."""
+    """A checkpoint's results; None: results of random weights."""
     config, iteration, folder = engine.config, None, None
     if found is None:
         tell("no --load: the weights are random")

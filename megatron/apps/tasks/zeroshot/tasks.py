@@ -22,9 +22,9 @@ from megatron.config import ConfigError, ModelConfig
 from megatron.data.texts import ScoredText
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
+from megatron.features.evaluation.checkpoints import measure_texts
 from megatron.features.raw_text.flags import RawTextConfig
 from megatron.tokenizer import Tokenizer
-from megatron.training.evaluation import measure_texts
 from megatron.training.metrics import perplexity
 from megatron.util.progress import move_to, progress_bar
 
@@ -48,8 +48,8 @@ def prepare(
 ) -> ZeroShotTask:
     """A task of :data:`TASKS` with its files read and tokenized, for models of one shape.
     ``overlapping_eval`` and ``most_windows`` are the stride and number of :class:`Windows`, ``raw``
-    says how JSON files are read, and ``name`` is that of the results. Raises OSError or ValueError
-    if a file or a line of it cannot be used, or the model does not continue text."""
+    says how JSON files are read, and ``name`` names the results. Raises OSError or ValueError if a
+    file or a line of it cannot be used, or the model does not continue text."""
     if not family_of(model.family).generates:
         raise ConfigError(
             f"a model of the family {model.family} does not continue text, which {task} measures; "
@@ -84,7 +84,7 @@ class Measured(NamedTuple):
 
 class ZeroShotTask(ABC):
     """A task whose texts to score are read and tokenized; it can be evaluated again and again.
-    ``name`` is that of its results, ``notes`` are lines about the files, for the user."""
+    ``name`` names its results, ``notes`` are lines about the files, for the user."""
 
     name: str
     texts: Sequence[ScoredText]

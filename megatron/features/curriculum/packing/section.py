@@ -1,11 +1,10 @@
 """Batches of samples with about as many tokens: ``data_sampling.dynamic_batching``.
 
-The meaning of each key, the batches and the factors of the learning rate are those of DeepSpeed
-0.19's ``variable_batch_size_and_lr``, which its engine does not call: an item of
-``--global-batch-size`` is a bin, consecutive samples of at most ``max_tokens`` tokens together, and
-the rate of a step follows the number of samples in its bins. DeepSpeed leaves out the last sample
-of the order, and all samples after one that cannot be in a bin of ``min_batch_size``: here that
-sample alone is left out.
+The meaning of each key, the batches and the factors of the learning rate are from DeepSpeed 0.19's
+``variable_batch_size_and_lr``, which its engine does not call: an item of ``--global-batch-size``
+is a bin, consecutive samples of at most ``max_tokens`` tokens together, and the rate of a step
+follows the number of samples in its bins. DeepSpeed leaves out the last sample of the order, and
+all samples after one that cannot be in a bin of ``min_batch_size``. Here only that one is left out.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ def packing_of(config: CurriculumConfig, equal: bool = False) -> SamplePacking |
 
 
 class Bins(NamedTuple):
-    """Samples in bins: the numbers of all, those of a bin one after another, int64[n]; the end of
-    each bin in them, int64[bins]; and how many samples are in none."""
+    """Samples in bins: the numbers of all, bin after bin, int64[n]; the end of each bin in them,
+    int64[bins]; and how many samples are in none."""
 
     numbers: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]

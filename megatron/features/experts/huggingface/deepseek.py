@@ -27,26 +27,16 @@ from megatron.features.experts.huggingface.parts import (
 )
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.ahead import DEEPSEEK_AHEAD
-from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.config_reader import (
     FULL,
     SLIDING,
     HFConfigReader,
     layer_types,
-    read_rope,
     read_windows,
-    write_rope,
 )
-from megatron.formats.huggingface.entries import attention_biased, norm, qkv_biased
-from megatron.formats.huggingface.llama import (
-    ACTIVATION,
-    FIXED,
-    HEAD_DIM,
-    KEYS,
-    NO_BIASES,
-    QK_NORMS,
-    llama_entries,
-)
+from megatron.formats.huggingface.decoders.relatives import SIZES, relative, relative_entries
+from megatron.formats.huggingface.entries import norm
+from megatron.formats.huggingface.llama import QK_NORMS
 
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 """Fields of a router whose scores are corrected sigmoids."""
@@ -74,14 +64,19 @@ WHOLE_SHARED = Requirement(
 HAS_SHARED = Requirement(
     lambda model: shared_number(model) > 0, "--moe-shared-expert-intermediate-size"
 )
+ONE_SHARED = Requirement(
+    lambda model: shared_number(model) == 1,
+    "--moe-shared-expert-intermediate-size equal to --moe-ffn-hidden-size",
+)
 
 
 def _groups_fit(model: ModelConfig) -> bool:
     part = model.part(ExpertsConfig)
     kept = part.moe_router_group_topk
-    return part.moe_router_num_groups is None or (
-        kept is not None and part.moe_router_topk == OF_GROUP * kept
-    )
+    return part.moe_router_num_groups is None or part.moe_router_topk == OF_GROUP * (kept or 0)
+
+
+GROUPS_FIT = Requirement(_groups_fit, f"--moe-router-topk {OF_GROUP} times --moe-router-group-topk")
 
 
 def _dense_first(model: ModelConfig) -> bool:
@@ -99,9 +94,7 @@ CORRECTED = (
         *SIGMOID, "moe_router_topk_scaling_factor", "moe_router_num_groups",
         "moe_router_group_topk", "moe_shared_expert_intermediate_size", dense=True,
     ),
-    Requirement(
-        _groups_fit, f"--moe-router-topk {OF_GROUP} times --moe-router-group-topk"
-    ),
+    GROUPS_FIT,
     DENSE_FIRST,
     WHOLE_SHARED,
     HAS_SHARED,
@@ -127,6 +120,19 @@ def read_scale(given: HFConfigReader) -> float | None:
     return None if factor == 1.0 else factor
 
 
+def read_groups(given: HFConfigReader, top: int) -> dict[str, Any]:
+    """Groups of experts, of which some are chosen; None for one group."""
+    groups, kept = given.optional_whole("n_group"), given.optional_whole("topk_group")
+    if groups in (None, 1):
+        groups = kept = None
+    elif top != OF_GROUP * (kept or 1):
+        given.refuse(
+            "topk_group", kept, f"a group is chosen by its best {OF_GROUP} experts; this needs "
+            f"num_experts_per_tok, which is {top}, {OF_GROUP} times as large"
+        )  # fmt: skip
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
+
+
 NUMBER = ("n_routed_experts", "num_local_experts", "num_experts")
 """Names of the number of experts."""
 
@@ -136,40 +142,26 @@ def read_corrected(
 ) -> dict[str, Any]:
     """The flags of corrected sigmoids; ``sparse``: as :func:`read_dense_first`, which is the
     default."""
-    top = fields["moe_router_topk"]
     if sparse is None:
         sparse = read_dense_first(given, fields["num_layers"])
-    groups, kept = given.optional_whole("n_group"), given.optional_whole("topk_group")
-    if groups in (None, 1):
-        groups = kept = None
-    elif top != OF_GROUP * (kept or 1):
-        given.refuse(
-            "topk_group", kept, f"a group is chosen by its best {OF_GROUP} experts; this needs "
-            f"num_experts_per_tok, which is {top}, {OF_GROUP} times as large"
-        )  # fmt: skip
     # Keys of the authors' code, which transformers does not read.
     given.only("scoring_func", ("sigmoid", "noaux_tc", None), "scores are always sigmoids")
     given.only("topk_method", ("noaux_tc", None), "expected a choice by corrected scores, noaux_tc")
     return {
         **read_experts(given, fields, NUMBER, sparse, coefficient=None),
         **FP32,
-        "moe_router_num_groups": groups,
-        "moe_router_group_topk": kept,
+        **read_groups(given, fields["moe_router_topk"]),
         "moe_router_topk_scaling_factor": read_scale(given),
         "moe_shared_expert_intermediate_size": given.whole("n_shared_experts")
         * fields["moe_ffn_hidden_size"],
     }
 
 
-def write_corrected(model: ModelConfig) -> dict[str, Any]:
-    """The inverse of :func:`read_corrected`."""
+def write_choice(model: ModelConfig) -> dict[str, Any]:
+    """The keys of groups, normalisation and factor of the chosen experts' weights."""
     part = model.part(ExpertsConfig)
     normalize, several = part.moe_router_normalize, part.moe_router_topk != 1
     return {
-        **write_experts(model, "n_routed_experts", coefficient=None),
-        "first_k_dense_replace": part.layer_experts.count(0),
-        "moe_intermediate_size": part.moe_ffn_hidden_size,
-        "n_shared_experts": shared_number(model),
         "n_group": part.moe_router_num_groups or 1,
         "topk_group": part.moe_router_group_topk or 1,
         "norm_topk_prob": several if normalize is None else normalize,
@@ -177,8 +169,18 @@ def write_corrected(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-_KEYS = KEYS | HEAD_DIM | ACTIVATION | CHOICES | INNER
+def write_corrected(model: ModelConfig) -> dict[str, Any]:
+    """The inverse of :func:`read_corrected`."""
+    return {
+        **write_experts(model, "n_routed_experts", coefficient=None),
+        **write_choice(model),
+        "first_k_dense_replace": model.part(ExpertsConfig).layer_experts.count(0),
+        "n_shared_experts": shared_number(model),
+    }
+
+
 NORMALISED = {"norm_topk_prob": "moe_router_normalize"}
+_KEYS = SIZES | CHOICES | INNER | NORMALISED
 CORRECTED_MLP = (
     *DENSE,
     *router("mlp.gate.weight"),
@@ -192,42 +194,24 @@ def _normalises(model: ModelConfig) -> bool:
     return model.norm.qk_layernorm
 
 
-def _read_glm(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **read_corrected(given, fields),
-        **read_rope(given, fields, share_key="partial_rotary_factor", share=0.5),
-    }
-
-
-def _write_glm(model: ModelConfig) -> dict[str, Any]:
-    rope, share = write_rope(model), model.positions.rotary_percent
-    rope["rope_parameters"]["partial_rotary_factor"] = share
-    return {
-        **write_corrected(model),
-        **rope,
-        "partial_rotary_factor": share,
-        "pad_token_id": None,
-    }
-
-
-GLM4_MOE = Architecture(
-    title="GLM-4.5",
-    model_type="glm4_moe",
-    rewards=False,
-    model_class="Glm4MoeForCausalLM",
-    entries=llama_entries(
+GLM4_MOE = relative(
+    "GLM-4.5",
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    relative_entries(
         norm("attention.q_norm", "self_attn.q_norm", when=_normalises),
         norm("attention.k_norm", "self_attn.k_norm", when=_normalises),
-        qkv_bias=qkv_biased,
         mlp=CORRECTED_MLP,
     ),
-    keys=_KEYS | NORMALISED | {"attention_bias": "add_qkv_bias", "use_qk_norm": "qk_layernorm"},
-    fixed=FIXED | NO_BIASES | SIGMOID,
-    features=frozenset({"layer_experts", "rotary_percent", "rope_scaling"}),
-    gated=True,
+    keys=_KEYS | {"use_qk_norm": "qk_layernorm"},
+    fixed=SIGMOID,
+    features=("layer_experts",),
+    biases=("qkv",),
+    share=0.5,
     requirements=CORRECTED,
-    write=_write_glm,
-    read=_read_glm,
+    read=read_corrected,
+    write=write_corrected,
+    rewards=False,
     ahead=DEEPSEEK_AHEAD,
 )
 """GLM-4.5 to 4.7. A part of each head is rotated."""
@@ -238,73 +222,56 @@ def _read_dots(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     kinds = [
         SLIDING if window is not None and n >= bound else FULL for n in range(fields["num_layers"])
     ]
-    return {
-        **read_corrected(given, fields),
-        **read_rope(given, fields),
-        **read_windows(given, window, kinds),
-    }
+    return {**read_corrected(given, fields), **read_windows(given, window, kinds)}
 
 
 def _write_dots(model: ModelConfig) -> dict[str, Any]:
     kinds = layer_types(model)
     return {
         **write_corrected(model),
-        **write_rope(model),
         "sliding_window": model.attention.sliding_window,
         "max_window_layers": kinds.index(SLIDING) if SLIDING in kinds else model.num_layers,
         "layer_types": kinds,
     }
 
 
-DOTS1 = Architecture(
-    title="dots.llm1",
-    model_type="dots1",
-    rewards=False,
-    model_class="Dots1ForCausalLM",
-    entries=llama_entries(
-        QK_NORMS, qkv_bias=attention_biased, proj_bias=attention_biased, mlp=CORRECTED_MLP
-    ),
-    keys=_KEYS | NORMALISED | {"attention_bias": "add_attention_bias"},
-    fixed=FIXED | NO_BIASES | SIGMOID | {"qk_layernorm": True},
-    features=frozenset(
-        {"layer_experts", "rope_scaling", "sliding_window", "window_attn_skip_freq"}
-    ),
-    gated=True,
+DOTS1 = relative(
+    "dots.llm1",
+    "dots1",
+    "Dots1ForCausalLM",
+    relative_entries(QK_NORMS, mlp=CORRECTED_MLP),
+    keys=_KEYS,
+    fixed=SIGMOID | {"qk_layernorm": True},
+    features=("layer_experts", "sliding_window", "window_attn_skip_freq"),
+    biases=("attention",),
     requirements=CORRECTED,
-    write=_write_dots,
     read=_read_dots,
+    write=_write_dots,
+    rewards=False,
 )
 """Qwen3's attention."""
 
 
-def _read_solar(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **read_corrected(given, fields, [True] * fields["num_layers"]),
-        **read_rope(given, fields, base=1e6),
-    }
-
-
 def _write_solar(model: ModelConfig) -> dict[str, Any]:
-    keys = write_corrected(model) | write_rope(model)
+    keys = write_corrected(model)
     del keys["first_k_dense_replace"]
     return keys
 
 
-SOLAR_OPEN = Architecture(
-    title="Solar Open",
-    model_type="solar_open",
-    rewards=False,
-    model_class="SolarOpenForCausalLM",
-    entries=llama_entries(qkv_bias=qkv_biased, mlp=CORRECTED_MLP[len(DENSE) :]),
-    keys={key: field for key, field in _KEYS.items() if key != "intermediate_size"}
-    | NORMALISED
-    | {"attention_bias": "add_qkv_bias"},
-    fixed=FIXED | NO_BIASES | SIGMOID,
-    features=frozenset({"layer_experts", "rope_scaling"}),
-    gated=True,
+SOLAR_OPEN = relative(
+    "Solar Open",
+    "solar_open",
+    "SolarOpenForCausalLM",
+    relative_entries(mlp=CORRECTED_MLP[len(DENSE) :]),
+    keys={key: field for key, field in _KEYS.items() if key != "intermediate_size"},
+    fixed=SIGMOID,
+    features=("layer_experts",),
+    biases=("qkv",),
+    base=1e6,
     requirements=(*CORRECTED, ALL_SPARSE),
+    read=lambda given, fields: read_corrected(given, fields, [True] * fields["num_layers"]),
     write=_write_solar,
-    read=_read_solar,
+    rewards=False,
 )
 """GLM-4.5 with experts in every block; whole heads are rotated."""
 

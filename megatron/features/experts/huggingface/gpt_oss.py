@@ -8,7 +8,6 @@ Shapes: E experts, F inner width of an expert, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -46,15 +45,12 @@ def _gates_first(values_EX: Tensor) -> Tensor:
     return values_EX.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
-def _to_columns(values_EFH: Tensor, model: ModelConfig) -> Sequence[Tensor]:
-    return (_alternating(values_EFH).mT,)
-
-
-def _from_columns(tensors: Sequence[Tensor], model: ModelConfig) -> Tensor:
-    return _gates_first(tensors[0].mT)
-
-
-_UP = Reordering("transposed, gate and up in turn", 1, _to_columns, _from_columns)
+_UP = Reordering(
+    "transposed, gate and up in turn",
+    1,
+    lambda values, _: (_alternating(values).mT,),
+    lambda parts, _: _gates_first(parts[0].mT),
+)
 _UP_BIAS = Reordering(
     "gate and up in turn",
     1,

@@ -3,8 +3,6 @@ Granite-MoE."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from megatron.config import ModelConfig
@@ -28,14 +26,12 @@ from megatron.features.experts.huggingface.parts import (
     write_mlp_kinds,
 )
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.config_reader import (
     FULL,
     SLIDING,
     HFConfigReader,
     agreed,
     layer_types,
-    read_rope,
     read_scaling,
     read_windows,
     write_rope,
@@ -45,31 +41,26 @@ from megatron.formats.huggingface.decoders.granite import (
     read_multipliers,
     write_multipliers,
 )
-from megatron.formats.huggingface.entries import Entry, attention_biased, norm, qkv_biased
+from megatron.formats.huggingface.decoders.relatives import SIZES, relative, relative_entries
+from megatron.formats.huggingface.entries import Entry, norm
 from megatron.formats.huggingface.llama import (
     ACTIVATION,
-    FIXED,
     HEAD_DIM,
     KEYS,
     LOCAL_UNSCALED,
-    NO_BIASES,
     QK_NORMS,
     by_kind,
-    llama_entries,
     local_base,
     read_kinds,
 )
 
-_BIASED = {"attention_bias": "add_attention_bias"}
-_FEATURES = frozenset({"layer_experts", "rope_scaling"})
-_NO_PADDING = {"pad_token_id": None}
-"""The default is a token that a small vocabulary does not have."""
+_NUMBER = ("num_experts", "num_local_experts")
 
 
 def _write_alike(model: ModelConfig, number: str) -> dict[str, Any]:
     """The keys of a model whose blocks all have experts, of the width ``intermediate_size``."""
     inner = model.part(ExpertsConfig).moe_ffn_hidden_size
-    return {"intermediate_size": inner, **write_experts(model, number), **write_rope(model)}
+    return {"intermediate_size": inner, **write_experts(model, number)}
 
 
 def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
@@ -81,30 +72,28 @@ def _read_mixtral(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
     # Theirs is noise of the experts' inputs too; ours of the router's alone.
     noise = given.number("router_jitter_noise")
     return {
-        **read_experts(given, fields, ("num_local_experts", "num_experts")),
+        **read_experts(given, fields, _NUMBER[::-1]),
         **read_normalisation(given, fields, summing=True),
-        **read_rope(given, fields, base=1e6),
         "moe_input_jitter_eps": noise or None,
     }
 
 
-MIXTRAL = Architecture(
-    title="Mixtral",
-    model_type="mixtral",
-    model_class="MixtralForCausalLM",
-    entries=llama_entries(
+MIXTRAL = relative(
+    "Mixtral",
+    "mixtral",
+    "MixtralForCausalLM",
+    relative_entries(
         mlp=(
             *router("block_sparse_moe.gate.weight"),
             *experts("block_sparse_moe.experts", "w1", "w3", "w2"),
         )
     ),
-    keys=KEYS | HEAD_DIM | ACTIVATION | CHOICES | {"sliding_window": "sliding_window"},
-    fixed=FIXED | NO_BIASES,
-    features=_FEATURES,
-    gated=True,
+    keys=SIZES | CHOICES | {"sliding_window": "sliding_window"},
+    features=("layer_experts",),
+    base=1e6,
     requirements=requirements(summing=True),
-    write=_write_mixtral,
     read=_read_mixtral,
+    write=_write_mixtral,
     endings={"block_sparse_moe.gate.weight": "mlp.gate.weight"},
 )
 """Mistral with experts; the weights of a token's experts sum up to 1."""
@@ -152,8 +141,6 @@ def _write_qwen_moe(model: ModelConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        **write_rope(model),
-        "moe_intermediate_size": model.part(ExpertsConfig).moe_ffn_hidden_size,
         "norm_topk_prob": normalised(model),
         **write_experts(model, "num_experts"),
         **write_pattern(model),
@@ -164,8 +151,7 @@ def _read_qwen_moe(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, A
     sparse = read_pattern(given, fields)
     return {
         **_read_window(given, fields["num_layers"]),
-        **read_rope(given, fields),
-        **read_experts(given, fields, ("num_experts", "num_local_experts"), sparse),
+        **read_experts(given, fields, _NUMBER, sparse),
         **read_normalisation(given, fields),
     }
 
@@ -187,12 +173,11 @@ def _read_qwen2_moe(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, 
     return flags
 
 
-QWEN2_MOE = Architecture(
-    title="Qwen2-MoE",
-    model_type="qwen2_moe",
-    model_class="Qwen2MoeForCausalLM",
-    entries=llama_entries(
-        qkv_bias=qkv_biased,
+QWEN2_MOE = relative(
+    "Qwen2-MoE",
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    relative_entries(
         mlp=(
             *DENSE,
             *router("mlp.gate.weight"),
@@ -206,9 +191,8 @@ QWEN2_MOE = Architecture(
         "qkv_bias": "add_qkv_bias",
     },
     only_read=HEAD_DIM,
-    fixed=FIXED | NO_BIASES | {"moe_shared_expert_gate": True},
-    features=_FEATURES | {"sliding_window"},
-    gated=True,
+    fixed={"moe_shared_expert_gate": True},
+    features=("layer_experts", "sliding_window"),
     requirements=(
         *requirements("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", dense=True),
         Requirement(
@@ -216,30 +200,27 @@ QWEN2_MOE = Architecture(
             "--moe-shared-expert-intermediate-size",
         ),
     ),
-    write=_write_qwen2_moe,
     read=_read_qwen2_moe,
+    write=_write_qwen2_moe,
 )  # fmt: skip
 """Qwen2 with experts, and next to them one of all tokens whose output has a gate. A window is in
 all blocks or in none."""
 
-
-QWEN3_MOE = Architecture(
-    title="Qwen3-MoE",
-    model_type="qwen3_moe",
-    model_class="Qwen3MoeForCausalLM",
-    entries=llama_entries(
-        QK_NORMS,
-        qkv_bias=attention_biased,
-        proj_bias=attention_biased,
-        mlp=(*DENSE, *router("mlp.gate.weight"), *LLAMA_EXPERTS),
-    ),
-    keys=KEYS | ACTIVATION | HEAD_DIM | CHOICES | INNER | _BIASED,
-    fixed=FIXED | NO_BIASES | {"qk_layernorm": True},
-    features=_FEATURES | {"sliding_window"},
-    gated=True,
+_QWEN3_ENTRIES = relative_entries(
+    QK_NORMS, mlp=(*DENSE, *router("mlp.gate.weight"), *LLAMA_EXPERTS)
+)
+QWEN3_MOE = relative(
+    "Qwen3-MoE",
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    _QWEN3_ENTRIES,
+    keys=SIZES | CHOICES | INNER,
+    fixed={"qk_layernorm": True},
+    features=("layer_experts", "sliding_window"),
+    biases=("attention",),
     requirements=requirements(dense=True),
-    write=_write_qwen_moe,
     read=_read_qwen_moe,
+    write=_write_qwen_moe,
 )
 """Qwen3 with experts. A window is in all blocks or in none."""
 
@@ -271,7 +252,7 @@ def _read_mellum(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any
         **read_experts(
             given,
             fields,
-            ("num_local_experts", "num_experts"),
+            _NUMBER[::-1],
             read_mlp_kinds(given, ["sparse"] * layers),
         ),
         **read_normalisation(given, fields),
@@ -283,7 +264,6 @@ def _write_mellum(model: ModelConfig) -> dict[str, Any]:
     return {
         **write_experts(model, "num_experts"),
         **write_mlp_kinds(model),
-        "moe_intermediate_size": model.part(ExpertsConfig).moe_ffn_hidden_size,
         "norm_topk_prob": normalised(model),
         "sliding_window": model.attention.sliding_window,
         "layer_types": layer_types(model),
@@ -291,111 +271,90 @@ def _write_mellum(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-MELLUM = dataclasses.replace(
-    QWEN3_MOE,
-    title="Mellum 2",
-    model_type="mellum",
-    rewards=False,
-    model_class="MellumForCausalLM",
-    features=_FEATURES | {"sliding_window", "window_attn_skip_freq", "rotary_base_local"},
+MELLUM = relative(
+    "Mellum 2",
+    "mellum",
+    "MellumForCausalLM",
+    _QWEN3_ENTRIES,
+    keys=SIZES | CHOICES | INNER,
+    fixed={"qk_layernorm": True},
+    features=("layer_experts", "sliding_window", "window_attn_skip_freq", "rotary_base_local"),
+    biases=("attention",),
+    rope=False,
     requirements=(*requirements(dense=True), LOCAL_UNSCALED),
-    write=_write_mellum,
     read=_read_mellum,
+    write=_write_mellum,
+    rewards=False,
     predicting=lambda model: r"mtp\..*",
 )
 """Qwen3-MoE with windows and experts in any blocks; RoPE has another base where a window is."""
 
 
 def _write_olmo(model: ModelConfig) -> dict[str, Any]:
-    return {
-        **_write_alike(model, "num_experts"),
-        "norm_topk_prob": normalised(model),
-        **_NO_PADDING,
-    }
+    return {**_write_alike(model, "num_experts"), "norm_topk_prob": normalised(model)}
 
 
-def _read_olmo(
-    given: HFConfigReader, fields: dict[str, Any], base: float = 10_000.0
-) -> dict[str, Any]:
-    return {
-        **read_experts(given, fields, ("num_experts", "num_local_experts")),
-        **read_normalisation(given, fields),
-        **read_rope(given, fields, base=base),
-    }
+def _read_olmo(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    return {**read_experts(given, fields, _NUMBER), **read_normalisation(given, fields)}
 
 
-def _olmo_entries(*further: Sequence[Entry], mlp_norm: str | None) -> tuple[Entry, ...]:
-    return llama_entries(
-        QK_NORMS,
-        *further,
-        mlp_norm=mlp_norm,
-        qkv_bias=attention_biased,
-        proj_bias=attention_biased,
-        mlp=(*router("mlp.gate.weight"), *LLAMA_EXPERTS),
-    )
+_OLMO_MLP = (*router("mlp.gate.weight"), *LLAMA_EXPERTS)
+_OLMO_FIXED = {"qk_layernorm": True, "qk_layernorm_whole": True}
 
-
-_OLMO_FIXED = FIXED | NO_BIASES | {"qk_layernorm": True, "qk_layernorm_whole": True}
-
-OLMOE = Architecture(
-    title="OLMoE",
-    model_type="olmoe",
-    rewards=False,
-    model_class="OlmoeForCausalLM",
-    entries=_olmo_entries(mlp_norm="post_attention_layernorm"),
-    keys=KEYS | ACTIVATION | CHOICES | _BIASED | {"clip_qkv": "clip_qkv"},
+OLMOE = relative(
+    "OLMoE",
+    "olmoe",
+    "OlmoeForCausalLM",
+    relative_entries(QK_NORMS, mlp=_OLMO_MLP),
+    keys=KEYS | ACTIVATION | CHOICES | {"clip_qkv": "clip_qkv"},
     fixed=_OLMO_FIXED,
-    features=_FEATURES,
-    gated=True,
+    features=("layer_experts",),
+    biases=("attention",),
     requirements=requirements(),
-    write=_write_olmo,
     read=_read_olmo,
+    write=_write_olmo,
+    rewards=False,
 )
 """Llama with experts, and a norm over all queries, and one over all keys."""
 
-FLEX_OLMO = Architecture(
-    title="FlexOlmo",
-    model_type="flex_olmo",
-    rewards=False,
-    model_class="FlexOlmoForCausalLM",
-    entries=_olmo_entries(
+FLEX_OLMO = relative(
+    "FlexOlmo",
+    "flex_olmo",
+    "FlexOlmoForCausalLM",
+    relative_entries(
+        QK_NORMS,
         norm("attention_post_norm", "post_attention_layernorm"),
         norm("mlp_post_norm", "post_feedforward_layernorm"),
         mlp_norm=None,
+        mlp=_OLMO_MLP,
     ),
-    keys=KEYS | ACTIVATION | CHOICES | _BIASED,
+    keys=KEYS | ACTIVATION | CHOICES,
     fixed=_OLMO_FIXED | {"pre_norm": False, "post_norm": True},
-    features=_FEATURES,
-    gated=True,
+    features=("layer_experts",),
+    biases=("attention",),
+    base=500_000.0,
     requirements=requirements(),
+    read=_read_olmo,
     write=_write_olmo,
-    read=lambda given, fields: _read_olmo(given, fields, base=500_000.0),
+    rewards=False,
 )
 """OLMoE with norms after attention and experts instead of before them."""
-
-
-def _write_granite(model: ModelConfig) -> dict[str, Any]:
-    return {**_write_alike(model, "num_local_experts"), **write_multipliers(model)}
 
 
 def _read_granite(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("position_embedding_type", ("rope", None), "positions must be rotary")
     return {
-        **read_experts(given, fields, ("num_local_experts", "num_experts")),
+        **read_experts(given, fields, _NUMBER[::-1]),
         **read_normalisation(given, fields, summing=True),
-        **read_rope(given, fields),
         **read_multipliers(given),
     }
 
 
-GRANITE_MOE = Architecture(
-    title="Granite-MoE",
-    model_type="granitemoe",
-    rewards=False,
-    model_class="GraniteMoeForCausalLM",
-    entries=llama_entries(
-        qkv_bias=attention_biased,
-        proj_bias=attention_biased,
+GRANITE_MOE = relative(
+    "Granite-MoE",
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    relative_entries(
         mlp=(
             *router("block_sparse_moe.router.layer.weight"),
             *fused_experts(
@@ -405,13 +364,13 @@ GRANITE_MOE = Architecture(
             ),
         ),
     ),
-    keys=KEYS | ACTIVATION | CHOICES | _BIASED,
-    fixed=FIXED | NO_BIASES,
-    features=_FEATURES | FACTORS,
-    gated=True,
+    keys=KEYS | ACTIVATION | CHOICES,
+    features=FACTORS | {"layer_experts"},
+    biases=("attention",),
     requirements=requirements(summing=True),
-    write=_write_granite,
     read=_read_granite,
+    write=lambda model: _write_alike(model, "num_local_experts") | write_multipliers(model),
+    rewards=False,
     endings={
         "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight",
         "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config import ModelConfig
 from megatron.config.patterns import but_every_last, every_last, shortest
 from megatron.features.experts.flags import ExpertsConfig
-from megatron.features.experts.huggingface.deepseek import HAS_SHARED, WHOLE_SHARED, shared_number
+from megatron.features.experts.huggingface.deepseek import HAS_SHARED, ONE_SHARED, WHOLE_SHARED
 from megatron.features.experts.huggingface.parts import (
     CHOICES,
     DOWN,
@@ -27,28 +27,9 @@ from megatron.features.experts.huggingface.parts import (
     write_experts,
 )
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import Architecture
-from megatron.formats.huggingface.config_reader import (
-    CHUNKED,
-    FULL,
-    HFConfigReader,
-    read_rope,
-    write_rope,
-)
-from megatron.formats.huggingface.entries import (
-    INTERLEAVED_QKV,
-    TRANSPOSED,
-    Entry,
-    attention_biased,
-)
-from megatron.formats.huggingface.llama import (
-    ACTIVATION,
-    FIXED,
-    HEAD_DIM,
-    KEYS,
-    NO_BIASES,
-    llama_entries,
-)
+from megatron.formats.huggingface.config_reader import CHUNKED, FULL, HFConfigReader
+from megatron.formats.huggingface.decoders.relatives import SIZES, relative, relative_entries
+from megatron.formats.huggingface.entries import INTERLEAVED_QKV, TRANSPOSED, Entry
 
 
 def _numbers(given: HFConfigReader, name: str, allowed: range, count: int | None) -> list[int]:
@@ -106,7 +87,6 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         given.refuse("num_experts_per_tok", fields["moe_router_topk"], why)
     return {
         **read_experts(given, fields, ("num_local_experts", "num_experts"), sparse, None),
-        **read_rope(given, fields, base=500_000.0),
         **_attention(given, layers),
         "moe_shared_expert_intermediate_size": fields["moe_ffn_hidden_size"],
     }
@@ -117,7 +97,6 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     scale = positions.attention_temperature
     return {
         **write_experts(model, "num_local_experts", coefficient=None),
-        **write_rope(model),
         "moe_layers": [n for n in layers if experts_in(model, n)],
         "no_rope_layers": [int(positions.rotates(n)) for n in layers],
         "layer_types": [FULL if window is None else CHUNKED for window in model.windows],
@@ -127,7 +106,6 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "attn_temperature_tuning": scale is not None,
         "attn_scale": scale or 0.1,
         "floor_scale": positions.attention_temperature_floor,
-        "pad_token_id": None,
     }
 
 
@@ -136,14 +114,11 @@ _SCORES = {
     "moe_apply_probs_on_input": True,
 }  # fmt: skip
 
-LLAMA4 = Architecture(
-    title="Llama 4",
-    model_type="llama4_text",
-    rewards=False,
-    model_class="Llama4ForCausalLM",
-    entries=llama_entries(
-        qkv_bias=attention_biased,
-        proj_bias=attention_biased,
+LLAMA4 = relative(
+    "Llama 4",
+    "llama4_text",
+    "Llama4ForCausalLM",
+    relative_entries(
         qkv_form=INTERLEAVED_QKV,
         mlp=(
             *mlp_weights("mlp", "feed_forward", at=dense_in, when=has_dense),
@@ -158,38 +133,32 @@ LLAMA4 = Architecture(
             *shared_experts("feed_forward.shared_expert"),
         ),
     ),
-    keys=KEYS
-    | HEAD_DIM
-    | ACTIVATION
+    keys=SIZES
     | CHOICES
     | {
         "intermediate_size": "moe_ffn_hidden_size",
         "intermediate_size_mlp": "ffn_hidden_size",
-        "attention_bias": "add_attention_bias",
         "use_qk_norm": "qk_l2_norm",
     },
-    fixed=FIXED | NO_BIASES | _SCORES,
-    features=frozenset(
-        {
-            "layer_experts", "rope_scaling", "no_rope_freq", "attention_temperature",
-            "attention_chunk_size", "window_attn_skip_freq",
-        }
+    fixed=_SCORES,
+    features=(
+        "layer_experts", "no_rope_freq", "attention_temperature", "attention_chunk_size",
+        "window_attn_skip_freq",
     ),
-    gated=True,
+    biases=("attention",),
+    base=500_000.0,
     requirements=(
         *requirements(*_SCORES, "moe_shared_expert_intermediate_size", dense=True),
         WHOLE_SHARED,
         HAS_SHARED,
-        Requirement(
-            lambda model: shared_number(model) == 1,
-            "--moe-shared-expert-intermediate-size equal to --moe-ffn-hidden-size",
-        ),
+        ONE_SHARED,
         Requirement(
             lambda model: model.part(ExpertsConfig).moe_router_topk == 1, "--moe-router-topk 1"
         ),
     ),
-    write=_write,
     read=_read,
+    write=_write,
+    rewards=False,
 )  # fmt: skip
 """Scout and Maverick. Heads have no norm with weights: queries and keys are divided by their root
 mean square where they are rotated, and queries elsewhere multiplied by a factor of the position."""

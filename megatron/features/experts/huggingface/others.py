@@ -11,6 +11,7 @@ from megatron.features.experts.gates import SPARSE_MIXER_EPS
 from megatron.features.experts.huggingface.deepseek import (
     FP32,
     HAS_SHARED,
+    ONE_SHARED,
     SIGMOID,
     WHOLE_SHARED,
     shared_number,
@@ -31,24 +32,11 @@ from megatron.features.experts.huggingface.parts import (
     write_experts,
 )
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, write_rope
 from megatron.formats.huggingface.decoders.llamas import HUNYUAN_FIXED, HUNYUAN_NORMS, read_alpha
-from megatron.formats.huggingface.entries import (
-    INTERLEAVED_QKV,
-    Reordering,
-    attention_biased,
-    head_bias,
-)
-from megatron.formats.huggingface.llama import (
-    ACTIVATION,
-    FIXED,
-    HEAD_DIM,
-    KEYS,
-    NO_BIASES,
-    QK_NORMS,
-    llama_entries,
-)
+from megatron.formats.huggingface.decoders.relatives import SIZES, relative, relative_entries
+from megatron.formats.huggingface.entries import AS_ROW, INTERLEAVED_QKV, head_bias
+from megatron.formats.huggingface.llama import QK_NORMS
 
 _MIXTRAL_EXPERTS = experts("block_sparse_moe.experts", "w1", "w3", "w2")
 _MIXTRAL_ROUTER = router("block_sparse_moe.gate.weight")
@@ -101,12 +89,11 @@ def _write_minimax(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-MINIMAX_M2 = Architecture(
-    title="MiniMax-M2",
-    model_type="minimax_m2",
-    rewards=False,
-    model_class="MiniMaxM2ForCausalLM",
-    entries=llama_entries(
+MINIMAX_M2 = relative(
+    "MiniMax-M2",
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    relative_entries(
         QK_NORMS,
         mlp=(
             *_MIXTRAL_ROUTER,
@@ -114,16 +101,15 @@ MINIMAX_M2 = Architecture(
             *_MIXTRAL_EXPERTS,
         ),
     ),
-    keys=KEYS | HEAD_DIM | ACTIVATION | CHOICES,
-    fixed=FIXED
-    | NO_BIASES
-    | SIGMOID
+    keys=SIZES | CHOICES,
+    fixed=SIGMOID
     | {"qk_layernorm": True, "qk_layernorm_whole": True, "moe_router_normalize": True},
-    features=frozenset({"layer_experts", "rotary_percent", "rope_scaling"}),
-    gated=True,
+    features=("layer_experts", "rotary_percent"),
+    rope=False,
     requirements=requirements(*SIGMOID),
-    write=_write_minimax,
     read=_read_minimax,
+    write=_write_minimax,
+    rewards=False,
     endings={
         "block_sparse_moe.gate.weight": "mlp.gate.weight",
         "block_sparse_moe.e_score_correction_bias": "mlp.e_score_correction_bias",
@@ -167,7 +153,6 @@ def _read_ernie(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]
         **read_experts(
             given, fields, ("moe_num_experts", "num_experts", "num_local_experts"), sparse
         ),
-        **read_rope(given, fields, base=500_000.0),
         **FP32,
         "moe_shared_expert_intermediate_size": shared * fields["moe_ffn_hidden_size"] or None,
     }
@@ -180,45 +165,36 @@ def _write_ernie(model: ModelConfig) -> dict[str, Any]:
     return {
         **write_experts(model, "moe_num_experts"),
         **dict(zip(keys, bounds, strict=True)),
-        **write_rope(model),
-        "moe_intermediate_size": _inner(model),
         "moe_num_shared_experts": shared_number(model),
         "use_bias": False,
-        "pad_token_id": None,
     }
 
 
-_ROW = Reordering(
-    "a row", 1, lambda values, _: (values.unsqueeze(0),), lambda parts, _: parts[0].squeeze(0)
-)
 _ERNIE_SOFTMAX = {
     "moe_router_pre_softmax": True, "moe_router_normalize": True,
     "moe_router_enable_expert_bias": True,
 }  # fmt: skip
 
-ERNIE4_5_MOE = Architecture(
-    title="ERNIE 4.5 MoE",
-    model_type="ernie4_5_moe",
-    rewards=False,
-    model_class="Ernie4_5_MoeForCausalLM",
-    entries=llama_entries(
+ERNIE4_5_MOE = relative(
+    "ERNIE 4.5 MoE",
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    relative_entries(
         qkv_form=INTERLEAVED_QKV,
         mlp=(
             *DENSE,
             *router("mlp.gate.weight"),
-            *correction("mlp.moe_statics.e_score_correction_bias", _ROW),
+            *correction("mlp.moe_statics.e_score_correction_bias", AS_ROW),
             *LLAMA_EXPERTS,
             *shared_experts("mlp.shared_experts", when=lambda model: shared_number(model) > 0),
         ),
     ),
-    keys={ours: field for ours, field in KEYS.items() if ours != "attention_dropout"}
-    | HEAD_DIM
-    | ACTIVATION
+    keys={ours: field for ours, field in SIZES.items() if ours != "attention_dropout"}
     | INNER
     | {("moe_k", "num_experts_per_tok"): "moe_router_topk"},
-    fixed=FIXED | NO_BIASES | _ERNIE_SOFTMAX | {"attention_dropout": 0.0},
-    features=frozenset({"layer_experts", "rope_scaling"}),
-    gated=True,
+    fixed=_ERNIE_SOFTMAX | {"attention_dropout": 0.0},
+    features=("layer_experts",),
+    base=500_000.0,
     requirements=(
         *requirements(*_ERNIE_SOFTMAX, "moe_shared_expert_intermediate_size", dense=True),
         Requirement(
@@ -227,8 +203,9 @@ ERNIE4_5_MOE = Architecture(
         ),
         WHOLE_SHARED,
     ),
-    write=_write_ernie,
     read=_read_ernie,
+    write=_write_ernie,
+    rewards=False,
     endings={
         "mlp.moe_statics.e_score_correction_bias": "mlp.gate.moe_statics.e_score_correction_bias"
     },
@@ -271,45 +248,35 @@ def _read_hunyuan(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
     }
 
 
-def _write_hunyuan(model: ModelConfig) -> dict[str, Any]:
-    return {
-        **write_experts(model, "num_experts", coefficient=None),
-        **write_rope(model),
-        "moe_topk": model.part(ExpertsConfig).moe_router_topk,
-        "intermediate_size": _inner(model),
-        "pad_token_id": None,
-    }
-
-
-HUNYUAN_V1_MOE = Architecture(
-    title="HunYuan-MoE",
-    model_type="hunyuan_v1_moe",
-    model_class="HunYuanMoEV1ForCausalLM",
-    entries=llama_entries(
+HUNYUAN_V1_MOE = relative(
+    "HunYuan-MoE",
+    "hunyuan_v1_moe",
+    "HunYuanMoEV1ForCausalLM",
+    relative_entries(
         HUNYUAN_NORMS,
-        qkv_bias=attention_biased,
-        proj_bias=attention_biased,
         mlp=(
             *router("mlp.gate.wg.weight"),
             *LLAMA_EXPERTS,
             *shared_experts("mlp.shared_mlp"),
         ),
     ),
-    keys=KEYS | HEAD_DIM | ACTIVATION | {"attention_bias": "add_attention_bias"},
-    fixed=FIXED | NO_BIASES | HUNYUAN_FIXED,
-    features=frozenset({"layer_experts", "rope_scaling"}),
-    gated=True,
+    fixed=HUNYUAN_FIXED,
+    features=("layer_experts",),
+    biases=("attention",),
+    rope=False,
     requirements=(
         *requirements("moe_shared_expert_intermediate_size", summing=True),
         WHOLE_SHARED,
         HAS_SHARED,
-        Requirement(
-            lambda model: shared_number(model) == 1,
-            "--moe-shared-expert-intermediate-size equal to --moe-ffn-hidden-size",
-        ),
+        ONE_SHARED,
     ),
-    write=_write_hunyuan,
     read=_read_hunyuan,
+    write=lambda model: {
+        **write_experts(model, "num_experts", coefficient=None),
+        **write_rope(model),
+        "moe_topk": model.part(ExpertsConfig).moe_router_topk,
+        "intermediate_size": _inner(model),
+    },
 )
 """One shared expert; queries and keys are normalised after they are rotated."""
 
@@ -342,46 +309,33 @@ def _read_phi(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_phi(model: ModelConfig) -> dict[str, Any]:
-    return {
+PHIMOE = relative(
+    "Phi-3.5-MoE",
+    "phimoe",
+    "PhimoeForCausalLM",
+    (
+        *relative_entries(mlp=(*_MIXTRAL_ROUTER, *_MIXTRAL_EXPERTS)),
+        *head_bias("lm_head.bias"),
+    ),
+    keys=SIZES | CHOICES | {"lm_head_bias": "lm_head_bias", "sliding_window": "sliding_window"},
+    fixed={"normalization": "LayerNorm", "moe_gate": "sparsemixer", "moe_router_topk": 2},
+    features=("layer_experts",),
+    biases=("attention",),
+    rope=False,
+    requirements=(
+        *requirements("moe_gate"),
+        Requirement(_longrope_by_length, f"--rope-scaling with the keys {sorted(_LONGROPE)}"),
+    ),
+    read=_read_phi,
+    write=lambda model: {
         **write_experts(model, "num_local_experts"),
         **write_rope(model),
         "intermediate_size": _inner(model),
         "router_jitter_noise": SPARSE_MIXER_EPS,
         "input_jitter_noise": _noise(model),
-        "pad_token_id": None,
-    }
-
-
-PHIMOE = Architecture(
-    title="Phi-3.5-MoE",
-    model_type="phimoe",
-    model_class="PhimoeForCausalLM",
-    entries=(
-        *llama_entries(
-            qkv_bias=attention_biased,
-            proj_bias=attention_biased,
-            mlp=(*_MIXTRAL_ROUTER, *_MIXTRAL_EXPERTS),
-        ),
-        *head_bias("lm_head.bias"),
-    ),
-    keys=KEYS | HEAD_DIM | ACTIVATION | CHOICES | {
-        "attention_bias": "add_attention_bias", "lm_head_bias": "lm_head_bias",
-        "sliding_window": "sliding_window",
     },
-    fixed=FIXED | NO_BIASES | {
-        "normalization": "LayerNorm", "moe_gate": "sparsemixer", "moe_router_topk": 2,
-    },
-    features=frozenset({"layer_experts", "rope_scaling"}),
-    gated=True,
-    requirements=(
-        *requirements("moe_gate"),
-        Requirement(_longrope_by_length, f"--rope-scaling with the keys {sorted(_LONGROPE)}"),
-    ),
-    write=_write_phi,
-    read=_read_phi,
     endings={"block_sparse_moe.gate.weight": "mlp.router.weight"},
-)  # fmt: skip
+)
 """LayerNorm; SparseMixer chooses two experts, whose weights do not add up to 1."""
 
 

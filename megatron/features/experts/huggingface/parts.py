@@ -18,7 +18,7 @@ from megatron.config import ModelConfig
 from megatron.config.patterns import pattern_text
 from megatron.features.experts.flags import ExpertsConfig
 from megatron.formats.features import Requirement, spelled
-from megatron.formats.huggingface.config_reader import HFConfigReader, Names
+from megatron.formats.huggingface.config_reader import HFConfigReader, Names, short
 from megatron.formats.huggingface.entries import (
     GATE_AND_UP,
     SAME,
@@ -165,7 +165,7 @@ def write_experts(
     ours = dict(zip(kinds, coefficients, strict=False)).get("aux_loss", 0.0)
     return {
         number: max(part.layer_experts),
-        coefficient: _short(ours * part.layers / part.moe_router_topk),
+        coefficient: short(ours * part.layers / part.moe_router_topk),
     }
 
 
@@ -185,12 +185,6 @@ def write_mlp_kinds(model: ModelConfig) -> dict[str, Any]:
     """The inverse of :func:`read_mlp_kinds`."""
     kinds = ["sparse" if experts_in(model, n) else "dense" for n in range(model.num_layers)]
     return {"mlp_layer_types": kinds}
-
-
-def _short(value: float) -> float:
-    """The nearest number of 15 decimal digits, so that one that is multiplied and divided again is
-    as it was."""
-    return float(f"{value:.15g}")
 
 
 def read_normalisation(

@@ -15,14 +15,8 @@ from megatron.config.patterns import pattern_text
 from megatron.features.recurrent.mamba_flags import MambaConfig, shortest_limits
 from megatron.features.recurrent.pattern import ATTENTION, DELTA, MAMBA, PatternConfig
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import Architecture
-from megatron.formats.huggingface.config_reader import (
-    HFConfigReader,
-    read_biases,
-    read_rope,
-    write_biases,
-    write_rope,
-)
+from megatron.formats.huggingface.config_reader import BIASES, HFConfigReader
+from megatron.formats.huggingface.decoders.relatives import relative
 from megatron.formats.huggingface.entries import SEPARATE_QKV as QKV
 from megatron.formats.huggingface.entries import (
     Condition,
@@ -30,13 +24,12 @@ from megatron.formats.huggingface.entries import (
     OfBlock,
     Reordering,
     attention_biased,
-    block,
+    decoder_entries,
     linear,
     norm,
-    untied,
     weight,
 )
-from megatron.formats.huggingface.llama import ACTIVATION, FIXED, KEYS, gated_mlp
+from megatron.formats.huggingface.llama import ACTIVATION, KEYS, gated_mlp
 
 CHANNELS = Reordering(
     "a channel by itself", 1, lambda values, _: (values.unsqueeze(1),),
@@ -55,10 +48,6 @@ def at(blocks: OfBlock, *entries: Entry) -> tuple[Entry, ...]:
     return tuple(replace(entry, at=blocks) for entry in entries)
 
 
-def _conv_biased(model: ModelConfig) -> bool:
-    return model.part(MambaConfig).mamba_conv_bias
-
-
 def _projections_biased(model: ModelConfig) -> bool:
     return model.part(MambaConfig).mamba_proj_bias
 
@@ -68,7 +57,11 @@ def mamba_entries(theirs: str) -> tuple[Entry, ...]:
     entries = (
         *linear("attention.in_proj", f"{theirs}.in_proj", bias=_projections_biased),
         Entry("attention.conv.weight", (f"{theirs}.conv1d.weight",), CHANNELS),
-        Entry("attention.conv.bias", (f"{theirs}.conv1d.bias",), when=_conv_biased),
+        Entry(
+            "attention.conv.bias",
+            (f"{theirs}.conv1d.bias",),
+            when=lambda model: model.part(MambaConfig).mamba_conv_bias,
+        ),
         *(
             Entry(f"attention.{ours}", (f"{theirs}.{name}",))
             for ours, name in (("dt_bias", "dt_bias"), ("a_log", "A_log"), ("skip", "D"))
@@ -89,22 +82,12 @@ def attention_entries(theirs: str, biased: Condition) -> tuple[Entry, ...]:
     )
 
 
-def _has_mamba(model: ModelConfig) -> bool:
-    return not model.part(MambaConfig).idle
-
-
-def _no_delta(model: ModelConfig) -> bool:
-    return DELTA not in model.part(PatternConfig).mixers
-
-
-def _after_gate(model: ModelConfig) -> bool:
-    return not model.part(MambaConfig).mamba_norm_before_gate
-
-
 MAMBA_LAYERS = (
-    Requirement(_has_mamba, "layers of Mamba-2"),
-    Requirement(_no_delta, "no layers of Gated DeltaNet"),
-    Requirement(_after_gate, "no --mamba-norm-before-gate"),
+    Requirement(lambda m: not m.part(MambaConfig).idle, "layers of Mamba-2"),
+    Requirement(lambda m: DELTA not in m.part(PatternConfig).mixers, "no layers of Gated DeltaNet"),
+    Requirement(
+        lambda m: not m.part(MambaConfig).mamba_norm_before_gate, "no --mamba-norm-before-gate"
+    ),
 )
 """Requirements of architectures with Mamba-2."""
 
@@ -139,31 +122,14 @@ _SIZES = {
 }
 
 
-def _whole_expansion(model: ModelConfig) -> bool:
-    return model.part(MambaConfig).width % model.hidden_size == 0
-
-
-def _only_replaced(model: ModelConfig) -> bool:
-    return model.part(PatternConfig).hybrid_layer_pattern is None
-
-
-def _half(model: ModelConfig) -> bool:
-    return model.positions.rotary_percent == 0.5
-
-
 def _write(model: ModelConfig) -> dict[str, Any]:
-    part, rope = model.part(MambaConfig), write_rope(model)
-    rope["rope_parameters"]["partial_rotary_factor"] = 0.5
+    part = model.part(MambaConfig)
     mixers = model.part(PatternConfig).mixers
     return {
-        **rope,
-        "partial_rotary_factor": 0.5,
         "attn_layer_indices": [n for n, mixer in enumerate(mixers) if mixer == ATTENTION],
         "mamba_d_head": part.mamba_head_dim,
         "mamba_expand": part.width // model.hidden_size,
         "time_step_limit": list(part.step_limits),
-        **write_biases(model),
-        "pad_token_id": None,
     }
 
 
@@ -185,45 +151,44 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     if len(set(chosen)) == layers:
         given.refuse("attn_layer_indices", chosen, "no block has Mamba-2")
     return {
-        **read_rope(given, fields, share_key="partial_rotary_factor", share=0.5),
         "experimental_attention_variant": "mamba2",
         "linear_attention_freq": pattern_text(n not in chosen for n in range(layers)),
         "mamba_head_dim": width // heads,
         "mamba_step_limits": shortest_limits(*read_limit(given, "time_step_limit")),
-        **read_biases(given),
     }
 
 
-BAMBA = Architecture(
-    title="Bamba",
-    model_type="bamba",
-    rewards=False,
-    model_class="BambaForCausalLM",
-    entries=(
-        *weight("embedding.word_embeddings", "model.embed_tokens"),
-        *block(
-            "model.layers.{n}",
-            norm("attention_norm", "input_layernorm"),
-            norm("mlp_norm", "pre_ff_layernorm"),
-            mamba_entries("mamba"),
-            attention_entries("self_attn", attention_biased),
-            gated_mlp("mlp", "feed_forward"),
-        ),
-        *norm("final_norm.norm", "model.final_layernorm"),
-        *weight("output_layer", "lm_head", when=untied),
+BAMBA = relative(
+    "Bamba",
+    "bamba",
+    "BambaForCausalLM",
+    decoder_entries(
+        "model.embed_tokens",
+        "model.layers.{n}",
+        "model.final_layernorm",
+        norm("attention_norm", "input_layernorm"),
+        norm("mlp_norm", "pre_ff_layernorm"),
+        mamba_entries("mamba"),
+        attention_entries("self_attn", attention_biased),
+        gated_mlp("mlp", "feed_forward"),
     ),
     keys=KEYS | ACTIVATION | _SIZES,
-    fixed=FIXED,
-    features=frozenset({"mixers", "add_attention_bias", "add_mlp_bias", "rotary_percent",
-                        "rope_scaling"}),
-    gated=True,
+    features=("mixers",),
+    biases=BIASES,
+    share=0.5,
     requirements=(
         *MAMBA_LAYERS,
-        Requirement(_only_replaced, "no --hybrid-layer-pattern"),
-        Requirement(_half, "--rotary-percent 0.5"),
-        Requirement(_whole_expansion, "--mamba-num-heads x --mamba-head-dim that --hidden-size "
-                    "divides"),
+        Requirement(
+            lambda m: m.part(PatternConfig).hybrid_layer_pattern is None,
+            "no --hybrid-layer-pattern",
+        ),
+        Requirement(lambda m: m.positions.rotary_percent == 0.5, "--rotary-percent 0.5"),
+        Requirement(
+            lambda m: m.part(MambaConfig).width % m.hidden_size == 0,
+            "--mamba-num-heads x --mamba-head-dim that --hidden-size divides",
+        ),
     ),
-    write=_write,
     read=_read,
-)  # fmt: skip
+    write=_write,
+    rewards=False,
+)

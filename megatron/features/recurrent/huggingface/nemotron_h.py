@@ -9,7 +9,14 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.features.experts.flags import ExpertsConfig
-from megatron.features.experts.huggingface.deepseek import FP32, OF_GROUP, SIGMOID
+from megatron.features.experts.huggingface.deepseek import (
+    FP32,
+    GROUPS_FIT,
+    SIGMOID,
+    read_groups,
+    read_scale,
+    write_choice,
+)
 from megatron.features.experts.huggingface.parts import (
     DOWN,
     UP,
@@ -36,24 +43,15 @@ from megatron.formats.huggingface.entries import (
     Condition,
     Entry,
     attention_biased,
-    block,
+    decoder_entries,
     norm,
     untied,
-    weight,
 )
 from megatron.formats.huggingface.llama import HEAD_DIM, KEYS, NO_BIASES
 
 _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _LETTERS = {kind: letter for letter, kind in _KINDS.items()} | {"mamba": "M", "attention": "*"}
 """Letters of layers by their names in transformers 5 and in older files."""
-
-
-def _has_attention(model: ModelConfig, n: int) -> int:
-    return model.has("attention", n)
-
-
-def _has_mlp(model: ModelConfig, n: int) -> int:
-    return model.has("mlp", n)
 
 
 def _dense(model: ModelConfig, n: int) -> int:
@@ -103,11 +101,11 @@ def _of_experts() -> tuple[Entry, ...]:
         *single,
         *at(experts_in, *further),
     )
-    return tuple(dataclasses.replace(entry, when=_among_experts(entry.when)) for entry in entries)
 
+    def among_experts(when: Condition) -> Condition:
+        return lambda model: _sparse(model) and when(model)
 
-def _among_experts(when: Condition) -> Condition:
-    return lambda model: _sparse(model) and when(model)
+    return tuple(dataclasses.replace(entry, when=among_experts(entry.when)) for entry in entries)
 
 
 def _dense_biased(model: ModelConfig) -> bool:
@@ -206,17 +204,6 @@ def _read_experts(given: HFConfigReader, fields: dict[str, Any], pattern: str) -
         return {}
     choices = {"moe_router_topk": given.whole("num_experts_per_tok")}
     inner = {"moe_ffn_hidden_size": given.whole("moe_intermediate_size")}
-    groups, kept = given.optional_whole("n_group"), given.optional_whole("topk_group")
-    if groups in (None, 1):
-        groups = kept = None
-    elif choices["moe_router_topk"] != OF_GROUP * (kept or 1):
-        given.refuse(
-            "topk_group", kept, f"a group is chosen by its best {OF_GROUP} experts; this needs "
-            f"num_experts_per_tok {OF_GROUP} times as large"
-        )  # fmt: skip
-    factor = given.number("routed_scaling_factor")
-    if factor <= 0:
-        given.refuse("routed_scaling_factor", factor, "expected a positive number")
     return {
         **choices,
         **inner,
@@ -230,9 +217,8 @@ def _read_experts(given: HFConfigReader, fields: dict[str, Any], pattern: str) -
         **SIGMOID,
         **FP32,
         "moe_router_normalize": given.flag("norm_topk_prob"),
-        "moe_router_num_groups": groups,
-        "moe_router_group_topk": kept,
-        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+        **read_groups(given, choices["moe_router_topk"]),
+        "moe_router_topk_scaling_factor": read_scale(given),
         "moe_latent_size": given.optional_whole("moe_latent_size"),
         "moe_shared_expert_intermediate_size": given.whole("moe_shared_expert_intermediate_size"),
     }
@@ -250,7 +236,6 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     part = model.part(ExpertsConfig)
     if part.idle:
         return written
-    normalize, several = part.moe_router_normalize, part.moe_router_topk != 1
     return {
         **written,
         **write_experts(model, "n_routed_experts", coefficient=None),
@@ -258,30 +243,13 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "moe_intermediate_size": part.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": part.moe_shared_expert_intermediate_size,
         "moe_latent_size": part.moe_latent_size,
-        "n_group": part.moe_router_num_groups or 1,
-        "topk_group": part.moe_router_group_topk or 1,
-        "norm_topk_prob": several if normalize is None else normalize,
-        "routed_scaling_factor": part.moe_router_topk_scaling_factor or 1.0,
+        **write_choice(model),
     }
-
-
-def _groups_fit(model: ModelConfig) -> bool:
-    part = model.part(ExpertsConfig)
-    kept = part.moe_router_group_topk
-    return part.moe_router_num_groups is None or part.moe_router_topk == OF_GROUP * (kept or 0)
 
 
 def _sigmoid(model: ModelConfig) -> bool:
     part = model.part(ExpertsConfig)
     return part.idle or all(getattr(part, name) == value for name, value in SIGMOID.items())
-
-
-def _only_least(model: ModelConfig) -> bool:
-    return model.part(MambaConfig).step_limits[1] == math.inf
-
-
-def _one_sublayer(model: ModelConfig) -> bool:
-    return model.part(PatternConfig).hybrid_layer_pattern is not None
 
 
 def _where_sparse(need: Requirement) -> Requirement:
@@ -293,19 +261,16 @@ NEMOTRON_H = Architecture(
     model_type="nemotron_h",
     rewards=False,
     model_class="NemotronHForCausalLM",
-    entries=(
-        *weight("embedding.word_embeddings", "backbone.embeddings"),
-        *block(
-            "backbone.layers.{n}",
-            at(_has_attention, *norm("attention_norm", "norm")),
-            mamba_entries("mixer"),
-            attention_entries("mixer", attention_biased),
-            at(_has_mlp, *norm("mlp_norm", "norm")),
-            at(_dense, *_MLP),
-            _of_experts(),
-        ),
-        *norm("final_norm.norm", "backbone.norm_f"),
-        *weight("output_layer", "lm_head", when=untied),
+    entries=decoder_entries(
+        "backbone.embeddings",
+        "backbone.layers.{n}",
+        "backbone.norm_f",
+        at(lambda m, n: m.has("attention", n), *norm("attention_norm", "norm")),
+        mamba_entries("mixer"),
+        attention_entries("mixer", attention_biased),
+        at(lambda m, n: m.has("mlp", n), *norm("mlp_norm", "norm")),
+        at(_dense, *_MLP),
+        _of_experts(),
     ),
     keys=_KEYS,
     fixed={"position_embedding_type": "none", "normalization": "RMSNorm", **NO_BIASES},
@@ -313,8 +278,14 @@ NEMOTRON_H = Architecture(
     requirements=(
         *MAMBA_LAYERS,
         Requirement(untied, "--untie-embeddings-and-output-weights"),
-        Requirement(_one_sublayer, "--hybrid-layer-pattern"),
-        Requirement(_only_least, "--mamba-step-limits without a largest step"),
+        Requirement(
+            lambda m: m.part(PatternConfig).hybrid_layer_pattern is not None,
+            "--hybrid-layer-pattern",
+        ),
+        Requirement(
+            lambda m: m.part(MambaConfig).step_limits[1] == math.inf,
+            "--mamba-step-limits without a largest step",
+        ),
         *map(
             _where_sparse,
             requirements(
@@ -325,7 +296,7 @@ NEMOTRON_H = Architecture(
         ),
         Requirement(_sigmoid, "--moe-router-score-function sigmoid with "
                     "--moe-router-enable-expert-bias"),
-        Requirement(_groups_fit, f"--moe-router-topk {OF_GROUP} times --moe-router-group-topk"),
+        GROUPS_FIT,
         Requirement(_shares, "--moe-shared-expert-intermediate-size"),
         _where_sparse(Requirement(lambda m: not m.mlp.bias, "no --add-mlp-bias")),
     ),

@@ -49,10 +49,8 @@ from megatron.formats.huggingface.entries import (
     Modules,
     Reordering,
     attention_biased,
-    block,
+    decoder_entries,
     norm,
-    untied,
-    weight,
 )
 from megatron.formats.huggingface.llama import (
     ACTIVATION,
@@ -75,7 +73,7 @@ def _rows(model: ModelConfig) -> list[int]:
 
 
 def _by_head(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
-    """The rows of several matrices, those of a key head together."""
+    """The rows of several matrices, ordered by key head."""
     heads = model.part(DeltaConfig).linear_num_key_heads
     return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 1)
 
@@ -87,7 +85,7 @@ def _from_heads(values: Tensor, rows: Sequence[int], model: ModelConfig) -> Tens
 
 
 def _of_rows(first: int, end: int) -> Reordering:
-    """The rows of some matrices of our projection, those of a key head together."""
+    """The rows of some matrices of our projection, ordered by key head."""
     return Reordering(
         "by key head", 1,
         lambda values, model: (_by_head(values.split(_rows(model)[first:end]), model),),
@@ -137,7 +135,7 @@ FOUR = Reordering(
 
 def delta_entries(theirs: str, form: Reordering, *names: str) -> tuple[Entry, ...]:
     """The entries of Gated DeltaNet in the blocks that have it; ``theirs`` is the name of the
-    module, and ``names`` those of its projections."""
+    module, and ``names`` are its projections."""
     projections = tuple(f"{theirs}.{name}.weight" for name in names)
     return at(
         with_mixer(DELTA),
@@ -161,25 +159,20 @@ _SPARSE = (
 
 
 def _entries(delta: Sequence[Entry], mlp: Sequence[Entry]) -> tuple[Entry, ...]:
-    return (
-        *weight("embedding.word_embeddings", "model.embed_tokens"),
-        *block(
-            "model.layers.{n}",
-            norm("attention_norm", "input_layernorm"),
-            norm("mlp_norm", "post_attention_layernorm"),
-            delta,
-            attention_entries("self_attn", attention_biased),
-            _ATTENTION_NORMS,
-            mlp,
-        ),
-        *norm("final_norm.norm", "model.norm"),
-        *weight("output_layer", "lm_head", when=untied),
+    return decoder_entries(
+        "model.embed_tokens",
+        "model.layers.{n}",
+        "model.norm",
+        norm("attention_norm", "input_layernorm"),
+        norm("mlp_norm", "post_attention_layernorm"),
+        delta,
+        attention_entries("self_attn", attention_biased),
+        _ATTENTION_NORMS,
+        mlp,
     )
 
 
-_ATTENTION_NORMS = at(
-    lambda model, n: int(model.part(PatternConfig).mixer(n) == ATTENTION), *QK_NORMS
-)
+_ATTENTION_NORMS = at(with_mixer(ATTENTION), *QK_NORMS)
 _SIZES = (
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
     "linear_num_key_heads", "linear_num_value_heads",
@@ -199,30 +192,24 @@ _OF_EXPERTS = ("moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
 
 
 def _delta_and_attention(model: ModelConfig) -> bool:
-    mixers = model.part(PatternConfig).mixers
-    return model.part(PatternConfig).hybrid_layer_pattern is None and (
-        DELTA in mixers and MAMBA not in mixers
-    )
-
-
-def _attention_ahead(model: ModelConfig) -> bool:
-    return not model.blocks_ahead or model.part(PatternConfig).mixers[-1:] == (ATTENTION,)
+    part = model.part(PatternConfig)
+    return part.hybrid_layer_pattern is None and DELTA in part.mixers and MAMBA not in part.mixers
 
 
 _LAYERS = (
     Requirement(_delta_and_attention, "--experimental-attention-variant gated_delta_net"),
-    Requirement(_attention_ahead, "with --mtp-num-layers attention in the last layer"),
+    Requirement(
+        lambda m: not m.blocks_ahead or m.part(PatternConfig).mixers[-1:] == (ATTENTION,),
+        "with --mtp-num-layers attention in the last layer",
+    ),
 )
-"""A block of multi-token prediction is as the last, and that of such models has attention."""
+"""A block of multi-token prediction equals the last block, which has attention in such models."""
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    rope, share = write_rope(model), model.positions.rotary_percent
-    rope["rope_parameters"]["partial_rotary_factor"] = share
     mixers = model.part(PatternConfig).mixers
     return {
-        **rope,
-        "partial_rotary_factor": share,
+        **write_rope(model, share_key="partial_rotary_factor"),
         "layer_types": [LINEAR if mixer == DELTA else FULL for mixer in mixers],
     }
 
@@ -241,15 +228,6 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         **read_rope(given, fields, share_key="partial_rotary_factor", share=0.25),
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": pattern_text(kind == LINEAR for kind in kinds),
-    }
-
-
-def _write_next(model: ModelConfig) -> dict[str, Any]:
-    return {
-        **_write(model),
-        **write_experts(model, "num_experts"),
-        **write_pattern(model),
-        "norm_topk_prob": normalised(model),
     }
 
 
@@ -274,16 +252,12 @@ def _read_grids(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]
 
 
 def _text_part(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """The config.json of the text model, from that of a model that sees images too."""
+    """The config.json of the text model within a model that sees images too."""
     text = content.get("text_config")
     if not isinstance(text, dict):
         return content
     shared = ("architectures", "dtype", "tie_word_embeddings")
     return text | {name: content[name] for name in shared if name in content}
-
-
-def _of_images(model: ModelConfig) -> str:
-    return r"model\.visual\..*"
 
 
 def _read_sparse(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -305,10 +279,21 @@ QWEN3_NEXT = Architecture(
     features=_FEATURES | {"layer_experts"},
     gated=True,
     requirements=(*_LAYERS, *requirements(*_OF_EXPERTS, dense=True)),
-    write=_write_next,
+    write=lambda model: {
+        **_write(model),
+        **write_experts(model, "num_experts"),
+        **write_pattern(model),
+        "norm_topk_prob": normalised(model),
+    },
     read=_read_next,
     ahead=dataclasses.replace(QWEN_AHEAD, keys=QWEN_AHEAD.keys[::-1]),
 )
+_OF_IMAGES: dict[str, Any] = {
+    "seen": _text_part,
+    "beginnings": {"model.": "model.language_model."},
+    "predicting": lambda model: r"model\.visual\..*",
+    "ahead": QWEN_AHEAD,
+}
 QWEN3_5 = Architecture(
     title="Qwen3.5",
     model_type="qwen3_5_text",
@@ -322,10 +307,7 @@ QWEN3_5 = Architecture(
     write=_write,
     read=_read_grids,
     other_types=("qwen3_5",),
-    seen=_text_part,
-    beginnings={"model.": "model.language_model."},
-    predicting=_of_images,
-    ahead=QWEN_AHEAD,
+    **_OF_IMAGES,
 )
 QWEN3_5_MOE = Architecture(
     title="Qwen3.5-MoE",
@@ -341,9 +323,6 @@ QWEN3_5_MOE = Architecture(
     write=lambda model: {**_write(model), **write_experts(model, "num_experts")},
     read=_read_sparse,
     other_types=("qwen3_5_moe",),
-    seen=_text_part,
-    beginnings={"model.": "model.language_model."},
-    predicting=_of_images,
-    ahead=QWEN_AHEAD,
+    **_OF_IMAGES,
 )
 ARCHITECTURES = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)

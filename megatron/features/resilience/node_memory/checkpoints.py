@@ -1,6 +1,6 @@
 """Checkpoints in the memory of the nodes (``--non-persistent-save-interval``).
 
-A node has the files of its own ranks and copies of those of other nodes; index, manifest and the
+A node has the files of its own ranks, and copies of other nodes' files; index, manifest and the
 other JSON files are complete on each.
 """
 

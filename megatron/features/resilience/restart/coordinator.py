@@ -187,7 +187,7 @@ class Coordinator:
         return None
 
     def received(self, member: Member, message: Message) -> None:
-        """A message of a guardian; those of an earlier generation are too late."""
+        """Handles a message of a guardian, unless it is of an earlier generation."""
         kind = message["kind"]
         if member in self._waiting:
             if kind == "stopping":
@@ -421,7 +421,7 @@ class Coordinator:
             self._send(member, {"kind": "finish", "status": status})
 
     def _address_of(self, member: Member) -> str:
-        """By which the other trainers reach that of a guardian."""
+        """Address by which other trainers reach a guardian's trainer."""
         address = member.peer.address.removeprefix("::ffff:")
         if address == "::1" or address.startswith("127."):
             return self.address  # on the same host as this one

@@ -64,7 +64,7 @@ def guard(rules: Rules, flags: Mapping[str, str], prepare: Callable[[], None]) -
 
 
 class Guardian:
-    """One guardian; that of rank 0 has the coordinator, too."""
+    """One guardian; rank 0's has the coordinator, too."""
 
     def __init__(self, rules: Rules, flags: Mapping[str, str]) -> None:
         self._rank = int(os.environ.get("RANK", "0"))

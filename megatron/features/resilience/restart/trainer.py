@@ -48,7 +48,7 @@ def restarted(
     config: RunConfig, checkpoints: CheckpointManager, report: Reporter, begin: ResumePoint
 ) -> list[Callback]:
     """Return the callback of a trainer under a guardian. Raises ConfigError for another global
-    batch size than that of the first trainer."""
+    batch size than the first trainer had."""
     generation = current_generation()
     if generation is None:
         return []

@@ -1,4 +1,4 @@
-"""Spikes: steps whose loss or gradient norm is far from those of the steps before.
+"""Spikes: steps whose loss or gradient norm is far from the values of the steps before.
 
 The rule works on logarithms, in which the noise of a loss is about as large at its end as at its
 beginning, and compares a step with the level and the trend of the few before it: a curve may fall
@@ -65,7 +65,7 @@ class Spike:
 
 class _Range:
     """The range of one number, learned from its past; :attr:`level` are the logarithms of the last
-    steps, :attr:`distances` how far those of the window were from what was expected then.
+    steps, :attr:`distances` how far the values of the window were from the expected ones.
 
     Args:
         sigma: half of its width, in standard deviations.

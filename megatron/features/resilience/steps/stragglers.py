@@ -345,6 +345,9 @@ class DeviceProbe:
 _SECONDS = 2.0
 """Seconds of steps between two exchanges, or a window of fast steps."""
 
+_LEAST_LOOKS = 5
+"""In the steps of a log line that has the times of ranks; one look says all or nothing."""
+
 _SAME_WORK = ("data", "context", "expert", "tensor")  # the axes along which ranks do the same work
 
 
@@ -371,7 +374,8 @@ class Stragglers(Callback):
         self._arrived: float = math.inf
         """Iteration after which the exchange is read, the same on every rank."""
         self._shown = 0, [StepTimes(0.0, 0.0) for _ in mesh.world.ranks]
-        """Steps since the last log line, and their sums, or those of the line before."""
+        """Steps since the last log line with their sums, or the steps and sums of the line
+        before."""
         self._said = False
         report.at_line.append(self._times)
 
@@ -394,9 +398,11 @@ class Stragglers(Callback):
         yield
 
     def _times(self, seconds_left: float) -> dict[str, float]:
-        """For the log line."""
+        """For the log line; nothing before there were looks enough at the main thread."""
         self._said = True
-        return _times_of(*self._shown) if self._shown[0] else {}
+        steps, pieces = self._shown
+        measured = steps and max(piece.wall for piece in pieces) >= _LEAST_LOOKS * PERIOD
+        return _times_of(steps, pieces) if measured else {}
 
     def _begin(self, trainer: Trainer) -> None:
         self._meter.take()

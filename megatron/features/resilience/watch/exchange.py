@@ -353,7 +353,7 @@ class StoreWatch:
         self._rounds = rounds
 
     def look(self) -> None:
-        """Learns, in a thread of its own, whether the machine of a silent store still answers."""
+        """Checks in a separate thread whether the machine of a silent store still answers."""
         busy = self._looking is not None and self._looking.is_alive()
         if self._silence >= _STORE_PATIENCE and not busy:
             self._looking = threading.Thread(target=self._look, daemon=True)

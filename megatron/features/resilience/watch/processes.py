@@ -154,8 +154,9 @@ def where_it_waits(frames: Mapping[int, FrameType] | None = None) -> FrameType |
     """Return the frame in which this process waits for other ranks, in a collective, a transfer or
     the store; None where it works. Costs some microseconds.
 
-    Where the main thread waits for others of its threads, as in a backward pass on a GPU, these are
-    looked at, but not for data. ``frames``: innermost frame of each thread by its identifier.
+    Where the main thread waits for other threads of the process, as in a backward pass on a GPU,
+    these are examined too. Threads that read data are not. ``frames``: innermost frame of each
+    thread by its identifier.
     """
     frames = frames_of_others() if frames is None else frames
     main = frames.get(threading.main_thread().ident or 0)
@@ -180,7 +181,7 @@ def frames_of_others() -> dict[int, FrameType]:
 
 
 def device_is_busy() -> bool:
-    """True if this process's GPU computes or waits for those of other ranks. A driver that does not
+    """True if this process's GPU computes, or waits for other ranks' GPUs. A driver that does not
     answer within a second is busy."""
     asked, answers = activity.device_busy, list[bool]()
     if asked is None:
@@ -199,7 +200,8 @@ def device_is_busy() -> bool:
 
 
 def collectives_begun() -> int:
-    """Return the number of collectives begun in all groups but those of background threads."""
+    """Return the number of collectives begun in all groups, without groups of background
+    threads."""
     torch = sys.modules.get("torch.distributed.distributed_c10d")
     begun = 0
     if torch is not None:

@@ -50,7 +50,7 @@ class Report:
         error: the error by which it ends, if it does.
         lost: whether that error is that others did not answer it.
         status: the exit status that its own error means.
-        stacks: those of its threads.
+        stacks: stacks of its threads.
     """
 
     rank: int

@@ -60,6 +60,17 @@ def test_the_times_of_ranks_are_read_after_the_lag(monkeypatch, lag):
     assert course.report.at_line[0](0.0)["slowest_rank"] == 0
 
 
+def test_two_looks_are_no_measurement(monkeypatch):
+    course = Course(monkeypatch, 0)
+    with course.look:
+        for _ in range(4):
+            course.step()
+        assert course.read == [2] and course.report.at_line[0](0.0) == {}
+        for _ in range(20):
+            course.step()
+        assert "slowest_rank" in course.report.at_line[0](0.0)
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 def test_the_times_of_ranks_are_read_again_after_going_back(monkeypatch, lag):
     """Those that were sent before it are not read."""

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from sentencepiece import sentencepiece_model_pb2
 
-from megatron.tokenizer.huggingface import HFTokenizer
-from megatron.tokenizer.tokenizer_json import check_tokenizer_json
-from megatron.tokenizer.transformers_folder import load_folder
+from megatron.features.tokenizers.huggingface import HFTokenizer
+from megatron.formats.tokenizer_json import check_tokenizer_json
+from megatron.formats.transformers_folder import load_folder
 from megatron.util.errors import rust_errors
 
 ROOT = Path(__file__).parents[3]

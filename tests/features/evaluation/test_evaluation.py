@@ -9,9 +9,14 @@ import torch
 
 from megatron.config import Setting, TokenizerConfig
 from megatron.engine.train_engine import ModelEngine
+from megatron.features.evaluation.checkpoints import (
+    checkpoint_settings,
+    evaluated_run,
+    evaluation_settings,
+)
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer.plain import NullTokenizer
-from megatron.training.evaluation import checkpoint_settings, evaluated_run, evaluation_settings
+from megatron.training.resume import with_checkpoint
 
 
 def test_tokenizer_next_to_the_checkpoint(tmp_path, gpt_config, random_gpt, write_checkpoint):
@@ -24,7 +29,11 @@ def test_tokenizer_next_to_the_checkpoint(tmp_path, gpt_config, random_gpt, writ
     given = {"load": Setting(str(tmp_path / "ours"), "flag --load")}
     used, _ = evaluation_settings(checkpoint_settings(given))
     assert evaluated_run(used, 1).config.tokenizer.tokenizer_model == str(original)
+    trained = given | {"use_checkpoint_args": Setting(True, "flag --use-checkpoint-args")}
+    assert with_checkpoint(trained)["tokenizer_model"].value == str(original)
     shutil.rmtree(original)
+    copied = with_checkpoint(trained)["tokenizer_model"].value
+    assert copied.startswith(str(tmp_path / "ours")) and copied.endswith("/tokenizer")
     run = evaluated_run(used, 1)
     assert run.tokenizer.tokenize("7 8") == [7, 8]
     others = {"tokenizer_model": Setting(str(original), "flag --tokenizer-model")}

@@ -1,6 +1,5 @@
-"""Files and folders that a command writes, checked before it has worked for hours towards a save
-that cannot succeed: rank 0 writes a file in those that every node must see, and a rank of each of
-the other nodes looks for it."""
+"""Folders that every node must see, checked before a run has worked for hours towards a save that
+cannot succeed: rank 0 writes a file in them, and a rank of each of the other nodes looks for it."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import contextlib
 import logging
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -114,22 +112,3 @@ def file_system(folder: str | Path) -> tuple[str, str]:
             if inside and len(place) >= longest:  # a later mount hides an earlier one
                 kind_and_name, longest = (kind.split()[0], kind.split()[1]), len(place)
     return kind_and_name
-
-
-def check_output(flag: str, path: str | Path | None) -> None:
-    """Creates the folder of a file that is written at the end. Raises ConfigError if that or
-    writing there is not possible, or the path is a folder."""
-    if path is None:
-        return
-    path = Path(path)
-    if path.is_dir():
-        raise ConfigError(f"{flag} {path} is a folder; name a file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent) as probe:
-            probe.write(b"probe")
-    except OSError as error:
-        raise ConfigError(
-            f"{flag} {path}: cannot write to {path.parent} ({error.strerror}); choose a folder "
-            "with write access"
-        ) from None

@@ -1,32 +1,35 @@
-"""Starting the processes of a run where no launcher has: on this node, or the share of one node."""
+"""Processes of a run without a launcher: a node starts its own, and those of srun or mpirun, which
+do not say where the first one listens, get the variables of torch.distributed."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from uuid import uuid4
 
 import psutil
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron.config import ConfigError, ParallelFlags, Settings
-from megatron.config.features import taking_part
 from megatron.config.flags import ConfigResolver, build
 from megatron.engine.environment import meeting, tasks_of_scheduler, world_size
 from megatron.training.stopping import stop_signals
 from megatron.util.processes import death
 
 logger = logging.getLogger(__name__)
+
+MPI_PORT = 29500
+"""Port where processes of mpirun meet unless MASTER_PORT says otherwise; DeepSpeed's default,
+too."""
 
 
 @dataclass(frozen=True)
@@ -39,26 +42,24 @@ class Node:
     addresses: tuple[str, ...] = ()
 
 
-def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> int:
-    """The number of processes of a run, of which this is one.
-
-    Where flags ask for several processes and no launcher has started them, this process starts
-    those of its node with the same command line, forwards signals to them, and ends with their exit
-    status. With ``--inprocess-restart`` this process stays as the guardian of a rank, and the
-    function returns in each trainer that it starts. Raises ConfigError if the flags contradict what
-    a launcher has started, the node does not have the GPUs, this node's rank is not clear, or the
-    nodes do not meet.
-    """
+def launch(settings: Settings, argv: Sequence[str] | None) -> int | None:
+    """Start the processes of this node where flags ask for several and no launcher has started
+    them, with the same command line; then this process forwards signals to them, and ends with
+    their exit status. Those of srun or mpirun get the variables of torch.distributed. Raises
+    ConfigError if the flags contradict what a launcher has started, the node does not have the
+    GPUs, this node's rank is not clear, or the nodes do not meet."""
     set_infiniband()
     resolver = ConfigResolver((ParallelFlags,), settings)
     flags = build(ParallelFlags, settings)
     if "WORLD_SIZE" in os.environ:
-        size = world_size()
+        world_size()
         _check_launched(flags, resolver)
-        return _started(settings, size)
+        return None
     asked = flags.launched_processes
     if asked is None or asked == 1:
-        return _started(settings, world_size())
+        if tasks_of_scheduler()[1] > 1:
+            os.environ.update(variables_of_scheduler(os.environ))
+        return None
     if "explain_config" in settings:
         return asked
     name, tasks = tasks_of_scheduler()
@@ -79,13 +80,6 @@ def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> in
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     command = [*_program(), *(sys.argv[1:] if argv is None else argv)]
     sys.exit(run_node(node, command, flags.ctrl_port, flags.distributed_timeout_minutes))
-
-
-def _started(settings: Settings, size: int) -> int:
-    """The number of processes of a run, after each feature has had its say in this one."""
-    for feature in taking_part():
-        size = feature.start(settings, size)
-    return size
 
 
 def set_infiniband() -> None:
@@ -211,6 +205,9 @@ def run_node(node: Node, command: Sequence[str], port: int, timeout_minutes: flo
         command: what follows ``python``.
         port: of the first node; not used by a run on one node, which takes a free one.
     """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     # As torchrun sets it. One sum has the same bits in runs that either has started.
     if node.processes > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -272,3 +269,71 @@ def _forwarded_signals() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         writer.close()
+
+
+def variables_of_scheduler(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of torch.distributed, from the variables of a process of srun or mpirun;
+    those that are given already keep their values. Empty if neither has started this process.
+    Raises ConfigError where they do not say where the first process is."""
+    if "SLURM_STEP_NODELIST" in given and "SLURM_PROCID" in given:
+        variables = _slurm(given)
+    elif "OMPI_COMM_WORLD_RANK" in given:
+        variables = _open_mpi(given)
+    else:
+        return {}
+    return {name: given.get(name, value) for name, value in variables.items()}
+
+
+def _slurm(given: Mapping[str, str]) -> dict[str, str]:
+    # Two steps of a job may run at a time on the same nodes.
+    number = int(given.get("SLURM_JOB_ID", "0")) * 7 + int(given.get("SLURM_STEP_ID", "0"))
+    nodes = given["SLURM_STEP_NODELIST"]
+    return {
+        "RANK": given["SLURM_PROCID"],
+        "WORLD_SIZE": given["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": given["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": _tasks_of_node(
+            given["SLURM_STEP_TASKS_PER_NODE"], int(given.get("SLURM_NODEID", "0"))
+        ),
+        "MASTER_ADDR": given.get("MASTER_ADDR") or first_of_nodes(nodes),
+        "MASTER_PORT": str(20000 + number % 20000),
+    }
+
+
+def first_of_nodes(nodes: str) -> str:
+    """The first name of slurm's notation, such as ``node[07-09,12],login``. Raises ConfigError if
+    it is something else."""
+    match = re.fullmatch(r"([^\[\],]+)(?:\[(\d+)(?:[-,][-,\d]*)?\]([^\[\],]*))?(?:,.*)?", nodes)
+    if match is None:
+        raise ConfigError(
+            f"SLURM_STEP_NODELIST={nodes}: the first node is not clear; set MASTER_ADDR to its name"
+        )
+    return "".join(part or "" for part in match.groups())
+
+
+def _tasks_of_node(counts: str, node: int) -> str:
+    """The place of a node in slurm's notation of counts, such as ``4(x2),3``."""
+    numbers: list[str] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        numbers += [count] * int(times or 1)
+    return numbers[min(node, len(numbers) - 1)]
+
+
+def _open_mpi(given: Mapping[str, str]) -> dict[str, str]:
+    size, local = given["OMPI_COMM_WORLD_SIZE"], given["OMPI_COMM_WORLD_LOCAL_SIZE"]
+    # mpirun's own address; it runs on the first node, or MASTER_ADDR says where that is.
+    uri = re.search(r"tcp://([^,:]+)", given.get("OMPI_MCA_orte_hnp_uri", ""))
+    address = given.get("MASTER_ADDR") or ("127.0.0.1" if size == local else uri and uri[1])
+    if not address:
+        raise ConfigError(
+            "mpirun does not say where its first process is; give it -x MASTER_ADDR=NAME, the name "
+            "of the first node"
+        )
+    return {
+        "RANK": given["OMPI_COMM_WORLD_RANK"],
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": given["OMPI_COMM_WORLD_LOCAL_RANK"],
+        "LOCAL_WORLD_SIZE": local,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(MPI_PORT),
+    }

@@ -30,19 +30,18 @@ from megatron.config.features import taking_part
 from megatron.config.flags import build
 from megatron.data.samples import SampleDataset
 from megatron.data.texts import ScoredText
-from megatron.engine.environment import return_freed_memory, training_device
-from megatron.engine.evaluator import build_evaluator
+from megatron.engine.environment import training_device
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of, spec_of
+from megatron.features.evaluation.evaluator import build_evaluator
 from megatron.model.spec import TEXT_SCORES, Measure
 from megatron.run.process import compare_checkpoints, connected
 from megatron.run.run import Run, run_of, show_configuration
 from megatron.tokenizer import Tokenizer
 from megatron.training.longer import check_scaling
 from megatron.training.resume import find_origin
-from megatron.training.resume_source import ResumeSource
-from megatron.util.processes import is_main_process
+from megatron.util.processes import is_main_process, return_freed_memory
 from megatron.util.progress import say
 
 MICRO_BATCH_SIZE = 8
@@ -54,8 +53,6 @@ _USED = {
     *("micro_batch_size", "eval_batch_size", "eval_seq_length", "eval_iters", "seed"),
     "explain_config",
 }
-_FILES = {"vocab_file", "merge_file", "tokenizer_model"}
-"""Files of a tokenizer."""
 _SAVING = {
     *("save", "save_interval", "save_init", "keep_every", "async_save", "save_universal"),
     *("checkpoint_format", "save_optim", "save_rng"),
@@ -140,25 +137,7 @@ def checkpoint_settings(settings: Settings) -> Settings:
         load = options.load
         where = f"--load {load}: {nothing_at(load)};" if load else "--load is missing:"
         raise ConfigError(f"{where} name a checkpoint, or describe a model with --num-layers")
-    if not settings.keys() & _FILES:
-        settings = settings | _own_tokenizer(origin)
     return settings | {"use_checkpoint_args": Setting(True, _OWN)}
-
-
-def _own_tokenizer(origin: ResumeSource) -> Settings:
-    """The tokenizer that a checkpoint has in its folder, where the files of its run's have gone."""
-    source = origin.found.open(verify=False)
-    copied, of_run = tokenizer_in(source.folder), source.tokenizer
-    if of_run is None or copied is None:
-        return {}
-    files = [getattr(of_run, name) for name in _FILES]
-    if all(Path(file).exists() for file in files if file is not None):
-        return {}
-    own = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(copied))
-    return {
-        field.name: Setting(getattr(own, field.name), f"checkpoint {source.folder.name}")
-        for field in dataclasses.fields(own)
-    }
 
 
 def evaluation_settings(

@@ -3,8 +3,8 @@
 import pytest
 
 from megatron.config import ConfigError
-from megatron.engine.environment import world_size
-from megatron.engine.scheduler import first_of_nodes, variables_of_scheduler
+from megatron.features.launch.processes import first_of_nodes, variables_of_scheduler
+from megatron.run.run import start_processes
 
 SLURM = {
     "SLURM_JOB_ID": "21",
@@ -62,7 +62,7 @@ def test_open_mpi(monkeypatch):
         monkeypatch.delenv(name)
     for name, value in OPEN_MPI.items():
         monkeypatch.setenv(name, value)
-    assert world_size() == 3
+    assert start_processes({}) == 3
 
 
 def test_what_is_not_said_is_asked_for():

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser
 from megatron.engine.environment import meeting
-from megatron.run import launch
-from megatron.run.launch import Node, run_node, set_infiniband, start_processes
+from megatron.features.launch import processes as launch
+from megatron.features.launch.processes import Node, run_node, set_infiniband
+from megatron.run.run import start_processes
 from megatron.util.processes import death
 
 TWO_NODES = "--num-gpus-per-node 2 --num-nodes 2 --node-ips "
@@ -132,7 +133,7 @@ def test_what_a_launcher_has_started_is_not_started_again(started, monkeypatch, 
     launcher = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
-    with caplog.at_level("INFO", "megatron.run.launch"):
+    with caplog.at_level("INFO", "megatron.features.launch.processes"):
         assert start(f"{TWO_NODES}a,b") == 4
         assert not caplog.messages
         assert start(f"{TWO_NODES}b,a") == 4
@@ -143,7 +144,7 @@ def test_what_a_launcher_has_started_is_not_started_again(started, monkeypatch, 
 @pytest.mark.parametrize(("theirs", "ours"), [("0", "1"), ("1", "0")])
 def test_oneflows_variable_for_infiniband(monkeypatch, caplog, theirs, ours):
     monkeypatch.setenv("ONEFLOW_COMM_NET_IB_ENABLE", theirs)
-    with caplog.at_level("INFO", "megatron.run.launch"):
+    with caplog.at_level("INFO", "megatron.features.launch.processes"):
         set_infiniband()
         set_infiniband()
     assert os.environ["NCCL_IB_DISABLE"] == ours

@@ -7,7 +7,7 @@ import pytest
 from transformers import BertTokenizer
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.data.text_encoder import tokenizer_identity
+from megatron.features.raw_text.encoder import tokenizer_identity
 from megatron.tokenizer import build_tokenizer
 
 GPT2 = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}

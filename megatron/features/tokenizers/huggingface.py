@@ -13,6 +13,8 @@ import numpy as np
 from tokenizers import models
 
 from megatron.config import TokenizerConfig
+from megatron.formats.tokenizer_json import WatchedNormalizer
+from megatron.formats.transformers_folder import load_as_written
 from megatron.tokenizer.base import (
     Offsets,
     SpecialIds,
@@ -26,8 +28,6 @@ from megatron.tokenizer.base import (
     sentinel_ids,
 )
 from megatron.tokenizer.gpt2_bpe import token_bytes
-from megatron.tokenizer.tokenizer_json import WatchedNormalizer
-from megatron.tokenizer.transformers_folder import load_as_written
 from megatron.util.errors import rust_errors
 
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")

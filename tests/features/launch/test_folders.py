@@ -7,8 +7,8 @@ import time
 import pytest
 
 from megatron.config import ConfigError
+from megatron.features.launch import folders
 from megatron.parallel import agreement
-from megatron.run import folders
 
 MOUNTS = """\
 21 1 0:1 / / rw - overlay overlay rw

@@ -20,9 +20,14 @@ from configs import model_config, with_flags
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import ConfigError
-from megatron.data.texts import LabelledText, collate_labelled
 from megatron.families import build_model, family_of, spec_of
-from megatron.model.heads import IGNORED, label_loss, span_loss
+from megatron.features.masked.heads import (
+    IGNORED,
+    LabelledText,
+    collate_labelled,
+    label_loss,
+    span_loss,
+)
 from megatron.model.layer_list import initialise
 from megatron.parallel.shard import Init
 

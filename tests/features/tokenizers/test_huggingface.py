@@ -11,9 +11,9 @@ from samples import sampled
 from transformers import AutoTokenizer
 
 from megatron.config import TokenizerConfig
-from megatron.data.text_encoder import TextEncoder, TextSettings
+from megatron.features.raw_text.encoder import TextEncoder, TextSettings
+from megatron.features.tokenizers.huggingface import HFTokenizer
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
-from megatron.tokenizer.huggingface import HFTokenizer
 
 
 @pytest.fixture(scope="module")

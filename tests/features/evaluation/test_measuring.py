@@ -9,8 +9,8 @@ import torch
 from megatron.config import ConfigError
 from megatron.data.texts import ScoredText
 from megatron.families import family_of
+from megatron.features.evaluation.checkpoints import ROUNDS, WASTE, measure_samples
 from megatron.model.spec import Measure
-from megatron.training.evaluation import ROUNDS, WASTE, measure_samples
 
 VALUE = Measure(("value",), lambda state, batch: {}, per_sample=True)
 

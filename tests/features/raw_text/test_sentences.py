@@ -6,7 +6,7 @@ import time
 import pytest
 
 from megatron.config import ConfigError
-from megatron.data.text_encoder import available_splitter, build_splitter, rule_spans
+from megatron.features.raw_text.encoder import available_splitter, build_splitter, rule_spans
 
 
 def split(text: str, lang: str = "english", keep_newlines: bool = False) -> list[str]:

@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron.util.processes import Worker, map_in_order
+from megatron.features.raw_text import workers
+from megatron.features.raw_text.workers import Worker, map_in_order
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def own_interpreters(monkeypatch):
+    """The workers of all other tests may be forks."""
+    monkeypatch.setattr(workers, "Worker", Worker)
 
 
 def slowest_first(number):

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import CheckpointConfig, TokenizerConfig
 from megatron.features.distillation.flags import DistillationConfig
+from megatron.features.inputs.compared import compared_inputs
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.retro.flags import RetroDataConfig
-from megatron.run.fingerprint import compared_inputs
 from megatron.training.resume_source import ResumeSource
 
 
@@ -150,7 +150,7 @@ def test_newer_checkpoints_of_the_base_change_nothing(saved, tmp_path, monkeypat
     base.mkdir()
     save_model(base / "step1", 1.0), save_model(base / "step2", 2.0)
     newest = SimpleNamespace(folder=base / "step1")
-    monkeypatch.setattr("megatron.run.fingerprint.locate_checkpoint", lambda path: newest)
+    monkeypatch.setattr("megatron.features.inputs.compared.locate_checkpoint", lambda path: newest)
     config = run_config(checkpoint=CheckpointConfig(pretrained_checkpoint=str(base)))
     origin = saved(config)
     newest.folder = base / "step2"

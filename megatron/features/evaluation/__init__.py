@@ -1,0 +1,1 @@
+"""Evaluation of the model of a checkpoint, without a training."""

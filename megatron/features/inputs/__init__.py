@@ -1,0 +1,1 @@
+"""Inputs of a run, which checkpoints keep and a run that continues compares."""

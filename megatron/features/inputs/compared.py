@@ -1,0 +1,132 @@
+"""Inputs of a run besides its data: those that a run which continues another must share with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron.checkpoint.files import CheckpointError, read_json
+from megatron.checkpoint.manifest import STATE
+from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
+from megatron.config import RunConfig
+from megatron.config.features import features
+from megatron.run.fingerprint import checkpoint_digest, tokenizer_digest
+from megatron.training.resume_source import ResumeSource
+from megatron.util.digests import digest_of_sample
+
+INPUTS = "inputs"
+"""Their key in ``state.json``."""
+BASE = "model that it began from"
+TOKENIZER, TEMPLATE = "tokenizer", "chat template"
+
+Inputs = Mapping[str, Mapping[str, str]]
+"""``path``, ``folder`` and a digest of the ``content``, by what it is."""
+
+
+def inputs_of(config: RunConfig, origin: ResumeSource | None) -> Inputs:
+    """The inputs of a run from a checkpoint. Models that do not exist are left out: what needs them
+    says so."""
+    base = config.checkpoint.pretrained_checkpoint
+    inputs: dict[str, Mapping[str, str]] = {}
+    if origin is not None and not origin.continues:
+        inputs[BASE] = model_input(str(origin.found.folder), origin.found)
+    elif base is not None:
+        with contextlib.suppress(CheckpointError):  # it may be damaged, and need not be read
+            inputs |= located_model(BASE, base)
+    for feature in features().values():
+        inputs |= feature.inputs(config)
+    return inputs
+
+
+def located_model(what: str, path: str | None) -> Inputs:
+    """The model of a path under its name; empty if there is no path, or no checkpoint."""
+    one = locate_checkpoint(path) if path else None
+    return {what: model_input(str(path), one)} if one else {}
+
+
+def model_input(path: str, found: FoundCheckpoint) -> dict[str, str]:
+    """A checkpoint, which ``path`` names, as an input."""
+    return file_input(path, found.folder, checkpoint_digest(found.folder))
+
+
+def file_input(path: str, folder: Path, content: str) -> dict[str, str]:
+    """An input of a path, the folder that the path leads to, and a digest of the content."""
+    return {"path": path, "folder": str(folder.absolute()), "content": content}
+
+
+def text_inputs(config: RunConfig, template: str | None) -> Inputs:
+    """Tokenizer and chat template of a run that tokenizes its examples."""
+    named = config.tokenizer
+    inputs = {}
+    path = named.tokenizer_model or named.vocab_file
+    if path is not None:
+        inputs[TOKENIZER] = file_input(path, Path(path), tokenizer_digest(named))
+    if template is not None:
+        file = Path(template)
+        inputs[TEMPLATE] = file_input(template, file.parent, digest_of_sample(file))
+    return inputs
+
+
+def recorded_inputs(folder: Path) -> Inputs:
+    """The inputs of the run that wrote a checkpoint, as far as it says. Raises CheckpointError
+    if that is malformed."""
+    path = folder / STATE
+    state = read_json(path) if path.is_file() else {}
+    inputs = state.get(INPUTS, {}) if isinstance(state, dict) else {}
+    keys = ("path", "folder", "content")
+    try:
+        return {what: {key: str(one[key]) for key in keys} for what, one in inputs.items()}
+    except (KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path}: {INPUTS} is malformed") from None
+
+
+def changed_inputs(before: Inputs, now: Inputs) -> list[str]:
+    """Return the differences between the inputs of a run and those before, a line each."""
+    lines = []
+    for what, new in now.items():
+        old = before.get(what)
+        if old is None or old["content"] == new["content"] or _has_moved_on(what, old, new):
+            continue
+        if Path(old["path"]).absolute() == Path(new["path"]).absolute():
+            lines.append(f"the content of the {what}, {new['path']}, has changed since")
+        else:
+            lines.append(f"the {what} was {old['path']} and is {new['path']}")
+    if TOKENIZER in before and TOKENIZER in now and (TEMPLATE in before) != (TEMPLATE in now):
+        was, is_now = (
+            one[TEMPLATE]["path"] if TEMPLATE in one else "that of the tokenizer"
+            for one in (before, now)
+        )
+        lines.append(f"the {TEMPLATE} was {was} and is {is_now}")
+    return lines
+
+
+def _has_moved_on(what: str, old: Mapping[str, str], new: Mapping[str, str]) -> bool:
+    """True if a folder of checkpoints has newer ones now, next to the one that the run began from
+    and no longer reads."""
+    folder = Path(old["folder"])
+    return (
+        what == BASE
+        and folder.parent == Path(new["folder"]).parent == Path(new["path"]).absolute()
+        and folder.is_dir()
+        and checkpoint_digest(folder) == old["content"]
+    )
+
+
+def compared_inputs(config: RunConfig, origin: ResumeSource | None) -> tuple[Inputs, list[str]]:
+    """The inputs that checkpoints of a run will keep, and how they differ from those of the
+    checkpoint that it continues. Raises CheckpointError if they do, unless
+    ``--allow-changed-data`` is given."""
+    now = inputs_of(config, origin)
+    if origin is None or not origin.continues or config.checkpoint.reset_iteration:
+        return now, []
+    before = recorded_inputs(origin.found.folder)
+    lines = changed_inputs(before, now)
+    if lines and not config.checkpoint.allow_changed_data:
+        raise CheckpointError(
+            f"{origin.found.folder} was saved by a run with other inputs: {'; '.join(lines)}; name "
+            "those of then, begin another run from its weights (--finetune, and another --save), "
+            "or give --allow-changed-data to continue with those of now"
+        )
+    kept = {what: one for what, one in before.items() if what != TEMPLATE}
+    return {**kept, **now}, lines

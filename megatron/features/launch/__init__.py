@@ -1,0 +1,1 @@
+"""Processes of a run that no launcher has started."""
