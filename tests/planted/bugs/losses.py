@@ -40,7 +40,7 @@ BUGS = [
     Planted("evaluation-of-last-batch", "losses", LOST, TRAIN,
             "reduce(add, self._measured(batches, count, measure), sums) / count", "reduce(add, self._measured(batches, count, measure)[:1], sums) / 1",
             "an evaluation is that of its first batch",
-            ("core/training/test_evaluation.py::test_an_evaluation_is_the_mean_of_its_batches",)),
+            ("features/evaluation/test_evaluation.py::test_an_evaluation_is_the_mean_of_its_batches",)),
     Planted("rows-of-other-stages", "losses", MISSING, TRAIN,
             "        dist.all_reduce(rows, group=pipeline.handle)\n        return rows", "        return rows",
             "stages without the head have zeros for scores", (LENGTHS,)),

@@ -56,7 +56,7 @@ BUGS = [
             "the last token of the prompt is trained", ("apps/reinforcement/test_exact.py", AGAIN)),
     Planted("pair-equal-rewards", "reinforcement", ORDER, OBJECTIVE,
             "return (second_N > first_N).long()", "return (second_N >= first_N).long()",
-            "of equal texts the second is the better one", ("apps/reinforcement/test_losses.py", "apps/reinforcement/test_against_trl.py")),
+            "of equal texts the second is the better one", ("apps/reinforcement/test_losses.py",)),
     Planted("preference-ratio-of-sum", "reinforcement", SCALE, PAIRS,
             "margin_N = _margin(ratio_R / answers.tokens_R)", "margin_N = _margin(ratio_R)",
             "the margin of ipo is that of whole answers", (FORMULAS, "features/preference/test_against_trl.py")),

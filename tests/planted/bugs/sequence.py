@@ -10,6 +10,7 @@ from places import (
     LAYERS,
     LINEAR,
     LOST,
+    MASKED_HEADS,
     MISSING,
     NORM,
     OFFSET,
@@ -21,6 +22,8 @@ from places import (
     TENSOR,
 )
 from planted import Planted
+
+LAYER = "distributed/parallel/test_layers.py::test_against_one_process[{}-sequence-2]"
 
 BUGS = [
     Planted("norm-unsynced", "sequence", MISSING, SHARED,
@@ -75,19 +78,19 @@ BUGS = [
             "[self.group.rank]",
             "row-parallel layers take their slice without adding"),
     Planted("leave-gradient-not-gathered", "sequence", SCALE, TENSOR,
-            "return start_gather_sequence(grad, ctx.group)(), None\n\n\nclass _FirstToken",
+            "return start_gather_sequence(grad, ctx.group)(), None\n\n\nclass _WholeSequence",
             "return start_gather_sequence(grad, ctx.group)() / ctx.group.size, None\n\n\n"
-            "class _FirstToken",
+            "class _WholeSequence",
             "the gathered gradient is averaged"),
     Planted("head-gradient-slice", "sequence", RANKS, TENSOR,
             "return grad.chunk(ctx.group.size, 1)[ctx.group.rank], None\n\n\nclass _SumGradients",
             "return grad.chunk(ctx.group.size, 1)[0], None\n\n\nclass _SumGradients",
-            "every rank takes the first slice of a gradient"),
-    Planted("first-token-of-every-rank", "sequence", DOUBLE, TENSOR,
+            "every rank takes the first slice of a gradient", (LAYER.format("scores"),)),
+    Planted("first-token-of-every-rank", "sequence", DOUBLE, MASKED_HEADS,
             "first = x[:, 0].clone() if group.rank == 0 else torch.zeros_like(x[:, 0])",
             "first = x[:, 0].clone()",
             "the first token is the sum of the first tokens of all slices"),
-    Planted("first-token-gradient", "sequence", DOUBLE, TENSOR,
+    Planted("first-token-gradient", "sequence", DOUBLE, MASKED_HEADS,
             "        if ctx.group.rank == 0:\n            whole[:, 0] = grad",
             "        whole[:, 0] = grad",
             "the first token's gradient goes to every slice"),
@@ -98,11 +101,12 @@ BUGS = [
     Planted("row-bias-unsynced", "sequence", MISSING, LAYERS,
             "y_BSO + self.tp.shared(self.bias)[0]",
             "y_BSO + self.bias",
-            "biases of row-parallel layers keep the gradient of their slice"),
+            "biases of row-parallel layers keep the gradient of their slice", (LAYER.format("row"),)),
     Planted("position-table-unsynced", "sequence", MISSING, LAYERS,
             "        (weight,) = self.tp.shared(self.weight)\n        return F.embedding(self.tp.own",
             "        weight = self.weight\n        return F.embedding(self.tp.own",
-            "position embeddings keep the gradient of their slice"),
+            "position embeddings keep the gradient of their slice",
+            (LAYER.format("positions"),)),
     Planted("gather-read-early", "sequence", RACE, COLLECTIVES,
             "    def finish() -> Tensor:\n        work.wait()\n        return whole",
             "    def finish() -> Tensor:\n        return whole",

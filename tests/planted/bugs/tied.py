@@ -20,7 +20,7 @@ BUGS = [
             "            dist.all_reduce(gradient, group=self._mesh.model.handle)\n",
             "tied gradients are summed over tensor-parallel ranks as well"),
     Planted("tied-replicas-not-divided", "tied", SCALE, EXECUTOR,
-            "                gradient /= dense.size\n",
+            "                gradient /= replicas.size\n",
             "",
             "tied gradients are sums over replicas"),
     Planted("tied-counted-twice", "tied", COUNT, OPTIMIZER,
