@@ -1,0 +1,49 @@
+"""The comparison of random compositions with one process."""
+
+import numpy as np
+import pytest
+from compositions import compare
+from training_jobs import TINY
+
+from megatron.apps.parity.runs import Drift, RunRecord
+
+MUON = [*TINY, "--train-iters", "4", "--optimizer", "adaptive_muon", "--hidden-dropout", "0"]
+
+
+def record(*losses: float) -> RunRecord:
+    return RunRecord(list(losses), [1.0] * len(losses), [1.0] * len(losses), [False] * len(losses))
+
+
+def drift(*losses: float):
+    return lambda: Drift(np.array(losses), np.zeros(len(losses)))
+
+
+def no_drift():
+    raise AssertionError("rounding is not measured within the bounds")
+
+
+def test_later_steps_differ_by_no_more_than_rounding_explains():
+    alone = record(4.0, 4.0, 4.0)
+    assert compare.training_differs(record(4.0, 4.003, 3.997), alone, "fp32", no_drift) is None
+    far, noise = record(4.0, 4.0, 4.02), drift(0.0, 0.006, 0.001)
+    assert compare.training_differs(far, alone, "fp32", noise) is None
+    wrong = compare.training_differs(far, alone, "fp32", drift(0.0, 0.004, 0.001))
+    assert wrong == "loss of step 3: 4.02, alone 4, rounding 0.02"
+    later = drift(0.0, 0.0, 0.1)
+    assert "step 2" in compare.training_differs(record(4.0, 4.02, 4.0), alone, "fp32", later)
+    first = record(4.001, 4.0, 4.0)
+    assert "step 1" in compare.training_differs(first, alone, "fp32", drift(9.0, 9.0, 9.0))
+    lost = record(4.0, float("nan"), 4.0)
+    assert "step 2" in compare.training_differs(lost, alone, "fp32", drift(1.0, 1.0, 1.0))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "precision, least, most", [("medium", 1e-5, 1e-1), ("highest", 1e-9, 1e-5)]
+)
+def test_rounding_of_muon_grows_with_products_of_16_bits(pool, precision, least, most):
+    flags = [*MUON, "--attention-dropout", "0", "--muon-fp32-matmul-prec", precision]
+    runs = [pool.run(1, compare.trained, flags, seed)[0] for seed in (0, 0, 1, 2)]
+    assert runs[0].losses == runs[1].losses
+    largest = Drift.between(runs[2:], runs[0]).losses.max()
+    assert least < largest < most
