@@ -1,6 +1,6 @@
 """The ledger: which long tables were seen to pass, when, and on which code.
 
-    make proof MINUTES=60           # run what is stale, the riskiest first, for an hour
+    make proof MINUTES=60           # run what is stale, a case of each function first, for an hour
     python tests/ledger.py          # a line for each claim: seen, stale, minutes to run
     python tests/ledger.py layouts  # the test functions of a claim
 
@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import random
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -199,9 +200,18 @@ def _versions() -> str:
     return ", ".join([*names, f"Python {platform.python_version()}"])
 
 
+def rounds(cases: Sequence[str], seed: str) -> dict[str, int]:
+    """Return the round in which each case of a test function runs: one random case in round 0, one
+    in round 1, then 2, 4, 8, ... so that a fault of a whole table shows early."""
+    shuffled = random.Random(seed).sample(cases, len(cases))
+    return {case: rank.bit_length() for rank, case in enumerate(shuffled)}
+
+
 class Recorder:
     """A plugin that leaves out what was seen to pass on this code, stops by the clock, and keeps
-    results for the ledger. What was never seen whole comes first, then the oldest evidence.
+    results for the ledger. All functions come in turn, see :func:`rounds`. In a round, what was
+    never seen whole comes first, then the oldest evidence. Files of the same age are ordered by
+    their hashes, so that a short run sees something of all folders.
 
     Args:
         minutes: time after which no further case begins; None for no end.
@@ -213,11 +223,11 @@ class Recorder:
         self.cases: dict[str, list[str]] = {}
         self.known: dict[str, str] = {}
 
-    @pytest.hookimpl(tryfirst=True)  # before the tests are distributed over parts
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
-    ) -> None:
-        """Choose and order the tests; those of a file stay together."""
+    ) -> Generator[None]:
+        """Choose and order the tests; those of a file and a round stay together."""
         cases = defaultdict[str, list[str]](list)
         for item in items:
             cases[function_of(item.nodeid)].append(item.nodeid)
@@ -227,7 +237,18 @@ class Recorder:
             self.cases = {test: cases[test] for test in cases if test in long}
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / CASES).write_text(json.dumps(self.cases), "utf-8")
-        ledger, dates = Ledger.read(), defaultdict[str, list[str]](list)
+        ledger, dates = Ledger.read(), defaultdict[tuple[int, str], list[str]](list)
+        turn: dict[str, int] = {}
+        for test in long:
+            turn |= rounds(cases[test], today(test))
+
+        def place(case: str) -> tuple[int, str]:
+            return turn[case], case.partition("::")[0]
+
+        def order(item: pytest.Item) -> tuple[int, str, str]:
+            at = place(item.nodeid)
+            return at[0], min(dates[at]), today(function_of(item.nodeid))
+
         kept, left_out = [], []
         for item in items:
             test, case = function_of(item.nodeid), item.nodeid
@@ -236,10 +257,12 @@ class Recorder:
                 continue
             kept.append(item)
             seen = ledger.whole.get(test)
-            dates[case.partition("::")[0]].append(seen.date if seen else "")
+            dates[place(case)].append(seen.date if seen else "")
         config.hook.pytest_deselected(items=left_out)
-        kept.sort(key=lambda item: min(dates[item.nodeid.partition("::")[0]]))
         items[:] = kept
+        # The tests are distributed over parts, and pytest puts those of a fixture's value together.
+        yield
+        items.sort(key=order)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the outcome of a case: of its call, or of what failed or skipped it otherwise."""
