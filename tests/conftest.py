@@ -1,18 +1,21 @@
 """Fixtures for all tests, and the parts of a long run."""
 
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.logging import catching_logs
 
 # importlib mode puts no folder on the path; what unit and distributed tests share is here.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cost import Cost  # noqa: E402
 from forks import Forks  # noqa: E402
+from leaks import Leaks  # noqa: E402
 from ledger import Recorder  # noqa: E402
 from parts import parse_part, recorded, split  # noqa: E402
 
@@ -22,6 +25,23 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Tiny tensors on many threads spend their time waiting, above all where other tests run next to.
 torch.set_num_threads(1)
+
+
+def attach(self: catching_logs) -> logging.Handler:
+    """Attach to the root logger and to this project's. pytest goes through all loggers for those
+    that hand nothing on, six times a test, and libraries have hundreds."""
+    root, own = logging.getLogger(), logging.getLogger("megatron")
+    self.attached_loggers += [root] if own.propagate else [root, own]
+    for logger in self.attached_loggers:
+        logger.addHandler(self.handler)
+    if self.level is not None:
+        self.handler.setLevel(self.level)
+        self.orig_level = root.level
+        root.setLevel(min(root.level, self.level))
+    return self.handler
+
+
+setattr(catching_logs, "__enter__", attach)  # noqa: B010
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(Cost())
+    config.pluginmanager.register(Leaks())
     if config.option.workers:
         config.pluginmanager.register(Forks(config.option.workers, config.option.stale))
     if config.option.stale:

@@ -22,7 +22,10 @@ from typing import Any, NoReturn
 import pytest
 import stem
 from _pytest.runner import runtestprotocol
+from forked_workers import ForkedWorker
 from parts import recorded, split
+
+from megatron.features.raw_text import workers
 
 _RECORD = 4
 """Bytes of the number of a piece."""
@@ -121,11 +124,11 @@ class Forks:
         hook = session.config.hook
         if kind == "piece":
             worker.remaining += self._pieces[content]
-        elif kind == "end of test":
+        elif kind == "test":
+            for data in content:
+                report = hook.pytest_report_from_serializable(config=session.config, data=data)
+                hook.pytest_runtest_logreport(report=report)
             worker.remaining.popleft()
-        elif kind == "report":
-            report = hook.pytest_report_from_serializable(config=session.config, data=content)
-            hook.pytest_runtest_logreport(report=report)
         elif kind == "warning":
             hook.pytest_warning_recorded.call_historic(kwargs=content)
         elif kind == "error":
@@ -165,11 +168,11 @@ class Forks:
         capture = config.pluginmanager.getplugin("capturemanager")
         capture.stop_global_capturing()  # into files that are shared with the other processes
         capture.start_global_capturing()
-        folder = config._tmp_path_factory.getbasetemp() / f"worker-{os.getpid()}"
-        folder.mkdir(mode=0o700)
-        config._tmp_path_factory._basetemp = folder
+        self._folder = config._tmp_path_factory.getbasetemp() / f"worker-{os.getpid()}"
+        self._folder.mkdir(mode=0o700)
         config.pluginmanager.register(_Sender(pipe))
-        following = self._tests(pipe, tests)
+        setattr(workers, "Worker", ForkedWorker)  # noqa: B010
+        following = self._tests(config, pipe, tests)
         item = next(following, None)
         while item is not None and not self._stop[0]:
             after = next(following, None)
@@ -180,12 +183,22 @@ class Forks:
             item = after
         session._setupstate.teardown_exact(None)
 
-    def _tests(self, pipe: Connection, first: list[pytest.Item]) -> Iterator[pytest.Item]:
+    def _tests(
+        self, config: pytest.Config, pipe: Connection, first: list[pytest.Item]
+    ) -> Iterator[pytest.Item]:
+        self._enter(config, "first")
         yield from first
         while number := os.read(self._queue, _RECORD):
             piece = int.from_bytes(number, "little")
             pipe.send(("piece", piece))
+            self._enter(config, str(piece))
             yield from self._pieces[piece]
+
+    def _enter(self, config: pytest.Config, name: str) -> None:
+        """Have temporary folders made in a folder of their own: each new one is numbered by going
+        through those that are there."""
+        config._tmp_path_factory._basetemp = self._folder / name
+        config._tmp_path_factory._basetemp.mkdir(mode=0o700)
 
 
 def _has_ended(pid: int) -> bool:
@@ -203,14 +216,13 @@ class _Sender:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         config = item.config
-        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+        reports, sent = runtestprotocol(item, log=False, nextitem=nextitem), []
         for report in reports:
             if report.when == "call":
                 report.duration = sum(each.duration for each in reports)
             if report.when == "call" or not report.passed:
-                data = config.hook.pytest_report_to_serializable(config=config, report=report)
-                self._pipe.send(("report", data))
-        self._pipe.send(("end of test", None))
+                sent.append(config.hook.pytest_report_to_serializable(config=config, report=report))
+        self._pipe.send(("test", sent))
         return True
 
     def pytest_warning_recorded(

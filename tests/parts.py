@@ -75,7 +75,14 @@ def split(tests: Sequence[str], parts: int, seconds: Mapping[str, float]) -> lis
         The pieces of every part, longest ones first.
     """
     beginnings = sorted(seconds, key=len, reverse=True)
-    took = {t: next((seconds[b] for b in beginnings if t.startswith(b)), LONG) for t in tests}
+    near = {
+        file: [b for b in beginnings if file.startswith(b) or b.startswith(file)]
+        for file in {test.partition("::")[0] for test in tests}
+    }
+    took = {
+        test: next((seconds[b] for b in near[test.partition("::")[0]] if test.startswith(b)), LONG)
+        for test in tests
+    }
     longest = sum(took.values()) / parts / SHARE
     pieces = []
     for file, names in groupby(tests, key=lambda test: test.partition("::")[0]):

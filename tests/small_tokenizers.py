@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.config import TokenizerConfig
+from megatron.features.tokenizers.huggingface import HFTokenizer
 from megatron.features.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron.features.tokenizers.tik_token import TikTokenizer
 from megatron.features.tokenizers.train import (
@@ -17,7 +18,6 @@ from megatron.features.tokenizers.train import (
 )
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from megatron.tokenizer.huggingface import HFTokenizer
 from megatron.tokenizer.plain import ByteLevelTokenizer, IdTokenizer, NullTokenizer
 
 TEXTS = [

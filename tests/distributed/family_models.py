@@ -10,8 +10,8 @@ from megatron.config.layouts import Layout, parse_layout
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 2 --lr 1e-2 --weight-decay 0.1 --tokenizer-type NullTokenizer "
-    "--vocab-size 99 --mock-data --short-seq-prob 0.4 --num-workers 0 --eval-iters 0 "
-    "--peak-tflops 1 --log-interval 1000"
+    "--vocab-size 99 --make-vocab-size-divisible-by 8 --mock-data --short-seq-prob 0.4 "
+    "--num-workers 0 --eval-iters 0 --peak-tflops 1 --log-interval 1000"
 ).split()
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
 ENCODER_DROPOUT = "--retro-encoder-hidden-dropout {0} --retro-encoder-attention-dropout {0}"

@@ -13,8 +13,8 @@ import numpy as np
 
 from megatron.config import RunConfig, Setting, Settings
 from megatron.data.pipeline import DataPipeline, SampleView
-from megatron.data.texts import LabelledBatch, LabelledText, collate_labelled
 from megatron.features.masked.bert import BERT
+from megatron.features.masked.heads import LabelledBatch, LabelledText, collate_labelled
 from megatron.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "labelled_families"

@@ -39,12 +39,18 @@ SMALL = (
 class Steps(NamedTuple):
     """A run: the divergence and difference of sampling of every step, the sum of loss and entropy
     (the loss alone is nearly 0 on texts of the weights in training), the prompt and text of every
-    episode that was written, and the state at the end."""
+    episode that was written, the state at the end, and the reward in the log of every step."""
 
     sampling: list[tuple[float, float]]
     losses: list[float]
     written: list[tuple[bytes, bytes]]
     state: dict[str, np.ndarray]
+    rewards: list[float]
+
+
+def reward(tokens_L: np.ndarray) -> float:
+    """More for tokens below 128, and for every fifth."""
+    return float(np.mean((tokens_L < 128) + (tokens_L % 5 == 0)))
 
 
 class Vowels:
@@ -54,9 +60,7 @@ class Vowels:
         self.environments: Any = None
 
     def score(self, episodes: Sequence[Episode]) -> RewardTable:
-        values = [
-            [float(np.mean((each.tokens_L < 128) + (each.tokens_L % 5 == 0)))] for each in episodes
-        ]
+        values = [reward(each.tokens_L) for each in episodes]
         return RewardTable(("vowels",), np.ones(1), np.array(values).reshape(-1, 1), {})
 
     def close(self) -> None:
@@ -74,13 +78,13 @@ def prompts(folder: Path) -> list[str]:
 def train(argv: list[str], planted: bool = False, spike: int | None = None) -> Steps:
     """Train with these flags; with ``planted`` another kernel computes attention in training; the
     first time that the step ``spike`` ends, it is taken for a spike."""
-    steps = Steps([], [], [], {})
+    steps = Steps([], [], [], {}, [])
 
     def watch(result: Any) -> None:
         steps.sampling.append(tuple(float(result.losses[name]) for name in SAMPLING))
         steps.losses.append(float(result.loss) + float(result.losses[ENTROPY]))
 
-    paged, generated = EpisodeCache.paged, start.Records.generated
+    paged, generated = EpisodeCache.paged, start.CompletionLog.generated
 
     def off(self: Any, *args: Any) -> Any:
         return paged(self, *args) * 1.001
@@ -88,6 +92,9 @@ def train(argv: list[str], planted: bool = False, spike: int | None = None) -> S
     def seen(self: Any, episodes: Sequence[Episode], *args: Any) -> None:
         steps.written.extend((e.prompt.tokens.tobytes(), e.tokens_L.tobytes()) for e in episodes)
         generated(self, episodes, *args)
+
+    def logged(self: Any, trainer: Any, step: Any) -> None:
+        steps.rewards.append(self._loop.numbers["reward"])
 
     judged = []
 
@@ -97,8 +104,9 @@ def train(argv: list[str], planted: bool = False, spike: int | None = None) -> S
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpikeRule, "add", add)
+        patch.setattr(start.Records, "after_step", logged)
         patch.setattr(start, "scorer_of", lambda context: Vowels())
-        patch.setattr(start.Records, "generated", seen)
+        patch.setattr(start.CompletionLog, "generated", seen)
         if planted:
             patch.setattr(EpisodeCache, "paged", off)
         run = parse_run(None, [*SMALL, *argv], family="gpt")

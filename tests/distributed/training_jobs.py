@@ -25,10 +25,11 @@ __all__ = [
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --weight-decay 0.1 "
-    "--tokenizer-type NullTokenizer --vocab-size 99 --mock-data --num-workers 0 --eval-iters 0 "
-    "--peak-tflops 1 --log-interval 1000"
+    "--tokenizer-type NullTokenizer --vocab-size 99 --make-vocab-size-divisible-by 8 --mock-data "
+    "--num-workers 0 --eval-iters 0 --peak-tflops 1 --log-interval 1000"
 ).split()
-"""Flags of a model that trains in milliseconds; dropout is on, by default."""
+"""Flags of a model that trains in milliseconds; dropout is on, by default. On up to four
+tensor-parallel ranks each has tokens."""
 
 LAYOUTS = (
     "tp2 tp4 tp2-sp tp4-sp dp2 dp4 tp2-dp2 tp2-sp-dp2 "

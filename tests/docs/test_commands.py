@@ -77,6 +77,7 @@ LONGEST = {
     "docs/how-to/several-gpus.md",
     "docs/guides/finetune.md",
     "examples_deepspeed/megatron/detxoify_lm/README.md",
+    "docs/guides/planning.md",
     "docs/guides/preferences.md",
     "docs/guides/retro.md",
     "docs/guides/bert-and-t5.md",

@@ -16,8 +16,8 @@ import pytest
 from samples import sampled
 from warm_runs import alive, wait
 
+from megatron.apps.corpus.indexed_files import check_dataset
 from megatron.data.indexed import IndexedDatasetWriter
-from megatron.data.indexed.dataset_checks import check_dataset
 
 ROOT = Path(__file__).parents[2]
 MODEL = (

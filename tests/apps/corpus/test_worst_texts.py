@@ -16,9 +16,9 @@ from megatron.apps.corpus.preprocessing.inputs import LineBatch
 from megatron.apps.tasks.fine_tuning import squad, squad_files
 from megatron.apps.tasks.fine_tuning.examples import clean_text
 from megatron.apps.tasks.zeroshot.texts import detokenizer_of
-from megatron.data.json_lines import ArrayReader, texts_of_line
-from megatron.data.text_encoder import build_splitter
 from megatron.features.instruction.conversations import read_examples
+from megatron.features.raw_text.encoder import build_splitter
+from megatron.features.raw_text.records import ArrayReader, texts_of_line
 
 SIZE = 1_000_000
 """Bytes of UTF-8, about."""

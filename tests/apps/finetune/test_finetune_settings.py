@@ -6,6 +6,7 @@ import os
 import pytest
 from finetune_cases import save_blank, save_data
 
+from megatron.apps.finetune.answers import answer_tokens
 from megatron.apps.finetune.command import SameSamples, parse, planned
 from megatron.apps.finetune.export import check_output_folder
 from megatron.apps.finetune.settings import TuningConfig, check_flags
@@ -33,6 +34,17 @@ def tuning(files, tmp_path):
         return planned(config, settings, processes)
 
     return of
+
+
+def test_answers_leave_room_for_a_prompt(tuning):
+    config = tuning().config
+    assert [answer_tokens(config, positions) for positions in (96, 128, 4096)] == [48, 64, 128]
+    config = tuning("--sample-tokens", "128").config
+    assert answer_tokens(config, 4096) == 128
+    with pytest.raises(
+        ConfigError, match="--sample-tokens 128 .* 128 positions .* than 128, or --s"
+    ):
+        answer_tokens(config, 128)
 
 
 def test_values_that_nobody_gives(tuning, files):

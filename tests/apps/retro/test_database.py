@@ -21,7 +21,7 @@ from megatron.features.retro.project import RetroProject
 pytest.importorskip("h5py")
 
 LENGTH = 16
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from megatron.apps.retro.perplexity import (
 from megatron.config import ConfigError
 from megatron.data.gpt_batch import GPTCollator
 from megatron.data.samples import Piece
-from megatron.engine.evaluator import build_evaluator
 from megatron.families import spec_of
+from megatron.features.evaluation.evaluator import build_evaluator
 from megatron.features.retro.family import Retrieved
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState

@@ -103,7 +103,7 @@ def test_continued_conversations_end_as_those_of_transformers(last, tmp_path):
     from transformers import AutoTokenizer
 
     from megatron.apps.tasks.harness.model import HarnessModel
-    from megatron.tokenizer.huggingface import HFTokenizer
+    from megatron.features.tokenizers.huggingface import HFTokenizer
 
     small_tokenizers(tmp_path)["gpt2"]().save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "chat_template.jinja").write_text(TURNS)

@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tool_modules import load_program
@@ -10,6 +12,7 @@ from tool_modules import load_program
 from megatron.apps.tasks.harness import command, version_02
 from megatron.apps.tasks.harness.config import HarnessConfig
 from megatron.apps.tasks.harness.documents import articles, file_in, rows_of
+from megatron.apps.tasks.harness.tasks import _reading
 from megatron.config import ConfigError
 from megatron.run.run import RunToolParser
 
@@ -120,6 +123,22 @@ def test_files_that_are_no_documents(tmp_path, name, content, said):
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=rf"--task_list lambada=.*{said}"):
         rows_of("lambada", tmp_path / name, "--task_list")
+
+
+@pytest.mark.parametrize(
+    ("entry", "shown"),
+    [
+        (SimpleNamespace(tags={"b_easy", "a_hard"}, cfg=None), "a_hard, b_easy$"),
+        (
+            SimpleNamespace(tags=set(), cfg={"task": [f"q{n}" for n in range(9)]}),
+            "q0, q1, q2, q3, q4, q5 and 3 more$",
+        ),
+    ],
+)
+def test_a_file_of_several_tasks(entry, shown):
+    manager = SimpleNamespace(all_subtasks=[], task_index={"many": entry})
+    with pytest.raises(ConfigError, match=f"--tasks many=a.jsonl: many is several .*: {shown}"):
+        _reading("many", Path("a.jsonl"), manager, "--tasks")
 
 
 def test_two_files_of_a_task(tmp_path):

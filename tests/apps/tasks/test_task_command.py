@@ -7,8 +7,8 @@ from megatron.apps.tasks.command import TASKS, run_task
 from megatron.apps.tasks.config import TaskConfig
 from megatron.config import ConfigError, ModelFlags, Setting
 from megatron.config.flags import build
+from megatron.features.evaluation.checkpoints import checkpoint_settings, evaluation_settings
 from megatron.run.run import RunToolParser
-from megatron.training.evaluation import checkpoint_settings, evaluation_settings
 
 
 def parsed(*words):

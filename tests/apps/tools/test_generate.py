@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from megatron.apps.generation.generation.command import run_generation
 from megatron.checkpoint.source import open_checkpoint
-from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.features.tokenizers.train import train_byte_level_bpe
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
+from megatron.formats.conversion.output import write_checkpoint
 from megatron.tokenizer.plain import NullTokenizer
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, dataset_checks
+from megatron.apps.corpus import indexed_files
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.tokenizer.mark import TokenizerMark
 from tools import inspect_index, merge_datasets, verify_data
 
@@ -208,12 +209,12 @@ def test_counts_and_lengths(folder: Path, capsys) -> None:
 
 
 def test_statistics_against_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_checks, "_BLOCK", 7)
+    monkeypatch.setattr(indexed_files, "_BLOCK", 7)
     rng = np.random.default_rng(2)
     lengths, per_document = rng.integers(0, 50, 500), np.array([3, 0, 1, 1] * 100)
     with IndexedDatasetWriter(tmp_path / "x", "int32") as writer:
         writer.add_documents(np.zeros(lengths.sum(), np.int32), lengths, per_document)
-    found = dataset_checks.contents(IndexedDataset(tmp_path / "x"))
+    found = indexed_files.contents(IndexedDataset(tmp_path / "x"))
     ends = np.cumsum(per_document)
     documents = [lengths[e - n : e].sum() for e, n in zip(ends, per_document, strict=True)]
     for name, values in (
@@ -224,11 +225,11 @@ def test_statistics_against_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert (ours["count"], ours["total"]) == (len(values), values.sum())
         assert (ours["smallest"], ours["largest"]) == (values.min(), values.max())
         assert ours["empty"] == (values == 0).sum() and ours["mean"] == pytest.approx(values.mean())
-        expected = np.percentile(values, dataset_checks.QUANTILES, method="inverted_cdf")
+        expected = np.percentile(values, indexed_files.QUANTILES, method="inverted_cdf")
         assert list(ours["quantiles"].values()) == expected.tolist()
-    monkeypatch.setattr(dataset_checks, "_EXACT_BELOW", 100)  # each fifth of the sequences
-    sampled = dataset_checks.contents(IndexedDataset(tmp_path / "x"))["tokens_per_sequence"]
-    expected = np.percentile(lengths[::5], dataset_checks.QUANTILES, method="inverted_cdf")
+    monkeypatch.setattr(indexed_files, "_EXACT_BELOW", 100)  # each fifth of the sequences
+    sampled = indexed_files.contents(IndexedDataset(tmp_path / "x"))["tokens_per_sequence"]
+    expected = np.percentile(lengths[::5], indexed_files.QUANTILES, method="inverted_cdf")
     assert list(sampled["quantiles"].values()) == expected.tolist()
     assert sampled["total"] == lengths.sum()
 

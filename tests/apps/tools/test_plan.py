@@ -65,7 +65,7 @@ def test_other_families(main, flags, size, capsys):
 
 def test_assumptions_act(main, capsys):
     def table(flags):
-        main((SMALL + "--gpus 8 --top 1 " + flags).split())
+        main((SMALL + "--gpus 4 --micro-batch-size 1 --top 1 " + flags).split())
         return capsys.readouterr().out.split("layouts:\n\n")[1]
 
     usual = table("")

@@ -60,7 +60,7 @@ LAYOUTS = {
 MORE = {
     "dora-dp2-zero2-bf16": (2, "--zero-stage 2 --bf16 --use-dora"),
     "dora-tp2-sp-zero3": (
-        2,
+        4,
         "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 3 --use-dora --use-rslora",
     ),
     "dropout-tp2-pp2": (

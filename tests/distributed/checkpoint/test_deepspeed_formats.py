@@ -18,8 +18,8 @@ from training_jobs import TINY, train
 
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.source import open_checkpoint
-from megatron.checkpoint.writer import write_checkpoint
 from megatron.families import build_model
+from megatron.formats.conversion.output import write_checkpoint
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
 from megatron.formats.deepspeed_folders.universal import UniversalFolder, save_universal
 
@@ -89,8 +89,8 @@ def share_of(whole, key, rows, tp, rank):
 def train_and_save(argv, save):
     """Trains, and saves the same state in both formats; for the pool."""
     from megatron.apps.parity.runs import watched_trainer
-    from megatron.engine.deepspeed_folder import EngineFolderWriter
     from megatron.engine.environment import distributed
+    from megatron.formats.deepspeed_folders.engine_writer import EngineFolderWriter
     from megatron.run.run import parse_run
     from megatron.training.checkpoints import CheckpointManager
 

@@ -23,7 +23,7 @@ from megatron.parallel.shard import shard_of
 from megatron.run.run import parse_run
 
 STOP, END = 3, 6
-RUN = [*f"--global-batch-size 8 --train-iters {END}".split(), *NO_DROPOUT]
+RUN = [*f"--global-batch-size 4 --train-iters {END}".split(), *NO_DROPOUT]
 FLAGS = {
     "gpt": [
         *TINY,

@@ -9,7 +9,7 @@ import pytest
 from training_jobs import TINY, train
 
 from megatron.checkpoint.source import open_checkpoint
-from megatron.checkpoint.writer import write_checkpoint
+from megatron.formats.conversion.output import write_checkpoint
 
 STEPS = 6
 FLAGS = [

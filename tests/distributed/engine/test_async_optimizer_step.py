@@ -48,13 +48,16 @@ def as_others(wrapper: Any) -> None:
 
 
 def poison(trainer: Trainer, step: int) -> None:
-    """Makes one gradient of that step NaN on the first rank; others get to know by the norm."""
+    """Makes one gradient of that step NaN, or infinite where the stage is even, on the first rank;
+    others get to know by the norm."""
     if trainer.engine.mesh.world.rank:
         return
     param = next(param for param, name in trainer.engine.names.items() if "norm" in name)
 
+    value = float("nan" if trainer.engine.stage % 2 else "inf")
+
     def hook(grad: torch.Tensor) -> torch.Tensor:
-        return grad * float("nan") if trainer.iteration == step - 1 else grad
+        return torch.full_like(grad, value) if trainer.iteration == step - 1 else grad
 
     param.register_hook(hook)
 
@@ -118,6 +121,8 @@ CASES = [
 
 def flags_of(layout: str, stage: int, form: str) -> tuple[int, list[str]]:
     size, flags = LAYOUTS[layout]
+    if (layout, stage) == ("tp2", 3):
+        size = 4  # one replica's weights are not partitioned
     precision = [] if form == "fp32" else [f"--{form}"]
     return size, [*FLAGS, *flags, *precision, "--zero-stage", str(stage)]
 
@@ -252,7 +257,7 @@ FORMS = ([], ["--bf16"], ["--bf16", SUMS_IN_FP32])
             *((1, stage, form) for stage in range(4) for form in FORMS[: 2 if stage == 0 else 3]),
             *((2, stage, form) for stage in (1, 2, 3) for form in FORMS),
         ],
-        lambda case: case[2] == ["--bf16"] and case[:2] != (1, 2),
+        lambda case: case[2] == ["--bf16"] and case[:2] in ((1, 1), (2, 2), (2, 3)),
     ),
 )
 def test_nothing_is_read(pool, size, stage, form):

@@ -13,13 +13,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 from training_jobs import TINY, run, saved_again, train
 
 from megatron.checkpoint.source import locate_checkpoint
-from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
 from megatron.engine.update.adam import KeptState
 from megatron.features.averages import callback
+from megatron.formats.conversion.output import write_checkpoint
 from megatron.run.run import parse_run
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Callback

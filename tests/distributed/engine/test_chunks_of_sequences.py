@@ -8,8 +8,8 @@ from training_jobs import TINY, train
 FLAGS = [
     *TINY,
     *"--num-layers 4 --num-query-groups 2 --swiglu --position-embedding-type rope".split(),
-    *"--normalization RMSNorm --hidden-dropout 0 --attention-dropout 0 --train-iters 3".split(),
-    *"--global-batch-size 8 --lr 1e-3".split(),
+    *"--normalization RMSNorm --hidden-dropout 0 --attention-dropout 0 --train-iters 2".split(),
+    *"--global-batch-size 4 --lr 1e-3".split(),
 ]
 CHUNKS = "--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size 4".split()
 ON_HOST = "--ds-sequence-parallel-fpdt-offloading"

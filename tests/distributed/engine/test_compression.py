@@ -14,7 +14,7 @@ from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
 from megatron.features.compression.layers import layers_in
 from megatron.features.compression.quantisers import bits_after, quantise
-from megatron.formats.conversion.commands import opened, to_hf
+from megatron.formats.conversion.commands import LoadConfig, opened, to_hf
 from megatron.run.run import parse_run
 
 SMALL = [*TINY, "--num-layers", "2", "--global-batch-size", "4"]
@@ -195,7 +195,7 @@ def cleaned(folder, output, *more) -> CheckpointReader:
     from megatron.features.compression.clean import clean
 
     clean(["--load", str(folder), "--output", str(output), *more])
-    return opened(str(output))
+    return opened(LoadConfig(str(output)))
 
 
 def test_cleaned_model(pool, tmp_path, capsys):
@@ -263,7 +263,7 @@ def test_a_student_begins_with_layers_of_its_teacher(pool, tmp_path):
     }
     argv = [*SMALL, "--train-iters", "1", "--lr", "1e-12", "--min-lr", "0", *flags(section)]
     (student,) = pool.run(1, train, [*argv, "--pretrained-checkpoint", str(tmp_path)])
-    source = opened(str(tmp_path))
+    source = opened(LoadConfig(str(tmp_path)))
     for number, taken in ((0, 1), (1, 3)):
         for name in ("attention.qkv.weight", "mlp.down.bias"):
             ours = torch.from_numpy(student.state[f"layers.{number}.{name}/weight/0"])

@@ -37,7 +37,7 @@ LAYOUTS = {
     "cp2": (2, "--context-parallel-size 2"),
     "cp2-pp2": (4, f"{PIPELINE} --context-parallel-size 2"),
 }
-PROOF = {"dp2-zero3", "pp2", "pp2-interleaved", "tp2-sp-pp2", "cp2", "cp2-pp2"}
+PROOF = {"dp2-zero1", "dp2-zero3", "pp2", "pp2-interleaved", "tp2-sp-pp2", "cp2", "cp2-pp2"}
 """Beyond the sample of every test run."""
 
 

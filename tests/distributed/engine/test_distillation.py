@@ -206,7 +206,7 @@ def test_zero_3_shares_the_blocks_of_a_teacher(pool, teacher):
     argv = [*STUDENT, *teacher]
     (whole,) = pool.run(1, inside, argv)
     shared = pool.run(2, inside, [*argv, "--zero-stage", "3"])
-    embeddings = 2 * 128 * 48 + 48  # with those of the head, and the last norm
+    embeddings = 2 * 104 * 48 + 48  # with those of the head, and the last norm
     assert all(found["elements"] == embeddings for found in shared)
     assert whole["elements"] > 5 * embeddings
 

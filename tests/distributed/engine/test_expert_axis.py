@@ -23,9 +23,9 @@ from megatron.engine.deepspeed_patches import check_fewer_replicas
 from megatron.engine.deepspeed_replacements import FEWER_REPLICAS_3, require
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
-from megatron.engine.statistics import state_norms
 from megatron.families import spec_of
 from megatron.features.resilience.steps.replicas import Replicas
+from megatron.features.trackers.statistics import state_norms
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
 

@@ -51,7 +51,7 @@ def check_same(found: list, expected: list) -> None:
 @pytest.mark.parametrize(
     ("form", "size"),
     [
-        ("fp16", 1),
+        pytest.param("fp16", 1, marks=pytest.mark.proof),
         ("bf16-llama", 2),
         pytest.param("bf16", 1, marks=pytest.mark.proof),
         pytest.param("sgd", 2, marks=pytest.mark.proof),

@@ -45,7 +45,7 @@ def plain(request):
     flags = FLAGS + SHAPES[request.param]
     reference = train_plainly(flags)
     orders = itertools.islice(itertools.permutations(range(4)), 1, None, 4)
-    others = [train_plainly(flags, list(order)) for order in itertools.islice(orders, 5)]
+    others = [train_plainly(flags, list(order)) for order in itertools.islice(orders, 3)]
     return flags, reference, drift(others, reference)
 
 
@@ -113,7 +113,8 @@ def test_tensor_parallel_against_plain_torch(pool, plain, stage):
     flags, reference, (loss_noise, norm_noise) = plain
     argv = [*flags, "--zero-stage", str(stage), "--attention-dropout", "0"]
     reference = train_plainly([*flags, "--attention-dropout", "0"])
-    record = pool.run(2, train, [*argv, "--tensor-model-parallel-size", "2"])[0]
+    size = 4 if stage == 3 else 2  # one replica's weights are not partitioned
+    record = pool.run(size, train, [*argv, "--tensor-model-parallel-size", "2"])[0]
     loss_drift, norm_drift = drift([record], reference)
     assert loss_drift[0] <= 1e-6 * reference.losses[0]
     assert norm_drift[0] <= 2e-6

@@ -8,8 +8,8 @@ from samples import sampled
 from training_jobs import TINY, train
 
 from megatron.checkpoint.source import open_checkpoint
-from megatron.checkpoint.writer import write_checkpoint
 from megatron.features.adapters.nf4 import quantise
+from megatron.formats.conversion.output import write_checkpoint
 
 SHAPE = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --num-query-groups 2 --swiglu "

@@ -274,24 +274,26 @@ def test_a_gradient_that_comes_again_is_an_error():
         weights[4].sum().backward()
 
 
-def forgotten() -> None:
-    """A step that is dropped half-way, and then again from its start; for the pool."""
+def forgotten(stage: int) -> None:
+    """A step that is dropped before, within and after its passes, and then taken again; for the
+    pool."""
     group = tensor_group()
     results = []
-    for drops in (False, True):
+    for dropped in (0, 1, 2):
         weights = weights_of(torch.float32)
         buckets = buckets_of(weights, LAYOUTS["two"], group)
-        reduction = GradientReduction(buckets, ReductionRules(True, group.size))
-        for attempt in range(1 + drops):
-            for batch in range(2):
+        reduction = GradientReduction(buckets, ReductionRules(stage == 2, group.size))
+        for passes in (dropped, 2):
+            reduction.drop()
+            for batch in range(passes):
                 reduction.begin_pass(last=batch == 1)
                 loss(weights, inputs(group.rank, batch, torch.float32), None).backward()
                 reduction.end_pass()
-            if drops and not attempt:
-                reduction.drop()
         results.append([grads.flat_partition for grads in reduction.finish()])  # type: ignore[attr-defined]
-    assert all(map(torch.equal, *results))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
 
 
-def test_a_dropped_step_leaves_nothing(pool):
-    pool.run(2, forgotten)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_dropped_step_leaves_nothing(pool, stage):
+    pool.run(2, forgotten, stage)

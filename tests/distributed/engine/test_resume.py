@@ -8,9 +8,16 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from family_models import ENCODER_DROPOUT, FAMILIES, MODELS, blocks
+from safetensors.torch import load_file
 from samples import sampled
 from training_jobs import TINY, train
+
+from megatron.apps.parity.runs import watched_trainer
+from megatron.engine.environment import distributed
+from megatron.engine.state import create_moments, owned_slices
+from megatron.run.run import parse_run
 
 STEPS = 8
 ENDLESS = [*TINY, "--lr-decay-style", "cosine", "--eval-interval", "3", "--eval-iters", "1"]
@@ -64,7 +71,7 @@ CASES = {
         ["--zero-stage", "1", "--bf16", "--accumulate-allreduce-grads-in-fp32"],
     ),
     "zero3-tp2-sp-shared-kv": (
-        2,
+        4,
         [
             "--tensor-model-parallel-size",
             "2",
@@ -172,7 +179,7 @@ CASES = {
         [*CONTEXT, *FP16, "--zero-stage", "0", "--pipeline-model-parallel-size", "2"],
     ),
     "latent-zero3-tp2-sp": (
-        2,
+        4,
         [*LATENT, "--zero-stage", "3", "--tensor-model-parallel-size", "2", "--sequence-parallel"],
     ),
     "latent-zero1-pp2": (2, [*LATENT, "--zero-stage", "1", "--pipeline-model-parallel-size", "2"]),
@@ -300,6 +307,44 @@ def test_finetune_and_no_load_optim(pool, trained, tmp_path):
     assert finetuned.losses[0] < scratch.losses[0]
     fresh = [*load, "--no-load-optim", "--train-iters", "9"]
     assert len(pool.run(1, train, fresh)[0].losses) == 1
+
+
+def random_numbers(argv):
+    """The state of torch's generator after a run; for the pool."""
+    train(argv)
+    return torch.get_rng_state()
+
+
+def test_each_rank_continues_its_random_numbers(pool, trained):
+    """A run that has nothing left to do has those of the end."""
+    states = pool.run(2, random_numbers, [*STAGE_1, "--load", str(trained[0])])
+    for rank, state in enumerate(states):
+        saved = load_file(trained[0] / "global_step8" / f"random-{rank:05d}.safetensors")
+        assert torch.equal(state, saved["cpu"])
+    assert not torch.equal(*states)
+
+
+def moments_before_the_first_update(argv):
+    """The largest number in moments after a run, and when it has gone back to where it had not
+    updated anything; for the pool."""
+    run = parse_run(None, argv)
+    with distributed(run.config.parallel) as mesh:
+        trainer = watched_trainer(run, mesh, lambda result: None)
+        trainer.fit()
+        largest = []
+        for _ in range(2):
+            slices = owned_slices(trainer.engine)
+            moments = [own.get(kind) for own in slices for kind in own.moments]
+            largest.append(max(float(values.abs().max()) for values in moments))
+            create_moments(trainer.engine, 0)
+    return largest
+
+
+def test_a_run_that_goes_back_has_no_moments_of_later(pool):
+    after, before = pool.run(1, moments_before_the_first_update, [*STAGE_1, "--train-iters", "3"])[
+        0
+    ]
+    assert after > 0 == before
 
 
 def test_another_run_is_not_overwritten(pool, trained, tmp_path):

@@ -158,8 +158,8 @@ def test_report_stats_only_names_it(pool):
     assert found[1][2].losses == plain[1][2].losses
 
 
-LENGTH, SAMPLES, RANDOM = 16, 800, (300, 500, 700)
-DATA = [*TINY, "--num-layers", "1", "--train-iters", "180", "--spike-window", "20", RERUN]
+LENGTH, SAMPLES, RANDOM = 16, 440, (160, 250, 340)
+DATA = [*TINY, "--num-layers", "1", "--train-iters", "100", "--spike-window", "20", RERUN]
 DATA = [flag for flag in DATA if flag != "--mock-data"]
 
 

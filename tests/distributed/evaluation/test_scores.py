@@ -14,13 +14,13 @@ from megatron.checkpoint.source import locate_checkpoint
 from megatron.config.layouts import parse_layout
 from megatron.data.texts import ScoredText
 from megatron.engine.environment import distributed, training_device
-from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import build_model, family_of, spec_of
+from megatron.features.evaluation.checkpoints import measure_texts
+from megatron.features.evaluation.evaluator import build_evaluator
 from megatron.model.layer_list import initialise
 from megatron.run.run import parse_run
 from megatron.training.build import build_trainer
-from megatron.training.evaluation import measure_texts
 
 FLAGS = {
     "gpt": [*TINY, "--num-layers", "4", "--max-position-embeddings", "20", *NO_DROPOUT],

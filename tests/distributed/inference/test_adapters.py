@@ -143,6 +143,7 @@ def test_equal_prompts_of_other_adapters_share_no_pages(pool, folders, monkeypat
 
 def shared_prompt(folder, names):
     """For the pool: twice each adapter on one prompt, the second time from what is cached."""
+    from megatron.apps.generation import opening
     from megatron.apps.generation.execution import runner
 
     argv = ["--load", str(folder / "base"), "--kv-cache-gib", "0.002", "--adapter"]
@@ -151,7 +152,8 @@ def shared_prompt(folder, names):
     argv += ["--vocab-file", str(folder / "base" / "vocab.txt")]
     config, settings = RunToolParser(ServedConfig, None).parse(argv)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner.PagedRunner.__init__, "__defaults__", (8, False, None, None))
+        for module in (opening, runner):
+            patch.setattr(module, "page_size_of", lambda generation: 8)
         with opened_runner(settings, 1, config, config.adapter) as opened:
             assert opened.runner.page_size == 8
             engine = GenerationEngine(opened.runner, opened.tokenizer)

@@ -13,8 +13,8 @@ from megatron.apps.generation.opening import for_generation, opened_runner, runn
 from megatron.apps.tasks.harness.scoring import TextScorer, TokenRequest
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ConfigError
+from megatron.features.evaluation.checkpoints import opened_checkpoint
 from megatron.run.run import RunToolParser
-from megatron.training.evaluation import opened_checkpoint
 
 LAYOUTS = {
     "tp1": [],

@@ -9,10 +9,10 @@ from megatron.apps.generation.memory import CacheConfig
 from megatron.apps.generation.opening import for_generation, runner_of
 from megatron.apps.retro.generation import ChunkNeighbors, RetrievingRunner
 from megatron.engine.environment import distributed, training_device
-from megatron.engine.evaluator import build_evaluator
 from megatron.families import family_of, spec_of
+from megatron.features.evaluation.checkpoints import evaluation_settings
+from megatron.features.evaluation.evaluator import build_evaluator
 from megatron.run.run import RunToolParser, run_of
-from megatron.training.evaluation import evaluation_settings
 
 PROMPTS = [[5, 7, 9], [60, 2, 2, 2, 8, 9, 11, 3, 3, 17, 20], [4] * 8, [1]]
 PP2 = ["--pipeline-model-parallel-size", "2"]

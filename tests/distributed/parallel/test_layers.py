@@ -32,6 +32,7 @@ from megatron.parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     WholeEmbedding,
+    WholeLinear,
 )
 from megatron.parallel.linear import LinearMap, column_linear
 from megatron.parallel.loss_head import LossHead, Targets
@@ -256,6 +257,20 @@ def _norm(tp: TensorParallel, name: str) -> None:
     check(expected, inputs, grad, found)
 
 
+def scores(sequence: bool) -> None:
+    """Scores of all tokens on every rank, each of which computes the same loss of them."""
+    tp = TensorParallel(tensor_group(), sequence)
+    layer = prepare(WholeLinear(INPUTS, 2, bias=True, init=Init(0.5), tp=tp), tp.group)
+    x_whole, grad = draw(BATCH, LENGTH, INPUTS), draw(BATCH, LENGTH, 2, seed=1)
+    x = outside(x_whole, tp)
+    y = tp.whole_sequence(layer(x))
+    y.backward(grad)
+    params = [whole([param], tp.group) for param in layer.parameters()]
+    inputs = [t.requires_grad_() for t in (x_whole, *(values for values, _ in params))]
+    found = [y.detach(), gathered(x.grad, tp), *(grad for _, grad in params)]
+    check(F.linear(*inputs), inputs, grad, found)
+
+
 def dropout(sequence: bool) -> None:
     """Ranks draw the same where they hold the same, and differently for their own slices."""
     tp = TensorParallel(tensor_group(), sequence)
@@ -441,7 +456,7 @@ def shared_groups() -> tuple[int, set[str]]:
     return len(set(map(id, handles.values()))), of_world
 
 
-LAYERS = [column, heads, row, embedding, positions, norm, dropout]
+LAYERS = [column, heads, row, embedding, positions, norm, scores, dropout]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -83,7 +83,7 @@ TRAININGS = {
     "dp2-zero1": (2, ["--zero-stage", "1"]),
     "dp2-zero2": (2, ["--zero-stage", "2"]),
     "dp2-zero3": (2, ["--zero-stage", "3"]),
-    "tp2-zero3": (2, [*TENSOR, "--zero-stage", "3"]),
+    "tp2-zero3": (4, [*TENSOR, "--zero-stage", "3"]),
     "pp2-zero1": (2, [*PIPELINE, "--zero-stage", "1"]),
     "cp2-zero2": (2, [*CP2, "--zero-stage", "2"]),
 }

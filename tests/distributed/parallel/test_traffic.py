@@ -30,7 +30,8 @@ BF16, STEPS = 2, 3
 LLAMA = (
     "--swiglu --use-rotary-position-embeddings --normalization RMSNorm --disable-bias-linear "
     "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
-    f"--bf16 --num-layers {LAYERS} --ffn-hidden-size {INNER} --train-iters {STEPS} --eval-iters 0"
+    f"--bf16 --num-layers {LAYERS} --ffn-hidden-size {INNER} --train-iters {STEPS} --eval-iters 0 "
+    f"--make-vocab-size-divisible-by {VOCABULARY}"
 ).split()
 _TENSOR = ("--tensor-model-parallel-size", "2")
 LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {

@@ -15,10 +15,9 @@ LLAMA = (
     "--swiglu --use-rotary-position-embeddings --normalization RMSNorm --disable-bias-linear "
     "--untie-embeddings-and-output-weights --num-query-groups 2"
 ).split()
-SPREAD = [*TINY, "--make-vocab-size-divisible-by", "8"]
 """Several ranks have tokens, and not the first all."""
 STUDENT = [
-    *(*SPREAD, "--num-layers", "8", "--micro-batch-size", "2", "--train-iters", "1", *NO_DROPOUT)
+    *(*TINY, "--num-layers", "8", "--micro-batch-size", "2", "--train-iters", "1", *NO_DROPOUT)
 ]
 TERMS = "--kd --kd-alpha-ce 0.6 --kd-beta-ce 1.5 --kd-temp 2".split()
 
@@ -28,7 +27,7 @@ def teacher(tmp_path_factory, pool):
     """A llama of other sizes than the student."""
     folder = tmp_path_factory.mktemp("teacher")
     sizes = "--num-layers 9 --hidden-size 48 --num-attention-heads 4 --train-iters 2".split()
-    pool.run(1, train, [*SPREAD, *sizes, *LLAMA, *NO_DROPOUT, "--save", str(folder)])
+    pool.run(1, train, [*TINY, *sizes, *LLAMA, *NO_DROPOUT, "--save", str(folder)])
     return str(folder)
 
 

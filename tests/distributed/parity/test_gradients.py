@@ -5,6 +5,7 @@ parameter on each rank must have the reference's gradient, to 1e-12 of its size.
 """
 
 from functools import cache
+from itertools import cycle
 
 import pytest
 from training_jobs import LAYOUTS, TINY, depth, gradients
@@ -114,7 +115,13 @@ TOGETHER = {
 """Fewer key heads than ranks where their norm's gradient is summed, all features at once, and the
 masks of dropout where they are those of one process."""
 NEVER_LEFT_OUT = {("tp4-sp", "gpt-oss")}
-FOR_PROOF = ("pp4-zbh1", "pp2-dualpipev_zb")
+FOR_PROOF = (
+    "pp4-zbh1 pp2-dualpipev_zb tp2-dp2 tp2-pp2 pp2-interleaved-dp2 tp2-pp2-interleaved "
+    "pp2-dualpipev-dp2 tp2-pp2-dualpipev pp2-zbh1-dp2"
+).split()
+"""Layouts whose parts are in others of the sample, with slices of sequences for example."""
+OF_TWO = ("tp2-sp", "pp2", "pp2-interleaved", "pp2-dualpipev", "pp2-interleaved")
+"""Layouts of two processes, which have their models: some of these need eight blocks."""
 
 
 def in_turn():
@@ -127,9 +134,13 @@ def in_turn():
 
 
 def cells():
-    """Every cell; those that no layout meets for the first time with its model are for proof."""
-    turns = ((layout, model) for layout, model in in_turn().items() if layout not in FOR_PROOF)
-    sample = {*turns, *NEVER_LEFT_OUT}
+    """Every cell; in the sample each model is in one, or two."""
+    turns, layouts = in_turn(), cycle(OF_TWO)
+    sample = {
+        (next(layouts) if layout in FOR_PROOF else layout, model)
+        for layout, model in turns.items()
+        if layout not in FOR_PROOF[:2]
+    } | NEVER_LEFT_OUT
     for number, layout in enumerate(LAYOUTS):
         for model in MODELS:
             if model == "dropout" and parse_layout(layout).dropout != "all":

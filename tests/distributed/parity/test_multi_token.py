@@ -38,6 +38,7 @@ MODELS = {
     "recompute": "--recompute-granularity full --recompute-num-layers 3".split(),
     "selective": ["--recompute-activations", *LLAMA],
     "experts": EXPERTS,
+    "experts-repeated": [*EXPERTS, "--mtp-use-repeated-layer"],
     "mamba": [
         *RECURRENT, "--experimental-attention-variant", "mamba2",
         *"--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 4".split(),
@@ -53,9 +54,9 @@ MODELS = {
     ],
 }  # fmt: skip
 ZERO = {f"dp2-zero{stage}": stage for stage in range(4)}
-EXPERT = {"ep2": 2, "ep2-tp2": 4}
+EXPERT = {"ep2": 2, "ep2-tp2": 4, "ep2-pp2": 4}
 ALL = (*LAYOUTS, *CONTEXT_LAYOUTS, *ZERO, *EXPERT)
-SAMPLE = {"tp2-sp/llama-documents", "pp2/repeated", "cp2/llama-documents"}
+SAMPLE = {"tp2-sp/llama-documents", "ep2-pp2/experts-repeated", "cp2/llama-documents"}
 """Cells of the normal run; `make proof` has the rest."""
 
 
@@ -64,11 +65,12 @@ def layout_of(name: str) -> tuple[int, list[str]]:
     if name in ZERO:
         return 2, ["--zero-stage", str(ZERO[name])]
     if name in EXPERT:
-        tensor = EXPERT[name] // 2
-        return EXPERT[name], [
-            "--expert-model-parallel-size", "2", "--tensor-model-parallel-size", str(tensor),
-            *(["--sequence-parallel"] if tensor > 1 else []),
-        ]  # fmt: skip
+        others = {
+            "ep2": [],
+            "ep2-tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+            "ep2-pp2": ["--pipeline-model-parallel-size", "2"],
+        }
+        return EXPERT[name], ["--expert-model-parallel-size", "2", *others[name]]
     parsed = parse_layout(name)
     return parsed.processes, parsed.flags()
 
@@ -93,7 +95,7 @@ def reference(*argv: str):
 def cells():
     for layout in ALL:
         for model in MODELS:
-            if layout in EXPERT and model != "experts":
+            if layout in EXPERT and not model.startswith("experts"):
                 continue
             marks = () if f"{layout}/{model}" in SAMPLE else (pytest.mark.proof,)
             yield pytest.param(layout, model, marks=marks, id=f"{layout}-{model}")

@@ -21,11 +21,11 @@ from megatron.checkpoint.source import open_checkpoint
 from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
 from megatron.families import spec_of
+from megatron.features.evaluation.checkpoints import measure_samples
 from megatron.model.spec import Measure
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
 from megatron.training.build import build_trainer
-from megatron.training.evaluation import measure_samples
 
 FLAGS = [
     *TINY, "--model-family", "toy", "--num-layers", "4", "--micro-batch-size", "2",

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from megatron.checkpoint.manifest import MANIFEST, file_facts, write_manifest
 from megatron.checkpoint.source import Source, open_checkpoint
-from megatron.checkpoint.writer import write_checkpoint
+from megatron.formats.conversion.output import write_checkpoint
 from megatron.formats.deepspeed_folders.universal import MANIFEST as UNIVERSAL_MANIFEST
 from megatron.formats.deepspeed_folders.universal import write_universal
 from megatron.formats.legacy_megatron.writer import write_megatron

@@ -16,11 +16,11 @@ from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.sources import BlendReader
-from megatron.data.text_encoder import TextEncoder
 from megatron.features.instruction.conversations import read_examples
 from megatron.features.masked.tfrecord import TFRecordRecipe, TFRecords
 from megatron.features.preference.records import read_preferences
 from megatron.features.raw_text.documents import open_raw_text, text_settings
+from megatron.features.raw_text.encoder import TextEncoder
 from megatron.features.raw_text.flags import RawTextConfig
 
 LENGTHS, DOCUMENTS = [7, 0, 30, 1, 12, 5, 0, 44, 3, 9], [1, 2, 1, 3, 0, 1, 2]

@@ -201,7 +201,7 @@ def test_records_nested_too_deeply(files):
 
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
 def test_a_line_without_an_end_is_not_read_into_memory(files, packed, monkeypatch):
-    for module in ("data.json_lines", "apps.corpus.preprocessing.inputs"):
+    for module in ("features.raw_text.records", "apps.corpus.preprocessing.inputs"):
         monkeypatch.setattr(f"megatron.{module}.LONGEST_RECORD", 1 << 16)
     files.lines(f"a.jsonl{packed}", [*records(2), b" " * (1 << 25), b"\n", *records(1, 2)])
     tracemalloc.start()

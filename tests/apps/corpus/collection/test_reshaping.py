@@ -19,7 +19,7 @@ from megatron.apps.corpus.collection.reshaping import (
     split_corpus,
 )
 from megatron.config import ConfigError
-from megatron.data.text_encoder import build_splitter
+from megatron.features.raw_text.encoder import build_splitter
 
 PARTS = ("train", "valid", "test")
 

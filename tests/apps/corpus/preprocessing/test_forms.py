@@ -26,7 +26,7 @@ from megatron.apps.corpus.preprocessing.preprocess import preprocess
 from megatron.apps.corpus.preprocessing.readers import read_blocks
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.data.indexed import IndexedDataset
-from megatron.data.json_lines import BadLine, read_lines
+from megatron.features.raw_text.records import BadLine, read_lines
 from megatron.features.tokenizers.train import train_byte_level_bpe
 from megatron.tokenizer import build_tokenizer
 
@@ -72,7 +72,7 @@ def texts() -> list[str]:
 @pytest.fixture(params=[1 << 20, 300], ids=["one block", "many blocks"], autouse=True)
 def block_bytes(request, monkeypatch):
     monkeypatch.setattr("megatron.apps.corpus.preprocessing.readers.BLOCK_BYTES", request.param)
-    monkeypatch.setattr("megatron.data.json_lines._ARRAY_BYTES", request.param)
+    monkeypatch.setattr("megatron.features.raw_text.records._ARRAY_BYTES", request.param)
 
 
 def run(paths: list[Path] | Path, prefix: Path, tokenizer: TokenizerConfig, **flags):
@@ -131,7 +131,7 @@ def test_array_that_is_wrong(tmp_path, tokenizer, data, message):
 @pytest.mark.parametrize("size", range(1, 9))
 def test_array_items_are_not_cut(tmp_path, tokenizer, monkeypatch, size):
     """A number may continue where what was read of it ends."""
-    monkeypatch.setattr("megatron.data.json_lines._ARRAY_BYTES", size)
+    monkeypatch.setattr("megatron.features.raw_text.records._ARRAY_BYTES", size)
     path = tmp_path / "in.json"
     path.write_text('[12345, {"text": "a"}, 678]')
     summary = run(path, tmp_path / "p", tokenizer, on_bad_line="skip")
