@@ -12,9 +12,8 @@ It is pretrain_gpt.py with other defaults: --sft --prompt-format alpaca, the mod
 
 from megatron.config import FLAG_CLASSES, FlagParser, Setting, Settings
 from megatron.families import family_of
-from megatron.run.launch import start_processes
 from megatron.run.process import ending_process, errors_for_users
-from megatron.run.run import run_of, show_configuration
+from megatron.run.run import run_of, show_configuration, start_processes
 from megatron.training.build import train
 from megatron.training.report import show_log
 

@@ -210,6 +210,8 @@ setup(
         "megatron": ["py.typed"],
         "megatron.apps.migration": ["tables/*.txt"],
         "megatron.config": ["*.txt"],
+        "megatron.engine": ["*.txt"],
+        "megatron.training": ["*.txt"],
         "megatron.apps.dashboard": ["page/*", "shared/*"],
         "megatron.formats": ["*.txt"],
         "megatron.apps.generation.server": ["page/*"],

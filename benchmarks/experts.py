@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
     add("--rounds", type=int, default=5)
     options = parser.parse_args(argv)
-    environment._keep_freed_memory()
+    environment.keep_freed_memory()
     print(f"torch {torch.__version__}, {options.dtype}, CPU ms (ratio to products)")
     for name in options.shapes:
         print(name, *(f"{field} {size}" for field, size in SHAPES[name]._asdict().items()))

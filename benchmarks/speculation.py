@@ -23,8 +23,7 @@ from megatron.apps.generation.opening import OpenedRunner, opened_runner
 from megatron.apps.generation.request import GenerationRequest, Sampling, StopRules
 from megatron.apps.generation.scheduling.engine import EngineStats, GenerationEngine
 from megatron.apps.generation.scheduling.schedule import EngineLimits
-from megatron.run.launch import start_processes
-from megatron.run.run import RunToolParser
+from megatron.run.run import RunToolParser, start_processes
 
 SETTINGS = (("", 0), ("mtp", 1), ("mtp", 2), ("mtp", 3), ("ngram", 3))
 Texts = list[tuple[int, ...]]

@@ -20,8 +20,7 @@ from megatron.apps.generation.request import GenerationRequest, Sampling, StopRu
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.config import Settings
-from megatron.run.launch import start_processes
-from megatron.run.run import RunToolParser
+from megatron.run.run import RunToolParser, start_processes
 
 GREEDY = Sampling(greedy=True)
 
