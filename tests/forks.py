@@ -157,7 +157,7 @@ class Forks:
         try:
             self._work(session, pipe, tests)
             status = 0
-        except BaseException:
+        except BaseException:  # an exit too must reach the process that reports
             pipe.send(("error", traceback.format_exc()))
         finally:
             os._exit(status)

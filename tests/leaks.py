@@ -19,7 +19,7 @@ STATE = {
 
 
 def state() -> list[object]:
-    """What tests must leave as it was, in the order of :data:`STATE`."""
+    """Values that tests must leave as they were, in the order of :data:`STATE`."""
     return [read() for read in STATE.values()]
 
 

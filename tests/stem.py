@@ -38,7 +38,7 @@ SETTINGS = {
     "DS_ACCELERATOR": "cpu",
     "HF_HUB_OFFLINE": "1",
 }
-"""What packages read of the environment when they are imported."""
+"""Variables that packages read when they are imported."""
 
 MODULES = (
     "preloaded",
@@ -206,7 +206,7 @@ def _run(job: _Job, pipe: Connection) -> NoReturn:
         sys.path[:0] = filter(None, job.environment.get("PYTHONPATH", "").split(os.pathsep))
         getattr(import_module(job.module), job.function)(pipe, *job.arguments)
         status = 0
-    except BaseException:
+    except BaseException:  # an exit too ends this process below, by os._exit
         traceback.print_exc()
     finally:
         sys.stderr.flush()

@@ -15,7 +15,7 @@ ONE, TWO, OTHER = (
 
 
 def torn_down(leaks, item, following):
-    """What pytest does with the plugin's part of a teardown."""
+    """Run the plugin's part of a teardown as pytest does."""
     hook = leaks.pytest_runtest_teardown(item, following)
     next(hook)
     with contextlib.suppress(StopIteration):

@@ -93,7 +93,7 @@ def heal(tree: Path, bug: Planted) -> None:
 
 
 def forked(tree: Path, work: Callable[[], Any]) -> tuple[Any, float]:
-    """What ``work`` returns in a forked process that imports this tree, and its CPU time in
+    """The result of ``work`` in a forked process that imports this tree, and its CPU time in
     seconds; the end of the process, as words, if it returns nothing."""
     out, into = os.pipe()
     child = os.fork()

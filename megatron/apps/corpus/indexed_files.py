@@ -161,7 +161,7 @@ def contents(dataset: IndexedDataset) -> dict[str, Any]:
 
 
 def _statistics(count: int, blocks: Iterable[np.ndarray]) -> dict[str, Any]:
-    """Statistics of `count` lengths that come in blocks; quantiles are those of a sample."""
+    """Statistics of `count` lengths that come in blocks; quantiles come from a sample."""
     step = -(-count // _EXACT_BELOW) or 1
     sample, of_blocks, seen = [], [], 0
     for values in blocks:

@@ -121,8 +121,8 @@ class Values(dict[str, Any]):
         return self.defaults.get(name) if value is None else value
 
     def of(self, text: str) -> Any:
-        """The value of an expression. Raises ConfigError with the keys in it if their values are
-        of another kind."""
+        """The value of an expression of a table; a user's file gives values of names alone. Raises
+        ConfigError with the keys in it if their values are of another kind."""
         try:
             return eval(compiled(text), {"__builtins__": {}, **_FUNCTIONS}, self)
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:

@@ -163,8 +163,8 @@ class EpisodeJob(TextJob):
 
 
 class EpisodeEngine(GenerationEngine):
-    """Generates :class:`EpisodeJob` of one temperature, whose probabilities are those of all texts
-    of a step together."""
+    """Generates :class:`EpisodeJob` of one temperature. Probabilities are computed for all texts of
+    a step together."""
 
     def before_taking(self, takers: Sequence[Sequence[Job]], logits_RV: Tensor) -> None:
         """See :class:`GenerationEngine`."""

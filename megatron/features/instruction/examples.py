@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -42,7 +43,7 @@ INDEX_VERSION = 2
 _AT_ONCE = 1000
 
 
-class TokenizedExamples:
+class TokenizedExamples(ABC):
     """The examples of files; `Documents` of megatron/data/samples.py, ``parts`` sequences each."""
 
     def __init__(self, prefix: str, index: StoredArrays, parts: int = 1) -> None:
@@ -108,9 +109,9 @@ class TokenizedExamples:
         """Hashes of the tokens of the prompt of each document."""
         return self._index["prompt_hashes"]
 
+    @abstractmethod
     def verify(self) -> None:
         """Raises ValueError where the arrays do not belong together."""
-        raise NotImplementedError
 
     def part(self, units: range, by_prompt: bool, name: str) -> npt.NDArray[np.int64]:
         """Numbers of the documents of a part. Raises ValueError as `verify` and `of_prompts`."""

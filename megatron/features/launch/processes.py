@@ -1,4 +1,4 @@
-"""Processes of a run without a launcher: a node starts its own, and those of srun or mpirun, which
+"""Processes of a run without a launcher. A node starts its own; processes of srun or mpirun, which
 do not say where the first one listens, get the variables of torch.distributed."""
 
 from __future__ import annotations

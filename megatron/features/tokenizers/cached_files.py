@@ -74,7 +74,7 @@ def _file_at(path: Path) -> str:
 
 
 def _model_at(path: str) -> str:
-    """A model of the case that the last two names of a path say, as that of a model would."""
+    """A published model with the case, cased or uncased, that the last two names of a path say."""
     names = "/".join(Path(path).parts[-2:])
     return "bert-large-cased" if "-cased" in names or "chinese" in names else "bert-large-uncased"
 

@@ -169,13 +169,13 @@ class Kind:
         if not renamed.endswith((".weight", ".bias")):
             renamed += ".weight"
         name, _, suffix = renamed.rpartition(".")
-        expert = re.fullmatch(r"(.*\.experts|.*(?=\.norms))(?:\.norms)?\.(\d+)(\..*)?", name)
+        expert = re.search(r"(?:(?<=\.experts)(?:\.norms)?|\.norms)\.(\d+)(?=\.|\Z)", name)
         if expert is not None:
-            name = expert[1] + (expert[3] or "")
+            name = name[: expert.start()] + name[expert.end() :]
         stored = _names_of(self.name, blocks).get_name(name)
         if stored is None:
             raise CheckpointError(f"GGUF files of {self.name} have no tensor {theirs}")
-        return TensorPlace(f"{stored}.{suffix}", None if expert is None else int(expert[2]))
+        return TensorPlace(f"{stored}.{suffix}", None if expert is None else int(expert[1]))
 
     def to_file(self, theirs: str, values: Tensor, model: ModelConfig) -> dict[TensorPlace, Tensor]:
         """A tensor of `transformers` as the file has it, by its places."""

@@ -54,7 +54,7 @@ _OTHER_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.(distributed|state)\b.*
 _BLOCK = re.compile(r"(decoder\.layers)\.(?:(\d+)\.)?(.+)")
 _EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(linear_fc\d)\.(weight|bias)")
 _HALF = re.compile(r"(.+\.(?:weight|bias))_([wv])")
-_ITERATION = re.compile(r"(?:iter_0*)?(\d+|release)")
+_ITERATION = re.compile(r"(?:iter_0*(?!0\d))?(\d+|release)")
 
 
 class CorePart(NamedTuple):

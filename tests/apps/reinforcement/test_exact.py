@@ -62,8 +62,8 @@ def threaded():
 
 @pytest.mark.parametrize(("dtype", "heads", "count", "threads"), list(threaded()))
 def test_bits_of_drawing_on_several_threads(dtype, heads, count, threads):
-    """Of a matrix of 5 to 7 or 9 to 11 rows two threads compute some otherwise, if they divide it:
-    here those of 3 tokens that share a page, and of the only token that reads one."""
+    """Two threads that divide a matrix of 5 to 7 or 9 to 11 rows change the bits of some. Such are
+    the matrices of 3 tokens that share a page, and of a token that reads one alone."""
     sizes = {"num_attention_heads": heads, "num_query_groups": 1, "hidden_size": 16 * heads}
     model = Model("llama", DTYPES[dtype], **sizes)
     before = torch.get_num_threads()

@@ -214,14 +214,14 @@ def test_statistics_against_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     lengths, per_document = rng.integers(0, 50, 500), np.array([3, 0, 1, 1] * 100)
     with IndexedDatasetWriter(tmp_path / "x", "int32") as writer:
         writer.add_documents(np.zeros(lengths.sum(), np.int32), lengths, per_document)
-    found = indexed_files.contents(IndexedDataset(tmp_path / "x"))
+    statistics = indexed_files.contents(IndexedDataset(tmp_path / "x"))
     ends = np.cumsum(per_document)
     documents = [lengths[e - n : e].sum() for e, n in zip(ends, per_document, strict=True)]
     for name, values in (
         ("tokens_per_sequence", lengths), ("tokens_per_document", documents),
         ("sequences_per_document", per_document),
     ):  # fmt: skip
-        ours, values = found[name], np.array(values)
+        ours, values = statistics[name], np.array(values)
         assert (ours["count"], ours["total"]) == (len(values), values.sum())
         assert (ours["smallest"], ours["largest"]) == (values.min(), values.max())
         assert ours["empty"] == (values == 0).sum() and ours["mean"] == pytest.approx(values.mean())

@@ -106,7 +106,7 @@ def test_numbers_of_targets_go_back_to_their_places(monkeypatch):
 
 
 def test_targets_that_do_not_count_are_no_work():
-    """Of a rank's twelve positions one or two count, for which eight are computed."""
+    """One or two of a rank's twelve positions count, for which eight are computed."""
     mask = torch.zeros(1, LENGTH)
     mask[:, [0, 7, 9]] = 1.0
     targets = Targets(torch.ones(1, LENGTH).long(), mask, torch.arange(LENGTH)[None])

@@ -23,7 +23,7 @@ KINDS = {
 RANKS = {0: 1, 1: 1, 2: 2, 3: 2}
 """Data-parallel ranks by ZeRO stage: over one rank, 2 and 3 run as 1."""
 SAMPLE: set[tuple[int, str]] = set()
-"""What every run counts is in test_whole_blocks.py, and without DeepSpeed in test_compile.py."""
+"""The normal run counts them in test_whole_blocks.py, and without DeepSpeed in test_compile.py."""
 
 
 def count(argv: list[str]) -> tuple[int, dict[str, int]]:

@@ -139,7 +139,7 @@ def test_a_missing_wait_is_noticed(pool, mutation, more, message):
 @pytest.mark.proof
 @pytest.mark.parametrize("form", ["safetensors", "deepspeed"])
 def test_checkpoints_and_resuming(pool, tmp_path, form):
-    """What is saved between two steps is what is saved without, and continues bitwise."""
+    """A checkpoint between two steps equals one of a run without, and continues bitwise."""
     flags = [*FLAGS, "--bf16", "--zero-stage", "1", "--checkpoint-format", form]
     longer = [*flags, "--train-iters", "4"]
     (whole, _), _ = pool.run(2, job, longer)

@@ -267,8 +267,8 @@ def scores(sequence: bool) -> None:
     y.backward(grad)
     params = [whole([param], tp.group) for param in layer.parameters()]
     inputs = [t.requires_grad_() for t in (x_whole, *(values for values, _ in params))]
-    found = [y.detach(), gathered(x.grad, tp), *(grad for _, grad in params)]
-    check(F.linear(*inputs), inputs, grad, found)
+    ours = [y.detach(), gathered(x.grad, tp), *(grad for _, grad in params)]
+    check(F.linear(*inputs), inputs, grad, ours)
 
 
 def dropout(sequence: bool) -> None:

@@ -169,7 +169,7 @@ def test_ours_load_there(adapted, hf_model, tmp_path, model, dora):
 
 
 def test_merging_does_not_change_the_base(adapted):
-    """Whose file may be mapped into memory, so that each reading has the same tensor."""
+    """Its file may be mapped into memory, so that each reading has the same tensor."""
     _, base, folder = adapted(("llama", "kv_heads=2,untied"), ["o_proj"])
     file, name = base / "model.safetensors", "layers.0.attention.proj.weight"
     torch.save(load_file(file), base / "pytorch_model.bin")

@@ -64,7 +64,7 @@ BUGS = [
     Planted("embedding-rows-inclusive", "tensor", OFFSET, LAYERS,
             "elsewhere_BS = (rows_BS < 0) | (rows_BS >= self.rows_local)",
             "elsewhere_BS = (rows_BS < 0) | (rows_BS > self.rows_local - 2)",
-            "a rank's last row is nobody's"),
+            "ranks leave out their last row"),
     Planted("embedding-unmasked", "tensor", LOST, LAYERS,
             "        return self.tp.leave(found_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0))",
             "        return self.tp.leave(found_BSH)",

@@ -1,13 +1,12 @@
 """Attention of generated tokens to the pages of their sequences: a softmax for each page, and the
 pages added up in the order of the sequence.
 
-A page that one token reads is a GEMM of the few query heads that share a head of keys, filled up
-to the rows from which on those of a product are independent. One that several tokens read, of one
-text in training or of texts that share a prompt, is a GEMM of all of them, with the same bits. On a
-CPU a batched GEMM for each run of consecutive pages reads them where they are: a copy would take
-longer than the products. Threads get whole matrices: of one that they divided, the rows at the end
-of a part would have other bits, and so one thread computes a matrix that comes alone, or that
-several tokens share.
+A page that one token reads is a GEMM of the few query heads that share a head of keys, with empty
+rows up to the number at which the bits of a row no longer depend on it. A page that several tokens
+read, of one text in training or of texts that share a prompt, is one GEMM of all of them, with the
+same bits. On a CPU a batched GEMM for each run of consecutive pages reads them where they are: a
+copy would take longer than the products. Threads get whole matrices, since dividing one changes the
+bits of some rows. A matrix that comes alone, or that several tokens share, has one thread.
 
 Shapes: B generated tokens and drafts, C pages of the longest of their sequences, U pages that are
 read, N query heads, K key and value heads, G = N / K query heads that share one, R rows of a
@@ -186,7 +185,7 @@ class PageReading:
             some = some[np.argsort(pages_U[some], kind="stable")]
             runs, into = _runs(pages_U[some], same, device.type == "cpu")
             count = runs[-1].end
-            # Pages between those of a run have any reader.
+            # A page that fills a gap of a run needs some reader, whose result is not used.
             sources = np.full(count, some[0])
             sources[into] = some
             places_U[some] = total + into
@@ -310,8 +309,8 @@ class PageReading:
 
 
 def _runs(pages_U: Ids, same: bool, joined: bool) -> tuple[list[_Run], Ids]:
-    """Runs of pages in ascending order, and the place of each page in U: with ``same`` of equal
-    pages; with ``joined`` with the pages between those of a run."""
+    """Runs of pages in ascending order, and the place of each page in U. With ``same`` the pages
+    of a run are equal; with ``joined`` a run includes the pages in its gaps."""
     steps = np.diff(pages_U)
     broken = steps != 0 if same else (steps < 1) | (steps > (_GAP if joined else 1))
     number_U = np.concatenate([[0], np.cumsum(broken)])
@@ -360,8 +359,8 @@ def first_page(query: int, positions: int, window: Window) -> int:
 def _fewest_rows(
     key_width: int, value_width: int, positions: int, dtype: torch.dtype, threads: int
 ) -> int | None:
-    """The fewest rows from which on those of products with pages have the same bits in a product of
-    any number; None if they never have."""
+    """The fewest rows of a product with pages from which a row's bits do not depend on their
+    number; None if they always do."""
     random = torch.Generator().manual_seed(1)
 
     def tried(*shape: int) -> Tensor:
@@ -388,8 +387,8 @@ def one_thread() -> Iterator[None]:
 
 @torch.no_grad()
 def _independent(products: Sequence[tuple[Tensor, Tensor]], fewest: int) -> bool:
-    """True if products of these rows or more have the same bits on one thread, and those of a token
-    on all of them."""
+    """True if products of these rows or more have the same bits on one thread, and the products of
+    one token on all threads."""
     parts = [
         slice(first, first + rows)
         for rows in _TRIED

@@ -104,8 +104,8 @@ def some_weight(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _fewest_rows(outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> int | None:
-    """The fewest rows from which on those of products with a weight are independent; None if they
-    never are."""
+    """The fewest rows of a product with a weight from which a row's bits do not depend on their
+    number; None if they always do."""
     product = partial(F.linear, weight=some_weight(outputs, inputs, dtype))
     least = SMALL_PRODUCT // (outputs * inputs) + 1 if dtype.itemsize == 2 else 1
     some = (max(rows, least) for rows in _SOME)

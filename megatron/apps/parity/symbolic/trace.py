@@ -270,7 +270,7 @@ def _elements(module: nn.Module) -> int:
 
 @contextmanager
 def _as_on_gpus() -> Iterator[None]:
-    """Experts get even shares, and attention is torch's: that of CPUs keeps its probabilities."""
+    """Experts get even shares, and attention is torch's: our CPU kernel keeps probabilities."""
     before = exchange.RowPlan, FakeTensor.tolist, cpu_kernels.suits
     exchange.RowPlan, cpu_kernels.suits = _EvenPlan, lambda *_: False  # type: ignore
     FakeTensor.tolist = lambda self: even(_EvenCounts.rows, self.shape[-1])  # type: ignore

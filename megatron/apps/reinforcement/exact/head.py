@@ -42,8 +42,8 @@ class DrawnTargets(Targets):
 
 
 def drawn_numbers(inputs: HeadInput, temperature: float) -> TokenNumbers:
-    """The numbers of targets: those of :class:`DrawnTargets` by :func:`softened`, as they were
-    computed when the tokens were drawn; others as :func:`token_numbers` does."""
+    """The numbers of targets. :class:`DrawnTargets` are scored by :func:`softened`, as when their
+    tokens were drawn; others by :func:`token_numbers`."""
     score = None
     if isinstance(inputs.targets, DrawnTargets):
         score = partial(_scores, inputs.head.vocab_size, temperature)
