@@ -286,8 +286,8 @@ def expert_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
 
 
 def mlp_widths(model: ModelConfig, recomputed: bool = False) -> int:
-    """Return the inner widths that an MLP keeps for its backward pass, of which the input of the
-    activation is left where the rest is ``recomputed``."""
+    """Return the inner widths that an MLP keeps for its backward pass; only the activation's input
+    if the rest is ``recomputed``."""
     if recomputed:
         return 1 + model.mlp.gated
     clamped = model.mlp.activation_func_clamp_value is not None
@@ -305,7 +305,7 @@ def _all_scores(model: ModelConfig) -> bool:
 
 
 def _in_blocks(layout: Layout) -> bool:
-    """Return True if attention meets keys in blocks, of which it keeps no scores."""
+    """Return True if attention processes keys in blocks, without keeping their scores."""
     return layout.context > 1 and set(layout.comm) != {"a2a"}
 
 
@@ -334,7 +334,7 @@ def _masks(
     windows, length, tensor = set(model.windows), lengths.own, layout.tensor
     pairs = length * lengths.keys if layout.context > 1 else length**2
     if model.positions.position_embedding_type == "relative":
-        # With each sample's padding in them; that of a decoder follows its tokens.
+        # With each sample's padding in them; a decoder's padding follows its tokens.
         heads = model.attention.num_attention_heads // tensor
         return float((1 if lengths.other else micro_batch) * heads * pairs * size)
     if _in_blocks(layout):
@@ -376,8 +376,8 @@ def _working(
         return 0.0
     share, hidden, size = local_widths(model, layout.tensor), model.hidden_size, sizes.element
     tokens, ranks = sizes.tokens, layout.context
-    # Gradients of output, queries, keys and values, and those of the product that made them; the
-    # MLP's norm and the output are gone by then. In blocks in float32 before they are rounded.
+    # Gradients of output, queries, keys and values, and of the product that made them; the MLP's
+    # norm and the output are gone by then. In blocks in float32 before they are rounded.
     attention = tokens * size * (2.0 * share.query + 4 * share.kv)
     attention -= sizes.outside * (sizes.norm(hidden) + size * hidden)
     if _in_blocks(layout):

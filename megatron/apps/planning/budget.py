@@ -18,7 +18,7 @@ from megatron.config import ConfigError, ModelConfig, ModelFlags
 # 70B parameters.
 TOKENS_PER_STEP = 4_194_304
 
-TIE = 0.03  # share of the step time by which estimates do not tell layouts apart
+TIE = 0.03  # share of the step time below which estimates cannot distinguish layouts
 
 _KEPT = "\N{NO-BREAK SPACE}"  # stands for a space at which a line must not end
 
@@ -31,8 +31,7 @@ def usual_batch(seq_length: int, gpus: int) -> int:
 
 
 def simplest_first(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plans, best first, with the simplest of those within :data:`TIE` of the first
-    before all."""
+    """Return the plans, best first, led by the simplest within :data:`TIE` of the best."""
     limit = plans[0].time.total * (1 + TIE)
     best = min((plan for plan in plans if plan.time.total <= limit), key=_complexity)
     return [best, *(plan for plan in plans if plan is not best)]
@@ -54,7 +53,7 @@ def _complexity(plan: Plan) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Budget:
-    """A training by a plan, of a number of tokens."""
+    """A planned training over a number of tokens."""
 
     plan: Plan
     work: Workload

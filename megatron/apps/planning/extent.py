@@ -16,7 +16,7 @@ _OFTEN = 50
 
 
 def extent(config: RunConfig, plan: TrainingPlan, files: Sequence[PortionSize]) -> list[str]:
-    """Lines about how much a run trains: parameters, tokens, and epochs over its files."""
+    """Return lines about a run's size: parameters, tokens, and epochs over its files."""
     if any(kind.acts and kind.samples == "prompts" for kind in config.kinds):
         texts = plan.batch_size.samples(plan.train_iters)
         length = f"each of at most {plan.seq_length:,} tokens with its prompt"
@@ -44,7 +44,7 @@ def extent(config: RunConfig, plan: TrainingPlan, files: Sequence[PortionSize]) 
 
 
 def _parameters(config: RunConfig) -> str:
-    """The number of parameters, and the most that a rank has where ranks divide them."""
+    """Return the number of parameters, and the maximum per rank if ranks divide them."""
     layout, total = config.layout(), model_parameters(config.model)
     text, active = f"{total:,} parameters", active_parameters(config.model, total)
     if active < total:
@@ -57,7 +57,7 @@ def _parameters(config: RunConfig) -> str:
 
 
 def _on_rank(layout: Layout, share: RankShare) -> int:
-    """Parameters of a rank, of which ZeRO 3 divides those that other ranks have as well."""
+    """Return a rank's parameters; ZeRO 3 divides parameters shared with other ranks."""
     if layout.zero < 3:
         return share.parameters
     dense = (share.parameters - share.experts) // layout.replicas

@@ -1,4 +1,4 @@
-"""Estimates of memory, and of how much a run trains."""
+"""Estimates of a run's memory and size."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron.config.features import Feature
 
 class PlanningFeature(Feature):
     needs = (
-        "adapters", "averages", "context", "experts", "float8", "latent", "low_bit_states",
-        "optimizers", "recurrent", "tiers",
+        "adapters", "averages", "context", "experts", "float8", "global_heads", "latent",
+        "low_bit_states", "optimizers", "recurrent", "tiers",
     )  # fmt: skip
 
     def check_run(self, run: Any, mesh: Any, device: Any) -> None:

@@ -18,6 +18,7 @@ from megatron.engine.deepspeed_json import Json
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.averages.feature import AveragesConfig
 from megatron.features.context.flags import LongContextConfig
+from megatron.features.float8.flags import Float8Flags
 from megatron.features.optimizers.memory import states_per_parameter
 from megatron.parallel.mesh import Mesh, coordinates_of
 
@@ -80,7 +81,7 @@ def _memories(config: RunConfig, layout: Layout) -> list[Memory]:
     if model.decoder_num_layers and model.decoder_seq_length is None:  # the data say it
         model = replace(model, decoder_seq_length=model.seq_length)
     micro_batches = training.global_batch_size // (training.micro_batch_size * layout.data)
-    float8 = config.fast_paths.float8_blocks(model.blocks)
+    float8 = Float8Flags.of(config.fast_paths).float8_blocks(model.blocks)
     averages = len(config.section(AveragesConfig).names)
     shares = rank_shares(model, layout, config.parallel.pipeline_partition, float8)
     return [

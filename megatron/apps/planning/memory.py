@@ -22,7 +22,7 @@ from megatron.features.adapters.nf4 import bytes_of
 from megatron.features.context.costs import GROUPS_ON_DEVICE, offloads
 from megatron.features.context.flags import LongContextConfig
 from megatron.features.experts.flags import ExpertsConfig
-from megatron.features.low_bit_states.state_formats import state_formats
+from megatron.features.low_bit_states.stored_states import state_formats
 from megatron.features.tiers.rules import ADAM, moved_bytes
 
 REDUCE_BUCKET = 500_000_000  # of DeepSpeed's engine without ZeRO, in elements
@@ -44,15 +44,15 @@ class StateBytes:
 
 
 def state_bytes(layout: Layout, replicas: int | None = None, states: float = 2.0) -> StateBytes:
-    """Return the bytes per parameter with so many states of 4 bytes (2 of Adam), as DeepSpeed
-    0.19's engine has them at its optimizer step, of parameters with so many replicas (default: one
-    on each data-parallel rank).
+    """Return the bytes per parameter with ``states`` states of 4 bytes (Adam: 2), as in DeepSpeed
+    0.19's engine at its optimizer step, for parameters with ``replicas`` replicas (default: one on
+    each data-parallel rank).
 
     ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) partitions optimizer state at stage
     1, gradients at 2 and parameters at 3. DeepSpeed also copies the gradients that a rank updates
-    to float32, at stage 3 and in fp16, and keeps separate main weights for float32 too. At stage 0
-    bf16 runs as autocast over float32 weights, and fp16 replaces one gradient after the other by
-    its copy.
+    to float32, at stage 3 all of them, in fp16 a bucket at a time (:func:`bucket_bytes`), and keeps
+    separate main weights for float32 too. At stage 0 bf16 runs as autocast over float32 weights,
+    and fp16 replaces one gradient after the other by its copy.
     """
     data, zero = replicas or layout.replicas, layout.running_zero
     if zero == 0:
@@ -64,14 +64,8 @@ def state_bytes(layout: Layout, replicas: int | None = None, states: float = 2.0
     if layout.states is not None:
         gradients = accumulated / (data if zero == 2 else 1)
         return StateBytes(2.0, gradients, state_formats(layout.states).bytes / data)
-    copied = 4 if zero == 3 or layout.precision == "fp16" else 0
-    if zero == 1:
-        # Whole until they are reduced.
-        gradients = max(float(accumulated), (size + copied) / data if accumulated == size else 0.0)
-    elif zero == 2 and accumulated > size:
-        gradients = accumulated / data
-    else:
-        gradients = (accumulated + copied) / data
+    copied = 4 if zero == 3 else 0
+    gradients = (accumulated + copied) / (1 if zero == 1 else data)  # at 1 until they are reduced
     return StateBytes(size / (data if zero == 3 else 1), gradients, (4 + 4 * states) / data)
 
 
@@ -79,11 +73,14 @@ def bucket_bytes(layout: Layout) -> int:
     """Return the bytes per element of all buckets of a rank's gradients together.
 
     At stage 0 the bucket is a copy of the accumulated gradients. At stage 1 the gradients are in
-    buckets themselves: another is what arrives. Stage 2 fills one while two are under way.
+    buckets themselves: another is what arrives. Stage 2 fills one while two are under way. In fp16
+    one is copied to float32 for its update, when the others are gone.
     """
     zero = layout.running_zero
     if layout.replicas == 1 and zero < 3:
-        return 0  # gradients stay where the backward pass puts them
+        # Gradients stay where the backward pass puts them; DeepSpeed flattens what it copies.
+        copied = zero and layout.precision == "fp16" and not layout.grads_in_fp32
+        return 6 if copied and layout.offload_optimizer is None else 0
     size = 4 if layout.precision == "fp32" or layout.autocast else 2
     if layout.grads_in_fp32 and zero != 2:
         size = 4

@@ -12,7 +12,7 @@ import torch
 
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.layouts import BOTH_WAYS, Layout
-from megatron.config.memory import States, memory_of
+from megatron.config.sections import States, memory_of
 from megatron.families import BlockLengths, build_model, family_of, spec_of, trained_spec
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.context.costs import heads_of, lengths_of_rank
@@ -263,8 +263,8 @@ def model_parameters(model: ModelConfig, padded: bool = False) -> int:
 
 
 def kept_bytes(model: ModelConfig, itemsize: int, tensor_size: int = 1) -> tuple[int, int]:
-    """Return the bytes that generation keeps of each token, and of each text whatever its length,
-    on one of so many tensor-parallel ranks; ``itemsize``: bytes of a number of the weights."""
+    """Return the bytes that generation keeps per token, and per text regardless of its length, on
+    one of ``tensor_size`` ranks; ``itemsize``: bytes per weight."""
     of_token, of_text = 0, 0
     for layer in range(model.num_layers):
         memory = memory_of(model, layer, tensor_size)

@@ -1,4 +1,4 @@
-"""GPUs and models that a planner knows by name. Everything in them is a flag that can be given."""
+"""Presets of GPUs and models for the planner. Each of their values is also a flag."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Published rules for the tokens, the learning rate and the batch of a training with AdamW.
 
-They are fits to dense models at the authors' data and schedules: each says to what it was fitted,
-and together they show how far apart such rules are. The constants are recalled.
+They were fitted to dense models with the authors' data and schedules. Each states its range, and
+together they show how far such rules differ. The constants are recalled.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from itertools import chain
 from operator import or_
 from typing import Any
 
+from megatron.apps.parity.layouts import flags_for
 from megatron.apps.planning.activations import WHOLE
 from megatron.apps.planning.memory import Memory, rank_memory
 from megatron.apps.planning.parameters import RankShare, rank_shares
@@ -32,6 +33,7 @@ from megatron.features.context.costs import LONG, counts_half, heads_of
 from megatron.features.context.flags import LongContextConfig
 from megatron.features.experts.costs import with_experts
 from megatron.features.experts.flags import ExpertsConfig
+from megatron.features.float8.flags import Float8Flags
 from megatron.features.float8.linear import Float8
 from megatron.features.global_heads.costs import block_kinds, with_global_heads
 from megatron.features.latent.costs import with_latents
@@ -50,7 +52,7 @@ PART = 8192  # fewest tokens of a sequence that a rank has where ranks divide it
 class Workload:
     """The training to plan for. The model is complete but for its vocabulary, ``vocab_size``
     without padding; without ``micro_batch_size`` powers of two are tried. With ``adapters`` only
-    those are trained, which the memory shows; times are those of the whole model."""
+    those are trained, which the memory shows; times are for the whole model."""
 
     model: ModelConfig
     vocab_size: int
@@ -68,7 +70,7 @@ class Workload:
     @property
     def float8(self) -> range:
         """Blocks whose linear layers compute in 8 bits."""
-        return self.fast_paths.float8_blocks(len(self.lengths))
+        return Float8Flags.of(self.fast_paths).float8_blocks(len(self.lengths))
 
     def padded(self, tensor: int) -> ModelConfig:
         """Return the model with its vocabulary padded for ``tensor`` ranks, as the trainer pads
@@ -117,7 +119,7 @@ class Plan:
         sizes = ["--micro-batch-size", str(self.micro_batch), "--global-batch-size", str(samples)]
         if self.layout.offload_optimizer is not None:
             sizes += ["--deepspeed_config", "OFFLOAD.json"]
-        return [*self.layout.flags(), *sizes, *changed_flags(self.saving)]
+        return [*flags_for(self.layout), *sizes, *changed_flags(self.saving)]
 
     @property
     def rank(self) -> tuple[float, float, tuple[int, ...]]:
@@ -194,9 +196,9 @@ def estimate(
 def _with_teacher(
     work: Workload, teacher: ModelConfig, layout: Layout, memory: Memory, time: StepTime
 ) -> tuple[Memory, StepTime]:
-    """Add the weights of a teacher on the rank that has most of them, which data-parallel ranks
-    share at ZeRO stage 3, and its forward pass. Memory is infinite where a stage would have no
-    block of it."""
+    """Add a teacher's weights on the rank with most of them, partitioned over data-parallel ranks
+    at ZeRO stage 3, and its forward pass. Memory is infinite if a stage would have none of its
+    blocks."""
     if teacher.blocks < layout.pipeline * layout.chunks:
         return dataclasses.replace(memory, weights=math.inf), time
     model = teacher.with_vocabulary(teacher.vocabulary.size or work.vocab_size, layout.tensor)
@@ -227,8 +229,8 @@ def _heaviest(model: ModelConfig, layout: Layout, float8: range) -> list[RankSha
 
 
 def heaviest(shares: Sequence[RankShare]) -> list[RankShare]:
-    """Return the ranks of a pipeline that can need the most of anything: those that no earlier
-    rank, which has more micro batches in flight, equals or exceeds in everything."""
+    """Return the ranks of a pipeline that can have the largest need of some resource: no earlier
+    rank, with more micro batches in flight, needs at least as much of everything."""
     kept: list[RankShare] = []
     for share in shares:
         if not any(_covers(other, share) for other in kept):
@@ -372,12 +374,12 @@ def has_float8_widths(work: Workload, tensor: int) -> bool:
     """Return True if the shares of ``tensor`` ranks have widths that 8-bit products can have."""
     if not work.float8:
         return True
-    multiple = Float8(recipe=work.fast_paths.fp8_recipe).multiple
+    multiple = Float8(recipe=Float8Flags.of(work.fast_paths).fp8_recipe).multiple
     widths = [work.model.mlp.ffn_hidden_size // tensor]
     for kind in block_kinds(work.model):
         heads = heads_of(kind.model, tensor)
         query, keys = heads.queries * heads.width, heads.keys * heads.width
-        # More ranks than groups have keys and values in a matrix of their own.
+        # More ranks than groups have keys and values in a separate matrix.
         fused = kind.model.attention.num_query_groups >= tensor
         widths += [query, 2 * keys + query * fused]
         if kind.keys_are_values:

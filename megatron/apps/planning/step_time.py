@@ -36,13 +36,13 @@ from megatron.parallel.pipeline_schedules import PipelineSchedule
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 
 FLOPS_OF_A_BYTE = 200
-"""FLOPs that a GPU computes in matrix products while it moves a byte: 650 TFLOP/s at 3.3 TB/s, of
-an H100."""
+"""FLOPs of matrix products that a GPU computes in the time to move a byte: 650 TFLOP/s at 3.3 TB/s,
+of an H100."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Machines: how many, how large, how fast (the defaults are those of --gpu H100)."""
+    """Machines: their number, size and speed (defaults: --gpu H100)."""
 
     gpus: int | None = option(None)
     """Number of GPUs, one process each."""
@@ -56,7 +56,7 @@ class Hardware:
     peak_tflops: float = option(312.0, derived="as --gpu says")
     """Dense 16-bit peak of one GPU, TFLOP/s (A100 312, H100 and H200 989, B200 2250)."""
     utilisation: float = option(0.6)
-    """Share of the peak that a GPU reaches while it computes."""
+    """Share of peak throughput that a GPU reaches while computing."""
     intra_node_bandwidth: float = option(300.0, derived="as --gpu says")
     """Gigabytes per second that a GPU sends inside a node (NVLink: A100 300, H100 450)."""
     inter_node_bandwidth: float = option(25.0, derived="as --gpu says")
@@ -67,7 +67,7 @@ class Hardware:
     pipeline_overlap: float = option(0.0)
     """Share of the pipeline's sends and receives that overlaps with computation."""
     gpu_watts: float = option(812.0, derived="as --gpu says")
-    """Watts of one GPU with its share of the machine."""
+    """Watts per GPU, including its share of the machine."""
     gpu_hour_price: float = option(1.8, derived="as --gpu says")
     """Dollars for an hour of one GPU."""
     expert_imbalance: float = option(1.0)
@@ -307,7 +307,7 @@ class StepTime:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the step in which a rank of the pipeline waits for the others."""
+        """Share of the step that a pipeline rank waits for the others."""
         return self.bubble / self.total
 
 

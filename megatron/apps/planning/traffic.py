@@ -56,8 +56,7 @@ NOTHING = Sent(0, 0.0)
 
 @lru_cache(maxsize=64)
 def summed_parameters(model: ModelConfig, tensor: int, sequence: bool) -> tuple[int, ...]:
-    """Return for each layer the parameters of which each of ``tensor`` ranks has an addend of the
-    gradient."""
+    """Return, for each layer, the parameters whose gradients are summed over ``tensor`` ranks."""
     tp = TensorParallel(Group(tuple(range(tensor))), sequence)
     with torch.device("meta"):
         return tuple(
@@ -75,7 +74,7 @@ def sent_over_tensor(
     loss: str = "compiled",
     chunks: int = 1,
 ) -> Sent:
-    """Return what a rank of a decoder without pipeline sends to those that share its layers.
+    """Return the traffic of a rank, without pipeline, to the ranks that share a decoder's layers.
 
     Args:
         loss: kind of :data:`LOSS_ROWS`.
@@ -110,7 +109,7 @@ def sent_over_tensor(
 def sent_over_context(
     model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int, share: RankShare
 ) -> Sent:
-    """Return what a rank sends on average to those that have other parts of its sequences: three
+    """Return the average traffic of a rank to the ranks with other parts of its sequences: three
     calls for each step of a ring, two each way for heads, and three for gathered keys."""
     if layout.context == 1:
         return NOTHING

@@ -9,13 +9,14 @@ from gpt_forward import forward
 from peak_bytes import PeakBytes
 from tool_modules import load_program
 
+from megatron.apps.parity.layouts import parse_layout
 from megatron.apps.planning.activations import activation_bytes
 from megatron.apps.planning.memory import peak_memory, rank_memory, state_bytes
 from megatron.apps.planning.parameters import rank_shares
 from megatron.apps.planning.search import Workload, estimate, layouts, search
 from megatron.apps.planning.step_time import Hardware, rank_flops, step_time
 from megatron.config import ModelFlags, ParallelConfig
-from megatron.config.layouts import Layout, parse_layout
+from megatron.config.layouts import Layout
 from megatron.families import build_model, family_of
 from megatron.features.context.costs import (
     GROUPS_ON_DEVICE,
@@ -29,7 +30,7 @@ from megatron.features.context.flags import LongContextConfig
 from megatron.features.context.host import chunk_attention
 from megatron.features.context.offload import offload
 from megatron.features.context.tiles import tile_mlps
-from megatron.model import cpu_kernels
+from megatron.kernels import cpu_kernels
 from megatron.model.flops import TransformerShape
 from megatron.parallel.context import Context
 from megatron.parallel.loss_head import Targets

@@ -6,12 +6,13 @@ import pytest
 import torch
 from tool_modules import load_program
 
+from megatron.apps.parity.layouts import parse_layout
 from megatron.apps.planning.memory import rank_memory
 from megatron.apps.planning.parameters import layer_shares, model_parameters, rank_shares
 from megatron.apps.planning.search import Workload, layouts
 from megatron.apps.planning.step_time import Hardware, expert_bytes_per_block, step_time
 from megatron.config import ModelFlags
-from megatron.config.layouts import Layout, parse_layout
+from megatron.config.layouts import Layout
 from megatron.families import family_of, spec_of
 from megatron.features.experts.costs import active_parameters, layer_costs, with_experts
 from megatron.parallel.mesh import Group

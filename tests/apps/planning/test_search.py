@@ -53,9 +53,9 @@ def test_every_layout_exists_once(work):
 
 
 def test_the_trainer_takes_every_layout(work):
-    """Flags of every third resolve to the same layout, which the trainer's own table accepts."""
+    """Flags of every twelfth resolve to the same layout, which the trainer's own table accepts."""
     parser = FlagParser(*FLAG_CLASSES)
-    for plan in search(work, MACHINES)[::3]:
+    for plan in search(work, MACHINES)[::12]:
         argv = [*SHAPE.split(), "--seq-length", "128", "--train-iters", "1", *plan.flags]
         config = resolve(parser.settings(argv), 8).config
         assert config.layout() == plan.layout

@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 
 from megatron.apps.planning.parameters import rank_shares
+from megatron.apps.planning.pipeline_times import waiting_ratio
 from megatron.apps.planning.step_time import Hardware, bubble_ratio, rank_flops, step_time
 from megatron.config.layouts import Layout
 from megatron.families import family_of
@@ -57,7 +58,7 @@ def test_bubble_against_the_timeline(schedule, chunks, ranks, recompute, backwar
     timeline = pytest.importorskip("megatron.parallel.timeline")
     count = 3 * ranks
     real = timeline.PipelineSchedule(schedule, ranks, chunks, count)
-    waited = timeline.simulate(real, 1, backward, weight_time=1).bubble_ratio
+    waited = waiting_ratio(timeline.simulate(real, 1, backward, weight_time=1))
     layout = Layout(pipeline=ranks, schedule=schedule, chunks=chunks, recompute=recompute)
     assert Fraction(bubble_ratio(layout, count)).limit_denominator(1000) == waited
 
