@@ -26,7 +26,7 @@ from machine import machine
 from trainer_group import TrainerGroup, median_ratio, take_turns
 from trainer_worker import Sample
 
-from megatron.config.layouts import parse_layout
+from megatron.apps.parity.layouts import parse_layout
 from megatron.features.context.costs import Heads, attention_bytes
 
 NAMES = ("cp2", "cp2-a2a", "cp2-allgather")

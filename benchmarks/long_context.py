@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""A small model that is trained at 1,024 tokens and continued at 8,192 with YaRN: passkey by depth,
-loss by position, and the same logits in transformers.
+"""A small model that is trained at 256 and 1,024 tokens and continued at 8,192 with YaRN: passkey
+by depth, loss by position, and the same logits in transformers.
 
     python benchmarks/long_context.py --data DATA --folder runs/long-context
 
 DATA has corpora/wiki_demo.txt, openwebtext/openwebtext-1000.decoded.jsonl and
-wikitext2/wiki.valid.raw; the last is held out. A third of the training's tokens are passkey
-documents, with other keys than those of the evaluation, and half are words and numbers that come
-twice: a model this small learns from text alone neither to copy nor the task.
+wikitext2/wiki.valid.raw; the last is held out. From text alone a model this small does not learn
+to find anything: it begins with drills, short documents that repeat words and numbers or ask for
+one, and later ones have the lengths of a stage. Keys are other ones than in the evaluation.
 """
 
 import argparse
@@ -15,27 +15,42 @@ import json
 import math
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 from random import Random
 
 from megatron.apps.pictures.length import draw_grid, draw_loss
 from megatron.apps.pictures.plots import save_picture
-from megatron.apps.tasks.length.haystacks import WORDS, essay_of_words, random_number, texts_of_file
+from megatron.apps.tasks.length.haystacks import (
+    WORDS,
+    Essay,
+    random_number,
+    split_sentences,
+    texts_of_file,
+)
 from megatron.apps.tasks.length.ruler import TASKS, Scene
 
-SHORT, LONG = 1024, 8192
-TOKENS_OF_NOISE, TOKENS_OF_ITEM = 30, 5
+DRILL, SHORT, LONG = 256, 1024, 8192
+HAYSTACKS = ("passkey", 30), ("passkey", 30), ("niah_single_1", 30), ("niah_single_2", 60)
+"""Tasks and tokens of a unit of theirs, about."""
+TOKENS_OF_WORD, TOKENS_OF_QUESTION = 4, 200
 MODEL = (
-    "--num-layers 3 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 344 --swiglu "
-    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
-    "--rotary-base 10000 --hidden-dropout 0 --attention-dropout 0 --bf16 --zero-stage 1"
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --kv-channels 32 --ffn-hidden-size "
+    "172 --swiglu --normalization RMSNorm --apply-layernorm-1p --disable-bias-linear "
+    "--position-embedding-type rope --rotary-base 100000 --rotary-percent 0.5 --qk-layernorm "
+    "--attention-output-gate --untie-embeddings-and-output-weights --init-method-std 0.1 "
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 2 --linear-key-head-dim 32 "
+    "--linear-value-head-dim 32 --hidden-dropout 0 --attention-dropout 0"
 ).split()
+"""Two blocks of Qwen3.5: linear attention, whose convolution sees neighbours, and attention."""
 TRAINING = (
-    "--weight-decay 0.1 --adam-beta2 0.98 --clip-grad 1 --lr-decay-style cosine --split 100,0,0 "
-    "--eval-iters 0 --log-interval 20 --num-workers 0 --reset-attention-mask --peak-tflops 1"
+    "--bf16 --zero-stage 1 --weight-decay 0.1 --adam-beta2 0.98 --clip-grad 1 --split 100,0,0 "
+    "--eval-iters 0 --log-interval 20 --num-workers 0 --reset-attention-mask --peak-tflops 1 "
+    "--num-gpus-per-node 2"
 ).split()
 AT_LONG = ["--seq-length", LONG, "--max-position-embeddings", LONG]
+SHARES = 0.3, 0.25, 0.45
+"""Of the samples: text, copies, questions."""
 YARN = json.dumps(
     {"rope_type": "yarn", "factor": LONG / SHORT, "original_max_position_embeddings": SHORT}
 )
@@ -50,72 +65,121 @@ def main() -> int:
 
 
 def prepare(data: Path, folder: Path, options: argparse.Namespace) -> None:
-    """A vocabulary of 1,024 tokens, and indexed files of text and of passkey documents."""
+    """A vocabulary of 1,024 tokens, and indexed files of text, of copies and of questions."""
     folder.mkdir(parents=True, exist_ok=True)
     web = texts_of_file(data / "openwebtext/openwebtext-1000.decoded.jsonl", "--data")
     wiki = (data / "corpora/wiki_demo.txt").read_text().split("\n")
-    write(folder / "text.jsonl", [text for text in [*web, *wiki] if text.strip()])
-    for longest in (SHORT, LONG):
-        write(folder / f"passkeys-{longest}.jsonl", passkeys(longest, options.passkeys))
-        write(folder / f"copies-{longest}.jsonl", copies(longest, options.passkeys))
+    texts = [text for text in [*web, *wiki] if text.strip()]
+    write(folder / "text.jsonl", texts)
+    sentences = [sentence for text in texts for sentence in split_sentences(text)]
+    write(folder / "drills.jsonl", drills(4 * options.drawn, sentences))
+    for longest, count in (SHORT, options.drawn), (LONG, options.drawn // 8):
+        write(folder / f"copies-{longest}.jsonl", copies(longest, count))
+        write(folder / f"questions-{longest}.jsonl", questions(longest, count, sentences))
     run(
         "tools/train_tokenizer.py", "--input", folder / "text.jsonl", "--vocab-size", 1024,
         "--tokenizer-type", "SentencePieceTokenizer", "--byte-fallback",
         "--output", folder / "tokenizer",
     )  # fmt: skip
-    kinds = product(("passkeys", "copies"), (SHORT, LONG))
-    for name in ("text", *(f"{kind}-{longest}" for kind, longest in kinds)):
+    for source in sorted(folder.glob("*.jsonl")):
         run(
-            "tools/preprocess_data.py", "--input", folder / f"{name}.jsonl", "--output-prefix",
-            folder / name, "--append-eod", *tokenizer(folder),
+            "tools/preprocess_data.py", "--input", source, "--output-prefix",
+            source.with_suffix(""), "--append-eod", *tokenizer(folder),
         )  # fmt: skip
 
 
-def passkeys(longest: int, count: int) -> list[str]:
-    """Passkey documents with answers, of lengths from 100 tokens to the longest, log-uniform."""
-    rng, essay, task = Random(longest), essay_of_words(), TASKS["passkey"]
-    most = (longest - 150) // TOKENS_OF_NOISE
+def drills(count: int, sentences: list[str]) -> list[str]:
+    """Short lists two to four times, and questions to one to three sentences."""
+    rng = Random(7)
+    short = [sentence for sentence in sentences if len(sentence) < 150]
     texts = []
     for _ in range(count):
-        units = round(math.exp(rng.uniform(0, math.log(most))))
-        document = task.make(Scene(rng, units, rng.random(), longest, essay))
-        texts.append(f"{document.request} {document.answers[0]}.")
+        kind = rng.random()
+        if kind < 0.3:
+            texts.append(" ".join(rng.sample(WORDS, log_uniform(rng, 3, 20)) * 3))
+        elif kind < 0.6:
+            draws = [random_number(rng, 5) if rng.random() < 0.7 else rng.choice(WORDS)
+                     for _ in range(rng.randint(2, 5))]  # fmt: skip
+            texts.append(" ".join(draws * rng.randint(2, 4)))
+        else:
+            name, most = rng.choice([("passkey", 2), ("passkey", 2), ("niah_single_2", 3)])
+            text = question(rng, name, rng.randint(1, most), DRILL, short)
+            texts.append(text.partition("\n")[2])
     return texts
 
 
 def copies(longest: int, count: int) -> list[str]:
-    """Words and numbers that are repeated once, up to half the longest length apart."""
+    """Lists of different words and a few numbers, two to four times each."""
     rng = Random(longest)
     texts = []
     for _ in range(count):
-        items = round(math.exp(rng.uniform(math.log(5), math.log(longest / 2 / TOKENS_OF_ITEM))))
-        drawn = [
-            random_number(rng, 5) if rng.random() < 0.5 else rng.choice(WORDS) for _ in range(items)
-        ]
-        texts.append(" ".join(drawn * 2))
+        times = rng.randint(2, 4)
+        most = min(len(WORDS), longest // times // TOKENS_OF_WORD)
+        words = rng.sample(WORDS, log_uniform(rng, 3, most))
+        items = [random_number(rng, 5) if rng.random() < 0.1 else word for word in words]
+        texts.append(" ".join(items * times))
     return texts
+
+
+def questions(longest: int, count: int, sentences: list[str]) -> list[str]:
+    """Passkey and needles with their answers, in RULER's noise and in articles. Short ones teach to
+    find, and come most often, except at the last length."""
+    rng = Random(longest + 1)
+    drawn = Random.randint if longest == LONG else log_uniform
+    texts = []
+    for _ in range(count):
+        name, tokens = rng.choice(HAYSTACKS)
+        units = drawn(rng, 1, (longest - TOKENS_OF_QUESTION) // tokens)
+        texts.append(question(rng, name, units, longest, sentences))
+    return texts
+
+
+def question(rng: Random, name: str, units: int, longest: int, sentences: list[str]) -> str:
+    """A document of a task of length, and its answer."""
+    start = rng.randrange(len(sentences) - units)
+    essay = Essay(sentences[start : start + units])
+    document = TASKS[name].make(Scene(rng, units, rng.random(), longest, essay))
+    return f"{document.request} {document.answers[0]}."
+
+
+def log_uniform(rng: Random, least: int, most: int) -> int:
+    return round(math.exp(rng.uniform(math.log(least), math.log(most))))
+
+
+def drill(data: Path, folder: Path, options: argparse.Namespace) -> None:
+    """256 tokens."""
+    run(
+        "pretrain_gpt.py", *MODEL, *TRAINING, "--seq-length", DRILL, "--max-position-embeddings",
+        DRILL, "--micro-batch-size", 8, "--global-batch-size", 16,
+        "--train-iters", options.steps_of[0], "--lr", 5e-3, "--lr-decay-style", "constant",
+        "--lr-warmup-iters", 30, "--data-path", f"{folder}/drills_text_document",
+        *files(folder, "drill"),
+    )  # fmt: skip
 
 
 def train(data: Path, folder: Path, options: argparse.Namespace) -> None:
     """1,024 tokens."""
-    run(
-        "pretrain_gpt.py", *MODEL, *TRAINING, "--seq-length", SHORT, "--micro-batch-size", 8,
-        "--global-batch-size", 8, "--train-iters", options.steps_short, "--lr", 4e-3,
-        "--min-lr", 4e-4, "--lr-warmup-iters", 30, *tokenizer(folder),
-        *blend(folder, SHORT, options.shares),
-        "--save", folder / "short", "--metrics-file", folder / "short.jsonl",
-    )  # fmt: skip
+    continue_at(
+        SHORT, folder, "drill", "short", options.steps_of[1], 8, 3e-3, "--micro-batch-size", 4
+    )
 
 
 def lengthen(data: Path, folder: Path, options: argparse.Namespace) -> None:
-    """The checkpoint at 8,192 tokens, with YaRN."""
+    """8,192 tokens, with YaRN, divided over the two processes."""
+    more = "--rope-scaling", YARN, "--context-parallel-size", 2, "--micro-batch-size", 1
+    continue_at(LONG, folder, "short", "long", options.steps_of[2], 1, 1e-3, *more)
+
+
+def continue_at(
+    length: int, folder: Path, before: str, name: str, steps: int, samples: int, lr: float,
+    *more: object,
+) -> None:  # fmt: skip
     run(
-        "pretrain_gpt.py", "--use-checkpoint-args", "--load", folder / "short", "--finetune",
-        *AT_LONG, "--rope-scaling", YARN, *TRAINING, "--bf16", "--zero-stage", 1,
-        "--micro-batch-size", 1, "--global-batch-size", 1,
-        "--train-iters", options.steps_long, "--lr", 1e-3, "--min-lr", 1e-4,
-        "--lr-warmup-iters", 2, *blend(folder, LONG, options.shares), *tokenizer(folder),
-        "--save", folder / "long", "--metrics-file", folder / "long.jsonl",
+        "pretrain_gpt.py", "--use-checkpoint-args", "--load", folder / before, "--finetune",
+        "--seq-length", length, "--max-position-embeddings", length, *more, *TRAINING,
+        "--global-batch-size", samples, "--train-iters", steps, "--lr", lr, "--min-lr", lr / 10,
+        "--lr-decay-style", "cosine", "--lr-warmup-iters", 2, *blend(folder, length),
+        *files(folder, name),
     )  # fmt: skip
 
 
@@ -189,11 +253,17 @@ def held_out(data: Path) -> Path:
     return data / "wikitext2/wiki.valid.raw"
 
 
-def blend(folder: Path, longest: int, shares: list[float]) -> list:
-    names = "text", f"copies-{longest}", f"passkeys-{longest}"
-    pairs = [pair for pair in zip(shares, names, strict=True) if pair[0]]
-    paths = [word for n, name in pairs for word in (n, f"{folder / name}_text_document")]
-    return ["--data-path", *paths, "--data-cache-path", folder / "cache"]
+def blend(folder: Path, longest: int) -> list:
+    names = "text", f"copies-{longest}", f"questions-{longest}"
+    shares = zip(SHARES, names, strict=True)
+    return [
+        "--data-path",
+        *(x for n, name in shares for x in (n, f"{folder / name}_text_document")),
+    ]
+
+
+def files(folder: Path, name: str) -> list:
+    return [*tokenizer(folder), "--data-cache-path", folder / "cache", "--save", folder / name]
 
 
 def tokenizer(folder: Path) -> list:
@@ -211,7 +281,9 @@ def run(*words: object) -> None:
     subprocess.run(command, check=True)
 
 
-STEPS = {step.__name__: step for step in (prepare, train, lengthen, evaluate, compare, picture)}
+STEPS = {
+    step.__name__: step for step in (prepare, drill, train, lengthen, evaluate, compare, picture)
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -221,13 +293,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--data", required=True, help="folder of the texts")
     result.add_argument("--folder", default="runs/long-context", help="where everything goes")
     result.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
-    result.add_argument("--passkeys", type=int, default=3000, help="documents of each length")
+    result.add_argument("--drawn", type=int, default=6000, help="documents of each kind")
     result.add_argument(
-        "--shares", type=float, nargs=3, default=[0.15, 0.5, 0.35], metavar="SHARE",
-        help="of the samples: text, copies, passkeys",
+        "--steps-of", type=int, nargs=3, default=[1300, 70, 45], help="of the three lengths"
     )  # fmt: skip
-    result.add_argument("--steps-short", type=int, default=500)
-    result.add_argument("--steps-long", type=int, default=15)
     result.add_argument("--documents", type=int, default=10, help="of each task and model")
     return result
 

@@ -15,16 +15,16 @@ from safetensors.torch import save_file
 
 from megatron.config import FLAG_CLASSES, PART_FLAGS, FlagParser, RunConfig, Setting
 from megatron.config.flags import flag_of, value_type
-from megatron.config.foreign_flags import LegacyFlags
+from megatron.config.run import LegacyFlags
+from megatron.features.agreement import agreement
+from megatron.features.agreement.agreement import Agreement
+from megatron.features.agreement.facts import MAY_DIFFER, checkpoint_facts, run_facts
 from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.latent.flags import LatentConfig
 from megatron.features.multi_token.flags import MultiTokenConfig
 from megatron.features.optimizers.flags import OptimizersConfig
-from megatron.features.recurrent.delta_flags import DeltaConfig
-from megatron.features.recurrent.mamba_flags import MambaConfig
-from megatron.parallel import agreement
-from megatron.parallel.agreement import Agreement, DisagreementError
-from megatron.run.fingerprint import MAY_DIFFER, checkpoint_facts, run_facts
+from megatron.features.recurrent.flags import DeltaConfig, MambaConfig
+from megatron.parallel.meeting import DisagreementError
 from megatron.run.run import run_of
 
 TIMEOUT = timedelta(seconds=20)

@@ -15,7 +15,7 @@ from samples import sampled
 from training_jobs import TINY, gradients
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
-from megatron.config.layouts import parse_layout
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.engine.environment import distributed
 from megatron.families import spec_of
 from megatron.parallel.layers import Dropout
@@ -142,7 +142,7 @@ def test_hidden_dropout_is_that_of_one_process(pool, layout):
     assert parsed.dropout == "hidden"
     argv = [*FLAGS, "--mock-data"]
     ((_, whole, following, _),) = pool.run(1, masks, argv)
-    of_ranks = pool.run(parsed.processes, masks, [*argv, *parsed.flags()])
+    of_ranks = pool.run(parsed.processes, masks, [*argv, *flags_for(parsed)])
     for places_S, dropped_BSH, after, _ in of_ranks:
         assert torch.equal(dropped_BSH, whole[:, places_S])
         assert torch.equal(after, following), "what is drawn afterwards is that of one process too"

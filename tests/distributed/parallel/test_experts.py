@@ -113,13 +113,39 @@ def cells():
 
 @pytest.mark.parametrize(("layout", "model"), list(cells()))
 def test_against_one_process(pool, layout, model):
-    processes, flags = LAYOUTS[layout]
-    argv = [*FLAGS, *LLAMA, *MODELS[model].split(), "--global-batch-size", "16"]
+    check(pool, MODELS[model], *LAYOUTS[layout])
+
+
+def check(pool, model, processes, flags):
+    argv = [*FLAGS, *LLAMA, *model.split(), "--global-batch-size", "16"]
     expected = reference(*argv)
     records = pool.run(processes, gradients, [*argv, *flags])
     config = parse_run(None, argv).config
     layers = spec_of(config.model, config.parallel).layers(TensorParallel())
     assert first_difference(records, expected, layers) is None
+
+
+ROPE = "--moe-router-topk 2 --moe-aux-loss-coeff 0.1 --position-embedding-type rope"
+DIVIDED_MODELS = {
+    "one-key-head": f"{ROPE} --num-query-groups 1",
+    "window": f"{ROPE} --sliding-window 5 --num-query-groups 2",
+    "softcap-documents": f"{ROPE} --attn-logit-softcapping 2 --reset-position-ids "
+    "--reset-attention-mask --eod-mask-loss",
+}
+DIVIDED = {
+    "ep2-cp2": (4, [*EP2, *CP2]),
+    "cp2-pp2-interleaved": (4, [*CP2, *PIPELINE, "--pipeline-schedule", "interleaved"]),
+    "cp2-pp2-dualpipev": (4, [*CP2, *PIPELINE, "--pipeline-schedule", "dualpipev"]),
+}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("model", DIVIDED_MODELS)
+@pytest.mark.parametrize("kind", ["p2p", "a2a", "allgather"])
+@pytest.mark.parametrize("layout", DIVIDED)
+def test_divided_sequences_against_one_process(pool, layout, kind, model):
+    processes, flags = DIVIDED[layout]
+    check(pool, DIVIDED_MODELS[model], processes, [*flags, "--cp-comm-type", kind])
 
 
 LOSSES = "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1"

@@ -17,7 +17,7 @@ from samples import sampled
 from training_jobs import TINY, gradients, train
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
-from megatron.config.layouts import parse_layout
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.families import trained_spec
 from megatron.features.context import offload
 from megatron.features.context.partition import DividedInputs
@@ -59,7 +59,7 @@ def test_offloaded_is_bitwise(pool, layout, kind):
     parsed = parse_layout(layout)
     layers = max(2, parsed.pipeline * parsed.chunks)
     both, flags = SAVING[kind]
-    argv = [*FLAGS, "--num-layers", str(layers), *parsed.flags(), *both]
+    argv = [*FLAGS, "--num-layers", str(layers), *flags_for(parsed), *both]
     without = pool.run(parsed.processes, train, argv)
     record = pool.run(parsed.processes, without_smallest, [*argv, *flags])
     for expected, got in zip(without, record, strict=True):
@@ -84,7 +84,7 @@ def test_divided_inputs_are_bitwise(pool, layout, kind):
     """Each tensor-parallel rank keeps half of the inputs, which the backward pass gathers."""
     parsed = parse_layout(layout)
     layers = max(2, parsed.pipeline * parsed.chunks)
-    argv = [*FLAGS, "--num-layers", str(layers), *parsed.flags()]
+    argv = [*FLAGS, "--num-layers", str(layers), *flags_for(parsed)]
     argv += ["--recompute-granularity", "full"]
     without = pool.run(parsed.processes, train, argv)
     record = pool.run(parsed.processes, without_smallest, [*argv, *DIVIDED[kind]])
@@ -122,7 +122,7 @@ def test_tiles_against_plain_torch(pool, layout, kind):
     reference = reference_gradients(argv)
     run = parse_run(None, argv)
     specs = trained_spec(run.config).layers(TensorParallel())
-    flags = [*parsed.flags(), "--mlp-chunks-for-training", "3"]
+    flags = [*flags_for(parsed), "--mlp-chunks-for-training", "3"]
     records = pool.run(parsed.processes, gradients, [*argv, *flags])
     assert first_difference(records, reference, specs) is None
 
@@ -134,7 +134,7 @@ def test_tiles_train_as_without(pool, layout):
     loss, and in bfloat16 2e-2."""
     parsed = parse_layout(layout)
     layers = max(2, parsed.pipeline * parsed.chunks)
-    argv = [*FLAGS, "--num-layers", str(layers), *parsed.flags()]
+    argv = [*FLAGS, "--num-layers", str(layers), *flags_for(parsed)]
     without = pool.run(parsed.processes, train, argv)
     record = pool.run(parsed.processes, train, [*argv, "--mlp-chunks-for-training", "3"])
     bound = 2e-2 if "bf16" in layout else 1e-6
