@@ -9,12 +9,15 @@ r"""Generates text from a training checkpoint.
 
     python tools/generate.py --load checkpoints --num-samples 100 --genfile samples.jsonl
 
+    python tools/generate.py --load Qwen2.5-0.5B-Instruct --chat
+
     python tools/generate.py --load retro --retro --retro-project-dir project --prompt 'The'
 
 Without a prompt it reads prompts line by line until "stop", and shows each text while it is
-generated. --load takes a checkpoint of this project, Hugging Face, Megatron or DeepSpeed, in any
-layout; the texts of all layouts are the same. With --retro a model of pretrain_retro.py reads the
-neighbours of what it writes, chunk by chunk, and their text and sources follow its own.
+generated; with --chat the lines are a conversation with an instruct model. --load takes a
+checkpoint of this project, Hugging Face, Megatron or DeepSpeed, in any layout; the texts of all
+layouts are the same. With --retro a model of pretrain_retro.py reads the neighbours of what it
+writes, chunk by chunk, and their text and sources follow its own.
 """
 
 from megatron.apps.generation.generation.command import run_generation

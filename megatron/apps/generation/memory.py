@@ -27,17 +27,17 @@ from torch import Tensor
 
 from megatron.config import ConfigError, ModelConfig
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, option
-from megatron.config.memory import States, TokenMemory, memory_of
+from megatron.config.sections import States, TokenMemory, memory_of
 from megatron.parallel.mesh import Group
 
-MOST_SEQUENCES = 256  # of the longest length; more memory is of no use
+MOST_SEQUENCES = 256  # of the longest length; more memory is useless
 TEXTS = 64
-"""Texts that run at once, unless flags say another number."""
+"""Default number of texts that run concurrently."""
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Keys and values, latents and states: how much memory they get."""
+    """Memory for keys and values, latents and states."""
 
     kv_cache_gib: float | None = option(None, derived="--kv-cache-fraction", bounds=POSITIVE)
     """GiB of memory of each rank for keys and values."""
@@ -133,8 +133,8 @@ class ServedConfig(CacheConfig):
         choices=("mtp", "ngram"),
         derived="mtp for a model with --mtp-num-layers, else ngram",
     )
-    """Origin of the drafts: the model's blocks of multi-token prediction, or what followed the last
-    time that the text had its latest tokens."""
+    """Source of drafts: the model's multi-token prediction blocks, or the continuation of the
+    latest tokens' previous occurrence in the text."""
 
     def drafts(self, model: ModelConfig) -> int:
         count, method = self.num_speculative_tokens, self.speculative_method

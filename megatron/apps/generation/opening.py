@@ -58,9 +58,9 @@ def opened_runner(
     adapters: Sequence[str] = (),
     retrieves: bool = False,
 ) -> Iterator[OpenedRunner | None]:
-    """The checkpoint of ``--load`` in the layout of the flags, for the block, on the main rank. The
-    others compute its steps, and get None once its block has ended. ``adapters`` are those of
-    ``--adapter``. Raises ConfigError, CheckpointError or OSError if it cannot be used."""
+    """Open the checkpoint of ``--load`` in the layout of the flags, on the main rank. Other ranks
+    compute its steps, and get None once it has left the context. ``adapters``: of ``--adapter``.
+    Raises ConfigError, CheckpointError or OSError if it cannot be used."""
     settings = for_generation(settings)
     load = settings["load"].value if "load" in settings else "."
     with _naming_rights(load), opened_checkpoint(settings, processes, "generation") as opened:

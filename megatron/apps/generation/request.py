@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "cancelled", "failed"]
-"""The reason of a text's end: a stop token or text (of all beams of a beam search),
-``max_new_tokens``, its client, or an error of its own."""
+"""The reason why a text ended: a stop token or text (for all beams of a beam search),
+``max_new_tokens``, its client, or an error."""
 
 
 def _require(values: object, *rules: tuple[str, bool, str]) -> None:
@@ -96,9 +96,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class StopRules:
-    """The end of a text: one of ``tokens``, which is part of it, or one of ``texts`` in the new
-    text, or ``max_new_tokens`` (0 to score the prompt only). ``before`` is text of the prompt's end
-    with which one of ``texts`` may begin. Raises ValueError for a value that is out of range."""
+    """End of a text: one of ``tokens``, which is included, or one of ``texts`` in the new text, or
+    ``max_new_tokens`` (0 to only score the prompt). ``before`` is the end of the prompt, in which
+    one of ``texts`` may begin. Raises ValueError for a value that is out of range."""
 
     max_new_tokens: int
     tokens: frozenset[int] = frozenset()
@@ -139,9 +139,9 @@ class GenerationRequest:
 
     Attributes:
         prompt: token ids; of a model with an encoder those that it reads. Not empty.
-        logprobs: number of most probable tokens whose log-probabilities come with those of each
-            new token; None for no log-probabilities.
-        prompt_logprobs: the same for every token of the prompt but the first.
+        logprobs: number of most probable tokens whose log-probabilities are returned with each new
+            token's; None for no log-probabilities.
+        prompt_logprobs: the same for every prompt token except the first.
         adapter: name of the adapter that the model has for this text.
     """
 
@@ -179,10 +179,10 @@ class Update:
     """A step's addition to the text of the request ``number``.
 
     Attributes:
-        scores: of the new tokens, if they were asked for.
-        prompt_scores: once, before or with the first new token, if they were asked for.
-        finish: None while more is to come.
-        beams: with ``finish``, of a beam search, the best first; its tokens come all at once.
+        scores: of the new tokens, if requested.
+        prompt_scores: once, before or with the first new token, if requested.
+        finish: None until the text ends.
+        beams: with ``finish``, of a beam search, the best first; its tokens all arrive together.
         error: with ``finish`` "failed".
         cached: in the first update: tokens of the prompt that were found computed.
     """
@@ -215,8 +215,8 @@ class SequencePart:
 
     Attributes:
         tokens: ids at the positions ``start``, ``start`` + 1, ...
-        pages: numbers of the pages of the positions 0 to the last of these; keys and values of
-            earlier positions are in them, those of these tokens are written.
+        pages: numbers of the pages of positions 0 to the last of these; they contain keys and
+            values of earlier positions, and these tokens' are written to them.
         decoding: true for a token that was generated and the drafts after it: each is computed as
             where it comes alone. Other tokens are prompt: their results do not depend on how a
             sequence is cut into parts.

@@ -26,9 +26,9 @@ Share = dict[int, Completion] | ValueError | None
 
 
 class TextWriter:
-    """Generates with a model in any layout. Every rank calls it with the same requests, of which
-    each replica of the model generates a share; or, with ``together``, all of them in the same
-    steps, for replicas that gather their weights from each other (ZeRO 3)."""
+    """Generates with a model in any layout. Every rank calls it with the same requests, and each
+    replica of the model generates a share of them; with ``together`` all replicas generate all of
+    them in the same steps, since they gather weights from each other (ZeRO 3)."""
 
     def __init__(
         self, mesh: Mesh, tokenizer: Tokenizer, runner: PagedRunner, together: bool = False

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -189,6 +190,60 @@ def words(tmp_path_factory, gpt_config, random_gpt, write_checkpoint) -> list[st
     config = dataclasses.replace(gpt_config(tokenizer.vocab_size), tokenizer=files)
     write_checkpoint(folder, config, random_gpt(config), tokenizer)
     return ["--load", str(folder), "--out-seq-length", "9"]
+
+
+class WithTemplate(NamedTuple):
+    """A tokenizer whose files have a chat template."""
+
+    tokenizer: Any
+
+    def save_pretrained(self, folder):
+        self.tokenizer.save_pretrained(folder)
+        (folder / "chat_template.jinja").write_text(
+            "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}"
+            "{% if add_generation_prompt %}a{% endif %}"
+        )
+
+
+@pytest.fixture(scope="module")
+def instruct(tmp_path_factory, gpt_config, random_gpt, write_checkpoint) -> list[str]:
+    folder = tmp_path_factory.mktemp("instruct")
+    tokenizer = WithTemplate(train_byte_level_bpe(["one two."] * 9, 260, min_frequency=2))
+    tokenizer.save_pretrained(folder)
+    files = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder))
+    config = dataclasses.replace(gpt_config(260), tokenizer=files)
+    write_checkpoint(folder / "save", config, random_gpt(config), tokenizer)
+    return ["--load", str(folder / "save"), "--greedy"]
+
+
+def test_a_conversation_is_the_prompts_that_its_template_makes(main, instruct, capsys, monkeypatch):
+    def continued(prompt):
+        main([*instruct, "--prompt", prompt, "--max-new-tokens", "3"])
+        return capsys.readouterr().out.removeprefix(prompt).removesuffix("\n")
+
+    first = continued("uone.a")
+    second = continued(f"uone.a{first}.ut.a")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\nt\n"))
+    main([*instruct, "--chat", "--max-new-tokens", "3"])
+    shown = "Message (stop to exit) >>> "
+    assert capsys.readouterr().out == f"{shown}{first}\n{shown}{second}\n{shown}\n"
+    main([*instruct, "--chat", "--max-new-tokens", "3", "--prompt", "one"])
+    assert capsys.readouterr().out == f"{first}\n"
+
+
+def test_an_answer_has_all_the_room_of_the_model(main, instruct, capsys, tmp_path):
+    (tmp_path / "m.txt").write_text("one\n")
+    flags = ["--prompt-file", str(tmp_path / "m.txt"), "--output", str(tmp_path / "rows.jsonl")]
+    main([*instruct, "--chat", *flags])
+    (row,) = rows_of(tmp_path / "rows.jsonl")
+    assert row["prompt"] == "one" and (row["ended"] or len(row["tokens"]) > 9)
+
+
+def test_a_chat_needs_a_template(main, words):
+    with pytest.raises(ConfigError, match="has no chat template; name an instruct model"):
+        main([*words, "--chat", "--prompt", "one"])
+    with pytest.raises(ConfigError, match="--chat and --genfile: give messages by --prompt"):
+        main([*words, "--chat", "--genfile", "x"])
 
 
 def rows_of(path):

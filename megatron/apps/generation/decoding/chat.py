@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.apps.generation.request import Runner, prompt_tokens
 from megatron.features.instruction.chat_process import (
     TemplateProcess,
     read_template,
@@ -16,9 +17,9 @@ from megatron.tokenizer import Tokenizer
 from megatron.util.json_text import parse_json
 
 Message = Mapping[str, Any]
-"""With "role", "content", and what else a template reads; JSON values only."""
+"""A message with "role", "content" and other keys that a template reads; JSON values only."""
 
-# Names of a model's thoughts before its answer; the first is that of templates.
+# Names of a model's thoughts before its answer; templates use the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -42,7 +43,7 @@ class ChatFormat:
     def of(
         cls, tokenizer: Tokenizer, folder: Path | None = None, template: str | None = None
     ) -> ChatFormat:
-        """``template``, or that of the tokenizer, or of its files in ``folder``
+        """Return ``template``, or the template of the tokenizer or of its files in ``folder``
         (chat_template.jinja, tokenizer_config.json), or else the plain format."""
         theirs: object
         if (inner := getattr(tokenizer, "transformers_tokenizer", None)) is not None:
@@ -90,6 +91,14 @@ class ChatFormat:
         if self.templates:  # which write the token at the beginning of a text themselves
             return tokenizer.tokenize_sentences([text])[0].tolist()
         return tokenizer.tokenize(text)
+
+    def prompt(
+        self, tokenizer: Tokenizer, messages: Sequence[Message], runner: Runner
+    ) -> tuple[int, ...]:
+        """The ids of a conversation that a model answers, which an encoder may read."""
+        if runner.max_prompt is not None:
+            return prompt_tokens(tokenizer, self.render(messages), runner)
+        return tuple(self.tokens(tokenizer, messages))
 
     def close(self) -> None:
         """Ends the process that renders templates; the next one starts another."""

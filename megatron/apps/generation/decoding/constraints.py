@@ -1,8 +1,8 @@
 """Texts that must match a regular expression, a JSON schema or a grammar, by llguidance.
 
 A client may be hostile. The size of a source is limited, its automata are bounded by llguidance's
-limits, and it is first compiled in a process of its own, which is killed if that takes too much
-time or memory. References of a schema are resolved within the schema only.
+limits, and it is first compiled in a separate process, which is killed if it takes too much time or
+memory. References of a schema are resolved within the schema only.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class _Wrapper:
         self._own = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text that must come: those of the tokenizer, if they are this text alone. An
-        error would end the process."""
+        """Return the tokens of a forced text: the tokenizer's, if they decode to this text alone.
+        An error would end the process."""
         try:
             ids = self._own.tokenize(text)
             tokens = [self.tokens[i] for i in ids]

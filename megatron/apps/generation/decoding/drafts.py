@@ -13,7 +13,7 @@ _LENGTHS = (4, 3, 2)  # of the last tokens that are looked up, the longest first
 
 
 class PromptLookup:
-    """Drafts what followed the last time that a text had its latest tokens (prompt lookup decoding,
+    """Drafts the tokens after the last occurrence of the latest tokens (prompt lookup decoding,
     Saxena 2023). It needs no model, and succeeds where a text repeats its prompt or itself."""
 
     def __init__(self, tokens: Iterable[int]) -> None:

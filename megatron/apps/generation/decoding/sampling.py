@@ -1,7 +1,6 @@
-"""From logits to the next token.
-
-All of it happens on the CPU, in numpy and one row at a time: a row's result depends neither on
-other rows nor on the number of threads. Shapes: V vocabulary, N tokens that are left.
+"""Sampling of the next token from logits, on the CPU, in numpy and one row at a time: a row's
+result depends neither on other rows nor on the number of threads. Shapes: V vocabulary, N tokens
+that are left.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ Ids = npt.NDArray[np.int64]
 
 _BLOCK, _SMALL_BLOCK = 256, 32
 _BIN_BITS = 11
-_AT_ONCE = 2**19  # logits that are softened at a time
-_FEW = 4096  # numbers that are sorted; more are searched for those that matter
+_AT_ONCE = 2**19  # logits processed at a time
+_FEW = 4096  # numbers that are sorted directly; larger sets are reduced first
 
 
 class TokenSampler:
@@ -216,8 +215,8 @@ def at_least_kth(values: Row, k: int) -> Ids:
 
 
 def nucleus(weights: Row, share: float) -> Ids:
-    """Places of the fewest weights (one or more, of equal ones the first) whose sum is at least
-    ``share`` of that of all, in ascending order (Holtzman et al. 2020, arXiv:1904.09751)."""
+    """Return the places, in ascending order, of the fewest weights (at least one; the first among
+    equals) that sum to at least ``share`` of the total (Holtzman et al. 2020, arXiv:1904.09751)."""
     total = float(weights.sum(dtype=np.float64))
     # All weights below this sum up to less than may be left out.
     some = weights[weights >= min((1 - share) * total / len(weights), float(weights.max()))]
@@ -258,8 +257,8 @@ def place_of(weights: Row, uniform: float) -> int:
 
 
 def _first_above(sums: npt.NDArray[np.float64], share: float) -> int:
-    """The first place whose sum exceeds a share of the last; rounding cannot lead beyond the last
-    place that adds something."""
+    """Return the first place whose cumulative sum exceeds a share of the last; rounding never
+    selects a place after the last nonzero one."""
     last = sums[-1]
     target = share * last
     return int(sums.searchsorted(target, "right") if target < last else sums.searchsorted(last))

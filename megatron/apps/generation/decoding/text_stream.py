@@ -1,7 +1,6 @@
-"""The text of tokens as they arrive, and its end.
-
-A character is written once it has all its bytes, so that nothing that was written changes. In the
-end the text of all tokens is written, however they were split, in time linear in their number.
+"""The text of tokens as they arrive, and its end. A character is emitted once all its bytes are
+there, so emitted text never changes. In the end the text of all tokens is emitted, however they
+were split, in linear time.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ _LONGEST_WINDOW, _KEPT = 64, 8
 
 
 class TextStream:
-    """The text after a prompt, piece by piece. An id outside the tokenizer's vocabulary, of a model
-    with a larger one, has no text."""
+    """The text after a prompt, piece by piece. An id beyond the tokenizer's vocabulary, if the
+    model's is larger, has no text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         joined = tokenizer.joins_bytes
@@ -92,9 +91,9 @@ class _Bytes:
 
 
 class _Windows:
-    """For all others. A token's text is its addition to that of the tokens from the last one with
-    visible text. A run of byte pieces is decoded once it has ended, since some tokenizers give
-    U+FFFD for all of them if one does not fit."""
+    """For all other tokenizers. A token's text is what it adds to the text of the tokens from the
+    last one with visible text. A run of byte pieces is decoded once it has ended, since some
+    tokenizers give U+FFFD for all of them if one does not fit."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer

@@ -1,7 +1,6 @@
-"""Several adapters on one model: each token's row gets the addition of its request's adapter.
-
-An addition is computed for all rows of a pass and used for those of its adapter, so that a row's
-result does not depend on the other rows.
+"""Several adapters on one model: each token's row gets its request's adapter. Each adapter is
+computed for all rows of a pass and used only for its own, so that a row's result does not depend on
+the other rows.
 
 Shapes: T rows of a pass, I inputs, O outputs, R the ranks of a layer's additions together; a width
 followed by P is one rank's share of it.

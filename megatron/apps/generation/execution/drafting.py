@@ -34,8 +34,8 @@ Drafts = tuple[tuple[int, ...], ...]
 
 
 class BlocksAhead:
-    """The drafts of up to ``most`` tokens for the parts of each step, on every rank of the model;
-    the last pipeline stage computes them.
+    """Drafts of up to ``most`` tokens for the parts of each step, on every rank of the model; the
+    last pipeline stage computes them.
 
     It keeps the inputs of each block at the last M = ``most`` + 1 places of each page that have
     been computed: those that a step reads, after the drafts of the step before that were wrong, and
@@ -64,8 +64,8 @@ class BlocksAhead:
             self._inputs_DXMH[:, target] = self._inputs_DXMH[:, source]
 
     def extended(self, parts: Parts) -> tuple[list[SequencePart], Drafts]:
-        """The parts of a step with their drafts, and the drafts of those that ask for them; every
-        rank must call it."""
+        """Return the parts of a step with their drafts, and the drafts for parts that request them;
+        every rank must call it."""
         asking = [part for part in parts if part.drafts]
         tokens = torch.empty(sum(p.drafts for p in asking), dtype=torch.int64)
         tokens = tokens.to(self._stages.device)

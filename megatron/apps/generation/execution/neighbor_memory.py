@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.apps.generation.execution.paged_attention import scaled_scores, softmax
 from megatron.apps.generation.request import SequencePart
-from megatron.families import NeighborSpec
+from megatron.features.retro.neighbors import NeighborSpec
 from megatron.model.attention_masks import AttentionScoring
 
 
@@ -75,7 +75,7 @@ class _Tile(NamedTuple):
 
 
 class NeighborCache:
-    """The neighbours of one pass (`megatron.model.caches.NeighborStore`): the pages of the
+    """The neighbours of one pass (a `features.retro.neighbors.NeighborStore`): the pages of the
     chunks that ``ended`` in it, and the tokens [1, C, neighbours, R] of their neighbours."""
 
     def __init__(self, memory: NeighborMemory, parts: Sequence[SequencePart]) -> None:
@@ -124,8 +124,8 @@ class NeighborCache:
         sinks_N: Tensor | None,
     ) -> Tensor:
         """See `NeighborStore.attend`. Queries of a prompt to the neighbours of a chunk are one
-        GEMM, padded with zeros to a chunk: the same however a prompt is cut. A generated token is a
-        GEMM of its own."""
+        GEMM, padded with zeros to a chunk: the same however a prompt is cut. Each generated token
+        is a separate GEMM."""
         keys, values = self._memory.pool[self._memory.places[layer]]
         for page, encoder_1EH in zip(self.ended, self.by_chunk(encoder_1TH), strict=True):
             # A GEMM of one shape for every chunk.
@@ -148,13 +148,13 @@ class NeighborCache:
 
 
 def ending(part: SequencePart, chunk_length: int) -> range:
-    """The chunks of a sequence whose last token is in a part of it."""
+    """Return the chunks of a sequence whose last token is in a part."""
     return range(part.start // chunk_length, (part.start + len(part.tokens)) // chunk_length)
 
 
 def _tiles(part: SequencePart, row: int, chunk_length: int) -> list[_Tile]:
-    """Tiles of a part whose first token is in a row. The neighbours of a chunk are read from its
-    last token on, by as many tokens as a chunk has."""
+    """Return the tiles of a part whose first token is in a row. The neighbours of a chunk are read
+    by a chunk's length of tokens, starting at its last token."""
     tiles, position, end = [], part.start, part.start + len(part.tokens)
     while position < end:
         chunk, offset = divmod(position + 1, chunk_length)

@@ -113,7 +113,7 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pages:
-    """Pages that are multiplied alike.
+    """Pages that are multiplied in the same way.
 
     Attributes:
         same: the pages of a run are one page, and U comes after K in tensors.
@@ -158,7 +158,7 @@ class PageReading:
         unseen: int = 0,
     ) -> PageReading:
         """The reading of tokens at these positions of sequences with these pages, of which the
-        first ``unseen`` positions are attended to by themselves only."""
+        first ``unseen`` positions are attended to only by themselves."""
 
         def moved(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
@@ -343,7 +343,7 @@ def _sum_of_pages(x_BCKGE: Tensor) -> Tensor:
 
 
 def scaled_scores(products: Tensor, q: Tensor, scores: AttentionScoring) -> Tensor:
-    """Scores in float32 or better, before what is added to them."""
+    """Scores in float32 or better, before additive terms."""
     scale = 1 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
     scaled = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
     cap = scores.softcap

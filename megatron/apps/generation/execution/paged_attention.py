@@ -38,8 +38,8 @@ from megatron.apps.generation.execution.states import StateCache
 from megatron.apps.generation.memory import PageMemory
 from megatron.apps.generation.request import SequencePart
 from megatron.config.blocks import Chunk, Window
+from megatron.features.retro.neighbors import NeighborStore
 from megatron.model.attention_masks import AttentionScoring, first_key, slopes_on
-from megatron.model.caches import NeighborStore
 
 
 class EncodedPrompt:
@@ -78,9 +78,9 @@ class _Query(NamedTuple):
 
 
 class PagedCache:
-    """The cache of one step (`megatron.model.caches.LayerCache`): B is 1, and S all tokens of
-    all parts, then padding, ``rows`` together. ``positions`` are the most of a sequence, of which
-    the first ``unseen`` are attended to by themselves only."""
+    """The cache of one step (`megatron.model.caches.LayerCache`): B is 1, and S all tokens of all
+    parts, then padding, ``rows`` together. ``positions`` is the maximum per sequence; the first
+    ``unseen`` are attended to only by themselves."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class PagedCache:
             assert part.encoded is not None
             end = row + len(part.tokens)
             keys_KLD, values_KLD = self._encoded[part.encoded].of(layer, keys_and_values)
-            # A query is a GEMM of its own, as where it comes alone.
+            # Each query is a separate GEMM, as if it came alone.
             for at in range(row, end):
                 q_KGD = q_BSND[0, at].unflatten(0, (keys_KLD.shape[0], -1))
                 weights_KGL = scaled_scores(
@@ -325,7 +325,7 @@ def _prompt(
 
 @functools.lru_cache(maxsize=32)
 def _mask(before: int, positions: int, window: Window, inside: int, device: torch.device) -> Tensor:
-    """The addend of the scores [P, L] of a tile and of so many keys before it; ``inside`` is the
+    """The addend of the scores [P, L] of a tile with ``before`` keys before it; ``inside`` is the
     place of its first query in its chunk."""
     distances = _distances(before, positions, device)
     hidden = distances < 0
@@ -336,6 +336,6 @@ def _mask(before: int, positions: int, window: Window, inside: int, device: torc
 
 
 def _distances(before: int, positions: int, device: torch.device) -> Tensor:
-    """[P, L], from the queries of a tile back to its keys and so many before it."""
+    """Return distances [P, L] from a tile's queries back to its keys and the keys before it."""
     queries = torch.arange(positions, device=device)[:, None] + before
     return queries - torch.arange(before + positions, device=device)

@@ -46,9 +46,9 @@ _ROWS = 64  # for which the layout is chosen
 
 @dataclass(frozen=True)
 class RowRule:
-    """The rows of a pass: ``fewest`` to ``most`` (None for any number), and ``spare`` ones that are
-    added, so that no row that counts is the last. Of tensors of these ``widths`` threads get whole
-    vectors."""
+    """The rows of a pass: ``fewest`` to ``most`` (None for any number), and ``spare`` added ones,
+    so that the last row is never in use. Threads get whole vectors of tensors with these
+    ``widths``."""
 
     fewest: int = _FEWEST
     most: int | None = None
@@ -56,7 +56,7 @@ class RowRule:
     widths: tuple[int, ...] = ()
 
     def padded(self, rows: int) -> int:
-        """The rows of a pass of which so many count."""
+        """Return the number of rows of a pass with this many rows in use."""
         padded = max(self.fewest, rows) + self.spare
         if self.most is not None:
             # Those of a part of a pass may include the spare ones of the pass.
@@ -78,7 +78,7 @@ class RowRule:
 
     @classmethod
     def of(cls, weights: Iterable[Tensor], known: Callable[[Tensor], bool]) -> RowRule:
-        """For a model with these weights [O, I], of which some are ``known`` to give independent
+        """Return the rule for a model with weights [O, I], some ``known`` to give independent
         rows."""
         shapes = {(*weight.shape, weight.dtype, weight.device.type): weight for weight in weights}
         spare = int(any(outputs * dtype.itemsize % _VECTOR for outputs, _, dtype, _ in shapes))
@@ -114,8 +114,8 @@ def _fewest_rows(outputs: int, inputs: int, dtype: torch.dtype, threads: int) ->
 
 @functools.lru_cache(maxsize=1024)
 def _divided(rows: int, widths: tuple[int, ...], threads: int) -> int:
-    """The fewest rows, at least so many, of which each thread has whole vectors of every width but
-    at the end; a thread has other code for the rest of its numbers."""
+    """Return the fewest rows, at least ``rows``, for which each thread gets whole vectors of every
+    width except at the end; threads run other code for remainders."""
 
     def whole(numbers: int) -> bool:
         used = min(threads, -(-numbers // _GRAIN))
@@ -144,8 +144,8 @@ def independent(
 
 
 class PackedWeight(nn.Parameter):
-    """A weight [O, I] whose products are those of a packed copy while this is ``active``; the first
-    product makes the copy. Elsewhere it is a parameter like any other."""
+    """A weight [O, I] whose products use a packed copy while this is ``active``; the first product
+    makes the copy. Otherwise it is an ordinary parameter."""
 
     active: ClassVar[bool] = False
     copy: Tensor | None = None
@@ -162,8 +162,8 @@ class PackedWeight(nn.Parameter):
 
 
 class PackedWeights:
-    """Within this context products of float32 matrices on CPUs are those of packed copies, if rows
-    do not depend on each other and there is memory. Not for several threads at a time."""
+    """Within this context products of float32 matrices on CPUs use packed copies, if rows do not
+    depend on each other and memory suffices. Not thread-safe."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         chosen = [weight for weight in weights if _suits(weight)]
@@ -181,7 +181,7 @@ class PackedWeights:
 
 
 def is_packed(weight: Tensor) -> bool:
-    """True if a :class:`PackedWeights` multiplies by a packed copy of it."""
+    """True if :class:`PackedWeights` multiplies by a packed copy of this weight."""
     return isinstance(weight, PackedWeight)
 
 

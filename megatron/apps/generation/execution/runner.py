@@ -44,8 +44,9 @@ from megatron.apps.generation.execution.states import StateCache
 from megatron.apps.generation.memory import TEXTS, PageMemory, PageShape, StateMemory, StateShape
 from megatron.apps.generation.request import SequencePart, StepInput, StepOutput
 from megatron.config import ModelConfig
-from megatron.config.memory import LayerMemory, States, memory_of
-from megatron.families import GenerationSpec, NeighborSpec
+from megatron.config.sections import LayerMemory, States, memory_of
+from megatron.families import GenerationSpec
+from megatron.features.retro.neighbors import NeighborSpec
 from megatron.model.attention import Attention
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerState
@@ -107,7 +108,7 @@ class PagedRunner:
         self._encoded: dict[int, EncodedPrompt] = {}
         self._group = self._mesh.model
         self.main = self._group.rank == 0
-        # At ZeRO 3 weights that a step has gathered are let go outside of it.
+        # At ZeRO 3 weights that a step has gathered are released after it.
         partitioned = in_training and any(hasattr(p, "ds_id") for p in stages.weights)
         self._without_gradients = torch.no_grad if partitioned else torch.inference_mode
         self._packed = PackedWeights(() if in_training else stages.weights)
@@ -236,7 +237,7 @@ class PagedRunner:
         return self._stages.broadcast(hidden, len(tokens), layers - 1)
 
     def _to_main(self, numbers: Numbers | None, rows: WantedRows) -> Numbers | None:
-        """The numbers on the main rank, wherever the last stage is; None on the others."""
+        """Return the numbers on the main rank, wherever the last stage is; None on other ranks."""
         source, main = self._stages.last_rank, self._group.ranks[0]
         rank = self._mesh.world.rank
         if rank == main and source != main:
@@ -253,7 +254,7 @@ class PagedRunner:
 def cut(
     parts: Sequence[SequencePart], most: int | None, page_size: int, piece: int = 1
 ) -> list[list[SequencePart]]:
-    """Parts in passes of at most so many tokens, in order; a prompt may be in several, cut at
+    """Yield parts in passes of limited tokens, in order; a prompt may span several, cut at
     multiples of ``piece``."""
     if most is None:
         return [list(parts)]
@@ -320,7 +321,7 @@ def cached_layers(stages: StagedLayers) -> list[int]:
 
 
 def _reads_itself(module: nn.Module) -> bool:
-    """True for causal attention, and for a block with what replaces it."""
+    """True for causal attention, and for a block with a replacement of it."""
     if isinstance(module, Attention):
         return module.scores.causal
     mixer = module.attention if isinstance(module, Block) else None
@@ -330,8 +331,8 @@ def _reads_itself(module: nn.Module) -> bool:
 def _memories(
     stages: StagedLayers, model: ModelConfig, ahead: bool = False
 ) -> dict[int, LayerMemory]:
-    """The memory of each block of this process that has any, with those that predict further tokens
-    or without."""
+    """Return the memory of each block of this process that has any, with or without the blocks that
+    predict further tokens."""
     size, blocks = stages.mesh.tensor.size, model.blocks + ahead * model.blocks_ahead
     each = {layer: memory_of(model, layer, size) for layer in cached_layers(stages)}
     return {layer: memory for layer, memory in each.items() if memory and layer < blocks}
@@ -370,7 +371,7 @@ def state_shape(stages: StagedLayers, model: ModelConfig) -> StateShape:
 
 
 def has_states(model: ModelConfig) -> bool:
-    """True if blocks of a model, on whatever rank, have states."""
+    """True if any block of a model, on any rank, has states."""
     return any(isinstance(memory_of(model, n), States) for n in range(model.num_layers))
 
 

@@ -1,5 +1,5 @@
-"""A model's layers over the ranks of a layout, as generation runs them: forward only, any run of
-consecutive layers, one batch at a time; and the results of the last one.
+"""A model's layers over the ranks of a layout, as generation runs them: forward only, any range of
+consecutive layers, one batch at a time; and the results of the last layer.
 
 Shapes: H hidden, R rows whose logits are wanted, T targets, A most probable tokens of a target, V
 vocabulary, P one tensor-parallel rank's columns of the padded vocabulary, C rows of a chunk.
@@ -77,7 +77,7 @@ class StagedLayers:
 
     @property
     def ahead(self) -> list[range]:
-        """The layers of each further token without its head; once, if it has those of another."""
+        """Return the layers of each further token without its head; shared layers appear once."""
         places: dict[tuple[str, ...], range] = {}
         for number in {spec.ahead for spec in self.specs} - {None}:
             of = [place for place, spec in enumerate(self.specs) if spec.ahead == number]
@@ -91,7 +91,7 @@ class StagedLayers:
         return self.owners[-1] == self._pipeline.rank
 
     def last_part(self, layers: range) -> LayerSequence:
-        """Some layers of the last stage, on the process that has it."""
+        """Some layers of the last stage, on the process that has them."""
         return self.own[max(self.own)].part(layers.start, layers.stop)
 
     @property
@@ -146,7 +146,7 @@ class StagedLayers:
         return hidden
 
     def share(self, x: Tensor, layer: int) -> None:
-        """Fills ``x`` with that of the rank with a layer, on all ranks of the pipeline."""
+        """Fill ``x`` on all ranks of the pipeline from the rank that has the layer."""
         pipeline = self._pipeline
         stage = max(s for s, start in enumerate(self.bounds[:-1]) if start <= layer)
         if pipeline.size > 1:
@@ -185,8 +185,8 @@ def _matrices(model: nn.Module) -> list[Tensor]:
 _FEW = 8
 _CHUNK_BYTES = 64 * 2**20  # of float32 logits at a time
 Numbers = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Logits float32 [R, V]; of the targets log-probabilities float32 [T], most probable tokens int64
-[T, A] and their log-probabilities float32 [T, A]."""
+"""Logits, float32 [R, V]; log-probabilities of the targets, float32 [T]; the most probable tokens,
+int64 [T, A], and their log-probabilities, float32 [T, A]."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def score_rows(
     columns = logits_RP.shape[1]
     first = group.rank * columns
     logits_RP = logits_RP.float()
-    # In whole rows: their sums are the same whatever other rows there are.
+    # In whole rows: their sums do not depend on the other rows.
     logits_RP[:, max(0, min(columns, vocab_size - first)) :] = -torch.inf
     own_R = targets_R - first
     absent_R = (own_R < 0) | (own_R >= columns)

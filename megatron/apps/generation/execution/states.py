@@ -1,4 +1,4 @@
-"""The blocks of a pass whose memory of a text is states of a fixed size.
+"""The blocks of a pass that remember a text in states of a fixed size.
 
 A token's result depends on its own sequence only, to the last bit:
 
@@ -120,14 +120,14 @@ def _pieces(part: SequencePart, row: int, length: int) -> list[_Piece]:
 def _advanced(
     x_B1X: Tensor, pools: tuple[Tensor, ...], slots: Sequence[int], count: int, step: Step
 ) -> Tensor:
-    """[count, 1, Y] of the first so many of texts in these slots, whose states are replaced."""
+    """[count, 1, Y] of the first ``count`` texts in these slots; replaces their states."""
     y_B1Y, states = step(x_B1X, tuple(pool[_place(slots, pool)] for pool in pools))
     _store(pools, slots[:count], states)
     return y_B1Y[:count]
 
 
 def _store(pools: tuple[Tensor, ...], slots: Sequence[int], states: Sequence[Tensor]) -> None:
-    """Write the states of as many texts as there are slots."""
+    """Write the states of the texts in ``slots``."""
     for pool, state in zip(pools, states, strict=True):
         assert state.dtype == pool.dtype, f"a state in {state.dtype}, not {pool.dtype}"
         pool[_place(slots, pool)] = state[: len(slots)]
@@ -143,8 +143,8 @@ def _place(slots: Sequence[int], pool: Tensor) -> slice | Tensor:
 
 @torch.inference_mode()
 def group_of(step: Step, x_B1X: Tensor, pools: Sequence[Tensor]) -> int:
-    """The least number of texts of which every multiple gives the same results as more of them; 0
-    if none of ``_GROUPS`` does. Inputs are like ``x_B1X`` and states like those of ``pools``."""
+    """Return the smallest group of texts whose multiples all give the same results as larger ones;
+    0 if none of ``_GROUPS`` does. Inputs are like ``x_B1X`` and states like those of ``pools``."""
     if x_B1X.device.type != "cpu":
         return 1
     random, most = torch.Generator().manual_seed(1), max(_TRIED) + 1

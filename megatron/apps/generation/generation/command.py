@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.apps.generation.decoding.chat import ChatFormat
 from megatron.apps.generation.decoding.text_stream import TextStream, continuation_text
 from megatron.apps.generation.generation.config import GenerateConfig, prompts_of, unused_flags
 from megatron.apps.generation.opening import opened_runner
@@ -23,10 +24,11 @@ from megatron.apps.generation.request import (
 )
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.schedule import EngineLimits
+from megatron.checkpoint.source import tokenizer_in
 from megatron.config import ConfigError, Setting, Settings
+from megatron.config.output import check_output
 from megatron.data.samples import NeighborText, Piece
 from megatron.parallel.random import derive_seed
-from megatron.run.process import check_output
 from megatron.run.run import RunToolParser, start_processes
 from megatron.util.errors import one_line
 from megatron.util.files import replacing, sync
@@ -34,6 +36,8 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
 
 PROMPT = "Context prompt (stop to exit) >>> "
+CHAT_PROMPT = "Message (stop to exit) >>> "
+Message = dict[str, str]
 Row = dict[str, Any]
 Tokens = tuple[int, ...]
 Sources = Callable[[Sequence[int]], Sequence[NeighborText]]
@@ -73,12 +77,23 @@ def run_generation(description: str | None, argv: Sequence[str] | None = None) -
         step_tokens = EngineLimits.step_tokens + running * drafts
         limits = EngineLimits(running, step_tokens, drafts=drafts)
         engine = GenerationEngine(runner, opened.tokenizer, limits)
-        generator = TextGenerator(engine, options, opened.ends, sources)
+        chat = None
+        if options.chat:
+            chat = ChatFormat.of(opened.tokenizer, tokenizer_in(opened.folder) or opened.folder)
+            if not chat.templates:
+                raise ConfigError(
+                    f"--chat: the tokenizer of {opened.folder} has no chat template; name an "
+                    "instruct model, or leave --chat out"
+                )
+        generator = TextGenerator(engine, options, opened.ends, sources, chat)
         try:
             _generate(generator, options, texts)
         except KeyboardInterrupt:
             print()
             sys.exit(130)
+        finally:
+            if chat is not None:
+                chat.close()
 
 
 def _of_run(options: GenerateConfig, settings: Settings) -> Settings:
@@ -123,7 +138,7 @@ def _write(options: GenerateConfig, rows: Iterable[Row], total: int) -> None:
 class TextGenerator:
     """Continues texts up to a number of new tokens, or to one of ``ends``, all with the model's
     first adapter. A seed and the place of a prompt determine the draws. With ``sources`` texts come
-    with those that the model has read."""
+    with those that the model has read; with ``chat`` they answer messages."""
 
     def __init__(
         self,
@@ -131,17 +146,21 @@ class TextGenerator:
         options: GenerateConfig,
         ends: frozenset[int],
         sources: Sources | None,
+        chat: ChatFormat | None = None,
     ) -> None:
         self._engine, self._tokenizer, self._sources = engine, engine.tokenizer, sources
         self._sampling = options.sampling()
-        self._stopping = StopRules(options.max_new_tokens, ends)
+        self._chat, self._ends = chat, ends
+        self._new = options.max_new_tokens or (128 if chat is None else None)
         self._adapter = next(iter(engine.runner.adapters), None)
 
     def interact(self, samples: int) -> None:
-        """Continues one line after another until the line "stop" or the end of the input."""
+        """Continues one line after another, or a conversation by lines, until the line "stop" or
+        the end of the input."""
+        messages: list[Message] = []
         for number in itertools.count():
             try:
-                text = input(PROMPT)
+                text = input(PROMPT if self._chat is None else CHAT_PROMPT)
             except EOFError:
                 print()
                 return
@@ -156,7 +175,12 @@ class TextGenerator:
             if text.strip() == "stop":
                 return
             try:
-                self.show([text], samples, number)  # a repeated line gets another text
+                if self._chat is None:
+                    self.show([text], samples, number)  # a repeated line gets another text
+                    continue
+                asked = [*messages, {"role": "user", "content": text}]
+                answer = self._stream(self._encode(asked), number, 0)
+                messages = [*asked, {"role": "assistant", "content": answer}]
             except ValueError as error:
                 print(f"error: {one_line(error)}", file=sys.stderr)
 
@@ -165,11 +189,23 @@ class TextGenerator:
         if len(texts) * samples > 1:
             for row in self.rows(texts, samples, *place):
                 read = "".join(f"\n{line}" for line in _shown(row))
-                say(f"{row['prompt']}{row['text']}{read}\n{'-' * 8}")
+                between = "" if self._chat is None else "\n"
+                say(f"{row['prompt']}{between}{row['text']}{read}\n{'-' * 8}")
             return
         prompt = self._encode(texts[0])
-        print(texts[0], end="", flush=True)
-        number = self._engine.submit(self._request(prompt, *place, 0))
+        if self._chat is None:
+            print(texts[0], end="", flush=True)
+        self._stream(prompt, *place, 0)
+
+    def _stream(self, prompt: Tokens, *place: int) -> str:
+        """Print a text while it is generated, and return it."""
+        written: list[str] = []
+
+        def write(text: str, end: str = "") -> None:
+            written.append(text)
+            print(text, end=end, flush=True)
+
+        number = self._engine.submit(self._request(prompt, *place))
         text = TextStream(self._tokenizer, self._before(prompt))
         finish, added = None, list[int]()
         while finish is None:
@@ -180,10 +216,11 @@ class TextGenerator:
                 finish = update.finish
                 added += update.tokens
                 tokens = update.tokens[:-1] if finish == "stop" else update.tokens
-                print("".join(map(text.add, tokens)), end="", flush=True)
-        print(text.close(), flush=True)
+                write("".join(map(text.add, tokens)))
+        write(text.close(), "\n")
         for line in _shown(self._neighbors((*prompt, *added))):
             print(line)
+        return "".join(written)
 
     def rows(self, texts: Sequence[str], samples: int, *place: int) -> Iterator[Row]:
         """A row for each sample of each prompt."""
@@ -217,17 +254,22 @@ class TextGenerator:
                 **self._neighbors((*before, *completion.tokens)),
             }
 
-    def _encode(self, text: str) -> Tokens:
-        """Ids of a prompt. Raises ValueError also if it leaves no room for the new tokens."""
-        runner, new = self._engine.runner, self._stopping.max_new_tokens
-        prompt = prompt_tokens(self._tokenizer, text, runner)
+    def _encode(self, text: str | Sequence[Message]) -> Tokens:
+        """Ids of a prompt or of messages. Raises ValueError also if it leaves no room for the new
+        tokens."""
+        runner, new = self._engine.runner, self._new or 1
+        if self._chat is None:
+            assert isinstance(text, str)
+            prompt = prompt_tokens(self._tokenizer, text, runner)
+        else:
+            messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+            prompt = self._chat.prompt(self._tokenizer, messages, runner)
         if runner.max_prompt is not None and len(prompt) > runner.max_prompt:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens is longer than the {runner.max_prompt} that the "
                 "encoder reads: shorten the prompt"
             )
-        before = len(prompt) if runner.max_prompt is None else 1
-        room = runner.max_positions - before
+        before, room = self._room(prompt)
         if new > room:
             advice = f"at most --max-new-tokens {room}" if room > 0 else "shorten the prompt"
             raise ValueError(
@@ -236,14 +278,21 @@ class TextGenerator:
             )
         return prompt
 
+    def _room(self, prompt: Tokens) -> tuple[int, int]:
+        """Tokens of a prompt in its sequence, and the most new ones after them."""
+        runner = self._engine.runner
+        before = len(prompt) if runner.max_prompt is None else 1
+        return before, runner.max_positions - before
+
     def _before(self, prompt: Tokens) -> Tokens:
-        """The tokens before the new ones; those that an encoder reads are not."""
+        """Return the number of tokens before the new ones; an encoder's tokens do not count."""
         return prompt if self._engine.runner.max_prompt is None else ()
 
     def _request(self, prompt: Tokens, *place: int) -> GenerationRequest:
         """The request of a prompt; another place gives other draws."""
         sampling = replace(self._sampling, seed=derive_seed(self._sampling.seed, *place))
-        return GenerationRequest(prompt, self._stopping, sampling, adapter=self._adapter)
+        stopping = StopRules(self._new or self._room(prompt)[1], self._ends)
+        return GenerationRequest(prompt, stopping, sampling, adapter=self._adapter)
 
     def _completions(
         self, prompts: Sequence[Tokens], *place: int

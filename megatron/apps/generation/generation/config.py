@@ -1,4 +1,4 @@
-"""Flags of ``tools/generate.py`` besides those of training, and the prompts of its files."""
+"""Flags of ``tools/generate.py`` beyond the training flags, and the prompts in its files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,13 @@ class GenerateConfig(ServedConfig):
     """JSON-lines file for the texts of --sample-input-file, with text, all_text, prompt and id."""
     genfile: str | None = option(None)
     """JSON-lines file for --num-samples new documents, with text, all_text, prompt and id."""
-    max_new_tokens: int = option(128, aliases=("--out-seq-length",), bounds=POSITIVE)
+    chat: bool = option(False)
+    """Prompts are messages to an instruct model, in the form of its tokenizer's chat template. On a
+    terminal each line continues the conversation."""
+    max_new_tokens: int | None = option(
+        None, derived="128; with --chat all that the model has room for",
+        aliases=("--out-seq-length",), bounds=POSITIVE,
+    )  # fmt: skip
     """Maximum number of tokens to add to a prompt."""
     temperature: float | None = option(None, derived="1.0", bounds=_TEMPERATURE)
     """Divisor of the logits: lower values are more deterministic, higher values more random."""
@@ -119,6 +125,9 @@ class GenerateConfig(ServedConfig):
             raise ConfigError(
                 "--retro needs --retro-project-dir, the folder whose database is searched"
             )
+        files = self._given("genfile", "sample_input_file")
+        if self.chat and files:
+            raise ConfigError(f"--chat and {files[0]}: give messages by --prompt or --prompt-file")
         drawn = self._given("temperature", "top_k", "top_p", "min_p")
         if self.greedy and drawn:
             raise ConfigError(f"--greedy does not sample; remove it or {drawn[0]}")

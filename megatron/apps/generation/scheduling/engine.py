@@ -1,4 +1,4 @@
-"""Generates text for many requests at once."""
+"""Text generation for many concurrent requests."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class QueueFull(RuntimeError):
 
 @dataclass
 class EngineStats:
-    """Work of an engine: what it has done, and does now.
+    """Statistics of an engine's past and current work.
 
     Attributes:
         prompt_tokens: of the requests that were started.
-        prefix_hit_tokens: of the prompts, found computed.
-        new_tokens: generated; of a beam search those of its best text.
+        prefix_hit_tokens: of the prompts, found in the cache.
+        new_tokens: generated; for a beam search the best text's.
         draft_tokens: computed in advance, of which ``accepted_tokens`` were the next of their text.
-        finished: requests that ended, cancelled and failed ones too.
-        failed: requests that ended by an error of their own.
+        finished: requests that ended, including cancelled and failed ones.
+        failed: requests that ended with an error.
         steps: passes through the model, and their time with the choice of tokens.
         running: requests, as ``waiting``.
         pages: of the model's memory: used by running requests, cached (with prompts that may come
@@ -137,7 +137,7 @@ class GenerationEngine:
         return self.limits.running + self.limits.waiting - self._schedule.rows
 
     def cancel(self, number: int) -> None:
-        """Ends a request, if it has not ended; the next step says so."""
+        """End a request that is still running; the next step reports it."""
         job = self._schedule.find(number)
         if job is not None:
             update = Update(number, finish="cancelled")
@@ -171,9 +171,9 @@ class GenerationEngine:
         return updates
 
     def completions(self, requests: Iterable[GenerationRequest]) -> Iterator[Completion]:
-        """Results of requests, in their order, as soon as they are complete; requests are taken
-        from the iterable as there is room. Raises ValueError if one can never run, or the error of
-        one that fails."""
+        """Yield results of requests, in their order, as soon as they complete; requests are taken
+        from the iterable while there is room. Raises ValueError if one can never run, or the error
+        of one that fails."""
         assert not self.busy
         coming, open_updates = iter(requests), dict[int, list[Update]]()
         try:

@@ -1,4 +1,4 @@
-"""Runs a generation engine in a thread of its own, for programs with an event loop."""
+"""Runs a generation engine in a separate thread, for programs with an event loop."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class EngineThread:
                     self._changed.notify()
 
     async def drain(self, timeout: float) -> bool:
-        """Refuses requests, waits until the others have ended, cancels those that have not after
-        ``timeout`` seconds, and ends the thread. Returns whether all ended by themselves."""
+        """Refuse new requests, wait for the others, cancel the remaining ones after ``timeout``
+        seconds, and end the thread. Return True if none had to be cancelled."""
         with self._changed:
             self._draining = True
             self._changed.notify()
@@ -126,7 +126,7 @@ class EngineThread:
         return stopped
 
     def _run(self) -> None:
-        # OpenMP's number of threads belongs to the thread that asked for it.
+        # OpenMP's number of threads belongs to the thread that set it.
         torch.set_num_threads(self._torch_threads)
         try:
             while self._receive():
@@ -136,7 +136,7 @@ class EngineThread:
                     if update.finish is not None:
                         del self._streams[update.number]
                 self._send(told)
-        except BaseException as error:  # any: the clients that wait are told
+        except BaseException as error:  # any: waiting clients are notified
             with self._changed:
                 self._failed = error
                 streams = [*self._streams.values(), *self._came]

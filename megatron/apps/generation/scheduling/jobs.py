@@ -28,10 +28,10 @@ from megatron.tokenizer import Tokenizer
 
 
 class Job(ABC):
-    """A request, the pages it uses, and how much of its prompt is computed.
+    """A request, its pages, and the computed part of its prompt.
 
     Attributes:
-        number: that the engine gave it.
+        number: assigned by the engine.
         source: the client and its request, between which turns are taken.
         prompt: the tokens with which the decoder begins.
         text_before: the tokens that the new text continues.
@@ -78,7 +78,7 @@ class Job(ABC):
 
     @property
     def _pages_again(self) -> int:
-        """Pages instead of those of the prompt that others may read, if all is computed again."""
+        """Replace the prompt's pages that other requests may read, if everything is recomputed."""
         again = self.is_long(self._positions) and not self.long
         return len(self.prompt) // self.page_size if again else 0
 
@@ -131,7 +131,7 @@ class Job(ABC):
         self._copies, self._state_copies = [], []
 
     def read(self, pool: PagePool, budget: int) -> SequencePart | None:
-        """Up to ``budget`` further tokens of the prompt, or those of one piece, if it has more;
+        """Return up to ``budget`` further tokens of the prompt, or one piece if that is longer;
         None while another job computes them."""
         tokens, size, end = self._read_tokens, self.page_size, len(self._read_tokens)
         while (
@@ -319,7 +319,7 @@ class TextJob(Job):
 
 class BeamJob(Job):
     """A request for the best texts. Each of its beams has a part in every step, and shares the
-    pages of what it has in common with others."""
+    pages of common text with others."""
 
     def __init__(self, request: GenerationRequest, runner: Runner, tokenizer: Tokenizer) -> None:
         super().__init__(request, runner)
@@ -378,7 +378,7 @@ class BeamJob(Job):
         seen = set[int]()
         for table in self._tables:
             if length % size and table[-1] in seen:
-                # A page that is not full yet belongs to one beam alone.
+                # A page that is not yet full belongs to a single beam.
                 self._copies.append((table[-1], self._spare.pop()))
                 table[-1] = self._copies[-1][1]
             seen.add(table[-1])

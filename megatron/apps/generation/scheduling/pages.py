@@ -1,5 +1,5 @@
-"""Pages of a model's memory: users, and the pages that contain the start of a prompt; and the slots
-of states."""
+"""Pages of a model's memory: their users, and the pages that contain the start of a prompt; and
+slots for states."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ def prefix_digests(
 
 
 class PagePool:
-    """Counts who uses each page, and knows the pages of prompts by their contents.
-
-    A page is published before it is filled, so that requests of one prompt that come together
-    compute it once: one of them claims and fills it, the others wait. A filled page without users
-    keeps its contents until its memory is needed; the least recently used is evicted first.
+    """Counts the users of each page, and indexes the pages of prompts by content. A page is
+    published before it is filled, so that simultaneous requests with one prompt compute it once:
+    one of them claims and fills it, the others wait. A filled page without users keeps its contents
+    until its memory is needed; the least recently used is evicted first.
 
     A model with states has ``slots`` of them, None without. No state is kept at the end of a page,
     so that prompts find nothing computed and share no page.
@@ -70,7 +69,7 @@ class PagePool:
         return self.slots - len(self._free_slots)
 
     def has_slots(self, count: int) -> bool:
-        """True if `take_slots` can give so many; any number of a model without states."""
+        """True if `take_slots` can provide this many; always for a model without states."""
         return self.shares or count <= len(self._free_slots)
 
     def take_slots(self, count: int) -> list[int]:
@@ -87,7 +86,7 @@ class PagePool:
         return [self._by_digest[digest] for digest in known]
 
     def idle_among(self, pages: Sequence[int]) -> int:
-        """The number of pages without users; `share` makes so many fewer available."""
+        """Return the number of pages without users; `share` makes that many fewer available."""
         return sum(page in self._idle for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:
@@ -123,7 +122,7 @@ class PagePool:
         return self._claims.setdefault(page, owner) == owner
 
     def is_filled(self, page: int) -> bool:
-        """True if a published page has its contents."""
+        """True if a published page is filled."""
         return page in self._filled
 
     def is_private(self, page: int) -> bool:
@@ -131,7 +130,7 @@ class PagePool:
         return page not in self._digests
 
     def fill(self, page: int) -> None:
-        """Notes that a page has its contents."""
+        """Mark a page as filled."""
         if page in self._digests:
             self._filled.add(page)
             del self._claims[page]

@@ -15,13 +15,13 @@ from megatron.apps.generation.scheduling.pages import PagePool
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Limits of the work at once. Raises ValueError if prompts would have no room in a step.
+    """Limits of concurrent work. Raises ValueError if prompts would have no room in a step.
 
     Attributes:
         running: texts; each beam is one.
-        step_tokens: of one pass: generated ones, and as many of prompts as there is room for. An
+        step_tokens: of one pass: generated ones, and prompt tokens in the remaining room. An
             encoder's prompt is one piece, which may be longer, and so may a `Runner.piece`.
-        waiting: requests in addition to those that run.
+        waiting: requests in addition to the running ones.
         drafts: tokens of each text that a step computes in advance, after its last one.
     """
 
@@ -48,8 +48,8 @@ PlannedPart = tuple[Job, SequencePart]
 
 
 class FairQueue:
-    """Jobs that wait. Clients take turns, as do the requests of a client, each of which may have
-    many jobs; those of a request come in the order of their arrival."""
+    """Waiting jobs. Clients take turns, as do the requests of a client, each of which may have many
+    jobs; a request's jobs come in order of arrival."""
 
     def __init__(self) -> None:
         self._clients: dict[Hashable, dict[Hashable, deque[Job]]] = {}
@@ -97,10 +97,10 @@ class FairQueue:
 
 
 class Scheduler:
-    """Requests run in turns of their clients, else in the order of their arrival, as long as there
-    is room; what has started is never interrupted, and none overtakes the first that waits. Every
-    step has a token of each text that is being generated, and drafts after it; the rest of its room
-    goes to prompts, the oldest first.
+    """Clients take turns; their requests run in order of arrival while there is room. Running
+    requests are never interrupted, and none overtakes the first in the queue. Every step has a
+    token of each text that is being generated, and drafts after it; the rest of its room goes to
+    prompts, the oldest first.
 
     Attributes:
         waiting: in the order of their turns.
@@ -117,7 +117,7 @@ class Scheduler:
         self._prompts = EncodedPrompts() if encodes else None
 
     def admit(self) -> list[Job]:
-        """Starts as many waiting requests as there is room for."""
+        """Start waiting requests while there is room."""
         admitted = []
         while self.waiting and self._rows + self.waiting.first().rows <= self.limits.running:
             if not self.waiting.first().admit(self.pool):
@@ -219,7 +219,7 @@ class EncodedPrompts:
             self._forget.append(job.encoded)
 
     def changes(self) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, ...]]:
-        """The prompts to encode, and those that lost their last user, since the last call."""
+        """Return prompts to encode and prompts without users left, since the last call."""
         changes = tuple(self._encode), tuple(self._forget)
         self._encode, self._forget = [], []
         return changes

@@ -53,15 +53,15 @@ def run_server(description: str | None, argv: Sequence[str] | None = None) -> No
     if is_main_process():
         _serve(config, settings, processes)
         return
-    for number in _SIGNALS:  # end it at once, as the main process, until it follows that one
+    for number in _SIGNALS:  # end it immediately, like the main process, until it follows that one
         signal.signal(number, signal.SIG_DFL)
     with opened_runner(settings, processes, config, config.adapter):
         pass
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C: the first asks this process to end, a second one, and any before it
-    serves, ends it at once."""
+    """Handle SIGTERM and Ctrl-C: the first requests a clean end; a second one, or any before it
+    serves, ends the process immediately."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -153,7 +153,7 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def _check(service: Service, thread: EngineThread, http: HTTPThread) -> None:
-    """Ends the process, without waiting for other ranks, if it can answer nothing more."""
+    """End the process, without waiting for other ranks, if it can no longer answer requests."""
     if thread.failed is None and http.alive:
         return
     failed = thread.failed

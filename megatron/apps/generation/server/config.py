@@ -1,5 +1,5 @@
-"""Flags of ``tools/run_text_generation_server.py`` besides those of training, and the limits and
-defaults of single requests."""
+"""Flags of ``tools/run_text_generation_server.py`` in addition to the training flags, and the
+limits and defaults of single requests."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ class RequestError(Exception):
     """A refused request, with the HTTP ``status`` of the answer.
 
     Attributes:
-        param: the field that is at fault.
-        code: a word for programs.
+        param: the invalid field.
+        code: a machine-readable word.
         retry_after: seconds after which another attempt may succeed.
-        close: true if the connection is of no further use.
+        close: True if the connection cannot be reused.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class JSON(Response):
 
 
 class HeldBodies:
-    """A bound on the bytes of all large bodies, from the first one until their texts are tokens.
-    Small bodies are always read: there are at most as many as connections."""
+    """A bound on the total bytes of large request bodies, until their texts are tokenized. Small
+    bodies are always read: connections bound their number."""
 
     def __init__(self, most: int) -> None:
         self._most, self._held = most, 0

@@ -1,4 +1,4 @@
-"""An HTTP server in a thread of its own, whose connections are bounded in number and time."""
+"""An HTTP server in a separate thread, whose connections are bounded in number and time."""
 
 from __future__ import annotations
 

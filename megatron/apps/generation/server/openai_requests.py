@@ -50,7 +50,7 @@ class TextsAsked:
 
     Attributes:
         prompts: token ids of each.
-        shown: text of each, where ``echo`` asks for it.
+        shown: text of each, with ``echo``.
         choices: texts of each prompt.
         template: the request of the first prompt.
         hidden: tokens that end a text and are not part of it.
@@ -68,7 +68,7 @@ class TextsAsked:
     include_usage: bool
 
     def requests(self) -> list[GenerationRequest]:
-        """All texts of the first prompt, then those of the second, and so on."""
+        """All texts of the first prompt, then all of the second, and so on."""
         template, requests = self.template, list[GenerationRequest]()
         for prompt in self.prompts:
             for _ in range(self.choices):
@@ -185,8 +185,8 @@ class BodyReader:
         return name
 
     async def _prompts(self, echo: bool) -> tuple[tuple[Tokens, ...], tuple[str, ...]]:
-        """Prompts of a text, a list of texts, ids, or a list of lists of ids; and the texts, if
-        ``echo``."""
+        """Return prompts from a text, a list of texts, ids, or a list of lists of ids; and their
+        texts with ``echo``."""
         fields = self.fields
         value = fields.take("prompt")
         if value is None:

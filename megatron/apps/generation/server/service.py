@@ -1,4 +1,4 @@
-"""A model that many clients ask at once."""
+"""A model that serves many clients concurrently."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ServedModel:
         """The most new tokens after a prompt."""
         runner = self.runner
         longest = min(runner.max_positions, runner.pages * runner.page_size)
-        # A decoder begins with a token of its own.
+        # A decoder begins with its own start token.
         return longest - (1 if self.has_encoder else len(prompt))
 
     def prompt(self, text: str) -> Tokens:
@@ -92,9 +92,7 @@ class ServedModel:
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
         """Ids of a conversation. Raises ValueError if the chat template refuses it."""
-        if self.has_encoder:
-            return self.prompt(self.chat.render(messages))
-        return tuple(self.chat.tokens(self.tokenizer, messages))
+        return self.chat.prompt(self.tokenizer, messages, self.runner)
 
     @cached_property
     def longest_token(self) -> int:
@@ -132,7 +130,7 @@ class Service:
         self._model = model
 
     def drain(self) -> None:
-        """Refuses further requests; those that were admitted continue."""
+        """Refuse further requests; admitted ones continue."""
         self._draining = True
 
     async def end(self) -> None:

@@ -22,8 +22,8 @@ from megatron.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class PlacedToken:
     """A token, and the character at which it begins, or of which it is a part. ``name`` is its text
-    there, where it differs: the first word of a text has no space, and a token that the tokenizer
-    puts around a text has none."""
+    there, if different: the first word of a text has no space, and a token that the tokenizer puts
+    around a text has none."""
 
     token: int
     offset: int
@@ -33,7 +33,7 @@ class PlacedToken:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A piece of a text that does not change, whatever comes after it."""
+    """A piece of a text that later tokens do not change."""
 
     text: str
     tokens: tuple[PlacedToken, ...]
@@ -136,8 +136,8 @@ def placed_prompt(
     scores: Sequence[TokenScore | None],
     shown: str,
 ) -> list[PlacedToken]:
-    """The tokens of a prompt in its text ``shown``, which lacks those that the tokenizer puts
-    around every text."""
+    """Return the tokens of a prompt in its text ``shown``, which lacks the tokens that the
+    tokenizer adds around every text."""
     special = tokenizer.special_tokens
     around = next((n for n, token in enumerate(prompt) if token not in special), len(prompt))
     cuts = ((cut, "".join(token_texts(tokenizer, prompt[cut:]))) for cut in range(around + 1))
@@ -154,8 +154,8 @@ def placed_prompt(
 
 
 def _lead(text: str, shown: str) -> int | None:
-    """Spaces at the beginning of the text of a prompt's tokens beyond those of the prompt, some of
-    which a tokenizer adds or drops; None if the two differ otherwise."""
+    """Return how many more leading spaces the decoded prompt has than the prompt, since tokenizers
+    add or drop some; None if the two differ otherwise."""
     bare, theirs = text.lstrip(" "), shown.lstrip(" ")
     if text.startswith(shown):
         return 0
@@ -171,7 +171,7 @@ def _moved(tokenizer: Tokenizer, placed: PlacedToken, lead: int) -> PlacedToken:
 
 
 class ChoiceText:
-    """The text of new tokens as it becomes certain: whole characters that cannot begin a stop text.
+    """The text of new tokens as it becomes final: whole characters that cannot begin a stop text.
     Neither a stop text nor a token that ends it (``ends``) is part of it."""
 
     def __init__(

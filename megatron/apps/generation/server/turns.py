@@ -18,9 +18,9 @@ _MOST_OVERDUE = 4  # threads of a lane that may still work on a text whose time 
 
 
 class Lane:
-    """Lets one request at a time work, each at most ``seconds`` on a text. Clients take turns, each
-    with the oldest of its requests, so that the many requests of one do not delay those of another.
-    For use in one event loop."""
+    """Lets one request work at a time, each for at most ``seconds`` on a text. Clients take turns,
+    each with the oldest of its requests, so that many requests of one client do not delay
+    another's. For use in one event loop."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -89,7 +89,7 @@ class RequestTurn:
 
         def fail(error: BaseException) -> None:
             working.set_exception(error)
-            working.exception()  # counts as seen, if the client has left
+            working.exception()  # treated as seen, if the client has left
 
         def run() -> None:
             put: Callable[[Any], None] = working.set_result

@@ -33,7 +33,7 @@ from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.apps.planning.parameters import kept_bytes
 from megatron.config import ConfigError
 from megatron.config.features import ModelPart
-from megatron.config.memory import Latents, States
+from megatron.config.sections import Latents, States
 from megatron.families import family_of
 from megatron.model import block
 from megatron.model.attention_masks import AttentionScoring

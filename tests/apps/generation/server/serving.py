@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import httpx
 from fake_runner import FakeRunner
 
+from megatron.apps.generation.decoding.chat import ChatFormat
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.engine_thread import EngineThread
 from megatron.apps.generation.scheduling.schedule import EngineLimits
@@ -15,8 +16,8 @@ from megatron.apps.generation.server.app import Access, build_app
 from megatron.apps.generation.server.config import RequestDefaults, ServiceLimits
 from megatron.apps.generation.server.listening import ConnectionLimits, HTTPThread, listening_socket
 from megatron.apps.generation.server.service import ServedModel, Service
-from megatron.checkpoint.generation_settings import end_tokens
 from megatron.config import TokenizerConfig
+from megatron.formats.generation_settings import end_tokens
 from megatron.tokenizer import build_tokenizer
 
 NAME = "fake"
@@ -50,6 +51,8 @@ class PlainChat:
 
     def tokens(self, tokenizer, messages):
         return tokenizer.tokenize(self.render(messages))
+
+    prompt = ChatFormat.prompt
 
 
 @dataclass
