@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
-from megatron.formats.gguf.metadata import Content, Keys
+from megatron.formats.gguf.container import Content, Keys
 from megatron.formats.gguf.rope import (
     read_factors,
     read_longrope,
@@ -47,7 +47,7 @@ PAIRS = ValueChange(
     lambda values, model: INTERLEAVED.to_hf(values, model)[0],
     lambda values, model: INTERLEAVED.from_hf([values], model),
 )
-"""Rows of queries or keys of which RoPE rotates neighbours together, as Meta's."""
+"""Rows of queries or keys whose neighbours RoPE rotates together, as in Meta's files."""
 SPLIT = ValueChange(
     lambda values, model: GROUPED_QKV.from_hf([values], model),
     lambda values, model: GROUPED_QKV.to_hf(values, model)[0],
@@ -83,7 +83,7 @@ SILU = {"hidden_act": "silu"}
 
 
 class Split(NamedTuple):
-    """A tensor of `transformers` that is two in GGUF files.
+    """A tensor of `transformers` that is split into two in GGUF files.
 
     Attributes:
         names: what replaces the key of :attr:`Kind.splits` in its name.
@@ -133,7 +133,7 @@ class Kind:
         content: Content = {"model_type": self.model_types[0]}
         for key, name in self.keys.items():
             is_size = not key.endswith(("epsilon", "residual"))
-            if key == "attention.head_count_kv":  # as many as queries, where it is missing
+            if key == "attention.head_count_kv":  # as many as queries, if missing
                 given.get(key, 0)
                 content[name] = given.get(key, given.whole("attention.head_count"))
             else:
@@ -178,7 +178,7 @@ class Kind:
         return TensorPlace(f"{stored}.{suffix}", None if expert is None else int(expert[1]))
 
     def to_file(self, theirs: str, values: Tensor, model: ModelConfig) -> dict[TensorPlace, Tensor]:
-        """A tensor of `transformers` as the file has it, by its places."""
+        """Return a tensor of `transformers` in the file's form, by place."""
         key, places = self._split(theirs), self.places(theirs, model.num_layers)
         parts = (values,) if key is None else self.splits[key].write(values)
         return {
@@ -189,7 +189,7 @@ class Kind:
     def from_file(
         self, theirs: str, read: Callable[[TensorPlace], Tensor], model: ModelConfig
     ) -> Tensor:
-        """The inverse of :meth:`to_file`; ``read`` reads what is at a place."""
+        """The inverse of :meth:`to_file`; ``read`` reads the tensor at a place."""
         key, places = self._split(theirs), self.places(theirs, model.num_layers)
         parts = [self.change(place.name).read(read(place), model) for place in places]
         return parts[0] if key is None else self.splits[key].read(parts)
@@ -201,7 +201,7 @@ class Kind:
 
 
 class TensorPlace(NamedTuple):
-    """The name of a tensor in a GGUF file, and the slice of it, where it is of all experts."""
+    """Return the name of a tensor in a GGUF file, and its slice if it contains all experts."""
 
     name: str
     expert: int | None
@@ -275,7 +275,7 @@ LLAMA = Kind(
 
 
 def read_head_and_rope(given: Keys, content: Content) -> Content:
-    """The width of a head, all of which is rotated, and RoPE."""
+    """The width of a fully rotated head, and RoPE."""
     head = read_head(given, content)
     return {**head, **read_rope(given, content | head)}
 
@@ -315,8 +315,8 @@ PHI3 = Kind(
 
 
 def _read_gemma(given: Keys, content: Content, widest: int, every: int) -> Content:
-    """Keys that llama.cpp knows without the file: the largest model alone scales scores by the
-    hidden size over the heads; every N-th block has no window."""
+    """Keys that llama.cpp implies: only the largest model scales scores by the hidden size over the
+    heads; every N-th block has no window."""
     width = read_head(given, content, 256)["head_dim"]
     hidden, heads, layers = (
         content[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")

@@ -15,7 +15,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -54,7 +54,7 @@ class StoredTensor(NamedTuple):
 
 class GGUFFile:
     """The metadata and the tensors of a model. Raises CheckpointError if the file, or another part
-    of the model, is missing, truncated, or says what it does not have."""
+    of the model, is missing, truncated or inconsistent."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.tensors = path, dict[str, StoredTensor]()
@@ -102,7 +102,7 @@ class GGUFFile:
 
 
 def _parts_of(path: Path) -> list[Path]:
-    """All parts of a model, in order, of which ``path`` is one."""
+    """Return all parts of a model, in order, one of which is ``path``."""
     match = PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -263,3 +263,71 @@ class _Part:
 
     def _refuse(self, why: str) -> NoReturn:
         raise CheckpointError(f"{self.path}: {why}")
+
+
+Content = dict[str, Any]
+"""Read a config.json of `transformers`, or part of one."""
+_HARMLESS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
+"""The vocabulary follows from the token embedding; the others describe where a model comes from."""
+
+
+class Keys:
+    """The keys that begin with an architecture's name, which is left out.
+
+    Attributes:
+        tensors: names of the tensors of the file.
+        values: a function that reads one.
+    """
+
+    def __init__(
+        self, metadata: Mapping[str, Any], name: str, tensors: Collection[str],
+        values: Callable[[str], Tensor], where: str,
+    ) -> None:  # fmt: skip
+        self.metadata, self.tensors, self.values = metadata, tensors, values
+        self._name, self._where, self._read = name, where, set[str]()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key; ``default`` where it is missing. Raises CheckpointError if the
+        default is a number, and the value is not one of its kind."""
+        self._read.add(key)
+        value = self.metadata.get(f"{self._name}.{key}", default)
+        kinds: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float)}
+        if type(value) not in kinds.get(type(default), (type(value),)):
+            self.refuse(key, f"expected a number, as {default}")
+        return value
+
+    def require(self, key: str) -> Any:
+        """The value of a key. Raises CheckpointError if it is missing."""
+        value = self.get(key)
+        if value is None:
+            raise CheckpointError(f"{self._where} has no {self._name}.{key}")
+        return value
+
+    def whole(self, key: str) -> int:
+        """A positive integer. Raises CheckpointError if it is missing, or another value."""
+        value = self.require(key)
+        if type(value) is not int or value < 1:
+            self.refuse(key, "expected a positive integer")
+        return value
+
+    def only(self, key: str, value: Any) -> None:
+        """Refuse another value of a key; a missing one is fine."""
+        if self.get(key, value) != value:
+            self.refuse(key, f"expected {value}")
+
+    def refuse(self, key: str, why: str) -> NoReturn:
+        """Raise a CheckpointError about the value of a key."""
+        value = f"{self.metadata.get(f'{self._name}.{key}')!r:.100}"
+        raise CheckpointError(f"{self._where}: {self._name}.{key} is {value}: {why}")
+
+    def refuse_tensor(self, name: str, why: str) -> NoReturn:
+        """Raise a CheckpointError about a tensor."""
+        raise CheckpointError(f"{self._where}: {name}: {why}")
+
+    def refuse_the_rest(self) -> None:
+        """Refuse keys that were not read, unless they have no effect."""
+        prefix = f"{self._name}."
+        for key in self.metadata:
+            short = key.removeprefix(prefix)
+            if key.startswith(prefix) and short not in self._read | _HARMLESS:
+                self.refuse(short, "its effect on such a model is not known")

@@ -1,5 +1,5 @@
-"""Decoders of today in llama.cpp, and the list of all architectures of GGUF files; the facts are of
-the same places as those in :mod:`megatron.formats.gguf.architectures`.
+"""Current decoders of llama.cpp, and the list of all architectures of GGUF files; the facts have
+the same sources as :mod:`megatron.formats.gguf.architectures`.
 
 Shapes: D head width, E experts, F inner width of the MLP, H hidden size.
 """
@@ -29,7 +29,7 @@ from megatron.formats.gguf.architectures import (
     usual_width,
     write_head,
 )
-from megatron.formats.gguf.metadata import Content, Keys
+from megatron.formats.gguf.container import Content, Keys
 from megatron.formats.gguf.rope import write_factors
 from megatron.formats.huggingface import architecture_named, architecture_of
 from megatron.formats.huggingface.architecture import Architecture
@@ -62,7 +62,7 @@ def _biases(given: Keys) -> Content:
 
 
 def _read_share(given: Keys, content: Content) -> Content:
-    """Heads of which the first channels are rotated."""
+    """Heads whose first channels are rotated."""
     width = given.get("attention.key_length", usual_width(content))
     given.only("attention.value_length", width)
     rotated = given.get("rope.dimension_count", width)
@@ -88,7 +88,7 @@ def _usual(read: Read) -> Read:
 
 
 def _kinds(given: Keys, content: Content, every: int) -> list[str]:
-    """The kind of each block: every N-th has no window, which llama.cpp knows without the file."""
+    """The kind of each block: every N-th has no window, which llama.cpp implies."""
     layers = range(content["num_hidden_layers"])
     given.only("attention.sliding_window_pattern", [bool((n + 1) % every) for n in layers])
     return [SLIDING if (n + 1) % every else FULL for n in layers]
@@ -443,8 +443,8 @@ def kind_named(name: Any, where: str) -> Kind:
 
 
 def form_of(model: ModelConfig) -> Architecture:
-    """The table of a model's tensors that its file follows: of its own architecture, or where GGUF
-    has no name for that, of the first of :data:`KINDS` that it fits."""
+    """Return the table for a model's tensors in its file: its own architecture's or, if GGUF lacks
+    it, the first of :data:`KINDS` that fits."""
     own = architecture_of(model)
     names = [name for kind in KINDS for name in kind.model_types]
     if own.model_type in names:

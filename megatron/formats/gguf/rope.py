@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron.formats.gguf.metadata import Content, Keys
+from megatron.formats.gguf.container import Content, Keys
 
 _FACTORS, _LONG, _SHORT = (
     f"{name}.weight" for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")
@@ -85,9 +85,9 @@ def write_factors(content: Content) -> Mapping[str, Tensor]:
 
 
 def read_factors(given: Keys, content: Content) -> Content | None:
-    """``rope_scaling`` of Llama 3 whose factors are those in the file; None without them. The file
-    does not say the parameters: of those that give the same factors, the first are taken. Raises
-    CheckpointError for factors of another kind."""
+    """Return Llama 3's ``rope_scaling`` that gives the factors in the file, or None. The file lacks
+    the parameters: the first that give these factors are used. Raises CheckpointError for factors
+    of another kind."""
     if _FACTORS not in given.tensors:
         return None
     stored, width = _vector(given, _FACTORS), content["head_dim"]
@@ -117,7 +117,7 @@ def read_longrope(given: Keys) -> Content | None:
 
 
 def write_longrope(content: Content) -> Content:
-    """The key for how much LongRoPE scales attention (Phi-3's modeling)."""
+    """The key for LongRoPE's scale of attention (Phi-3's modeling)."""
     scale = content["max_position_embeddings"] / content[_ORIGINAL]
     if "rope_scaling" not in content or scale <= 1:
         return {}

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.generation_settings import write_generation
 from megatron.config import ModelConfig
+from megatron.formats.generation_settings import write_generation
 from megatron.formats.gguf.architectures import Kind
-from megatron.formats.gguf.container import PART, PLAIN, GGUFFile
+from megatron.formats.gguf.container import PART, PLAIN, GGUFFile, Keys
 from megatron.formats.gguf.kinds import kind_named
-from megatron.formats.gguf.metadata import Keys
 from megatron.formats.gguf.rope import ROPE_TENSORS
 from megatron.formats.gguf.tokenizer import end_of_text, save_tokenizer
 from megatron.formats.huggingface import architecture_named
@@ -140,8 +139,8 @@ class GGUFModel(TableSource):
 
 
 def config_of(kind: Kind, file: GGUFFile) -> dict[str, Any]:
-    """The config.json of a model: of its metadata, the rows of its token embedding, and whether it
-    has a head of its own. Raises CheckpointError if they are malformed."""
+    """Return the config.json of a model from its metadata, the rows of its token embedding and the
+    presence of a separate head. Raises CheckpointError if they are malformed."""
     where, tensors = str(file.path), file.tensors
     if TABLE not in tensors or len(tensors[TABLE].shape) != 2:
         raise CheckpointError(f"{where} has no {TABLE}, a matrix")
@@ -153,7 +152,7 @@ def config_of(kind: Kind, file: GGUFFile) -> dict[str, Any]:
 
 
 def tied(tensors: Mapping[str, Any]) -> bool:
-    """True if a model has no head of its own, or one that repeats the token embedding."""
+    """True if a model has no separate head, or one that repeats the token embedding."""
     if HEAD not in tensors:
         return True
     head, table = tensors[HEAD], tensors[TABLE]

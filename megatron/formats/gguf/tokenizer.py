@@ -1,8 +1,8 @@
 """The tokenizer in the metadata of a GGUF file: read by transformers' own conversion, and written
 for byte-level BPE and for SentencePiece's BPE.
 
-Files do not have the pattern that splits texts, but its name (``tokenizer.ggml.pre``), and of
-SentencePiece's not the merges, but a score for each token, the largest of which merges first.
+Instead of the pattern that splits texts, files contain its name (``tokenizer.ggml.pre``); instead
+of SentencePiece's merges, a score for each token, the largest of which merges first.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.generation_settings import Generation, with_ends
 from megatron.checkpoint.source import Source
+from megatron.formats.generation_settings import Generation, with_ends
 from megatron.formats.tokenizer_json import check_number_added, check_pieces
 from megatron.formats.transformers_folder import load_folder
 from megatron.util.errors import rust_errors
@@ -78,7 +78,7 @@ def _is_known(content: Mapping[str, Any], architecture: Any) -> bool:
 
 
 def _splits() -> Mapping[str, str]:
-    """Patterns by the names of those that transformers knows."""
+    """Patterns by the names known to transformers."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     return GGUF_PRE_TOKENIZER_SPLITS
@@ -139,7 +139,7 @@ def tokenizer_metadata(
     source: Source, architecture: str, progress: Callable[[str], None]
 ) -> dict[str, Any]:
     """The keys for the tokenizer of a checkpoint, of a model that llama.cpp calls ``architecture``;
-    empty where it has none, or GGUF has no form for it, which a line says."""
+    empty if it has none, or GGUF cannot express it, which a line reports."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "tokenizer"
         if not source.copy_tokenizer(folder):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError, finite
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
+from megatron.config.features import AHEAD
 from megatron.formats.gguf.architectures import Kind
+from megatron.formats.gguf.container import Content, Keys
 from megatron.formats.gguf.kinds import form_of, kind_of
-from megatron.formats.gguf.metadata import Content, Keys
 from megatron.formats.gguf.source import HEAD, TABLE, GGUFModel
 from megatron.formats.gguf.tokenizer import tokenizer_metadata
 from megatron.formats.huggingface import architecture_named
@@ -40,8 +41,9 @@ _UNIMPORTANT = {
 
 @dataclass(frozen=True)
 class _Plan:
-    """Metadata, and the tensors that follow from the configuration, of a model that is written."""
+    """Metadata and configuration-derived tensors of a model that is written."""
 
+    model: ModelConfig
     form: Architecture
     kind: Kind
     metadata: Content
@@ -52,11 +54,14 @@ def write_gguf(
     source: Source, path: Path, type_name: str, progress: Callable[[str], None] = lambda line: None
 ) -> None:
     """Writes a new GGUF file with weights of a type of :data:`TYPES`, and the tokenizer's metadata
-    where GGUF has a form for it; then reads it back. Raises ValueError if llama.cpp has no such
-    network; CheckpointError if the checkpoint is damaged, a weight is not finite in the type, or
-    what is read back differs; OSError if the file cannot be written."""
+    where GGUF has a form for it; then reads it back. Blocks of multi-token prediction are left out,
+    as llama.cpp's converter leaves out most. Raises ValueError if llama.cpp has no such network;
+    CheckpointError if the checkpoint is damaged, a weight is not finite in the type, or what is
+    read back differs; OSError if the file cannot be written."""
     import gguf
 
+    if ahead := source.model.blocks_ahead:
+        progress(f"left out: {ahead} further token(s) that multi-token prediction (mtp.*) adds")
     plan = _plan(source.model)
     writer = gguf.GGUFWriter(path, plan.kind.name)
     writer.add_file_type(gguf.LlamaFileType[TYPES[type_name]])
@@ -84,7 +89,10 @@ def write_gguf(
 
 
 def _plan(model: ModelConfig) -> _Plan:
-    """The metadata of a model, which say all of it. Raises ValueError if they do not."""
+    """Return the metadata of a model. Raises ValueError if they cannot describe it completely."""
+    # Without the blocks after the last layer, which training alone needs.
+    parts: list[Any] = [type(part)() if part.blocks_ahead else part for part in model.parts]
+    model = replace(model, parts=tuple(parts))
     form = form_of(model)
     kind = kind_of(form.model_type)
     content = form.config(model)
@@ -109,7 +117,8 @@ def _plan(model: ModelConfig) -> _Plan:
     ]  # fmt: skip
     if lost:
         raise ValueError(f"GGUF files of {kind.name} cannot say {', '.join(lost)}")
-    return _Plan(form, kind, {f"{kind.name}.vocab_size": content["vocab_size"], **metadata}, extra)
+    metadata |= {f"{kind.name}.vocab_size": content["vocab_size"]}
+    return _Plan(model, form, kind, metadata, extra)
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
@@ -133,16 +142,17 @@ def _tensors(source: Source, plan: _Plan, type_name: str) -> Iterator[_Stored]:
     """Name, shape and type of each tensor, and a function that makes it."""
     from gguf import GGMLQuantizationType as Kinds
 
+    model = plan.model
     for name, values in plan.extra.items():
         yield name, tuple(values.shape), Kinds.F32, partial(torch.clone, values)
-    for parameter in plan.form.parameters(source.model):
+    for parameter in plan.form.parameters(model):
         like = parameter.to_hf(torch.empty(source.shape(parameter.ours), device="meta"))
-        for name, values in _joined(plan, parameter, like, source.model).items():
+        for name, values in _joined(plan, parameter, like, model).items():
             shape = tuple(values.shape)
             kind = _type_of(name, shape, type_name)
             make = partial(_made, source, plan, parameter, name, kind)
             yield name, shape, kind, make
-            if name == TABLE and plan.kind.repeats_head and source.model.embedding.tied:
+            if name == TABLE and plan.kind.repeats_head and model.embedding.tied:
                 yield HEAD, shape, kind, make
 
 
@@ -195,7 +205,8 @@ _ROUNDING = {"f32": 1e-6, "f16": 2.0**-10, "bf16": 2.0**-7, "q8_0": 2.0**-7}
 
 def _check(source: Source, written: GGUFModel, type_name: str) -> None:
     """Raises CheckpointError if a file does not contain a source, rounded to its types."""
-    for name in progress_bar("reading it back", source.names(), unit=" parameters"):
+    names = [name for name in source.names() if not name.startswith(AHEAD)]
+    for name in progress_bar("reading it back", names, unit=" parameters"):
         values, near = source.tensor(name), written.tensor(name)
         allowed = _ROUNDING[type_name] * values.abs().max() + 1e-6
         if values.shape != near.shape or not bool(((values - near).abs() <= allowed).all()):

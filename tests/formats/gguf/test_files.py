@@ -202,6 +202,20 @@ def test_a_tokenizer_of_another_kind_is_left_out(tmp_path, capsys):
     assert "no tokenizer in the file: GGUF has no name" in capsys.readouterr().out
 
 
+def test_multi_token_prediction_is_left_out(
+    gpt_config, random_gpt, write_checkpoint, tmp_path, capsys
+):
+    config = gpt_config(llama=True, mtp_num_layers=2)
+    write_checkpoint(tmp_path / "hf", config, random_gpt(config))
+    source, back = open_checkpoint(tmp_path / "hf"), GGUFModel(converted(tmp_path, "--type", "f32"))
+    assert "left out: 2 further token(s)" in capsys.readouterr().out
+    assert any(name.startswith("mtp.1.") for name in source.names())
+    assert {*source.names()} - {*back.names()} == {
+        name for name in source.names() if name.startswith("mtp.")
+    }
+    assert all(torch.equal(back.tensor(name), source.tensor(name)) for name in back.names())
+
+
 MISFITS = {
     "a window": ("mistral", {"sliding_window": 7}, "llama cannot say sliding_window = 7"),
     "an activation": ("llama", {"hidden_act": "gelu_pytorch_tanh"}, "cannot say glu_activation"),
