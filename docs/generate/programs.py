@@ -55,6 +55,7 @@ PROGRAMS: tuple[tuple[str, ...], ...] = (
     *(
         (str(path.relative_to(ROOT)),)
         for path in sorted((ROOT / "examples_deepspeed/megatron/detxoify_lm").rglob("*.py"))
+        if path.parent.name != "detoxifying"  # what the programs import
     ),
 )
 """Every program of the documentation: its file, and its subcommand where it has some."""

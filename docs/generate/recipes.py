@@ -31,6 +31,7 @@ for folder in (str(ROOT), str(ROOT / "tests")):
 
 from example_scripts import printed, resolved  # noqa: E402
 
+from megatron.apps.parity.layouts import short_name  # noqa: E402
 from megatron.apps.pictures.plots import decorate, save_picture  # noqa: E402
 from megatron.apps.planning.parameters import kept_bytes, model_parameters  # noqa: E402
 from megatron.apps.planning.presets import MODELS, with_presets  # noqa: E402
@@ -348,7 +349,7 @@ def facts(recipe: Recipe) -> dict[str, str]:
     rows = {
         "weights": size_of(recipe, config),
         "hardware": f"{nodes} node{'s' * (nodes > 1)} of 8 {GPU} with 80 GiB",
-        "layout": f"`{plan.layout.name}`",
+        "layout": f"`{short_name(plan.layout)}`",
         "memory of a GPU": f"{plan.memory.total / 2**30:.1f} GiB",
         "step": f"{tokens:,} tokens, {plan.time.total:.2f} s",
         "texts": f"{texts}: another {writing:.1f} s at least" * bool(texts),

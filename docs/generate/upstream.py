@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron.config import FLAG_CLASSES, FlagParser, LegacyFlags
 from megatron.config.flags import field_help, flag_names, flag_of
-from megatron.config.foreign_flags import refused_flag
+from megatron.formats.refused_flags import refused_flag
 
 LISTS = Path(__file__).parent / "upstream_flags"
 

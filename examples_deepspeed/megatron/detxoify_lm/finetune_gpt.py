@@ -10,7 +10,8 @@ r"""Continues the training of a GPT on other data than it is evaluated on.
 It takes all flags of pretrain_gpt.py, and is started as that is.
 """
 
-from megatron.apps.tasks.detoxify.fine_tuning import fine_tune
+from detoxifying.fine_tuning import fine_tune
+
 from megatron.run.process import ending_process, errors_for_users
 
 

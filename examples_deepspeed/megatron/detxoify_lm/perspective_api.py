@@ -7,7 +7,8 @@ r"""Scores continuations of prompts; Expected Maximum Toxicity and Toxicity Prob
         --scorer profanity-check --output measures.json
 """
 
-from megatron.apps.tasks.detoxify.measures import run_measures
+from detoxifying.measures import run_measures
+
 from megatron.run.process import errors_for_users
 
 

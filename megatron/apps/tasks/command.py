@@ -99,7 +99,7 @@ class Gpt2EvalConfig:
     eval_iters: int = option(5000)
     """With --webtext-eval: the largest number of batches."""
     load_openai: bool = option(False)
-    """--model-path is a folder of Hugging Face, whose sizes are those of the model."""
+    """--model-path is a Hugging Face folder, which determines the model's sizes."""
     num_layers: int | None = option(None, derived="12, or that of --load-openai")
     """Number of layers."""
     hidden_size: int | None = option(None, derived="768, or that of --load-openai")

@@ -1,5 +1,5 @@
-"""The flags of ``tasks/main.py`` besides those of training, and the files and checkpoints that they
-name."""
+"""The flags of ``tasks/main.py`` in addition to the training flags, and the files and checkpoints
+that they name."""
 
 from __future__ import annotations
 

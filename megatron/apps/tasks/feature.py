@@ -12,6 +12,7 @@ from megatron.config.flags import ConfigResolver
 
 class TasksFeature(Feature):
     sections = {"tasks": EvalTasksConfig}
+    needs = ("adapters", "evaluation", "instruction", "raw_text", "retro")
 
     def resolve(self, parts: dict[str, Any], processes: int, resolver: ConfigResolver) -> None:
         interval, length = parts["training"].eval_interval, parts["model"].seq_length

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import megatron
 from megatron.apps.pictures.plots import shown_metrics
 from megatron.apps.pictures.run_curves import Panel, RunCurve, draw_panels
+from megatron.apps.profiling.tables import aligned
 from megatron.config import RunConfig
 from megatron.util.files import write_whole
 from megatron.util.progress import say
@@ -48,8 +49,8 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """The model that results are of: a checkpoint, None for random weights, of an iteration, None
-    where its format has none."""
+    """The evaluated model: a checkpoint (None for random weights) and its iteration (None if its
+    format has none)."""
 
     checkpoint: str | None
     iteration: int | None
@@ -91,7 +92,7 @@ def table(results: Sequence[TaskResult]) -> str:
             task, examples, speed = facts
             rows.append((task, name.replace("_", " "), f"{value:.6g}", examples, speed))
             facts = "", "", ""
-    return aligned(rows, texts=2)
+    return ruled(rows, texts=2)
 
 
 def table_of_checkpoints(evaluations: Sequence[ModelResults]) -> str:
@@ -103,20 +104,14 @@ def table_of_checkpoints(evaluations: Sequence[ModelResults]) -> str:
         metrics = {(r.name, name): value for r in results for name, value in r.metrics.items()}
         values = (f"{metrics[key]:.6g}" if key in metrics else "" for key in columns)
         rows.append((str(model.iteration), *values))
-    return aligned(rows)
+    return ruled(rows)
 
 
-def aligned(rows: Sequence[Sequence[str]], texts: int = 0) -> str:
-    """Columns of equal width; the first ``texts`` begin, the others end, in line."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if number < texts else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join((lines[0], "  ".join("-" * width for width in widths), *lines[1:]))
+def ruled(rows: Sequence[Sequence[str]], texts: int = 0) -> str:
+    """Columns of equal width, with a rule below the first row; the first ``texts`` begin, the
+    others end, in line."""
+    rule = ["-" * max(map(len, column)) for column in zip(*rows, strict=True)]
+    return aligned([rows[0], rule, *rows[1:]], texts)
 
 
 def finish(evaluations: Sequence[ModelResults], output: str | None, plot: Path | None) -> None:

@@ -1,6 +1,7 @@
 """The flags of tools/evaluate.py, and how requests become texts to score."""
 
 import os
+from pathlib import Path
 
 import pytest
 from small_tokenizers import small_tokenizers
@@ -67,6 +68,16 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install -e '.\[evaluate\]' in the checkout"):
         command.run_evaluation(None, ["--tasks", "a", "--load", "checkpoints"])
+
+
+def test_git_does_not_complain_of_a_folder_that_is_no_repository(monkeypatch, tmp_path, capfd):
+    loggers = pytest.importorskip("lm_eval.loggers.utils")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    assert command._git_hash() is None
+    monkeypatch.chdir(Path(__file__).parent)
+    assert command._git_hash() == loggers.get_git_commit_hash()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_requests_with_one_begin_are_one_text():

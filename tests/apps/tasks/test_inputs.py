@@ -4,7 +4,7 @@ import pytest
 
 from megatron.apps.tasks.command import run_task
 from megatron.config import ConfigError
-from megatron.run.process import check_output
+from megatron.config.output import check_output
 
 MODEL = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16".split()
 HEADER = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"

@@ -6,8 +6,13 @@ r"""Keeps the least toxic half of scored texts.
         --data-path samples.annotated.out --out-path samples.nontoxic.out
 """
 
-from megatron.apps.tasks.detoxify.measures import run_filter
+import sys
+from pathlib import Path
+
 from megatron.run.process import errors_for_users
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from detoxifying.measures import run_filter  # noqa: E402
 
 
 def main() -> None:

@@ -13,8 +13,13 @@ r"""Scores how toxic the texts of a file are.
 A command that was interrupted continues when it is started again.
 """
 
-from megatron.apps.tasks.detoxify.annotate import run_annotation
+import sys
+from pathlib import Path
+
 from megatron.run.process import errors_for_users
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from detoxifying.annotate import run_annotation  # noqa: E402
 
 
 def main() -> None:

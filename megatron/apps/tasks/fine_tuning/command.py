@@ -28,6 +28,7 @@ from megatron.checkpoint.folder import tag
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ConfigError, Setting, Settings
+from megatron.config.output import check_output
 from megatron.config.training import LENGTHS
 from megatron.data.build import DataFile, Datasets, content_of_files
 from megatron.data.loader import TrainingData
@@ -37,8 +38,9 @@ from megatron.engine.loading import load_checkpoint
 from megatron.families import Family, family_names, family_of, spec_of
 from megatron.features.evaluation.checkpoints import evaluation_settings
 from megatron.features.evaluation.evaluator import build_evaluator
+from megatron.parallel.meeting import run_meeting
 from megatron.parallel.mesh import Mesh
-from megatron.run.process import check_output, compare_checkpoints, connected
+from megatron.run.process import connected
 from megatron.run.run import Run, run_of, show_configuration
 from megatron.training.build import build_trainer
 from megatron.training.plan import Epochs, TrainingPlan
@@ -46,7 +48,7 @@ from megatron.util.processes import is_main_process
 
 
 def with_head(config: TaskConfig) -> FineTuning:
-    """The task for a model with a head of its own."""
+    """The task for a model with its own head."""
     assert config.task is not None
     if config.task == Squad.name:
         return Squad(config)
@@ -115,8 +117,8 @@ def run_fine_tuning(config: TaskConfig, settings: Settings, processes: int) -> N
 
 
 def _of_family(task: FineTuning, settings: Settings) -> Settings:
-    """The settings of a task that only the models of one family have. Raises ConfigError if the
-    checkpoint is of another."""
+    """Return the settings of a task that exists for one model family only. Raises ConfigError if
+    the checkpoint's family differs."""
     wanted = task.settings()["family"]
     own = settings.get("family", wanted)
     if own.value != wanted.value:
@@ -241,7 +243,7 @@ def _evaluate(config: TaskConfig, run: Run, mesh: Mesh, sets: ValidationSets) ->
     checkpoints = [each for each in listed if each is not None]
     if not checkpoints:
         raise ConfigError("--epochs 0 evaluates a fine-tuned model: name it with --load")
-    compare_checkpoints(checkpoints)
+    run_meeting().compare_checkpoints(checkpoints)
     for each in checkpoints:
         _check_head(each, run, sets.task)
     spec = spec_of(run.config.model, run.config.parallel)

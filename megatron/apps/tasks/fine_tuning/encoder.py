@@ -36,7 +36,7 @@ from megatron.tokenizer import Tokenizer
 Ids = npt.NDArray[np.int64]
 
 MULTIPLE = 8
-"""Texts are padded to a multiple of it."""
+"""Texts are padded to a multiple of this."""
 
 
 def _logits(state: LayerState, batch: Any) -> Mapping[str, Tensor]:

@@ -15,7 +15,7 @@ from torch.serialization import safe_globals
 
 from megatron.config import ConfigError
 from megatron.config.flags import SHARE, option
-from megatron.run.process import check_output
+from megatron.config.output import check_output
 from megatron.util.errors import one_line
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
@@ -30,8 +30,8 @@ _ARRAYS: list[Any] = [
 
 
 class PredictedSet(NamedTuple):
-    """Probabilities of the N examples of a data set for its C classes, [N, C], that sum to 1 for
-    each model; the classes that are right, -1 where unknown, [N]; and the words of the classes."""
+    """Class probabilities of the N examples of a dataset, [N, C], which sum to 1 per model; the
+    right classes, -1 if unknown, [N]; and the names of the classes."""
 
     probabilities_NC: npt.NDArray[np.float64]
     labels_N: npt.NDArray[np.int64]
@@ -52,8 +52,7 @@ class EnsembleConfig:
     eval: bool = option(False)
     """Print the accuracy of each data set and of all."""
     calc_threshold: bool = option(False)
-    """Predict the last of two classes from that of 100 probabilities on which gives the best
-    accuracy."""
+    """Predict the last of two classes from the threshold, out of 100, with the best accuracy."""
     one_threshold: bool = option(False)
     """One threshold of --calc-threshold for all data sets."""
     threshold: tuple[float, ...] = option((), bounds=SHARE)

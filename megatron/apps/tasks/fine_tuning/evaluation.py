@@ -1,7 +1,8 @@
 """Evaluations of several validation sets, once or after every epoch, and the record of the epochs.
 
 The record is the file ``best_epoch.json`` next to the checkpoints. Its ``checkpoint`` is kept,
-whatever ``--keep-last`` says: :func:`megatron.checkpoint.folder.superseded` reads it.
+whatever ``--keep-last`` says:
+:func:`megatron.features.older_checkpoints.retention.superseded` reads it.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class EpochRecords:
         self.records = [record for record in self.records if record.iteration <= iteration]
 
     def add(self, record: EpochRecord) -> None:
-        """Adds an epoch, instead of an earlier record of it, and writes the file."""
+        """Add an epoch, replacing an earlier record of it, and write the file."""
         self.records = [each for each in self.records if each.epoch != record.epoch]
         self.records.append(record)
         best = self.best

@@ -37,8 +37,8 @@ class LabelledExample:
 
 @dataclass(frozen=True)
 class RaceQuestion:
-    """A question about an article, with options, of which one, counted from 0, is the answer; None
-    in a test file."""
+    """A question about an article, with options and the number of the right one, from 0; None in a
+    test file."""
 
     article: str
     question: str
@@ -75,9 +75,9 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class TableColumns:
-    """Columns of a row: their number ``width`` (without ``exact`` the least one), those of the
-    texts, of the label (-1 for the last; None in a test file), and of the row's own number or name
-    (None for the number of the line)."""
+    """Columns of a row: their number ``width`` (without ``exact`` the minimum), and the columns of
+    the texts, the label (-1 for the last; None in a test file) and the row's number or name (None
+    for the line number)."""
 
     width: int
     texts: tuple[int, ...]
@@ -207,7 +207,7 @@ TABLES: dict[str, TableTask] = {
         TableTask(
             "MNLI",
             ("contradiction", "entailment", "neutral"),
-            # Files have 12 or 16 columns, as many as people labelled a row.
+            # Files have 12 or 16 columns, depending on the number of labels per row.
             TableColumns(11, (8, 9), -1, exact=False),
             TableColumns(10, (8, 9), None, exact=False),
         ),

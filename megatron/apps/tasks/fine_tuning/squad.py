@@ -81,7 +81,7 @@ class Passage:
 
 def _with_marks(text: str, offsets_T2: Offsets) -> Offsets:
     """Offsets in which accents that the tokenizer removed belong to the letter before them, where
-    the text has them as characters of their own."""
+    they are separate characters in the text."""
     if text.isascii():
         return offsets_T2
     letters = [place for place, char in enumerate(text) if unicodedata.category(char) != "Mn"]
@@ -213,7 +213,7 @@ class Candidate(NamedTuple):
 @dataclass(frozen=True)
 class PredictedAnswer:
     """The answer to a question that a model predicts, "" for none; the best answers, best first,
-    with "no answer" where it is possible; and the score of that minus that of the best answer."""
+    with "no answer" where it is possible; and its score minus the best answer's."""
 
     text: str
     n_best: tuple[Candidate, ...]

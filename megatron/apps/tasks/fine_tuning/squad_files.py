@@ -211,8 +211,8 @@ def squad2_metrics(
     """``exact``, ``f1`` and ``total`` of version 2.0; of questions with (``HasAns_``) and without
     (``NoAns_``) an answer, those with an empty list of gold answers. An empty text is "no answer".
 
-    ``null_odds`` says for each question how much "no answer" is preferred to the best answer. With
-    it there are ``best_exact`` and ``best_f1``, of the best threshold (``_thresh``) above which "no
+    ``null_odds`` is the score of "no answer" relative to the best answer, per question. With it
+    there are ``best_exact`` and ``best_f1``, of the best threshold (``_thresh``) above which "no
     answer" would replace a prediction.
     """
     # Gold answers of which normalization leaves nothing do not count; the only answer to what

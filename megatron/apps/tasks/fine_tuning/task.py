@@ -58,9 +58,9 @@ def require_labels(examples: Sequence[Any]) -> None:
 
 
 class FineTuning(ABC):
-    """A task on which a model is fine-tuned. Examples are what :meth:`read` makes of a file, before
-    there is a tokenizer. ``folders``: data are folders; ``predictions_suffix``: of the file of
-    predictions, where it is not named."""
+    """A task on which a model is fine-tuned. Examples are what :meth:`read` returns for a file,
+    before there is a tokenizer. ``folders``: data are folders; ``predictions_suffix``: of the file
+    of predictions, where it is not named."""
 
     name: str
     folders: bool = False
@@ -85,7 +85,7 @@ class FineTuning(ABC):
 
     @abstractmethod
     def scores(self, predictions: Sequence[Prediction]) -> Scores:
-        """Scores of at least one prediction, of which the labels are known."""
+        """Return the scores of one or more predictions with known labels."""
 
     def write_predictions(self, path: Path, sets: Mapping[str, Sequence[Prediction]]) -> None:
         """Writes the predictions of validation sets by name."""

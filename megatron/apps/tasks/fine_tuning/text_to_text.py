@@ -122,7 +122,7 @@ PROMPTS: dict[str, dict[str, TaskPrompt]] = {
         "RTE": TaskPrompt("rte sentence1: {0} sentence2: {1}", _same(_ENTAILMENT)),
     },
 }
-"""By what reads them, and the task."""
+"""By model kind and task."""
 
 QUESTIONS: dict[str, str] = {
     "decoder": "Article: {article}\n\nQuestion: {question}\nAnswer:",
@@ -227,7 +227,7 @@ class TextTable(TextTask):
     def text(self, run: Run) -> Callable[[str, str], ScoredText]:
         """See `TextTask.text`; raises ConfigError if the tokens of two answers are the same."""
         text = super().text(run)
-        # The answers are the same whatever the texts are.
+        # The answers do not depend on the texts.
         asked = self.asked(LabelledExample(("", ""), None, ""))
         known: dict[tuple[int, ...], str] = {}
         for answer in asked.answers:

@@ -1,2 +1,2 @@
-"""lm-evaluation-harness on models of this project: tasks of its own and of local files, in any
+"""lm-evaluation-harness on models of this project: its own tasks and tasks in local files, in any
 layout, without an export."""

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,11 +22,11 @@ from megatron.apps.tasks.harness.config import DownloadConfig, HarnessConfig
 from megatron.apps.tasks.harness.version_02 import results_02
 from megatron.apps.tasks.report import EvaluatedModel, versions
 from megatron.config import ConfigError, Setting, Settings, parse_configs
+from megatron.config.output import check_output
 from megatron.engine.deepspeed_file import read_json
 from megatron.engine.deepspeed_json import get
 from megatron.families import family_of
 from megatron.features.evaluation.checkpoints import Opened, opened_checkpoint
-from megatron.run.process import check_output
 from megatron.run.run import Run, RunToolParser, start_processes
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
@@ -89,8 +90,8 @@ def run_download(description: str | None, argv: Sequence[str] | None = None) -> 
 def parsed(
     description: str | None, argv: Sequence[str] | None = None
 ) -> tuple[HarnessConfig, Settings, int]:
-    """The flags of an evaluation, the settings of its run, and the number of its processes, of
-    which this is one. Raises ConfigError if a flag is wrong, or lm-eval is not installed."""
+    """Return the flags of an evaluation, the settings of its run, and the number of its processes.
+    Raises ConfigError if a flag is wrong, or lm-eval is not installed."""
     config, settings = RunToolParser(HarnessConfig, description).parse(argv)
     if "load" not in settings:
         raise ConfigError("--load is missing: the checkpoint to evaluate")
@@ -130,9 +131,9 @@ def without_training(settings: Settings) -> Settings:
 def opened_model(
     config: HarnessConfig, settings: Settings, processes: int, generates: bool = False
 ) -> Iterator[HarnessRun]:
-    """The checkpoint of ``--load`` in the layout of the flags, until the block ends; ``generates``
-    says whether tasks need text of it. Raises ConfigError, CheckpointError or OSError if it cannot
-    be used."""
+    """Open the checkpoint of ``--load`` in the layout of the flags, within a context;
+    ``generates``: True if tasks need generated text. Raises ConfigError, CheckpointError or OSError
+    if it cannot be used."""
     if generates:
         settings = for_generation(settings)
     with opened_checkpoint(settings, processes, "an evaluation", watched=True) as opened:
@@ -147,8 +148,8 @@ def opened_model(
 
 
 def require_harness() -> None:
-    """Raises ConfigError if lm-eval is not installed; otherwise prepares its import. Data sets come
-    from this machine, unless the user has set the variables that say so."""
+    """Raises ConfigError if lm-eval is not installed; otherwise prepares its import. Datasets come
+    from this machine, unless the user has set the environment variables."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
             "lm_eval is not installed: run pip install -e '.[evaluate]' in the checkout"
@@ -188,8 +189,8 @@ def _model(opened: Opened, config: HarnessConfig, generates: bool) -> HarnessMod
 
 
 def fingerprint(folder: Path, depends: Any) -> str:
-    """A mark of a checkpoint's weights, by size and time of their files, so that others in the same
-    place are known as such, and of what else the answers depend on."""
+    """Return a fingerprint of a checkpoint's weights, by size and time of their files, so that
+    replaced files are noticed, and of everything else that the answers depend on."""
     files = [path for path in folder.rglob("*") if path.suffix in _WEIGHTS]
     stats = sorted(
         (str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f in files
@@ -221,6 +222,7 @@ def evaluate(
     one."""
     import lm_eval
 
+    lm_eval.evaluator.get_git_commit_hash = _git_hash
     python, numpy, torch, fewshot = config.seeds
     results = lm_eval.simple_evaluate(
         model,
@@ -246,6 +248,17 @@ def evaluate(
         metadata=_values(config),
     )
     return results or {}
+
+
+def _git_hash() -> str | None:
+    """Return lm-eval's ``git_hash``; its own function lets git complain outside of repositories."""
+    from lm_eval.loggers.utils import get_commit_from_path
+
+    words = ["git", "describe", "--always"]
+    try:
+        return subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return get_commit_from_path(Path.cwd())
 
 
 def _report(results: dict[str, Any], config: HarnessConfig, opened: HarnessRun) -> None:

@@ -1,4 +1,4 @@
-"""The flags of ``tools/evaluate.py`` besides those of training."""
+"""The flags of ``tools/evaluate.py`` in addition to the training flags."""
 
 from __future__ import annotations
 

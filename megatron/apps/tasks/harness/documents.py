@@ -18,7 +18,7 @@ _TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")
 
 
 def file_in(folder: str | None, name: str, flag: str) -> Path | None:
-    """The file of a task in the folder of the user's tasks; None without one. ``flag`` names the
+    """Return the file of a task in the folder of the user's tasks, or None. ``flag`` names the
     tasks. Raises ConfigError if several files have such a name."""
     if folder is None:
         return None

@@ -66,7 +66,7 @@ EncodedPair = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 class TokenText(str):
-    """Token ids as a text of a request: lm-eval knows texts only."""
+    """Token ids disguised as a request's text: lm-eval only handles texts."""
 
     tokens: list[int]
 
@@ -226,7 +226,7 @@ class HarnessModel(TemplateLM):
         return [next(answers) for answers in chosen]
 
     def _after_one_prompt(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """The answers to requests with few different contexts, each of which is read once."""
+        """Return the answers to requests with few distinct contexts, each of which is read once."""
         assert self.writer is not None
         answers: list[tuple[float, bool]] = []
         start = time.perf_counter()
@@ -248,7 +248,7 @@ class HarnessModel(TemplateLM):
         return answers
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Token ids of a pair of texts; those that a pair has already, as they are."""
+        """Return the token ids of a pair of texts, or the ids that the pair already has."""
         if isinstance(context, TokenText) and isinstance(continuation, TokenText):
             return context.tokens, continuation.tokens
         return super()._encode_pair(context, continuation)  # type: ignore[no-any-return]
@@ -385,7 +385,7 @@ class HarnessModel(TemplateLM):
     def _kept(
         self, method: str, requests: list[Instance], compute: Callable[[list[Instance]], list[Any]]
     ) -> list[Any]:
-        """The answers to requests, of which only those are computed that the cache lacks."""
+        """Return the answers to requests, computing only those missing from the cache."""
         if self.answer_cache is None:
             return compute(requests)
         cached = self.answer_cache.find(method, [request.args for request in requests])

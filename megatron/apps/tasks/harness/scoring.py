@@ -52,7 +52,7 @@ class TokenRequest(NamedTuple):
 
 @dataclass
 class Speed:
-    """Requests and tokens that were computed, and for how long."""
+    """Computed requests and tokens, and the time they took."""
 
     requests: int = 0
     tokens: int = 0
@@ -65,7 +65,7 @@ class Speed:
 
 
 class TextScorer:
-    """Answers requests with a model in any layout. Every rank calls it with the same ones.
+    """Answers requests with a model in any layout. Every rank must call it with the same requests.
     ``batch_size`` is the texts of a rank's micro batch; None for as many as make BATCH_TOKENS
     tokens of the longest, at most ``max_batch_size``."""
 
@@ -159,9 +159,9 @@ def _texts(requests: Sequence[TokenRequest], share: bool) -> list[_Text]:
 
 class AnswerCache:
     """Answers by method and arguments, in the format of lm-eval's own cache. The main process has
-    the file, and tells the others what is in it: they all have to answer the same requests.
-    ``path`` is lm-eval's flag, ``model`` describes what the answers depend on. Raises ConfigError
-    if the file is of another model, or not a file of that kind."""
+    the file, and shares its content with the others: all must answer the same requests. ``path`` is
+    lm-eval's flag, ``model`` describes what the answers depend on. Raises ConfigError if the file
+    belongs to another model or is not such a file."""
 
     def __init__(self, path: str, model: str) -> None:
         self.path = f"{path}_rank0.db"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError
-from megatron.run.process import check_output
+from megatron.config.output import check_output
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
 
@@ -43,8 +43,8 @@ def name_today(name: str) -> str:
 
 def results_02(results: Mapping[str, Any], model: str | None) -> dict[str, Any]:
     """Results of lm-eval 0.4 with the keys of 0.2: of each task the metrics with their standard
-    errors by their names there, without those of other filters than the first, and its version.
-    ``model`` is the checkpoint."""
+    errors by their names there, only for the first filter, and its version. ``model`` is the
+    checkpoint."""
     kept_metrics: dict[str, dict[str, float]] = {}
     for task, values in results["results"].items():
         metrics = kept_metrics.setdefault(task, {})

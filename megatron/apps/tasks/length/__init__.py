@@ -1,2 +1,2 @@
-"""Evaluation of long contexts on documents that are generated: RULER's synthetic tasks, passkey;
-and the loss by position."""
+"""Evaluation of long contexts on generated documents: RULER's synthetic tasks, passkey; and the
+loss by position."""

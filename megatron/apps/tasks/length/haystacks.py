@@ -1,4 +1,4 @@
-"""Texts in which the tasks of length hide what they ask for: words, sentences, needles."""
+"""Texts in which long-context tasks hide their answers: words, sentences, needles."""
 
 from __future__ import annotations
 

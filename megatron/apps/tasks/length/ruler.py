@@ -39,7 +39,7 @@ class Document(NamedTuple):
     Attributes:
         prefix: the beginning of the answer, a part of the request.
         answers: texts that must all be in the answer; of a choice, the right one.
-        depth: place of what is asked for, 0 to 1 of the text; None where it is in several places.
+        depth: relative place of the answer in the text, 0 to 1; None if it is in several places.
         wrong: of a choice, the other answers.
     """
 
@@ -149,8 +149,8 @@ def _other_needles(key_kind: str, kind: str, scene: Scene) -> list[str]:
 
 
 def niah_prompt(kind: str, context: str, keys: Sequence[str], single: bool) -> tuple[str, str]:
-    """Prompt and beginning of the answer of a search for the values of ``keys``, which are
-    ``kind``: "number" or "uuid"; of one value if ``single``."""
+    """Return prompt and start of the answer for a search for the values of ``keys``, of the
+    ``kind`` "number" or "uuid"; for one value if ``single``."""
     query = ", ".join(keys[:-1]) + ", and " + keys[-1] if len(keys) > 1 else keys[0]
     if single:
         some, s, be, all_of = "A", "", "is", "is the"
@@ -207,7 +207,7 @@ def vt_prompt(context: str, value: str, variables: int) -> tuple[str, str]:
 
 
 def vt_context(sentences: Sequence[str], chain: Sequence[str], places: Sequence[int]) -> str:
-    """The sentences with the assignments of a chain before those of the sorted ``places``."""
+    """Return the sentences, with a chain's assignments inserted before the sorted ``places``."""
     lines = list(sentences)
     for moved, (place, assignment) in enumerate(zip(places, chain, strict=True)):
         lines.insert(place + moved, assignment)

@@ -188,7 +188,7 @@ def _without_advice() -> Iterator[None]:
 
 
 def mean_of_present(scores: Sequence[float]) -> float:
-    """The mean of the scores that are of the metric's length; NaN without any."""
+    """Return the mean of the scores of the metric's length; NaN without any."""
     present = [score for score in scores if score != _MISSING]
     return sum(present) / len(present) if present else math.nan
 

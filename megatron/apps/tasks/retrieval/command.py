@@ -29,11 +29,13 @@ from megatron.apps.tasks.retrieval.vectors import (
 )
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ConfigError, Settings
+from megatron.config.output import check_output
 from megatron.engine.environment import training_device
 from megatron.features.evaluation.checkpoints import evaluation_settings
 from megatron.features.retrieval.flags import FAMILY, BiencoderConfig
+from megatron.parallel.meeting import run_meeting
 from megatron.parallel.mesh import Mesh
-from megatron.run.process import check_output, compare_checkpoints, connected
+from megatron.run.process import connected
 from megatron.run.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
@@ -70,15 +72,14 @@ def run_retriever(config: TaskConfig, settings: Settings, processes: int) -> Non
         (checkpoint,) = wanted_checkpoints(run.config.checkpoint, all_iterations=False)
         if checkpoint is None:
             raise ConfigError(f"--task {task} needs --load, the retriever's checkpoint")
-        compare_checkpoints([checkpoint])
+        run_meeting().compare_checkpoints([checkpoint])
         vectors = _vectors_of_passages(config, run, mesh, checkpoint, passages)
         if not questions:
             return
-        texts = [question for each in questions.values() for question in each]
+        texts = [question.text for each in questions.values() for question in each]
         with opened_encoder(run, mesh, checkpoint, queries=True) as engine:
             encoder, size = PassageEncoder.of(run), config.indexer_batch_size
-            asked = [question.text for question in texts]
-            queries = embed(engine, asked, encoder.question, run.tokenizer.pad, size)
+            queries = embed(engine, texts, encoder.question, run.tokenizer.pad, size)
         if is_main_process():
             _evaluate(config, run, checkpoint, passages, vectors, questions, queries)
 

@@ -58,8 +58,8 @@ class AskedQuestion(NamedTuple):
 
 
 class AskedSample(NamedTuple):
-    """Tokens of a question and of passages, the positive one first; each with whether it counts:
-    questions of a batch have as many."""
+    """Tokens of a question and of passages, the positive one first; each with True if it counts:
+    all questions of a batch have the same number."""
 
     query: Ids
     contexts: Sequence[tuple[Ids, bool]]

@@ -30,8 +30,8 @@ from megatron.features.masked.heads import LabelledText, collate_labelled
 from megatron.features.retrieval.family import VECTORS, encoder_spec
 from megatron.features.retrieval.flags import IctConfig
 from megatron.features.retrieval.samples import text
+from megatron.formats.digests import checkpoint_digest, tokenizer_digest
 from megatron.parallel.mesh import Mesh
-from megatron.run.fingerprint import checkpoint_digest, tokenizer_digest
 from megatron.run.run import Run
 from megatron.tokenizer import Tokenizer
 from megatron.util.digests import digest, digest_of_sample
@@ -46,7 +46,7 @@ _ELEMENTS = 2**24
 
 
 class PassageEncoder:
-    """Tokens of questions and passages, of at most ``longest`` tokens, special ones included."""
+    """Tokens of questions and passages, at most ``longest`` each, including special ones."""
 
     def __init__(self, tokenizer: Tokenizer, longest: int) -> None:
         self.tokenizer, self.longest = tokenizer, longest
@@ -136,8 +136,8 @@ def save_vectors(
 
 
 def load_vectors(path: Path, passages: Sequence[EvidencePassage], about: dict[str, str]) -> Vectors:
-    """The vectors of passages in a file. Raises ConfigError if it is of other passages or another
-    model, or cannot be read."""
+    """The vectors of passages in a file. Raises ConfigError if it belongs to other passages or
+    another model, or cannot be read."""
     flag = f"--embedding-path {path}"
     try:
         with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]

@@ -11,13 +11,15 @@ from megatron.apps.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.apps.tasks.zeroshot.tasks import ZeroShotTask, prepare
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ConfigError, ModelConfig, Setting, Settings
+from megatron.config.output import check_output
 from megatron.engine.environment import training_device
 from megatron.engine.loading import load_checkpoint
 from megatron.families import family_of, spec_of
 from megatron.features.evaluation.checkpoints import evaluation_settings
 from megatron.features.evaluation.evaluator import Evaluator, build_evaluator
 from megatron.features.raw_text.flags import RawTextConfig
-from megatron.run.process import check_output, compare_checkpoints, connected
+from megatron.parallel.meeting import run_meeting
+from megatron.run.process import connected
 from megatron.run.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
 from megatron.util.progress import move_to, progress_bar, say
@@ -53,7 +55,7 @@ def run_zero_shot(config: TaskConfig, settings: Settings, processes: int) -> Non
         for note in task.notes:
             tell(note)
         checkpoints = wanted_checkpoints(run.config.checkpoint, config.all_iterations)
-        compare_checkpoints(checkpoints)
+        run_meeting().compare_checkpoints(checkpoints)
         spec = spec_of(run.config.model, run.config.parallel)
         engine = build_evaluator(run.config, spec, mesh, training_device())
         evaluated = [_evaluated(name, task, engine, checkpoint, tell) for checkpoint in checkpoints]

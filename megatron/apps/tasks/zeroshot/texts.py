@@ -1,8 +1,8 @@
-"""Texts of evaluation files: records of JSON lines, whole files, and word-level corpora as they
-were before they were divided into words, so that a model reads the text that it knows.
+"""Texts of evaluation files: records of JSON lines, whole files, and word-level corpora,
+detokenized, so that a model reads ordinary text.
 
-The rules of the detokenizers are from Megatron-LM, in its order, on which published perplexities
-depend.
+The rules of the detokenizers are from Megatron-LM, in its order, which affects published
+perplexities.
 """
 
 from __future__ import annotations

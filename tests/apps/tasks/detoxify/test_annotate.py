@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from detoxifying.annotate import annotate, read_rows, run_annotation
+from detoxifying.scorers import Scorer
 
-from megatron.apps.tasks.detoxify.annotate import annotate, read_rows, run_annotation
-from megatron.apps.tasks.detoxify.scorers import Scorer
 from megatron.config import ConfigError
 
 

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from detoxifying.measures import run_filter
 
-from megatron.apps.tasks.detoxify.measures import run_filter
 from megatron.config import ConfigError
 
 SCORES = [0.9, 0.1, None, 0.7, 0.3, 0.2, 0.6, 0.1, 0.5]

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from detoxifying.fine_tuning import FineTuneConfig, fine_tuning_data
 
-from megatron.apps.tasks.detoxify.fine_tuning import FineTuneConfig, fine_tuning_data
 from megatron.config import ConfigError
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.run.run import RunToolParser, run_data, run_of

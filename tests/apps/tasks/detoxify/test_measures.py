@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from detoxifying.measures import run_measures
 
-from megatron.apps.tasks.detoxify.measures import run_measures
 from megatron.config import ConfigError
 
 EACH = 25

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-
-from megatron.apps.tasks.detoxify.scorers import (
+from detoxifying.scorers import (
     ATTRIBUTES,
     KEY,
     LONGEST,
@@ -17,6 +16,7 @@ from megatron.apps.tasks.detoxify.scorers import (
     ScorerError,
     shortened,
 )
+
 from megatron.config import ConfigError
 
 KEY_INVALID = {"error": {"code": 400, "message": "API key not valid.", "details": [

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from detoxifying.scorers import Scorer, ScorerConfig, ScorerError, open_scorer
 
-from megatron.apps.tasks.detoxify.scorers import Scorer, ScorerConfig, ScorerError, open_scorer
 from megatron.config import ConfigError
 
 TEXTS = ["What a day!", "Two\nlines!!", ""]

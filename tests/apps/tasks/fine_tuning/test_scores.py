@@ -26,9 +26,10 @@ from megatron.apps.tasks.fine_tuning.scores import (
     write_predictions,
 )
 from megatron.apps.tasks.fine_tuning.task import ShuffledEpochs
-from megatron.checkpoint.folder import superseded, tag
+from megatron.checkpoint.folder import tag
 from megatron.config import ConfigError
 from megatron.data.samples import RepeatedSamples
+from megatron.features.older_checkpoints.retention import superseded
 
 
 @pytest.mark.parametrize("labels", [2, 3])

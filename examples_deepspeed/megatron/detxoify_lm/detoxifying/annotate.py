@@ -13,12 +13,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from detoxifying.scorers import Scorer, ScorerConfig, Scores, is_score, open_scorer
 from megatron.apps.tasks.config import check_inputs
-from megatron.apps.tasks.detoxify.scorers import Scorer, ScorerConfig, Scores, is_score, open_scorer
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
+from megatron.config.output import check_output
 from megatron.features.raw_text.records import BYTE_ORDER_MARK
-from megatron.run.process import check_output
 from megatron.util.files import sync
 from megatron.util.json_text import parse_json
 from megatron.util.progress import progress_bar

@@ -13,18 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.apps.tasks.detoxify.annotate import (
-    Row,
-    annotate,
-    annotated_path,
-    cleaned,
-    ending_at_ctrl_c,
-    read_rows,
-)
-from megatron.apps.tasks.detoxify.scorers import ScorerConfig, is_score, open_scorer
+from detoxifying.annotate import Row, annotate, annotated_path, cleaned, ending_at_ctrl_c, read_rows
+from detoxifying.scorers import ScorerConfig, is_score, open_scorer
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import POSITIVE, option
-from megatron.run.process import check_output
+from megatron.config.output import check_output
 from megatron.util.files import write_whole
 
 TOXIC = 0.5
