@@ -23,6 +23,7 @@ from pathlib import Path
 
 from megatron.config import Setting, Settings
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigError, option
+from megatron.config.output import check_output
 from megatron.config.training import RUN_LENGTHS
 from megatron.families import family_of
 from megatron.features.curriculum.analysis import (
@@ -34,7 +35,6 @@ from megatron.features.curriculum.analysis import (
     analyse,
 )
 from megatron.features.curriculum.flags import CurriculumConfig, without_sampling
-from megatron.run.process import check_output
 from megatron.run.run import Run, RunToolParser, run_of
 from megatron.training.plan import TrainingPlan
 from megatron.util.progress import progress_bar

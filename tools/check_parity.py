@@ -48,11 +48,12 @@ from megatron.apps.parity.check import (
     Outcome,
     check_flags,
 )
+from megatron.apps.parity.layouts import parse_layout
 from megatron.apps.parity.symbolic.check import check_run
 from megatron.checkpoint.files import write_json
 from megatron.config import ConfigError, Settings
 from megatron.config.flags import POSITIVE, option
-from megatron.config.layouts import Layout, parse_layout
+from megatron.config.layouts import Layout
 from megatron.families import family_of
 from megatron.run.run import RunToolParser
 from megatron.util.errors import one_line

@@ -3,10 +3,12 @@
 r"""Examines the nodes of a run before it starts, and names what is wrong with the remedy.
 
     python tools/doctor.py
+    python tools/doctor.py runs/a
     python tools/doctor.py --hostfile hostfile --save runs/a --data-path data/corpus_text_document
     python tools/doctor.py --nodes node-1,node-2 --json
 
-Without nodes it examines this machine; in an allocation of slurm, the nodes of that. Checked are:
+Without nodes it examines this machine; in an allocation of slurm, the nodes of that. A folder alone
+is that of --save; tools/inspect_checkpoint.py shows what is in a checkpoint. Checked are:
 who answers, versions, code, data, free space, limits, GPUs, clocks, the port at which processes
 meet, whether --save is one folder with locks for all, and bandwidth and latency of every pair of
 nodes. Nothing needs to be installed on the nodes but Python.
@@ -74,8 +76,11 @@ class DoctorConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if len(words) == 1 and not words[0].startswith("-"):
+        words.insert(0, "--save")
     parser = FlagParser(DoctorConfig, description=__doc__)
-    config: DoctorConfig = build(DoctorConfig, parser.settings(argv))
+    config: DoctorConfig = build(DoctorConfig, parser.settings(words))
     try:
         names, way = chosen_nodes(config)
         refused, sessions = start(names, way, config)

@@ -9,9 +9,10 @@ python tools/layouts.py --markdown > docs/reference/layouts.md
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.apps.parity.layouts import parse_layout
 from megatron.config import parse_configs
 from megatron.config.flags import option
-from megatron.config.layouts import PRECISIONS, RULES, Layout, StateDtypes, parse_layout, refusal
+from megatron.config.layouts import PRECISIONS, RULES, Layout, StateDtypes, refusal
 
 STAGES = range(4)
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from megatron.apps.parity.layouts import short_name
 from megatron.apps.planning.activations import WHOLE
 from megatron.apps.planning.budget import (
     TIE,
@@ -73,8 +74,8 @@ from megatron.config import (
 from megatron.config.engine import FastPathsConfig
 from megatron.config.features import features
 from megatron.config.flags import POSITIVE, ConfigResolver, build, option
-from megatron.config.memory import KeysAndValues, memory_of
 from megatron.config.optimizer import STATES
+from megatron.config.sections import KeysAndValues, memory_of
 from megatron.families import family_of, refuse_unused
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.averages.feature import AveragesConfig
@@ -167,8 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(LEGEND)
     if plans[0].time.total < listed[0].time.total:
         print(
-            f"\n{listed[0].layout.name} stands first as the simplest of those within {TIE:.0%}, "
-            "less than the estimates can tell apart."
+            f"\n{short_name(listed[0].layout)} stands first as the simplest of those within "
+            f"{TIE:.0%}, less than the estimates can tell apart."
         )
     _print_best(listed[0], work, hardware, config)
     return 0
@@ -313,9 +314,9 @@ def imbalance(work: Workload, plan: Plan, hardware: Hardware) -> str:
     worse = dataclasses.replace(hardware, expert_imbalance=2 * hardware.expert_imbalance)
     slower = estimate(work, plan.layout, plan.micro_batch, worse).time.total / plan.time.total - 1
     return (
-        f"{plan.layout.name}: a rank sends {plan.sent.expert / GB:.1f} GB of tokens to experts and "
-        f"back in a step; with --expert-imbalance {worse.expert_imbalance:g} the step takes "
-        f"{slower:.0%} longer"
+        f"{short_name(plan.layout)}: a rank sends {plan.sent.expert / GB:.1f} GB of tokens to "
+        "experts and back in a step; with --expert-imbalance "
+        f"{worse.expert_imbalance:g} the step takes {slower:.0%} longer"
     )
 
 
@@ -345,7 +346,7 @@ def long_sequences(plan: Plan, hardware: Hardware) -> str:
             f"{plan.memory.disk / GIB:.1f} GiB of DISK for each GPU, which a step reads and "
             "writes; its time is not counted"
         )
-    return f"{plan.layout.name}: {'; '.join(said)}"
+    return f"{short_name(plan.layout)}: {'; '.join(said)}"
 
 
 def assumptions(work: Workload, hardware: Hardware) -> list[str]:
@@ -392,7 +393,7 @@ HEADER = [
 
 LEGEND = """
 micro: samples of a micro batch; m: micro batches per step. Memory in GiB of the rank that needs
-most (grads: at stage 3 and in fp16 with float32 copies in the update; whole: activations without
+most (grads: at stage 3 with float32 copies in the update; whole: activations without
 recomputation). +tiles: of MLPs; +host: activations in host memory; +fpdt: attention in chunks on
 the host; +adam: the optimizer on the host. TFLOP/s: of the model, per GPU; MFU: of --peak-tflops;
 HFU: with recomputation. bubble: share of the step in which a pipeline rank waits. tensor, pipe,
@@ -417,7 +418,7 @@ def name(plan: Plan) -> str:
         "fpdt" * saving.ds_sequence_parallel_fpdt,
         {None: "", "cpu": "adam", "nvme": "disk"}[plan.layout.offload_optimizer],
     ]
-    return "+".join(filter(None, (plan.layout.name, *words)))
+    return "+".join(filter(None, (short_name(plan.layout), *words)))
 
 
 def row(work: Workload, plan: Plan, hardware: Hardware) -> list[str]:
@@ -465,8 +466,8 @@ def nothing_fits(work: Workload, hardware: Hardware, plans: Sequence[Plan]) -> s
     split = ", ".join(f"{kind} {getattr(memory, kind) / GIB:.1f}" for kind in kinds)
     return "\n".join(
         [
-            f"nothing fits: the smallest of {len(plans)} layouts, {plan.layout.name} with micro "
-            f"batches of {plan.micro_batch}, needs {memory.total / GIB:.1f} GiB ({split}), "
+            f"nothing fits: the smallest of {len(plans)} layouts, {short_name(plan.layout)} with "
+            f"micro batches of {plan.micro_batch}, needs {memory.total / GIB:.1f} GiB ({split}), "
             f"{missing / GIB:.1f} GiB more than a GPU has available. What would help:",
             *(f"  {help}" for help in helps),
         ]
@@ -487,7 +488,7 @@ def offload(plans: Sequence[Plan], usable: int) -> list[str]:
     left = "fits" if missing <= 0 else f"lacks {missing / GIB:.1f} GiB"
     return [
         f"offloading the optimizer (offload_optimizer in the DeepSpeed JSON; slower, not timed "
-        f"here): {plan.layout.name} then needs {held[plan] / GIB:.1f} GiB and {left}"
+        f"here): {short_name(plan.layout)} then needs {held[plan] / GIB:.1f} GiB and {left}"
     ]
 
 

@@ -14,7 +14,8 @@ from megatron.apps.corpus.preprocessing.parallel_text import (
     preprocess_sentences,
 )
 from megatron.config import TokenizerConfig, parse_configs
-from megatron.run.process import check_output, errors_for_users
+from megatron.config.output import check_output
+from megatron.run.process import errors_for_users
 
 
 def main() -> None:

@@ -20,6 +20,13 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
+from megatron.apps.planning.pipeline_times import (
+    peak_activations,
+    step_length,
+    theory,
+    waiting_ratio,
+    waiting_share,
+)
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.config.layouts import complete_schedule
@@ -30,7 +37,7 @@ from megatron.parallel.pipeline_schedules import (
     Action,
     PipelineSchedule,
 )
-from megatron.parallel.timeline import Timeline, simulate, theory, transfer_of
+from megatron.parallel.timeline import Timeline, simulate, transfer_of
 from megatron.util.errors import one_line
 from megatron.util.files import replacing
 
@@ -204,7 +211,7 @@ def text_of(timeline: Timeline, unit: Fraction, width: int) -> list[str]:
     def column(time: Fraction) -> int:
         return math.floor(time / unit + Fraction(1, 2))
 
-    columns = column(timeline.span)
+    columns = column(step_length(timeline))
     rows = [[".".ljust(cell)] * columns for _ in range(schedule.ranks)]
     for slot in timeline.slots:
         chunk = chunk_of(schedule, slot.action)
@@ -241,11 +248,11 @@ def table(timelines: Sequence[Timeline]) -> list[str]:
         rows.append(
             (
                 heading(timeline),
-                f"{float(timeline.span):.4g}",
-                f"{100 * float(timeline.bubble_share):.1f}%",
-                f"{float(timeline.bubble_ratio):.3f}",
+                f"{float(step_length(timeline)):.4g}",
+                f"{100 * float(waiting_share(timeline)):.1f}%",
+                f"{float(waiting_ratio(timeline)):.3f}",
                 "-" if formula is None else f"{float(formula):.3f}",
-                per_rank(timeline.peak_activations),
+                per_rank(peak_activations(timeline)),
                 per_rank(messages),
             )
         )
@@ -280,7 +287,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
         layout="constrained",
     )
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
-    span = float(max(timeline.span for timeline in timelines))
+    span = float(max(step_length(timeline) for timeline in timelines))
     for axes, timeline in zip(panels, timelines, strict=True):
         draw_timeline(axes, timeline, span)
     panels[-1].set_xlabel("time")
@@ -300,7 +307,7 @@ def draw_timeline(axes: "Axes", timeline: Timeline, span: float) -> None:
     """Ranks from top to bottom, a box per action, with its micro batch if there is space."""
     schedule = timeline.schedule
     ranks = schedule.ranks
-    axes.barh(range(ranks), float(timeline.span), height=0.86, color=WAITING, zorder=1)
+    axes.barh(range(ranks), float(step_length(timeline)), height=0.86, color=WAITING, zorder=1)
     boxes: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     for slot in timeline.slots:
         start, duration = float(slot.start), float(slot.end - slot.start)
@@ -323,8 +330,8 @@ def draw_timeline(axes: "Axes", timeline: Timeline, span: float) -> None:
     theirs = "" if formula is None else f" ({float(formula):.3f} by formula)"
     axes.set_title(heading(timeline), loc="left", fontsize=11, fontweight="bold")
     axes.set_title(
-        f"waiting {100 * float(timeline.bubble_share):.1f}% of the time, "
-        f"bubble ratio {float(timeline.bubble_ratio):.3f}{theirs}",
+        f"waiting {100 * float(waiting_share(timeline)):.1f}% of the time, "
+        f"bubble ratio {float(waiting_ratio(timeline)):.3f}{theirs}",
         loc="right",
         fontsize=9.5,
         color="#444444",

@@ -23,6 +23,7 @@ from megatron.apps.corpus.preprocessing.inputs import (
 from megatron.apps.corpus.progress import Progress
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
+from megatron.config.output import check_output
 from megatron.features.raw_text.records import BadLine, long_line, texts_of_line
 from megatron.features.tokenizers.train import KINDS, TRAINED_FILES, train_tokenizer
 from megatron.util.errors import one_line
@@ -75,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def train(config: TrainTokenizerConfig) -> None:
     config.check()
     assert config.vocab_size is not None and config.output is not None
-    paths = expand_inputs(config.input, (*JSON_ENDINGS, ".txt"))
+    paths, output = expand_inputs(config.input, (*JSON_ENDINGS, ".txt")), Path(config.output)
+    there = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    check_output("--output", there / output.name)
     start = time.monotonic()
     tokenizer = train_tokenizer(
         config.tokenizer_type,

@@ -26,7 +26,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import shutil
@@ -35,10 +34,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron.checkpoint.files import CheckpointError, Facts, stage_text, write_text
+from megatron.checkpoint.files import CheckpointError, Facts, stage_text
 from megatron.checkpoint.manifest import INDEX, MANIFEST, STATE, write_manifest
 from megatron.util.files import Lock, LockTakenError, sync_path
-from megatron.util.json_text import parse_json
 
 TRACKER = "latest"
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
@@ -48,7 +46,7 @@ BEST = "best_epoch.json"
 KEPT = "kept.json"
 """Under ``kept``, a list: the ``checkpoint`` of each is a tag, and is not deleted."""
 _TAG = re.compile(r"global_step(\d+)")
-_TWIN = "_universal"
+UNIVERSAL = "_universal"
 """Ending that ``--save-universal`` appends to a checkpoint's name."""
 _WAIT_SECONDS = 120.0
 """Seconds to wait for a lock of another host: a file server takes up to 90 s (the lease of NFS 4)
@@ -68,7 +66,7 @@ def iteration_of(name: str) -> int | None:
 
 def step_of(name: str) -> int | None:
     """The iteration of a checkpoint, or of its universal copy; None for other names."""
-    return iteration_of(name.removesuffix(_TWIN))
+    return iteration_of(name.removesuffix(UNIVERSAL))
 
 
 def incomplete_folder(save: Path, iteration: int) -> Path:
@@ -114,27 +112,6 @@ def discard(folder: Path) -> None:
     shutil.rmtree(deleted, ignore_errors=True)
     os.rename(folder, deleted)
     shutil.rmtree(deleted, ignore_errors=True)
-
-
-def set_aside(folder: Path) -> Path:
-    """Renames a damaged checkpoint, so that nothing takes it for one, replaces it or deletes it;
-    returns its new path. Raises OSError if it cannot be renamed."""
-    for number in itertools.count():
-        aside = folder.with_name(f".{folder.name}.damaged{f'-{number}' if number else ''}")
-        if not aside.exists():
-            os.rename(folder, aside)
-            return aside
-    raise AssertionError
-
-
-def point_to(folder: Path) -> None:
-    """Makes the trackers next to a checkpoint, or a universal copy, name it. Raises OSError if they
-    cannot be written."""
-    if folder.name.endswith(_TWIN):
-        write_text(folder.parent / f"{TRACKER}{_TWIN}", folder.name)
-    elif iteration_of(folder.name) is not None:
-        write_text(folder.parent / MEGATRON_TRACKER, f"{iteration_of(folder.name)}")
-        write_text(folder.parent / TRACKER, folder.name)
 
 
 def publish(save: Path, iteration: int, facts: dict[str, Facts]) -> Path:
@@ -183,7 +160,7 @@ def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> N
 
 
 def _make_room(final: Path) -> Path | None:
-    """Renames what already has a new checkpoint's name; returns its new path."""
+    """Rename an existing folder that has a new checkpoint's name; return its new path."""
     only_copy = standing_in(final)
     if only_copy is not None:
         if final.exists():
@@ -217,8 +194,7 @@ def complete_tags(save: Path) -> list[str]:
 
 
 def lost_manifest(folder: Path) -> str | None:
-    """Return the reason for which a folder with the other files of a checkpoint is incomplete; None
-    for others."""
+    """Return the reason why a folder with a checkpoint's other files is incomplete, or None."""
     if (folder / MANIFEST).is_file() or not all((folder / n).is_file() for n in (INDEX, STATE)):
         return None
     return (
@@ -236,17 +212,9 @@ def may_be_ours(path: Path) -> bool:
 
 
 def lost_manifests(path: Path) -> list[str]:
-    """:func:`lost_manifest` of a folder and of those in it with the name of a checkpoint."""
+    """:func:`lost_manifest` of a folder and of its subfolders named like checkpoints."""
     named = (path / name for name in sorted(os.listdir(path)) if iteration_of(name) is not None)
     return [lost for each in (path, *named) if (lost := lost_manifest(each))]
-
-
-def iterations_in(save: Path, before: int | None = None) -> list[int]:
-    """Iterations of what has the name of a checkpoint, or of a universal copy, in a folder, newest
-    first; those ``before`` one, if that is given."""
-    names = [path.name for path in save.iterdir()] if save.is_dir() else []
-    iterations = {iteration for name in names if (iteration := step_of(name)) is not None}
-    return sorted((n for n in iterations if before is None or n < before), reverse=True)
 
 
 def find(load: str, wanted: str | None = None) -> Path | None:
@@ -333,73 +301,3 @@ def lock_folder(
             "run from saving there")  # fmt: skip
     path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     return lock
-
-
-def superseded(
-    save: Path, newest: int, keep_last: int | None, keep_every: int | None
-) -> list[Path]:
-    """Folders that ``--keep-last`` and ``--keep-every`` do not keep, oldest first, each after its
-    universal copy.
-
-    Checkpoints after iteration ``newest``, which was just saved, are of an abandoned run; they
-    neither count nor are deleted. Folders that this project did not save, and those that the files
-    :data:`BEST` and :data:`KEPT` name, are never deleted.
-    """
-    if keep_last is None:
-        return []
-    assert keep_last > 0, "the newest is kept"
-    known = []
-    for path in save.iterdir():
-        iteration = iteration_of(path.name)
-        if iteration is not None and iteration <= newest and _is_ours(path):
-            known.append(iteration)
-    kept = {_best(save), *_kept(save)}
-    given_up = [
-        iteration
-        for iteration in sorted(known)[:-keep_last]
-        if tag(iteration) not in kept and (keep_every is None or iteration % keep_every)
-    ]
-    folders = []
-    for iteration in given_up:
-        twin = save / f"{tag(iteration)}{_TWIN}"
-        folders += [twin] if twin.is_dir() else []
-        folders.append(save / tag(iteration))
-    return folders
-
-
-def _best(save: Path) -> str | None:
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-        return str(parse_json((save / BEST).read_bytes(), BEST, lenient=True)["checkpoint"])
-    return None
-
-
-def _kept(save: Path) -> list[str]:
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-        kept = parse_json((save / KEPT).read_bytes(), KEPT, lenient=True)["kept"]
-        return [str(each["checkpoint"]) for each in kept]
-    return []
-
-
-def _is_ours(folder: Path) -> bool:
-    """True if this project saved it, in its own format or in DeepSpeed's with its configuration."""
-    if (folder / MANIFEST).is_file():
-        return True
-    return (folder / "config.json").is_file() and (folder / "state.json").is_file()
-
-
-def apply_retention(
-    save: Path, newest: int, keep_last: int | None, keep_every: int | None
-) -> list[str]:
-    """Deletes what :func:`superseded` names; returns a line about each folder that could not be
-    deleted."""
-    notes = []
-    try:
-        folders = superseded(save, newest, keep_last, keep_every)
-    except OSError as error:
-        return [f"{save} cannot be listed, nothing is deleted: {error.strerror}"]
-    for folder in folders:
-        try:
-            discard(folder)
-        except OSError as error:
-            notes.append(f"{folder} cannot be deleted: {error.strerror}")
-    return notes

@@ -47,8 +47,8 @@ def tensor_key(name: str, kind: str, part: str = "") -> str:
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """Place of a slice of a parameter: ``files`` are those of ``weight`` and of each moment;
-    ``part`` distinguishes several slices of one parameter in one process, as part of their keys."""
+    """Place of a slice of a parameter: ``files`` of ``weight`` and of each moment; ``part``
+    distinguishes several slices of one parameter in one process, as part of their keys."""
 
     slice: Slice
     files: dict[str, str]
@@ -233,8 +233,8 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
 
 
 def _check_listed(folder: Path, files: Mapping[str, Any]) -> None:
-    """Refuses a file that the manifest does not list, and a link instead of a folder. Hidden ones
-    are of file systems and editors, and nothing reads them."""
+    """Refuses a file that the manifest does not list, and a link instead of a folder. Hidden files
+    belong to file systems and editors, and are never read."""
     known = {MANIFEST, *files}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)

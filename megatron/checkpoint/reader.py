@@ -52,7 +52,7 @@ class CheckpointReader(Source):
         if not may_be_ours(path):
             return None
         place = find(str(path), wanted)
-        # One of adapters is not a model by itself, and has a reader of its own.
+        # A checkpoint of adapters is not a model by itself, and has a separate reader.
         return None if place is not None and (place / BASE).is_file() else place
 
     @classmethod

@@ -82,7 +82,7 @@ class Slice:
         return Overlap(boxes, self._strides, other._strides) if boxes else None
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The slice's elements, flat, of a whole parameter."""
+        """Return the slice's elements, flat, of a whole parameter."""
         flat = torch.empty(self.numel, dtype=whole.dtype)
         common = self.overlap(Slice.whole(self.shape))
         if common is not None:

@@ -155,13 +155,13 @@ class Source(ABC):
         """Return the settings of generation and the tokens at which texts end: the keys of its
         ``generation_config.json``; empty where nothing is known. Raises CheckpointError if they are
         malformed."""
-        from megatron.checkpoint.generation_settings import read_generation
-
-        return read_generation(self.folder / TOKENIZER, self.model.vocabulary.size)
+        read = _of_others("read_generation", lambda folder, rows: {})
+        settings: dict[str, Any] = read(self.folder / TOKENIZER, self.model.vocabulary.size)
+        return settings
 
     def copy_tokenizer(self, target: Path) -> bool:
-        """Copies the tokenizer's files, in Hugging Face's form, and :attr:`generation` to a new
-        folder, which is not created where there is neither; returns whether there is a tokenizer.
+        """Copy the tokenizer's files, in Hugging Face's format, and :attr:`generation` to a new
+        folder, created only if there is something to copy. Return True if there is a tokenizer.
         Raises CheckpointError if a file is a link that leaves the folder."""
         own = self.folder / TOKENIZER
         if own.is_symlink():
@@ -172,7 +172,7 @@ class Source(ABC):
 
 
 def tokenizer_in(folder: Path) -> Path | None:
-    """The folder of the tokenizer in a checkpoint of this project; None if it has no tokenizer."""
+    """Return the folder of the tokenizer in a checkpoint of this project, or None."""
     own = folder / TOKENIZER
     names = [name for name in TOKENIZER_FILES if (own / name).is_file()]
     return own if names and names != ["generation_config.json"] else None
@@ -180,8 +180,8 @@ def tokenizer_in(folder: Path) -> Path | None:
 
 def copy_tokenizer_files(folder: Path, target: Path) -> None:
     """Copies the files of a tokenizer, by their known names, and generation_config.json to a new
-    folder. Raises CheckpointError if one is a link to another place: the copy would have, and an
-    upload of it publish, a file of this user."""
+    folder. Raises CheckpointError if one is a link to another place: otherwise the copy could
+    contain, and an upload publish, a private file."""
     target.mkdir()
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
@@ -231,20 +231,24 @@ class Format(NamedTuple):
 
 
 NATIVE = Format("native", partial(resolve_name, "megatron.checkpoint.reader:CheckpointReader"))
-OTHERS = "megatron.formats:FORMATS"
-"""The table of other programs' formats. Without that package only this project's are read."""
+OTHERS = "megatron.formats"
+"""The package of other programs' formats. Without it only this project's are read."""
+
+
+def _of_others(name: str, otherwise: Any) -> Any:
+    """Return an object of the package of other programs' formats, by its name there."""
+    try:
+        return resolve_name(f"{OTHERS}:{name}")
+    except ModuleNotFoundError as error:
+        if error.name != OTHERS:
+            raise
+        return otherwise
 
 
 @cache
 def formats() -> dict[str, Format]:
     """All formats by name, in the order in which they are tried."""
-    try:
-        others: tuple[Format, ...] = resolve_name(OTHERS)
-    except ModuleNotFoundError as error:
-        if error.name != OTHERS.partition(":")[0]:
-            raise
-        others = ()
-    ordered = [NATIVE, *others]
+    ordered = [NATIVE, *_of_others("FORMATS", ())]
     for feature in features().values():
         for form in feature.formats():
             names = [each.name for each in ordered]
@@ -331,9 +335,8 @@ def locate_checkpoint(
     if refusal is not None:
         raise refusal
     if not empty and not others:
-        from megatron.checkpoint.files import unreadable
-
-        if (content := unreadable(path)) is not None:
+        content = _of_others("unread_content", lambda path: None)(path)
+        if content is not None:
             raise CheckpointError(f"{path} {'is' if path.is_file() else 'has'} {content}")
     if wanted is not None:
         raise CheckpointError(f"{path} has no complete checkpoint {wanted}")
@@ -350,8 +353,8 @@ def locate_checkpoint(
 
 
 def _tried(prefer: str) -> Iterator[type[Source]]:
-    """The classes of all formats, that of ``prefer`` first; the table of others is not imported
-    where the native format, if preferred, is enough."""
+    """Yield the classes of all formats, ``prefer``'s first; the other formats' table is not
+    imported if the native one, when preferred, suffices."""
     if prefer == NATIVE.name:
         yield NATIVE.reader()
     names = [name for name in formats() if (name, prefer) != (NATIVE.name, NATIVE.name)]

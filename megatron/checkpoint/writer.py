@@ -118,9 +118,9 @@ def finish_checkpoint(
     save_tokenizer: Callable[[Path], object],
 ) -> int:
     """Completes the checkpoint of which all processes have written their parts, publishes it, and
-    returns its size in bytes. ``contents`` are those of the other JSON files, by name;
-    ``save_tokenizer`` writes the tokenizer's files into a folder. Raises OSError if a file cannot
-    be written; the other checkpoints are unchanged."""
+    returns its size in bytes. ``contents``: of the other JSON files, by name; ``save_tokenizer``
+    writes the tokenizer's files into a folder. Raises OSError if a file cannot be written; the
+    other checkpoints are unchanged."""
     folder = incomplete_folder(save, iteration)
     index: dict[str, list[Any]] = {}
     facts: dict[str, Facts] = {}

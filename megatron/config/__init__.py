@@ -6,7 +6,6 @@ from megatron.config.command_line import FlagParser, parse_configs
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.engine import EngineConfig
 from megatron.config.flags import ConfigError, Setting, Settings
-from megatron.config.foreign_flags import LegacyFlags
 from megatron.config.model import ModelConfig, ModelFlags, Vocabulary
 from megatron.config.optimizer import OptimizerConfig, OptimizerFlags
 from megatron.config.output import CheckpointConfig, LoggingConfig
@@ -15,6 +14,7 @@ from megatron.config.run import (
     FLAG_CLASSES,
     FLAG_FIELDS,
     PART_FLAGS,
+    LegacyFlags,
     Resolved,
     RunConfig,
     explain,

@@ -1,22 +1,18 @@
-"""Flags of the layout, and axes of the mesh: ranks that divide sequences and their communication;
-pipelines, their schedule and stages."""
+"""Flags of the layout, and pipelines: their schedule and stages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from megatron.config.flags import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    ConfigError,
-    ConfigResolver,
-    needs_value,
-    option,
-)
-from megatron.config.layouts import COMMUNICATIONS, SCHEDULES, Layout, complete_schedule, refusal
+from megatron.config.features import flag_parts
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigError, ConfigResolver, option
+from megatron.config.layouts import SCHEDULES, Layout, complete_schedule, refusal
 from megatron.config.model import ModelConfig
+from megatron.config.sections import with_parts
 
 
+@with_parts(flag_parts("parallel"))
 @dataclass(frozen=True, kw_only=True)
 class ParallelFlags:
     """Layout: how the work is divided over processes."""
@@ -29,44 +25,6 @@ class ParallelFlags:
     """Sequence parallelism: split activations along the sequence between tensor-parallel layers."""
     pipeline_model_parallel_size: int = option(1, bounds=POSITIVE, role="layout")
     """Pipeline-parallel size: ranks that the layers are divided over."""
-    context_parallel_size: int | None = option(
-        None, derived="ds-sequence-parallel-size, or 1", bounds=POSITIVE, role="layout"
-    )
-    """Context-parallel size: ranks that each sequence is divided over, in every layer."""
-    cp_comm_type: tuple[str, ...] = option(
-        (),
-        choices=COMMUNICATIONS,
-        spellings={"all_gather": "allgather"},
-        derived="p2p; a2a with --ds-sequence-parallel-size",
-        role="layout",
-    )
-    """How ranks that divide a sequence communicate in attention: keys and values travel in a ring
-    (p2p), heads are exchanged for the sequence (a2a, Ulysses), keys and values are gathered
-    (allgather), or neighbours exchange heads and rings connect the neighbourhoods (a2a+p2p). One
-    value, or one for each block."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] = option((), role="layout")
-    """With --cp-comm-type a2a+p2p: number of neighbouring ranks that exchange heads, and number of
-    ranks of a ring; their product is the context-parallel size."""
-    ds_sequence_parallel_size: int = option(1, bounds=POSITIVE, role="layout")
-    """Context-parallel size, with --cp-comm-type a2a where no other is given: the sequence
-    parallelism of DeepSpeed (Ulysses)."""
-    force_ds_sequence_parallel: bool = option(False, role="layout")
-    """Same as --cp-comm-type a2a."""
-    expert_model_parallel_size: int = option(
-        1, aliases=("--moe-expert-parallel-size",), bounds=POSITIVE, role="layout"
-    )
-    """Expert-parallel size: ranks that the experts of a layer are divided over, among the
-    data-parallel ranks; and among the tensor-parallel ranks too where experts are not cut."""
-    expert_tensor_parallel_size: int | None = option(
-        None,
-        bounds=POSITIVE,
-        derived="the tensor-parallel size; 1 with --moe-expert-parallel-size",
-        role="layout",
-    )
-    """Ranks that share the weight matrices of an expert: the tensor-parallel size, or 1 for whole
-    experts."""
-    enable_expert_tensor_parallelism: bool = option(False, role="layout")
-    """Same as --expert-tensor-parallel-size with the tensor-parallel size."""
     no_pipeline_parallel: bool = option(False, role="layout")
     """Do not use a pipeline; contradicts --pipeline-model-parallel-size above 1."""
     pipeline_schedule: str | None = option(
@@ -145,21 +103,6 @@ class ParallelFlags:
         role="course",
     )
     """Local rank of this process on its node; launchers pass it."""
-    num_gpus_per_node: int | None = option(
-        None, derived="1, or as many as a launcher has started", bounds=POSITIVE, role="layout"
-    )
-    """Processes that this program starts itself on its node, where no launcher has: one for each
-    GPU, or on the CPU of a node without GPUs."""
-    num_nodes: int | None = option(None, derived="1", bounds=POSITIVE, role="layout")
-    """Nodes with --num-gpus-per-node processes each; the same command is started on every node."""
-    node_ips: str | None = option(None, role="layout")
-    """Addresses or names of --num-nodes nodes, separated by commas, of which the first is where
-    they meet. The place of its own address is a node's rank; NODE_RANK in the environment
-    overrides it."""
-    ctrl_port: int = option(
-        50051, bounds=POSITIVE, role="layout", needs=needs_value("node_ips", refused=False)
-    )
-    """Port of the first of --node-ips where the nodes meet."""
     data_parallel_size: int = option(1, internal=True)
     """Data-parallel size: world size / (tensor x pipeline x context size)."""
     world_size: int = option(1, internal=True)
@@ -169,104 +112,20 @@ class ParallelFlags:
     folded: bool = option(False, internal=True)
     """Experts are cut over that axis and the tensor-parallel ranks together."""
 
-    @property
-    def launched_processes(self) -> int | None:
-        """Number of processes that the flags ask for; None if they leave it to a launcher."""
-        if self.num_gpus_per_node is None and self.num_nodes is None:
-            return None
-        return (self.num_gpus_per_node or 1) * (self.num_nodes or 1)
+    def context_size(self, resolver: ConfigResolver) -> int:
+        """Ranks that divide a sequence."""
+        return 1
 
-
-def context_size(flags: ParallelFlags, resolver: ConfigResolver) -> int:
-    """Ranks that divide a sequence."""
-    name, ulysses = "context_parallel_size", flags.ds_sequence_parallel_size
-    given = flags.context_parallel_size
-    resolver.check(
-        given is None or ulysses in (1, given),
-        f"{resolver.show(name)} contradicts {resolver.show('ds_sequence_parallel_size')}: both are "
-        "the number of ranks that divide a sequence; give one of them",
-    )
-    if given is None or ulysses > 1:
-        return resolver.put(name, ulysses, "ds-sequence-parallel-size" if ulysses > 1 else "1")
-    return given
-
-
-def communication(
-    flags: ParallelFlags, model: ModelConfig, context: int, resolver: ConfigResolver
-) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Communication of all blocks or of each over the context, and the two levels of it."""
-    name, levels = "cp_comm_type", flags.hierarchical_context_parallel_sizes
-    kinds, two_levels = flags.cp_comm_type, "hierarchical_context_parallel_sizes"
-    forced = flags.force_ds_sequence_parallel
-    if context == 1:
-        unused = [name] * bool(kinds) + [two_levels] * bool(levels)
-        for idle in [*unused, *(["force_ds_sequence_parallel"] if forced else [])]:
-            resolver.notes.append(
-                f"{resolver.show(idle)} changes nothing: every process has whole sequences, with "
-                "--context-parallel-size 1"
-            )
+    def communication(
+        self, model: ModelConfig, context: int, resolver: ConfigResolver
+    ) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Communication of all blocks or of each over the context, and the two levels of it."""
         return (), ()
-    resolver.check(
-        not forced or kinds in ((), ("a2a",)),
-        f"--force-ds-sequence-parallel contradicts {resolver.show(name)}: it asks for a2a; give "
-        "one of them",
-    )
-    if not kinds:
-        ulysses = forced or flags.ds_sequence_parallel_size > 1
-        how = "--force-ds-sequence-parallel" if forced else "ds-sequence-parallel-size"
-        kinds = resolver.put(name, ("a2a",) if ulysses else ("p2p",), how if ulysses else "p2p")
-    resolver.check(
-        len(kinds) in (1, model.blocks),
-        f"{resolver.show(name)} has {len(kinds)} values; give one, or one for each of the "
-        f"{model.blocks} blocks",
-    )
-    if "a2a+p2p" in kinds:
-        resolver.check(
-            len(levels) == 2 and levels[0] * levels[1] == context and min(levels) > 0,
-            f"{resolver.show(name)} exchanges heads between neighbours and connects them by rings: "
-            f"--hierarchical-context-parallel-sizes must be two numbers with the product {context} "
-            f"(--context-parallel-size), such as 2 {context // 2}"
-            + (f", and is {' '.join(map(str, levels))}" if levels else ""),
-        )
-    elif levels:
-        resolver.notes.append(
-            f"{resolver.show(two_levels)} changes nothing without --cp-comm-type a2a+p2p"
-        )
-        levels = ()
-    _check_context(flags, model, context, set(kinds), levels, resolver)
-    return kinds if len(set(kinds)) > 1 else kinds[:1], levels
 
-
-def _check_context(
-    flags: ParallelFlags,
-    model: ModelConfig,
-    context: int,
-    kinds: set[str],
-    levels: tuple[int, ...],
-    resolver: ConfigResolver,
-) -> None:
-    """Refuses lengths and heads that the ranks of a context cannot divide."""
-    tensor = flags.tensor_model_parallel_size
-    slices = tensor if flags.sequence_parallel else 1
-    divisor = 2 * context * slices
-    for name in ("seq_length", "decoder_seq_length"):
-        length = getattr(model, name)
-        resolver.check(
-            length is None or length % divisor == 0,
-            f"{resolver.show(name)} must be a multiple of {divisor}: each of the "
-            f"{resolver.show('context_parallel_size')} ranks has two pieces of a sequence"
-            + (f", each in {slices} slices of --sequence-parallel" if slices > 1 else "")
-            + f"; the nearest is {max(1, round((length or 0) / divisor)) * divisor}",
-        )
-    heads = resolver.values["num_attention_heads"] // tensor
-    for kind, ranks in (("a2a", context), ("a2a+p2p", levels[0] if levels else 1)):
-        resolver.check(
-            kind not in kinds or heads % ranks == 0,
-            f"--cp-comm-type {kind}: {ranks} ranks exchange heads, and must divide the {heads} "
-            f"query heads of a tensor-parallel rank ({resolver.show('num_attention_heads')}); use "
-            "p2p or allgather, which divide no heads, or a2a+p2p with fewer ranks that exchange "
-            "them",
-        )
+    def experts(self, replicas: int, resolver: ConfigResolver) -> dict[str, Any]:
+        """Division of experts, among ``replicas`` data-parallel ranks, by the fields of
+        :class:`~megatron.config.parallel.ParallelConfig`."""
+        return {}
 
 
 def pipeline_schedule(

@@ -114,14 +114,18 @@ class CommandParser(argparse.ArgumentParser):
         the nearest flag."""
         word = next((w for w in unknown if w.startswith("-")), unknown[0])
         known, name = self._option_string_actions, word.split("=", 1)[0]
-        # It knows all flags of training, and is needed for a message only.
-        from megatron.config.foreign_flags import another_trainers, instead_of
+        from megatron.config.features import features  # they import the flags of this module
 
+        instead = None
+        if word.startswith("-") or "=" in word:
+            asked = (
+                each.advice(name, self.prog, known, _flags_of_training)
+                for each in features().values()
+            )
+            instead = next(filter(None, asked), None)
         if not word.startswith("-"):
-            other = another_trainers(name, known) if "=" in word else None
-            hint = "" if other is None else f"; flags begin with --: {other}"
+            hint = "" if instead is None else f"; flags begin with --: {instead}"
             self.error(f"'{word}' is not a value of any flag{hint} (--help lists all)")
-        instead = instead_of(name, self.prog, known, _flags_of_training)
         if instead is not None:
             self.error(f"{name} {instead}")
         hint = nearest_flag(name, known)
@@ -150,8 +154,8 @@ class FlagParser(CommandParser):
             self._add_class(cls)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Says why a flag that is not used does not take a value that asks for something else, and
-        which of its choices may be meant."""
+        """Explain why an unused flag does not accept a value that asks for something else, and
+        suggest a choice."""
         note = self._notes.get(action.dest)
         if note and action.choices and value not in action.choices:
             expected = " or ".join(map(str, action.choices))
@@ -223,8 +227,7 @@ _parsed: list[str] = []
 
 
 def parsed_words() -> tuple[str, ...]:
-    """The flags and values of the command line that this process has parsed last, all of which it
-    knows."""
+    """Return the flags and values of the command line that this process parsed last."""
     return tuple(_parsed)
 
 
@@ -274,7 +277,7 @@ def _completed_command(commands: Iterable[str]) -> str | None:
 
 
 def versions() -> str:
-    """This project's version and those that its runs depend on, without importing them."""
+    """Return the versions of this project and its dependencies, without importing them."""
     from importlib.metadata import PackageNotFoundError, version  # costs every start 20 ms
 
     names = [f"megatron-deepspeed {megatron.__version__}"]
@@ -315,7 +318,7 @@ class _Record(argparse.Action):
 
 
 def _words(value: Any) -> str:
-    # The name of a flag without a value says what it sets.
+    # A valueless flag's name describes its effect.
     values = value if isinstance(value, tuple) else () if isinstance(value, bool) else (value,)
     return "".join(f" {each}" for each in values)
 

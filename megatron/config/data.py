@@ -1,10 +1,12 @@
-"""Data: where it is, how samples are made of it, and the tokenizer."""
+"""Data: its location, the construction of samples, and the tokenizer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.config.features import flag_parts
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, needs_value, option
+from megatron.config.sections import with_parts
 
 SOURCE_FIELDS = (
     *("data_path", "data_args_path", "per_split_data_args_path"),
@@ -17,6 +19,7 @@ SOURCE_FIELDS = (
 """The fields of :class:`DataConfig` that name data."""
 
 
+@with_parts(flag_parts("data"))
 @dataclass(frozen=True)
 class DataConfig:
     """Data: where it is and how samples are made of it."""
@@ -81,10 +84,6 @@ class DataConfig:
     """Folder that caches remote data, such as s3://bucket/prefix."""
     num_workers: int = option(2, bounds=NOT_NEGATIVE, role="course")
     """Number of data loader processes per rank; 0 loads in the training process."""
-    verify_data: bool = option(False)
-    """Compare every file of --data-path and the like with its checksum (PREFIX.sha256 next to
-    PREFIX.bin and PREFIX.idx, FILE.sha256 next to other files) before training. The processes share
-    the work."""
     mock_data: bool = option(False)
     """Train on synthetic tokens, without data files."""
     reset_position_ids: bool = option(False)

@@ -8,162 +8,26 @@ feature less, and its flags go with it.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from megatron.config.flags import ConfigResolver, Settings
-from megatron.config.memory import LayerMemory
+from megatron.config.sections import DOCUMENTS, PACKED, FlagPart, FlagSection, KindConfig, ModelPart  # noqa: F401  # declarations import them from here
+from megatron.config.training_hooks import TrainingHooks
 
 FOLDERS = ("megatron.features", "megatron.apps")
 """Packages that contain features. This is the only place of the core that names them."""
 
 AHEAD = "mtp."
-"""Beginning of the canonical names of blocks that predict further tokens."""
-
-DOCUMENTS, PACKED = "documents", "packed"
-"""Samples of :attr:`KindConfig.samples`."""
+"""Prefix of the canonical names of multi-token prediction blocks."""
 
 
-class FlagSection:
-    """Flags of a feature: a section of saved configurations and a group of --help.
-
-    Attributes:
-        after: the section of the core that it follows. Kinds of data come first, then by name.
-    """
-
-    after: ClassVar[str] = "data"
-
-    @property
-    def identifies_samples(self) -> bool:
-        """True if batches of a GPT have the identity of every sample."""
-        return False
-
-    @property
-    def replaces_losses(self) -> str | None:
-        """The flag by which a run computes losses of tokens in another way; None without it."""
-        return None
-
-    @property
-    def trains(self) -> bool:
-        """True if the flags choose weights that are trained, which a frozen model lacks."""
-        return False
-
-
-class KindConfig(FlagSection):
-    """Flags of a kind of data, and what is known of it before its module is imported.
-
-    Attributes:
-        files: the kind's name in a corpora file; None if it reads no files.
-        samples: ``documents``, from which every model makes its own samples; ``packed``, examples
-            of which several may share a sample; or others, for the models that accept them.
-        shares: flags of other kinds that this one depends on, too.
-        streams: flags that only samples cut from a stream of documents depend on.
-        idle: why the flags change nothing in a run that does not use the kind.
-    """
-
-    files: ClassVar[str | None] = None
-    samples: ClassVar[str] = DOCUMENTS
-    holds_text: ClassVar[bool] = False
-    shares: ClassVar[frozenset[str]] = frozenset()
-    streams: ClassVar[frozenset[str]] = frozenset()
-    idle: ClassVar[str] = "nothing in this run uses it"
-    eval_text_key: str | None = None
-
-    @property
-    def moves_text(self) -> str | None:
-        """The flag by which text changes its place within samples; None without it."""
-        return None
-
-    @property
-    def reads_all(self) -> bool:
-        """True if the flags declare all data paths to be files of this kind."""
-        return False
-
-    @property
-    def endings(self) -> tuple[str, ...]:
-        """Endings of data paths that are files of this kind, unless they are prefixes of a .bin."""
-        return ()
-
-    @property
-    def acts(self) -> bool:
-        """True if the kind changes samples or their order in this run."""
-        return False
-
-    @property
-    def pads_batches(self) -> bool:
-        """True if packed samples are as long as their batch needs."""
-        return False
-
-    @property
-    def weigh_by(self) -> str | None:
-        """Weights of packed samples in the loss of a step, as of ``GPTCollator``."""
-        return None
-
-    @property
-    def head(self) -> tuple[str, str] | None:
-        """The head of a GPT that is trained on the kind, if it predicts no tokens, and the flag
-        that asks for it."""
-        return None
-
-
-class ModelPart:
-    """Flags of a feature that are fields of ``ModelFlags``, and what they resolve to in a network.
-
-    Attributes:
-        families: names of the families whose models depend on them; None for all.
-    """
-
-    families: ClassVar[frozenset[str] | None] = None
-
-    @property
-    def idle(self) -> bool:
-        """True if the network has nothing of the feature."""
-        return False
-
-    @property
-    def replaces_layers(self) -> bool:
-        """True for features whose blocks have other layers than attention and an MLP."""
-        kinds = type(self)
-        return kinds.memory is not ModelPart.memory or kinds.lacks is not ModelPart.lacks
-
-    @property
-    def blocks_ahead(self) -> int:
-        """Number of blocks after the last layer, with its configuration, that predict further
-        tokens."""
-        return 0
-
-    def resolve(
-        self, layers: int, seq_length: int, longest: int | None, resolver: ConfigResolver
-    ) -> Self:
-        """The part of a network with so many layers and tokens, complete; ``longest`` is the most
-        positions that a sequence can have, None for any number. Raises ConfigError."""
-        return self
-
-    def head_widths(self) -> tuple[int, int] | None:
-        """Channels of a query or key head, and those of them that rotary positions can rotate,
-        where the flags say them; None where they are those of ``--kv-channels``."""
-        return None
-
-    def lacks(self, layer: int) -> str | None:
-        """``attention`` or ``mlp`` for a block without it; None for a block with both."""
-        return None
-
-    def memory(self, layer: int, model: Any, tensor_size: int) -> LayerMemory | None:
-        """Return what generation keeps for a block with attention of a
-        :class:`~megatron.config.ModelConfig` on one of so many tensor-parallel ranks; None for keys
-        and values, or what another feature says."""
-        return None
-
-    def check_lengths(self, lengths: Sequence[int], source: str) -> None:
-        """Refuses lengths of sequences, which ``source`` has, that the network cannot read."""
-
-
-class Feature:
+class Feature(TrainingHooks):
     """Hooks by which a folder adds to a run.
 
     Hooks have defaults that add nothing. They import the folder's other modules when they are
@@ -172,8 +36,11 @@ class Feature:
     Attributes:
         needs: names of features whose modules this one imports.
         sections: the class of flags of each section of a saved configuration.
+        flag_parts: flags in a section of the core, by its name.
         model_parts: classes of flags of the network.
         families: names of the model families that :meth:`family` returns.
+        heads: kinds of the last layer, as ``ModelConfig.head`` says, that :meth:`network` adds to
+            models of a family, by the family's name.
         tokenizers: values of ``--tokenizer-type`` that :meth:`tokenizer` returns.
         only_trained: how the canonical names of parameters begin that only training uses, and
             which models written for other programs leave out.
@@ -183,8 +50,10 @@ class Feature:
 
     needs: ClassVar[tuple[str, ...]] = ()
     sections: ClassVar[Mapping[str, type[FlagSection]]] = {}
+    flag_parts: ClassVar[Mapping[str, type[FlagPart]]] = {}
     model_parts: ClassVar[tuple[type[ModelPart], ...]] = ()
     families: ClassVar[tuple[str, ...]] = ()
+    heads: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     tokenizers: ClassVar[tuple[str, ...]] = ()
     only_trained: ClassVar[tuple[str, ...]] = ()
     optimizers: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
@@ -203,6 +72,13 @@ class Feature:
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
         """Refuses values of a :class:`~megatron.config.run.RunConfig` that contradict each other.
         Raises ConfigError."""
+
+    def advice(
+        self, flag: str, prog: str, known: Container[str], of_training: Callable[[], Container[str]]
+    ) -> str | None:
+        """Words about a flag, or a word without dashes, that ``prog``, whose flags are ``known``,
+        does not have; None for none. ``of_training`` returns the flags of pretrain_gpt.py."""
+        return None
 
     # What a run reads and writes.
 
@@ -229,6 +105,12 @@ class Feature:
         """Corpora that a run may name without a corpora file, each a
         :class:`~megatron.data.sources.DataSource`. ``config`` is that of the run, if there is
         one."""
+        return None
+
+    def named_sources(self, config: Any, kind_of: Callable[[str], str]) -> Any:
+        """A function of words of ``--train-data`` and the like and of the flag, which returns each
+        :class:`~megatron.data.sources.DataSource`; None where a run names no corpora. ``kind_of``
+        gives the kind of a path's files."""
         return None
 
     def checkpoints(self, config: Any) -> Mapping[str, str | None]:
@@ -276,6 +158,15 @@ class Feature:
     """Sections of a DeepSpeed JSON that the feature reads instead of DeepSpeed: the setting of the
     same name is the text of the section."""
 
+    def json_file(self, text: str, content: Any, path: str) -> Any:
+        """Return the object of a DeepSpeed JSON file, as far as DeepSpeed gets it, from its
+        ``text`` and ``content``, None if it is not JSON. Raises ConfigError for what is wrong."""
+        return content
+
+    def json_notes(self, content: Mapping[str, Any], path: str) -> Sequence[str]:
+        """Lines for the user about the DeepSpeed JSON of a file, empty without one."""
+        return ()
+
     def check_json(self, sections: Mapping[str, str]) -> None:
         """Raise ConfigError for wrong texts of :attr:`json_sections`, by name."""
 
@@ -298,6 +189,10 @@ class Feature:
         """Called in each of the ``processes`` of a run before it resolves its settings: return
         their number, which may be another one where processes start again."""
         return processes
+
+    def meeting(self) -> Any:
+        """The :class:`~megatron.parallel.meeting.Meeting` of a run's processes; None for none."""
+        return None
 
     def watch(self, config: Any) -> AbstractContextManager[Any] | None:
         """A context that watches a process of a run, a :class:`~megatron.run.process.Watch`; None
@@ -329,6 +224,19 @@ class Feature:
         """The :data:`~megatron.model.attention_backends.AttentionBackend` of a block, from the one
         that it has without the feature; ``kind`` is its ``AttentionKind``."""
         return attend
+
+    def attention_kernel(self, name: str, dropout: float) -> Any:
+        """The :data:`~megatron.model.attention_backends.AttentionBackend` of a value of
+        ``--attention-backend`` but eager, for attention with dropout of this probability; None
+        where the feature has none. Raises ConfigError if a package or a GPU for it is missing."""
+        return None
+
+    def attention_line(
+        self, config: Any, dtype: Any, device: Any, tensor: int, documents: bool, kind: Any
+    ) -> str | None:
+        """A line about the attention kernels of a run, see
+        :func:`~megatron.model.attention_backends.describe_attention`; None for none."""
+        return None
 
     def base(self, spec: Any, config: Any) -> tuple[Any, int] | None:
         """The model that training starts from, in the form in which the feature keeps its weights,
@@ -377,10 +285,23 @@ class Feature:
     def update_factors(
         self, config: Any, names: Mapping[Any, str], rules: Mapping[Any, str]
     ) -> Mapping[Any, Any]:
-        """The :class:`~megatron.engine.update.groups.Factors` of learning rate, decay and epsilon
-        of every parameter that is trained, by canonical ``names`` and the ``rules`` of an optimizer
-        of features; empty, on all ranks, for none."""
+        """Factors of learning rate, decay and epsilon of every parameter that is trained, each a
+        :class:`~megatron.engine.update.optimizer.Factors`, by canonical ``names`` and the ``rules``
+        of an optimizer of features; empty, on all ranks, for none."""
         return {}
+
+    def group_factors(
+        self, config: Any, names: Mapping[Any, str], factors: Mapping[Any, Any]
+    ) -> Mapping[Any, Any]:
+        """Change the factors that :meth:`update_factors` of all features makes."""
+        return factors
+
+    def group_lines(
+        self, config: Any, names: Mapping[Any, str], factors: Mapping[Any, Any], mesh: Any
+    ) -> Sequence[str]:
+        """Lines about groups of parameters with other factors than all. Raises ConfigError, on
+        every rank, if flags choose parameters that no pipeline stage has."""
+        return ()
 
     def stored_states(self, config: Any) -> Any:
         """The :class:`~megatron.engine.update.adam.StateStore` of the optimizer; None for
@@ -396,46 +317,6 @@ class Feature:
         which it lacks. Return the source from which optimizer and random state are loaded; None to
         leave the weights to the engine."""
         return None
-
-    def check_run(self, run: Any, mesh: Any, device: Any) -> None:
-        """Raise ConfigError for a run, of training or evaluation, before its data are read."""
-
-    def check_source(self, config: Any, source: Any) -> None:
-        """Raise ConfigError where a run cannot start from the
-        :class:`~megatron.training.resume_source.ResumeSource` that its flags name, or None."""
-
-    def begin(self, context: Any) -> None:
-        """Called with the :class:`~megatron.training.context.RunContext` before data are read."""
-
-    def before_engine(self, context: Any) -> None:
-        """Called when data, plan and source of the context exist."""
-
-    def before_load(self, context: Any) -> None:
-        """Called when its engine exists; may replace ``context.source``."""
-
-    def ready(self, context: Any) -> None:
-        """Called when everything in the context exists, to add callbacks to it."""
-
-    def answer_ends(self, train: Any, tokenizer: Any, of_base: Sequence[int]) -> Any:
-        """The tokens at which the examples of a data set end answers, a frozenset; ``of_base``:
-        those of the model that training starts from. None where the feature cannot tell."""
-        return None
-
-    def extent(self, config: Any, plan: Any, sizes: Callable[[], Sequence[Any]]) -> Sequence[str]:
-        """Lines at the start of a run about how much it trains; ``sizes``: of its data files."""
-        return ()
-
-    def missing_evaluation(self, config: Any, kinds: Sequence[str]) -> str | None:
-        """An evaluation after the last step that is not among the ``kinds`` of rows in the metrics;
-        None if all are there."""
-        return None
-
-    def writers(
-        self, logging: Any, configuration: Mapping[str, Any], iteration: int, samples: int
-    ) -> Sequence[Any]:
-        """Each :class:`~megatron.training.writers.RunWriter` of the main process for metrics, next
-        to the JSON lines; ``iteration`` and ``samples`` are those before its first row."""
-        return ()
 
 
 @cache
@@ -480,6 +361,12 @@ def section_classes() -> Mapping[str, type[FlagSection]]:
     sections = [s for feature in features().values() for s in feature.sections.items()]
     sections.sort(key=lambda section: (not issubclass(section[1], KindConfig), section[0]))
     return MappingProxyType(dict(sections))
+
+
+def flag_parts(section: str) -> tuple[type[FlagPart], ...]:
+    """The flags that features add to a section of the core."""
+    of_features = (feature.flag_parts.get(section) for feature in taking_part())
+    return tuple(part for part in of_features if part is not None)
 
 
 @cache

@@ -41,7 +41,7 @@ Settings = dict[str, Setting]
 
 
 class Bounds(NamedTuple):
-    """The numbers that a field accepts, and what to say of others."""
+    """The numbers that a field accepts, and a description for error messages."""
 
     hold: Callable[[Any], bool]
     rule: str
@@ -58,7 +58,7 @@ class Need(NamedTuple):
 
     Attributes:
         text: other flags, for messages.
-        met: says whether the values of a run, by field name, have it.
+        met: returns True if the values of a run, by field name, satisfy it.
         refused: whether a run without it is refused; otherwise it gets a note, where scripts of
             other trainers often have such a flag.
     """
@@ -137,6 +137,7 @@ def option(
     )
 
 
+@functools.cache
 def flag_of(field: dataclasses.Field) -> str:
     return field.metadata.get("flag") or field.metadata.get("off") or _dashed(field.name)
 
@@ -183,14 +184,14 @@ def field_help(cls: type) -> dict[str, str]:
 
 
 def flag_names(field: dataclasses.Field) -> tuple[tuple[str, ...], str | None]:
-    """The flags that set a field, which may be none, and the flag that turns it off."""
+    """Return the flags, if any, that set a field, and the flag that turns it off."""
     meta = field.metadata
     flag, off = meta.get("flag"), meta.get("off")
     return () if off and not flag else (flag or _dashed(field.name), *meta.get("aliases", ())), off
 
 
 class Frequency:
-    """The value of a flag that is an integer or, where its text is no integer, the text."""
+    """Return the value of a flag as an integer or, if it is not one, as text."""
 
     def __new__(cls, text: str) -> Any:
         try:
@@ -245,8 +246,7 @@ class ConfigResolver:
     bounds."""
 
     def __init__(self, classes: Sequence[type], settings: Settings) -> None:
-        fields = [field for cls in classes for field in dataclasses.fields(cls)]
-        self._fields = fields
+        self._fields = fields = [field for cls in classes for field in dataclasses.fields(cls)]
         self._flags = {field.name: flag_of(field) for field in fields}
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
@@ -257,8 +257,8 @@ class ConfigResolver:
             self.values[field.name], self.origins[field.name] = setting.value, setting.origin
         for field in fields:
             bounds, value = field.metadata.get("bounds"), self.values[field.name]
-            if bounds is not None and value is not None:
-                self.check(bounds.hold(value), f"{self.show(field.name)} {bounds.rule}")
+            if bounds is not None and value is not None and not bounds.hold(value):
+                raise ConfigError(f"{self.show(field.name)} {bounds.rule}")
 
     def given(self, name: str) -> bool:
         return self.origins[name] != "default"
@@ -273,17 +273,21 @@ class ConfigResolver:
         return self.put(name, value, how) if given is None else given
 
     def require(self, instead: str = "", /, **given: T | None) -> tuple[T, ...]:
-        """The values, by field name; ConfigError if some are missing, which says what else they
-        may come from."""
+        """Return the values by field name. Raises ConfigError, with alternatives, if some are
+        missing."""
         missing = [self.flag(name) for name, value in given.items() if value is None]
         if missing:
             raise ConfigError(f"missing {', '.join(missing)}{instead and f', or {instead}'}")
         return tuple(value for value in given.values() if value is not None)
 
     def flag(self, name: str) -> str:
-        return self._flags[name]
+        return self._flags.get(name) or _dashed(name)
 
     def show(self, name: str) -> str:
+        """The flag of a field, its value, and where that is from; of a feature that is missing the
+        name alone."""
+        if name not in self.values:
+            return self.flag(name)
         origin, flag = self.origins[name], self.flag(name)
         place = "" if origin == f"flag {flag}" else f" ({origin})"
         value = self.values[name]
@@ -332,8 +336,9 @@ def _words(value: Any) -> str:
 
 
 def shared(flags: Any, cls: type) -> dict[str, Any]:
-    """The values of an object for the fields of a class, by name."""
-    return {field.name: getattr(flags, field.name) for field in dataclasses.fields(cls)}
+    """Return an object's values for the fields of a class that it has, by name."""
+    names = (field.name for field in dataclasses.fields(cls))
+    return {name: getattr(flags, name) for name in names if hasattr(flags, name)}
 
 
 _INTEGER = re.compile(r"([+-]?[\d_]+(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)([kKMBT]?)")
@@ -371,8 +376,8 @@ def _shown(value: Fraction) -> str:
 
 
 def nearest_flag(name: str, known: Iterable[str]) -> str:
-    """The known flag that an unknown one is probably a misspelling of: up to a quarter of its
-    letters are wrong, or words are missing from it; empty without one."""
+    """Return the known flag that an unknown one probably misspells, with up to a quarter of wrong
+    letters or missing words; or an empty text."""
     typed = name.lower().replace("_", "-")
     flags = [flag for flag in known if flag.startswith("--")]
     most = max(1, len(typed.strip("-")) // 4)

@@ -7,10 +7,9 @@ checked where they are derived.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron.config.flags import ConfigError
 
@@ -108,7 +107,7 @@ class Layout:
 
     @property
     def autocast(self) -> bool:
-        """True if 16 bits are those of matrix products only, over float32 weights."""
+        """True if only matrix products are in 16 bits, over float32 weights."""
         return self.precision == "bf16" and self.zero == 0
 
     @property
@@ -130,60 +129,11 @@ class Layout:
             return "none"
         return "hidden" if self.tensor * self.context > 1 else "all"
 
-    @property
-    def name(self) -> str:
-        """The short name that :func:`parse_layout` reads, without values that have no token."""
-        words = {value: word for word, value in _WORDS.items()}
-        tokens = [
-            f"{_SIZES[key]}{value}" if key in _SIZES else words[key, value]
-            for key, value in self._stated().items()
-            if key in _SIZES or (key, value) in words
-        ]
-        return "-".join(tokens) or "dp1"
-
-    def flags(self) -> list[str]:
-        """The flags of this layout, without defaults. The launcher sets the number of processes,
-        the DeepSpeed JSON the offloading, and batch sizes the number of micro batches."""
-        stated = self._stated()
-        if self.precision != "fp32":
-            stated["zero"] = self.zero  # the default depends on the precision
-        words = []
-        for name, flag in _VALUE_FLAGS.items():
-            if name in stated:
-                words += [flag, str(stated[name])]
-        if self.comm:
-            words += ["--cp-comm-type", *self.comm]
-        if TWO_LEVELS in self.comm:
-            levels = self.exchanging, self.context // self.exchanging
-            words += ["--hierarchical-context-parallel-sizes", *map(str, levels)]
-        words += ["--sequence-parallel"] * self.sequence
-        words += [f"--{self.precision}"] * (self.precision != "fp32")
-        words += [_GRADS_IN_FP32] * self.grads_in_fp32
-        if self.states is not None:
-            words.append(_STATES)
-            for name, dtype in self.states._asdict().items():
-                words += [f"--{name.replace('_', '-')}-dtype", dtype] * (dtype != "fp32")
-        if self.recompute == "selective":
-            words += ["--recompute-granularity", "selective"]
-        if self.mlp_act:
-            words += ["--recompute-modules", *["core_attn"] * bool(self.recompute), "mlp_act"]
-        if self.recompute in ("uniform", "block"):
-            words += ["--recompute-granularity", "full", "--recompute-method", self.recompute]
-        return words
-
-    def _stated(self) -> dict[str, Any]:
-        """The values that must be given; the others are defaults or follow from them."""
-        chunks = complete_schedule(self.schedule, None)[1]
-        # Several stages without the name of a schedule would mean an interleaved one.
-        usual = Layout(schedule="1f1b" if self.chunks == 1 else "", chunks=chunks)
-        names = [field.name for field in fields(self)]
-        return {n: getattr(self, n) for n in names if getattr(self, n) != getattr(usual, n)}
-
     def show(self, name: str) -> str:
         """One of the values as users know it; of several numbers of micro batches the first."""
         value = getattr(self, name)
-        if name in _VALUE_FLAGS:
-            return f"{_VALUE_FLAGS[name]} {value}"
+        if name in VALUE_FLAGS:
+            return f"{VALUE_FLAGS[name]} {value}"
         if name == "micro_batches":
             batches = "batch" if value[0] == 1 else "batches"
             return (
@@ -194,13 +144,13 @@ class Layout:
             return f"{name}.device {value} in the DeepSpeed JSON"
         if name == "precision":
             return "float32" if value == "fp32" else f"--{value}"
-        flags = {"sequence": "--sequence-parallel", "grads_in_fp32": _GRADS_IN_FP32}
-        return {**flags, "states": _STATES}[name]
+        flags = {"sequence": "--sequence-parallel", "grads_in_fp32": GRADS_IN_FP32}
+        return {**flags, "states": STATES}[name]
 
 
-_GRADS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
-_STATES = "--use-precision-aware-optimizer"
-_VALUE_FLAGS = {
+GRADS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
+STATES = "--use-precision-aware-optimizer"
+VALUE_FLAGS = {
     "tensor": "--tensor-model-parallel-size",
     "pipeline": "--pipeline-model-parallel-size",
     "schedule": "--pipeline-schedule",
@@ -364,74 +314,3 @@ def check_layout(layout: Layout) -> None:
     rule = refusal(layout)
     if rule is not None:
         raise ConfigError(rule.message(layout))
-
-
-_SIZES = {
-    "tensor": "tp", "pipeline": "pp", "chunks": "v", "data": "dp", "zero": "zero", "expert": "ep",
-    "expert_tensor": "etp", "context": "cp",
-}  # fmt: skip
-_WORDS: dict[str, tuple[str, Any]] = {
-    "sp": ("sequence", True),
-    **{word: ("schedule", word) for word in SCHEDULES},
-    **{word: ("precision", word) for word in PRECISIONS},
-    **{word: ("recompute", word) for word in RECOMPUTE},
-    **{word: ("comm", (word,)) for word in COMMUNICATIONS[1:]},
-}
-
-
-def parse_layout(name: str) -> Layout:
-    """The layout of a short name, such as ``tp2-sp-pp2-dp2-zero1-bf16``, supported or not. ``dpN``
-    counts all data-parallel ranks: ``ep2`` alone is ``ep2-dp2``, where each expert has one replica,
-    and ``ep2-dp4`` has two. ``cpN`` ranks divide each sequence, and communicate by p2p unless a
-    token says how; with a2a+p2p two neighbours exchange heads. Raises ConfigError if a token is
-    unknown, or repeats a value, or if the sizes of experts or of a context do not fit."""
-    values: dict[str, Any] = {}
-    sizes = {token: key for key, token in _SIZES.items()}
-    for token in name.split("-"):
-        size = re.fullmatch(f"({'|'.join(sizes)})([0-9]+)", token)
-        if size:
-            key, value = sizes[size[1]], int(size[2])
-            fits = value <= 3 if key == "zero" else value >= 1
-        else:
-            key, value = _WORDS.get(token, ("", None))
-            fits = key != ""
-        if not fits:
-            raise ConfigError(
-                f"layout {name}: unknown {token!r}; a layout consists of tpN, sp, ppN, vN "
-                "(stages per process), dpN, epN, etpN, cpN, zero0 to zero3, "
-                f"{', '.join(list(_WORDS)[1:])}, joined by '-'"
-            )
-        if key in values:
-            raise ConfigError(f"layout {name}: {token!r} sets the {key} a second time")
-        values[key] = value
-    values["schedule"], values["chunks"] = complete_schedule(
-        values.get("schedule"), values.get("chunks")
-    )
-    layout = _with_experts(Layout(**values), name, "data" in values)
-    if layout.comm and (layout.context == 1 or (TWO_LEVELS in layout.comm and layout.context % 4)):
-        raise ConfigError(
-            f"layout {name}: {layout.comm[0]!r} is how the ranks of cpN communicate, where N is 2 "
-            f"or more, and a multiple of 4 with {TWO_LEVELS!r}, which has rings of pairs of ranks"
-        )
-    return replace(layout, exchanging=2 if TWO_LEVELS in layout.comm else 1)
-
-
-def _with_experts(layout: Layout, name: str, complete: bool) -> Layout:
-    """The layout with as many data-parallel ranks as the experts need, unless it is complete."""
-    whole, tensor = layout.expert_tensor not in (None, layout.tensor), layout.tensor
-    if not whole:
-        layout = replace(layout, expert_tensor=None)
-    elif layout.expert_tensor != 1 or (layout.expert > 1 and layout.expert % tensor):
-        raise ConfigError(
-            f"layout {name}: experts are cut over all {tensor} tensor-parallel ranks, without "
-            f"etpN, or are whole, with etp1 and without epN or with a multiple of {tensor} as N"
-        )
-    axis = layout.expert_axis
-    if not complete:
-        layout = replace(layout, data=axis)
-    if layout.data % axis:
-        raise ConfigError(
-            f"layout {name}: dp{layout.data} must be a multiple of the {axis} data-parallel ranks "
-            "that experts are divided over"
-        )
-    return layout

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megatron.config.blocks import (
     GATES,
     MLP_ACTIVATIONS,
-    NORMS,
     AttentionConfig,
     AttentionFlags,
     MLPConfig,
@@ -20,6 +19,7 @@ from megatron.config.blocks import (
     resolve_attention,
     resolve_mlp,
 )
+from megatron.config.contradictions import refuse_contradictions
 from megatron.config.features import ModelPart, model_parts
 from megatron.config.flags import (
     FRACTION,
@@ -43,7 +43,7 @@ Part = TypeVar("Part", bound=ModelPart)
 HEADS = ("lm", "classification", "multiple_choice", "span", "reward")
 """Kinds of a model's last layer."""
 LAYERS = Bounds(lambda value: 0 < value <= MOST_LAYERS, "must be from 1 to 16,384")
-"""A configuration of another program may say any number, and each layer has names."""
+"""A bound: another program's configuration may contain any number, and each layer needs names."""
 
 
 @dataclass(frozen=True)
@@ -209,15 +209,15 @@ class ModelConfig(_Network):
     num_layers: int
     hidden_size: int
     seq_length: int
-    attention: AttentionConfig
-    mlp: MLPConfig
-    norm: NormConfig
-    positions: PositionsConfig
-    embedding: EmbeddingConfig
-    vocabulary: Vocabulary = Vocabulary()
+    attention: AttentionConfig = field(hash=False)  # caches look networks up by the thousand
+    mlp: MLPConfig = field(hash=False)
+    norm: NormConfig = field(hash=False)
+    positions: PositionsConfig = field(hash=False)
+    embedding: EmbeddingConfig = field(hash=False)
+    vocabulary: Vocabulary = field(default=Vocabulary(), hash=False)
     decoder_num_layers: int | None = None
     decoder_seq_length: int | None = None
-    parts: tuple[ModelPart, ...] = ()
+    parts: tuple[ModelPart, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -240,7 +240,7 @@ class ModelConfig(_Network):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, those of a decoder included."""
+        """Number of blocks, including a decoder's."""
         return self.num_layers + (self.decoder_num_layers or 0)
 
     @property
@@ -334,19 +334,7 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         num_attention_heads=flags.num_attention_heads,
         seq_length=_by_either_name(flags, "seq_length", resolver),
     )
-    decoder_layers = None
-    if flags.encoder_decoder:
-        decoder_layers = resolver.fill(
-            "decoder_num_layers", flags.decoder_num_layers, layers, "num-layers"
-        )
-    else:
-        for name in ("decoder_num_layers", "decoder_seq_length"):
-            resolver.check_unused(name, "a model that has an encoder and a decoder (T5)")
-    resolver.check(
-        not (flags.fp32_residual_connection and flags.apply_residual_connection_post_layernorm),
-        "--fp32-residual-connection contradicts --apply-residual-connection-post-layernorm, which "
-        "adds to the output of a norm, in the dtype of the weights: leave one of them out",
-    )
+    decoder_layers = _decoder_layers(flags, layers, resolver)
     bias = flags.add_bias_linear
     widths = head_widths(vars(flags))
     attention = resolve_attention(
@@ -361,48 +349,8 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         attention.kv_channels if widths is None else widths[1],
         resolver,
     )
-    resolver.check(
-        flags.encoder_decoder or positions.position_embedding_type != "relative",
-        f"{resolver.show('position_embedding_type')} is for models with an encoder and a decoder "
-        "(T5); give rope, alibi, learned_absolute or none",
-    )
-    if flags.encoder_decoder and attention.local is not None:
-        raise ConfigError(
-            f"{resolver.show(attention.local)}: a decoder attends to all of its encoder's text, "
-            "and the blocks of both to all of their own; leave the window out"
-        )
-    if flags.sliding_window is None:
-        resolver.check_unused("rotary_base_local", "--sliding-window")
-    resolver.check(
-        flags.parallel_residual or not flags.shared_parallel_norm,
-        "--shared-parallel-norm needs --parallel-residual: only then do attention and MLP start "
-        "from the same hidden states",
-    )
-    _check_norms(flags, resolver)
-    resolver.check(
-        not (flags.add_mlp_bias and flags.add_attention_bias),
-        "--add-mlp-bias with --add-attention-bias gives all linear layers biases: leave both and "
-        "--disable-bias-linear out",
-    )
-    resolver.check(
-        (flags.num_labels is not None) == (flags.head == "classification"),
-        f"num_labels {flags.num_labels}: a model has labels if its head is for classification; "
-        f"this one is {flags.head}",
-    )
-    resolver.check(
-        len(flags.label_names) in (0, flags.num_labels),
-        f"label_names {', '.join(flags.label_names)}: there are {flags.num_labels} labels",
-    )
-    resolver.check(
-        flags.num_tokentypes != 1 or not flags.bert_binary_head,
-        "--num-tokentypes 1 is less than the two segments of a sample have; give 2 or more, 0 for "
-        "none, or --bert-no-binary-head",
-    )
-    resolver.check(
-        not (flags.parallel_residual and flags.apply_residual_connection_post_layernorm),
-        "--apply-residual-connection-post-layernorm contradicts --parallel-residual, where nothing "
-        "is added to the output of a norm; leave one of them out",
-    )
+    _check_attention(flags, attention, positions, resolver)
+    refuse_contradictions(flags, resolver)
     return ModelConfig(
         **shared(flags, _Network),
         num_layers=layers,
@@ -423,6 +371,37 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
     )
 
 
+def _decoder_layers(flags: ModelFlags, layers: int, resolver: ConfigResolver) -> int | None:
+    """Blocks of a decoder, by default as many as of its encoder; None without a decoder."""
+    if flags.encoder_decoder:
+        given = flags.decoder_num_layers
+        return resolver.fill("decoder_num_layers", given, layers, "num-layers")
+    for name in ("decoder_num_layers", "decoder_seq_length"):
+        resolver.check_unused(name, "a model that has an encoder and a decoder (T5)")
+    return None
+
+
+def _check_attention(
+    flags: ModelFlags,
+    attention: AttentionConfig,
+    positions: PositionsConfig,
+    resolver: ConfigResolver,
+) -> None:
+    """Refuses positions and windows that the blocks of this kind of model cannot have."""
+    resolver.check(
+        flags.encoder_decoder or positions.position_embedding_type != "relative",
+        f"{resolver.show('position_embedding_type')} is for models with an encoder and a decoder "
+        "(T5); give rope, alibi, learned_absolute or none",
+    )
+    if flags.encoder_decoder and attention.local is not None:
+        raise ConfigError(
+            f"{resolver.show(attention.local)}: a decoder attends to all of its encoder's text, "
+            "and the blocks of both to all of their own; leave the window out"
+        )
+    if flags.sliding_window is None:
+        resolver.check_unused("rotary_base_local", "--sliding-window")
+
+
 def head_widths(flags: Mapping[str, Any]) -> tuple[int, int] | None:
     """Channels of a head, and those that can be rotated, where flags of features say them, by
     field; see :meth:`ModelPart.head_widths`."""
@@ -432,55 +411,6 @@ def head_widths(flags: Mapping[str, Any]) -> tuple[int, int] | None:
         if widths is not None:
             return widths
     return None
-
-
-def _check_norms(flags: ModelFlags, resolver: ConfigResolver) -> None:
-    """Refuse norms, and factors of the residual stream's ends, that contradict each other."""
-    resolver.check(
-        flags.pre_norm or flags.post_norm,
-        "--no-pre-norm needs --post-norm: without both, attention and MLP have no norm",
-    )
-    for name, why in (
-        ("apply_residual_connection_post_layernorm", "adds to the norm that it removes"),
-        ("shared_parallel_norm", "shares the norm that it removes"),
-        ("fp32_residual_connection", "gives attention and MLP inputs in float32"),
-    ):
-        resolver.check(
-            flags.pre_norm or not getattr(flags, name),
-            f"--no-pre-norm contradicts {resolver.flag(name)}, which {why}; leave one of them out",
-        )
-    resolver.check(
-        not (flags.qk_l2_norm and flags.qk_layernorm),
-        "--qk-l2-norm contradicts --qk-layernorm, another norm of queries and keys; give one of "
-        "them",
-    )
-    resolver.check(
-        not flags.qk_layernorm_whole or flags.normalization == "RMSNorm",
-        f"--qk-layernorm-whole needs --normalization RMSNorm, not {flags.normalization}",
-    )
-    resolver.check(
-        not (flags.qk_layernorm_whole and flags.qk_layernorm_per_head),
-        "--qk-layernorm-whole contradicts --qk-layernorm-per-head; give one of them",
-    )
-    resolver.check(
-        not flags.sub_norm or flags.normalization == "RMSNorm",
-        f"--sub-norm needs --normalization RMSNorm, not {flags.normalization}",
-    )
-    weighted = NORMS[flags.normalization].weighted
-    for name in ("apply_layernorm_1p", "fp32_residual_connection"):
-        resolver.check(
-            weighted or not getattr(flags, name),
-            f"{resolver.flag(name)} needs a norm with a weight; {resolver.show('normalization')} "
-            "has none",
-        )
-    for one, other in (
-        ("embedding_multiplier", "scale_embeddings"),
-        ("logits_scaling", "scale_head_input"),
-    ):
-        resolver.check(
-            getattr(flags, one) is None or not getattr(flags, other),
-            f"{resolver.show(one)} contradicts {resolver.flag(other)}; give one of them",
-        )
 
 
 def _by_either_name(flags: ModelFlags, name: str, resolver: ConfigResolver) -> int | None:

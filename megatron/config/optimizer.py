@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
-from megatron.config.features import features
+from megatron.config.features import features, flag_parts
 from megatron.config.flags import (
     FRACTION,
     NOT_NEGATIVE,
     POSITIVE,
-    ConfigError,
     ConfigResolver,
     Need,
     needs_value,
     option,
     shared,
 )
+from megatron.config.sections import with_parts
 from megatron.config.training import LENGTHS, TrainingConfig
 
 STATES = {
@@ -44,15 +41,12 @@ _WARMUP = Need(
 )
 _ADAM = needs_value("optimizer", *(n for n in STATES if n not in ("sgd", "lion")), refused=False)
 _SGD = needs_value("optimizer", "sgd", refused=False)
-_DECOUPLED = Need("--decoupled-lr", lambda values: values["decoupled_lr"] is not None)
-
-VOCABULARY = ("embedding.word_embeddings.*", "output_layer.*")
-"""Patterns of the canonical names of token embedding and output layer."""
 
 
+@with_parts(flag_parts("optimizer"))
 @dataclass(frozen=True, kw_only=True)
 class _Optimizer:
-    """Values that need no resolving, but for the lengths of the schedule."""
+    """Values that need no resolving, except for the lengths of the schedule."""
 
     optimizer: str = option(
         "adam", choices=tuple(STATES), spellings={"adamw": "adam", "dist_muon": "muon"}
@@ -121,26 +115,6 @@ class _Optimizer:
     """Adam: epsilon added to the root of the second moment."""
     sgd_momentum: float = option(0.9, bounds=FRACTION, needs=_SGD)
     """Momentum of SGD."""
-    lr_group: tuple[str, ...] = option((), role="schedule")
-    """PATTERN=FACTOR: multiply the learning rate of the parameters whose canonical names match
-    the pattern (embedding.*=0.1, layers.[01].*=0.5, *.lora_*_b.*=16); of several patterns the
-    first that matches counts."""
-    decoupled_lr: float | None = option(None, bounds=POSITIVE, role="schedule")
-    """Peak learning rate of token embedding and output layer, which follow the same schedule."""
-    decoupled_min_lr: float | None = option(
-        None, derived="min-lr", bounds=NOT_NEGATIVE, role="schedule", needs=_DECOUPLED
-    )
-    """Minimum learning rate of token embedding and output layer."""
-    wd_group: tuple[str, ...] = option((), role="schedule")
-    """PATTERN=FACTOR: multiply the weight decay of the matrices whose canonical names match the
-    pattern (embedding.*=0 decays no embeddings); of several patterns the first that matches
-    counts. Biases and norms are not decayed."""
-    apply_wd_to_qk_layernorm: bool = option(False, role="schedule")
-    """Decay the weights of the norms of queries and keys (--qk-layernorm), too, as Qwen3-Next."""
-    no_weight_decay_cond_type: str | None = option(
-        None, choices=("apply_wd_to_qk_layernorm",), role="schedule"
-    )
-    """Megatron's earlier spelling of --apply-wd-to-qk-layernorm."""
 
     def schedule_units(self, unit: str) -> tuple[str, str]:
         """The units of warm-up and decay in a run whose length is in ``unit``."""
@@ -149,51 +123,10 @@ class _Optimizer:
         return next(units, decay), decay
 
     @property
-    def lr_groups(self) -> dict[str, float]:
-        """The factor of each pattern. Raises ConfigError if a value is not PATTERN=FACTOR."""
-        return _factors("--lr-group", self.lr_group)
-
-    @property
-    def wd_groups(self) -> dict[str, float]:
-        """The same of the weight decay."""
-        return _factors("--wd-group", self.wd_group)
-
-    def lr_factor(self, name: str) -> float:
-        """Return the factor of the learning rate of the parameter with this canonical name."""
-        return _first_match(self.lr_groups, name)
-
-    def wd_factor(self, name: str) -> float:
-        """The same of the weight decay, for a parameter that decays."""
-        return _first_match(self.wd_groups, name)
-
-    @property
-    def decays_qk_norms(self) -> bool:
-        """True if the weights of the norms of queries and keys decay."""
-        return self.apply_wd_to_qk_layernorm or self.no_weight_decay_cond_type is not None
-
-    def decoupled(self, name: str) -> bool:
-        """True for a parameter whose learning rate is ``--decoupled-lr``."""
-        return self.decoupled_lr is not None and any(fnmatchcase(name, p) for p in VOCABULARY)
-
-
-def _factors(flag: str, values: tuple[str, ...]) -> dict[str, float]:
-    factors: dict[str, float] = {}
-    for value in values:
-        pattern, _, factor = value.rpartition("=")
-        try:
-            factors.setdefault(pattern, float(factor))
-        except ValueError:
-            pattern = ""
-        if not pattern or not 0 <= factors[pattern] < math.inf:
-            raise ConfigError(
-                f"{flag} {value} must be PATTERN=FACTOR, a pattern of canonical names of "
-                "parameters and a factor of at least 0, such as embedding.*=0.1"
-            )
-    return factors
-
-
-def _first_match(groups: Mapping[str, float], name: str) -> float:
-    return next((f for pattern, f in groups.items() if fnmatchcase(name, pattern)), 1.0)
+    def own_rates(self) -> tuple[float, float] | None:
+        """Peak and minimum of the learning rate of parameters that have their own; None where all
+        have that of ``--lr``."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +167,6 @@ def resolve_optimizer(
         resolver.check(
             flags.min_lr <= flags.lr, f"{resolver.show('min_lr')} is above {resolver.show('lr')}"
         )
-    flags.lr_groups, flags.wd_groups  # noqa: B018  # raise for values that are none
-    decoupled = _decoupled(flags, resolver)
     decay, constant = flags.weight_decay, flags.weight_decay_incr_style == "constant"
     for name, value in (
         ("start_weight_decay", flags.start_weight_decay),
@@ -248,25 +179,11 @@ def resolve_optimizer(
         )
     start, end = flags.start_weight_decay, flags.end_weight_decay
     return OptimizerConfig(
-        **shared(flags, _Optimizer) | lengths | decoupled,
+        **shared(flags, _Optimizer) | lengths,
         lr=flags.lr or 0.0,
         start_weight_decay=resolver.fill("start_weight_decay", start, decay, "weight-decay"),
         end_weight_decay=resolver.fill("end_weight_decay", end, decay, "weight-decay"),
     )
-
-
-def _decoupled(flags: OptimizerFlags, resolver: ConfigResolver) -> dict[str, Any]:
-    """The minimum of ``--decoupled-lr``, by field."""
-    peak = flags.decoupled_lr
-    if peak is None:
-        return {}
-    least = resolver.fill("decoupled_min_lr", flags.decoupled_min_lr, flags.min_lr, "min-lr")
-    for name, value in (("decoupled_min_lr", least), ("lr_warmup_init", flags.lr_warmup_init)):
-        resolver.check(
-            value <= peak,
-            f"{resolver.flag(name)} {value:g} is above {resolver.show('decoupled_lr')}",
-        )
-    return {"decoupled_min_lr": least}
 
 
 def _lengths(

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.axes import (
-    ParallelFlags,
-    check_partition,
-    communication,
-    context_size,
-    pipeline_schedule,
-    split_partition,
-)
+from megatron.config.axes import ParallelFlags, check_partition, pipeline_schedule, split_partition
 from megatron.config.flags import ConfigResolver, shared
 from megatron.config.model import ModelConfig
 
@@ -123,18 +116,15 @@ def resolve_parallel(
     flags: ParallelFlags, model: ModelConfig, world_size: int, resolver: ConfigResolver
 ) -> ParallelConfig:
     """Completes the layout over ``world_size`` processes."""
-    _check_launch(flags, world_size, resolver)
-    context = context_size(flags, resolver)
+    context = flags.context_size(resolver)
     replicas = _replicas(flags, model, context, world_size, resolver)
-    kinds, levels = communication(flags, model, context, resolver)
+    kinds, levels = flags.communication(model, context, resolver)
     schedule, chunks = pipeline_schedule(flags, model, resolver)
     check_partition(flags, model, flags.pipeline_model_parallel_size * chunks, resolver)
     partition = flags.pipeline_partition
     if flags.pipeline_model_parallel_split_rank is not None:
         partition = split_partition(flags, model, chunks, resolver)
     granularity, method = _recompute(flags, resolver)
-    together, axis = _experts(flags, replicas, resolver)
-    tensor = flags.tensor_model_parallel_size
     return ParallelConfig(
         **shared(flags, ParallelConfig)
         | {
@@ -142,11 +132,6 @@ def resolve_parallel(
             "cp_comm_type": kinds,
             "hierarchical_context_parallel_sizes": levels,
             "data_parallel_size": replicas,
-            "expert_tensor_parallel_size": None if together == tensor else together,
-            "expert_axis": resolver.put("expert_axis", axis, "expert and tensor sizes"),
-            "folded": resolver.put(
-                "folded", axis < flags.expert_model_parallel_size, "expert and tensor sizes"
-            ),
             "world_size": resolver.put("world_size", world_size, "launcher"),
             "pipeline_schedule": schedule,
             "pipeline_partition": partition,
@@ -154,19 +139,8 @@ def resolve_parallel(
             "recompute_granularity": granularity,
             "recompute_method": method,
         }
+        | flags.experts(replicas, resolver)
     )
-
-
-def _check_launch(flags: ParallelFlags, world_size: int, resolver: ConfigResolver) -> None:
-    asked = flags.launched_processes
-    resolver.check(
-        asked in (None, world_size),
-        f"--num-gpus-per-node {flags.num_gpus_per_node or 1} x --num-nodes {flags.num_nodes or 1} "
-        f"is {asked} processes, and this run has {world_size}; make them equal, or leave out the "
-        "flags",
-    )
-    if flags.node_ips is not None and (flags.num_nodes or 1) == 1:
-        resolver.notes.append(f"{resolver.show('node_ips')} changes nothing: the run has one node")
 
 
 def _replicas(
@@ -204,43 +178,6 @@ def _replicas(
             resolver.check_divides(tensor, "decoder_seq_length")
     how = "processes / (tensor x pipeline x context)"
     return resolver.put("data_parallel_size", world_size // together, how)
-
-
-def _experts(flags: ParallelFlags, replicas: int, resolver: ConfigResolver) -> tuple[int, int]:
-    """Ranks that share an expert, and those along the axis of experts of the mesh."""
-    experts, tensor = flags.expert_model_parallel_size, flags.tensor_model_parallel_size
-    name, together = "expert_tensor_parallel_size", flags.expert_tensor_parallel_size
-    shown, shown_experts = resolver.show(name), resolver.show("expert_model_parallel_size")
-    shown_tensor = resolver.show("tensor_model_parallel_size")
-    if flags.enable_expert_tensor_parallelism:
-        resolver.check(
-            together in (None, tensor),
-            f"{shown} contradicts --enable-expert-tensor-parallelism, which makes it {tensor}",
-        )
-        together = resolver.fill(name, together, tensor, "--enable-expert-tensor-parallelism")
-    elif resolver.origins["expert_model_parallel_size"] == "flag --moe-expert-parallel-size":
-        how = "--moe-expert-parallel-size without --enable-expert-tensor-parallelism"
-        together = resolver.fill(name, together, 1, how)
-    together = resolver.fill(name, together, tensor, "tensor-model-parallel-size")
-    resolver.check(
-        together in (1, tensor),
-        f"{shown} must be 1, for whole experts, or that of {shown_tensor}, for cut ones",
-    )
-    folded = together < tensor and experts > 1
-    resolver.check(
-        not folded or experts % tensor == 0,
-        f"{shown_experts} must be 1 or a multiple of {shown_tensor} where experts are whole "
-        f"(--expert-tensor-parallel-size 1); or cut them by --expert-tensor-parallel-size {tensor}",
-    )
-    axis = experts // tensor if folded else experts
-    resolver.check(
-        replicas % axis == 0,
-        f"{shown_experts}"
-        + (f" / {shown_tensor}" if folded else "")
-        + f" must divide the data-parallel size, {replicas}; choose another size, or start more "
-        "processes",
-    )
-    return together, axis
 
 
 def _recompute(flags: ParallelFlags, resolver: ConfigResolver) -> tuple[str | None, str | None]:

@@ -75,7 +75,7 @@ def shortest(chosen: tuple[bool, ...], every: Every) -> int | str:
 
 
 def in_pattern(value: int | str, layer: int, every: Every) -> bool:
-    """True if a value that was checked means a block; those after a list are as its last."""
+    """True if a checked value includes a block; blocks after a list are like its last."""
     if isinstance(value, int):
         return every(layer, value)
     digits = _listed(value)

@@ -45,7 +45,7 @@ class _Positions:
         role="weights",
         megatron=True,
     )
-    """Relative positions: number of ranges of distances, each with a bias of its own."""
+    """Relative positions: number of ranges of distances, each with its own bias."""
     relative_attention_max_distance: int = option(
         128, bounds=POSITIVE, role="results", megatron=True
     )

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.config.axes import ParallelFlags
@@ -19,8 +20,7 @@ from megatron.config.engine import (
     resolve_engine,
 )
 from megatron.config.features import FlagSection, KindConfig, features, section_classes
-from megatron.config.flags import ConfigResolver, Settings, build, type_hints
-from megatron.config.foreign_flags import LegacyFlags
+from megatron.config.flags import ConfigResolver, Settings, build, option, type_hints
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.model import ModelConfig, ModelFlags, resolve_model
 from megatron.config.optimizer import OptimizerConfig, OptimizerFlags, resolve_optimizer
@@ -32,6 +32,7 @@ from megatron.config.training import (
     TrainingFlags,
     resolve_training,
 )
+from megatron.util.files import read_sections
 
 Own = TypeVar("Own", bound=FlagSection)
 
@@ -75,7 +76,7 @@ class RunConfig:
         return tuple(section for section in self.sections if isinstance(section, KindConfig))
 
     def with_sections(self, *sections: FlagSection) -> RunConfig:
-        """The same run with other flags of features."""
+        """Return the same run with other feature flags."""
         changed = {type(section) for section in sections}
         others = (other for other in self.sections if type(other) not in changed)
         return dataclasses.replace(self, sections=(*sections, *others))
@@ -133,7 +134,7 @@ class RunConfig:
             offload_optimizer=_device(zero, "offload_optimizer"),
             offload_param=_device(zero, "offload_param"),
             micro_batches=self._micro_batches(),
-            float8=self.fast_paths.fp8_format is not None,
+            float8=self.fast_paths.in_8_bits,
             expert=parallel.expert_model_parallel_size,
             expert_tensor=parallel.expert_tensor_parallel_size,
             context=parallel.context_parallel_size,
@@ -146,13 +147,8 @@ class RunConfig:
         if training.skip_train:
             return ()
         each = training.micro_batch_size * self.parallel.data_parallel_size
-        sizes = {training.global_batch_size}
-        if training.rampup_batch_size is not None:
-            start, increment, _ = training.rampup_batch_size
-            if start > 0 and increment > 0:
-                sizes |= set(range(start, training.global_batch_size, increment))
-        # A ramp through sizes that do not divide is refused as such.
-        return tuple(size // each for size in sorted(sizes) if size % each == 0)
+        # Sizes that do not divide are refused as such.
+        return tuple(size // each for size in training.batch_sizes if size % each == 0)
 
 
 def _device(zero: Mapping[str, Any], key: str) -> str | None:
@@ -161,7 +157,7 @@ def _device(zero: Mapping[str, Any], key: str) -> str | None:
 
 
 def _from_json(cls: type, values: Mapping[str, Any]) -> Any:
-    """A part from saved values. Older files have null where a value was to be derived."""
+    """A part from saved values. Older files contain null for values to derive."""
     known = {field.name: field.default for field in dataclasses.fields(cls)}
     return cls(
         **{
@@ -170,6 +166,35 @@ def _from_json(cls: type, values: Mapping[str, Any]) -> Any:
             if name in known and (value is not None or known[name] is None)
         }
     )
+
+
+ACCEPTED = Path(__file__).with_name("accepted_flags.txt")
+"""Flags accepted from scripts of other trainers, and the behaviour here."""
+
+
+def _unused(words: str, note: str) -> tuple[str, Any, Any]:
+    """A field for ``make_dataclass``: a flag with its aliases, or with its value: INT, FLOAT, STR
+    or choices with at least one ``|``."""
+    flag, *others = words.split()
+    name = flag[2:].replace("-", "_").lower()
+    if others and not others[0].startswith("-"):
+        if others[0] == "STR+":
+            return name, tuple[str, ...], option((), flag=flag, note=note)
+        kind = {"INT": int, "FLOAT": float}.get(others[0], str)
+        choices = [word for word in others[0].split("|") if word] if "|" in others[0] else None
+        return name, kind | None, option(None, flag=flag, choices=choices, note=note)
+    return name, bool, option(False, flag=flag, aliases=others, note=note)
+
+
+LegacyFlags = make_dataclass(
+    "LegacyFlags",
+    [_unused(words, note) for words, note in read_sections(ACCEPTED)["accepted"].items()],
+    frozen=True,
+    namespace={
+        "__doc__": "Accepted from other trainers' scripts, and not used.",
+        "__module__": __name__,
+    },
+)
 
 
 def _parts() -> Iterator[tuple[str, type]]:
@@ -190,7 +215,7 @@ _FLAGS: dict[type, type] = {
     OptimizerConfig: OptimizerFlags,
     EngineConfig: EngineFlags,
 }
-"""The flags of parts that are resolved."""
+"""The flags of the parts that need resolving."""
 
 PART_FLAGS: dict[str, type] = {name: _FLAGS.get(part, part) for name, part in PARTS.items()}
 """The flag class of each part, in the order in which --help shows their groups."""
@@ -261,29 +286,12 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
 
 def _check(config: RunConfig, world_size: int, resolver: ConfigResolver) -> None:
     """Refuses parts that contradict each other."""
-    config.precision.check(config.engine.zero_stage, config.optimizer.optimizer, resolver)
+    config.precision.check(config.engine.zero_stage, resolver)
     config.data.check(resolver)
-    training = config.training
-    for name, wanted in (
-        ("keep_best", config.checkpoint.keep_best),
-        ("early_stopping_patience", training.early_stopping_patience is not None),
-    ):
-        resolver.check(
-            not wanted or training.eval_iters > 0,
-            f"{resolver.show(name)} compares evaluations, and {resolver.show('eval_iters')} turns "
-            "them off: give a larger number",
-        )
-    config.checkpoint.check(config.precision.states is not None, resolver)
+    config.checkpoint.check(resolver)
     for feature in features().values():
         feature.check(config, world_size, resolver)
-    check_fast_paths(
-        config.fast_paths,
-        config.model,
-        config.parallel,
-        training.micro_batch_size,
-        config.precision.bf16,
-        resolver,
-    )
+    check_fast_paths(config.fast_paths, config.model, config.parallel, resolver)
     check_layout(config.layout())
     resolver.check_needs()
 

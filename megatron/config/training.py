@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.config.features import flag_parts
 from megatron.config.flags import (
     NOT_NEGATIVE,
     POSITIVE,
@@ -16,23 +18,12 @@ from megatron.config.flags import (
     shared,
 )
 from megatron.config.layouts import StateDtypes
+from megatron.config.sections import with_parts
 
 LENGTHS = ("iters", "samples", "tokens")
-RUN_LENGTHS = tuple(f"train_{unit}" for unit in LENGTHS)
-"""Fields that give the length of a run."""
 """Units of the length of a run, as in ``--train-iters``."""
 RUN_LENGTHS = tuple(f"train_{unit}" for unit in LENGTHS)
 """Fields that give the length of a run."""
-FLAGS_OF_2019 = {
-    f"flag --{name}"
-    for name in (
-        *("save-iters", "save-optim", "save-rng", "save-all-rng"),
-        *("load-optim", "load-rng", "load-all-rng", "resume-dataloader", "shuffle", "deep-init"),
-        *("eval-batch-size", "eval-seq-length", "fp32-embedding", "fp32-layernorm"),
-        *("fp32-tokentypes", "model-parallel-size", "intermediate-size"),
-    )
-}
-"""Origins of settings that no later trainer's scripts have."""
 _FP16 = needs_value("fp16", refused=False)
 _SEEDS = Bounds(lambda value: 0 <= value < 1 << 32, "must be from 0 to 4,294,967,295")
 """Seeds of NumPy's generators."""
@@ -47,25 +38,17 @@ class _Batch:
     )
     """Global batch size: samples per optimizer step over all ranks. What exceeds micro-batch-size x
     data-parallel size is gradient accumulation."""
-    num_accumulation_steps: int | None = option(None, bounds=POSITIVE)
-    """Micro batches per optimizer step and data-parallel rank: the global batch size is
-    micro-batch-size x data-parallel size x this number (OneFlow)."""
-    eval_batch_size: int | None = option(None, bounds=POSITIVE)
-    """Micro batch size of evaluations; it must be --micro-batch-size (2019)."""
-    eval_seq_length: int | None = option(None, bounds=POSITIVE)
-    """Sequence length of evaluations; it must be --seq-length (2019)."""
-    epochs: int | None = option(None, bounds=POSITIVE)
-    """Length of the run in passes over the training data, instead of --train-iters; with it, and
-    another flag that only scripts of 2019 have, such as --save-iters, a multiple of it."""
+
+    def whole_batch(self, micro: int, replicas: int, resolver: ConfigResolver) -> int:
+        """The global batch size of micro batches of a size on ``replicas`` data-parallel ranks."""
+        how = "micro-batch-size x data-parallel size"
+        return resolver.fill("global_batch_size", self.global_batch_size, micro * replicas, how)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Training:
     """Values that need no resolving."""
 
-    rampup_batch_size: tuple[int, int, int] | None = option(None)
-    """START INCREMENT SAMPLES: increase the global batch size from START in steps of INCREMENT to
-    --global-batch-size, over the first SAMPLES samples."""
     train_iters: int | None = option(None, bounds=POSITIVE)
     """Length of the run in iterations (optimizer steps)."""
     train_samples: int | None = option(None, bounds=POSITIVE)
@@ -80,8 +63,6 @@ class _Training:
     """Number of iterations between evaluations on the validation data."""
     eval_iters: int = option(100, bounds=NOT_NEGATIVE, role="course")
     """Number of global batches per evaluation; 0 turns evaluation off."""
-    early_stopping_patience: int | None = option(None, bounds=POSITIVE, role="course")
-    """Save and stop after this many evaluations in a row without a lower validation loss."""
     skip_train: bool = option(False, role="course")
     """Only evaluate; do not train."""
     exit_interval: int | None = option(None, bounds=POSITIVE, role="course")
@@ -101,17 +82,29 @@ class _Training:
     """Print every value of the configuration with its origin, and exit."""
 
 
+@with_parts((*flag_parts("batch"), *flag_parts("training")))
 @dataclass(frozen=True, kw_only=True)
 class TrainingFlags(_Training, _Batch):
     """Training: batches, length, evaluation, stops."""
 
+    def iterations(self, lengths: Sequence[str], resolver: ConfigResolver) -> int | None:
+        """Value of ``--train-iters``; ``lengths`` are the flags with a length of the run, as
+        messages show them."""
+        return self.train_iters
 
+
+@with_parts(flag_parts("training"))
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(_Training):
     """Batches, length, evaluation, stops."""
 
     micro_batch_size: int = 1
     global_batch_size: int = 1
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Numbers of samples of a step, in the order of the run."""
+        return (self.global_batch_size,)
 
     @property
     def length(self) -> tuple[str, int | None]:
@@ -133,13 +126,7 @@ def resolve_training(
     json_key = "train_micro_batch_size_per_gpu in DeepSpeed's JSON"
     (micro,) = resolver.require(json_key, micro_batch_size=flags.micro_batch_size)
     samples = micro * replicas
-    whole = _global_batch_size(flags, micro, replicas, resolver)
-    for name, like in (("eval_batch_size", "micro_batch_size"), ("eval_seq_length", "seq_length")):
-        resolver.check(
-            resolver.values[name] in (None, resolver.values[like]),
-            f"{resolver.show(name)} differs from {resolver.show(like)}, with which a run "
-            "evaluates too: leave it out, or evaluate in a run of its own with --skip-train",
-        )
+    whole = flags.whole_batch(micro, replicas, resolver)
     if whole % samples:
         lower, upper = whole // samples * samples, -(-whole // samples) * samples
         raise ConfigError(
@@ -162,52 +149,15 @@ def resolve_training(
         f"{' and '.join(given)}: give one length of the run only; --train-tokens may be given as "
         "well and ends it",
     )
-    iters = flags.train_iters
-    if flags.epochs is not None:
-        old = FLAGS_OF_2019 & set(resolver.origins.values())
-        resolver.check(
-            not given or (iters is not None and bool(old)),
-            f"{resolver.show('epochs')} and {', '.join(given)} both say how long the run is; give "
-            "one of them",
-        )
-        if iters is not None:
-            resolver.notes.append(
-                f"--epochs {flags.epochs} multiplies --train-iters {iters}, as in scripts of 2019, "
-                f"where {min(old).removeprefix('flag ')} is from"
-            )
-            iters = resolver.put("train_iters", iters * flags.epochs, "train-iters x epochs")
+    iters = flags.iterations(given, resolver)
     return TrainingConfig(
-        **shared(flags, _Training) | {"train_iters": iters},
-        micro_batch_size=micro,
-        global_batch_size=whole,
+        **shared(flags, TrainingConfig)
+        | {"train_iters": iters, "micro_batch_size": micro, "global_batch_size": whole}
     )
 
 
-def _global_batch_size(
-    flags: TrainingFlags, micro: int, replicas: int, resolver: ConfigResolver
-) -> int:
-    name, steps = "global_batch_size", flags.num_accumulation_steps
-    if steps is None:
-        how = "micro-batch-size x data-parallel size"
-        return resolver.fill(name, flags.global_batch_size, micro * replicas, how)
-    shown = resolver.show("num_accumulation_steps")
-    resolver.check(
-        flags.rampup_batch_size is None,
-        f"{shown} fixes the global batch size, and --rampup-batch-size increases it: give "
-        "--global-batch-size with the latter",
-    )
-    whole = micro * replicas * steps
-    resolver.check(
-        flags.global_batch_size in (None, whole),
-        f"{resolver.show(name)} contradicts {shown}, which makes it {whole} = "
-        f"{resolver.show('micro_batch_size')} x {replicas} data-parallel processes x {steps}; give "
-        "one of them",
-    )
-    how = "micro-batch-size x data-parallel size x num-accumulation-steps"
-    return resolver.fill(name, flags.global_batch_size, whole, how)
-
-
-@dataclass(frozen=True)
+@with_parts(flag_parts("precision"))
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Precision: dtypes and loss scaling."""
 
@@ -229,25 +179,11 @@ class PrecisionConfig:
     accumulate_allreduce_grads_in_fp32: bool = option(False, aliases=("--fp32-allreduce",))
     """Accumulate and all-reduce gradients in float32 (data_types.grad_accum_dtype in the DeepSpeed
     JSON)."""
-    use_precision_aware_optimizer: bool = option(False)
-    """Store Adam's main weights and moments in the dtypes of the three following flags. Needs
-    --bf16 and ZeRO stage 1 or 2. Checkpoints contain float32 values nevertheless."""
-    main_params_dtype: str = option("fp32", choices=("fp32", "bf16"))
-    """Main weights of --use-precision-aware-optimizer: fp32, exactly, as the bf16 weights and the
-    16 bits that they lack; bf16, the model's weights alone, rounded stochastically."""
-    exp_avg_dtype: str = option("fp32", choices=("fp32", "bf16", "int8"))
-    """First moments of --use-precision-aware-optimizer: int8 has a scale per 256 elements; bf16 and
-    int8 are rounded stochastically."""
-    exp_avg_sq_dtype: str = option("fp32", choices=("fp32", "bf16", "int8"))
-    """Second moments of --use-precision-aware-optimizer, likewise."""
 
     @property
     def states(self) -> StateDtypes | None:
-        """Return a description of how the optimizer's states are stored; None without
-        --use-precision-aware-optimizer."""
-        if not self.use_precision_aware_optimizer:
-            return None
-        return StateDtypes(self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
+        """Return a description of how the optimizer's states are stored; None for float32."""
+        return None
 
     def _check_scale(self, resolver: ConfigResolver) -> None:
         scale, origin = "loss_scale", resolver.origins["loss_scale"]
@@ -263,18 +199,8 @@ class PrecisionConfig:
             resolver.check(bool(under_deepspeed), message)
             resolver.notes.append(message)
 
-    def check(self, zero_stage: int, optimizer: str, resolver: ConfigResolver) -> None:
+    def check(self, zero_stage: int, resolver: ConfigResolver) -> None:
         """Refuses values that contradict each other, and notes flags without effect."""
-        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-            resolver.check(
-                self.use_precision_aware_optimizer or getattr(self, name) == "fp32",
-                f"{resolver.show(name)} has an effect with --use-precision-aware-optimizer only",
-            )
-        resolver.check(
-            not self.use_precision_aware_optimizer or optimizer == "adam",
-            f"--use-precision-aware-optimizer stores the moments of Adam, not of "
-            f"{resolver.show('optimizer')}: leave it out, or use --optimizer adam",
-        )
         resolver.check(not (self.fp16 and self.bf16), "--fp16 contradicts --bf16")
         self._check_scale(resolver)
         resolver.check(

@@ -49,7 +49,7 @@ class Portion(NamedTuple):
     documents: Documents
     """All of the file."""
     units: range
-    """Numbers of those that belong to the part."""
+    """Numbers of the documents in the part."""
     weight: float
     """Weight of the file in its blend; they sum to 1."""
     total: int
@@ -81,41 +81,7 @@ class DataFile(NamedTuple):
     share: Sequence[float]
     """The range of its documents, as fractions."""
     content: Mapping[str, int | str]
-    """Values that differ between versions of the file, wherever it is."""
-
-
-def changed_files(
-    before: Sequence[DataFile], now: Sequence[DataFile], same_flags: bool
-) -> list[str]:
-    """Return the differences between the files of a run and those before, a line for each value.
-    Where the flags are the same, the files of a part are compared in their order, wherever they are
-    now, otherwise those of the same path."""
-    if not same_flags:
-        known = {(file.part, file.path): file for file in before}
-        pairs = [(known[file[:2]], file) for file in now if file[:2] in known]
-        return [line for old, new in pairs for line in _changes(old, new, ("content",))]
-    lines = list[str]()
-    for part in dict.fromkeys(file.part for file in now):
-        old = [file for file in before if file.part == part]
-        new = [file for file in now if file.part == part]
-        if old and len(old) != len(new):
-            lines.append(f"{part}: {len(old)} files, and {len(new)} now")
-        for pair in zip(old, new, strict=False) if len(old) == len(new) else ():
-            lines += _changes(*pair, ("weight", "share", "content"))
-    return list(dict.fromkeys(lines))
-
-
-def _changes(old: DataFile, new: DataFile, compared: Sequence[str]) -> list[str]:
-    where = new.path if new.path == old.path else f"{new.path} (before: {old.path})"
-    before, now = old._asdict(), new._asdict()
-    before["share"], now["share"] = list(old.share), list(new.share)
-    values = [(name, before[name], now[name]) for name in compared if name != "content"]
-    if "content" in compared:
-        names = sorted(old.content.keys() & new.content.keys())
-        values += [(name, old.content[name], new.content[name]) for name in names]
-    return [
-        f"{where}: {name} was {was} and is {found}" for name, was, found in values if was != found
-    ]
+    """Values that differ between versions of the file, independent of its location."""
 
 
 def content_of_files(path: str) -> Mapping[str, int | str]:
@@ -139,7 +105,7 @@ class DatasetBuilder:
     readers: Mapping[str, Callable[[], SourceReader]]
     cache_path: str | None = None
     exact: bool = False
-    """The recipes make all training samples of some epochs, however many are wanted."""
+    """Recipes yield all training samples of some epochs, however many are needed."""
     _made: dict[str, SourceReader] = field(default_factory=dict)
     _opened: dict[tuple[str, str, str | None], Documents] = field(default_factory=dict)
     _contents: dict[str, Mapping[str, int | str]] = field(default_factory=dict)

@@ -60,8 +60,8 @@ def _compiled(numba: ModuleType) -> tuple[Callable[..., tuple[int, int]], Callab
 
 
 def _draw(numbers: np.ndarray, last: int, chosen: np.ndarray) -> tuple[int, int]:
-    """Fills `chosen` with the j of i = last, last - 1 ...; returns how many numbers it used, and
-    how many j it drew."""
+    """Fill `chosen` with the j of i = last, last - 1 ...; return the numbers used and the number of
+    j drawn."""
     used, count, i = 0, 0, last
     mask = np.uint64(0)
     while i >= 1 and used < len(numbers):
@@ -112,7 +112,7 @@ class GPTRecipe:
     vocab_size: int | None = None
     """Above the ids that samples may have; None: they are not checked."""
     exact_epochs: int | None = None
-    """Epochs of the training samples, however many are wanted."""
+    """Epochs of the training samples, however many are requested."""
 
     def units(self, documents: Documents) -> int:
         return len(documents)
@@ -228,7 +228,7 @@ class EpochPlan:
 
     epochs: int
     total_samples: int
-    """Samples in all epochs together; at least as many as wanted."""
+    """Number of samples in all epochs together, at least the requested number."""
     separate_from: int | None
     """First sample of a last epoch that is shuffled separately; None if it is not."""
 

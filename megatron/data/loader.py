@@ -1,9 +1,9 @@
 """The stream of one rank's micro batches: read ahead by worker processes, ready on the device.
 
-Workers send batches as arrays, through a pipe: torch would send every tensor through a file
-descriptor of its own, half a millisecond each, far more than copying some kilobytes. A thread
-receives them, makes tensors of them and copies these to the GPU on a stream of its own. The
-training loop takes them from a queue.
+Workers send batches as arrays, through a pipe: torch would send every tensor through a separate
+file descriptor, half a millisecond each, far more than copying some kilobytes. A thread receives
+them, makes tensors of them and copies these to the GPU on a separate stream. The training loop
+takes them from a queue.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class TrainingData(NamedTuple):
     sizes: Callable[[], Sequence[PortionSize]] = list
 
     def skipping(self, ranges: Sequence[str]) -> TrainingData:
-        """The same without training samples of these ranges, instead of those that it is without.
-        Raises ConfigError if a range is malformed or beyond the end of the data."""
+        """The same without training samples of these ranges, instead of its current ranges. Raises
+        ConfigError if a range is malformed or beyond the end of the data."""
         ordered = self.ordered or partial(without_samples, self.datasets.train)
         datasets = self.datasets._replace(train=ordered(ranges))
         return self._replace(datasets=datasets, ordered=ordered)
@@ -208,7 +208,7 @@ def _naming_shared_memory(num_workers: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_signals_of_workers() -> Iterator[None]:
-    """Leaves SIGCHLD as it was. Torch's handler, set when it starts workers, raises wherever the
+    """Leave SIGCHLD unchanged. Torch's handler, set when it starts workers, raises wherever the
     main thread is when one dies, be it in a save; that its batches do not come is enough to tell.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -249,7 +249,7 @@ def _begin_worker(ending: Any, worker_id: int) -> None:
     signal.signal(signal.SIGTERM, on_terminate)
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    name_lost_pages()  # torch has a handler of its own in workers
+    name_lost_pages()  # torch has its own handler in workers
 
 
 def _continue(workers: Sequence[Any]) -> None:
@@ -295,14 +295,14 @@ class AsArrays(Generic[Batch]):
 
 
 class StalledDataError(FaultError):
-    """The next batch does not come; the message says what holds it up."""
+    """The next batch does not arrive; the message names the cause."""
 
 
 class LostWorkerError(FaultError):
     """A process that reads data has died; the message says which, and how."""
 
     status = RESTART_STATUS
-    """The rank that has lost it says so, whichever it is."""
+    """The rank that lost it reports it."""
 
 
 class Prefetcher(Iterator[Batch], Generic[Batch]):
@@ -377,7 +377,7 @@ def _fill_queue(
     while not closing.is_set():
         try:
             batch = next(batches)
-        except BaseException as error:  # to be raised in the training loop, whatever it is
+        except BaseException as error:  # any error, to be raised in the training loop
             batch = _Ready(error=error)
         while not closing.is_set():
             with contextlib.suppress(queue.Full):

@@ -29,8 +29,7 @@ from megatron.data.build import (
 )
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset
-from megatron.data.indexed.dataset import mark_path, read_mark
-from megatron.data.indexed.dataset_checks import TokenExtremes
+from megatron.data.indexed.dataset import TokenExtremes, mark_path, read_mark
 from megatron.data.loader import TrainingData
 from megatron.data.sampler import parse_skipped, without_samples
 from megatron.data.samples import SampleDataset, SampleRecipe, SampleView, SequenceLengths
@@ -175,6 +174,11 @@ class DataPipeline(ABC):
         """True if samples, or some of them, are instructions and answers."""
         return False
 
+    @property
+    def identifies(self) -> bool:
+        """True if batches have the keys of their samples, where the family's can."""
+        return any(section.identifies_samples for section in self.config.sections)
+
     @abstractmethod
     def recipe(self) -> SampleRecipe[Any]:
         """The recipe that makes samples from documents; ValueError if flags contradict."""
@@ -278,7 +282,7 @@ class DataPipeline(ABC):
         return without_samples(train, ranges) if ranges else train
 
     def needed(self, sample_counts: tuple[int, int, int]) -> tuple[int, int, int]:
-        """The samples of training, validation and test that those of the run are made of."""
+        """The samples of training, validation and test from which the run's samples are built."""
         train, *held_out = sample_counts
         for kind in self.acting:
             train = kind.needed(self.config, train)

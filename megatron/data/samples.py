@@ -8,12 +8,9 @@ Shape suffixes: S sequence, T the S + 1 tokens of a sample.
 
 from __future__ import annotations
 
-import bisect
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
-from itertools import pairwise
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -284,48 +281,24 @@ def causal_view(
 
 
 class SequenceLengths:
-    """Tokens of a sample at each step: always the same, or growing in `stages`, (number of steps
-    before, tokens of a sample from then on), ascending from step 0; these need `samples`, the
-    number of samples consumed after a number of steps. Samples are cut to the length, or, where
-    `folds` is the number of samples of a micro batch, folded into more rows of it. `counted` are
-    the tokens of a row that count in each stage, where these are not all that are read."""
+    """Tokens of a sample at each step, here always the same; features have others.
 
-    def __init__(
-        self,
-        seq_length: int,
-        stages: Sequence[tuple[int, int]] = (),
-        samples: Callable[[int], int] = lambda steps: 0,
-        folds: int | None = None,
-        counted: Sequence[int] = (),
-    ) -> None:
-        self.seq_length, self.folds = seq_length, folds
-        self.grows, self.stages = bool(stages), tuple(stages) or ((0, seq_length),)
-        self._steps, self._lengths = zip(*self.stages, strict=True)
-        self._samples = [samples(step) for step in self._steps]
-        pairs = zip(self._lengths, counted or self._lengths, strict=True)
-        self._rates = [self._rate(length, count) for length, count in pairs]
-        self._tokens = [0]
-        for rate, (start, stop) in zip(self._rates, pairwise(self._samples), strict=False):
-            self._tokens.append(self._tokens[-1] + int((stop - start) * rate))
+    Attributes:
+        grows: whether they grow over the run.
+        stages: (number of steps before, tokens of a sample from then on), ascending from step 0.
+        folds: number of samples of a micro batch that are folded into more rows; None for none.
+    """
 
-    def _rate(self, length: int, counted: int) -> Fraction | int:
-        """Tokens of a sample that count."""
-        if self.folds is None:
-            return counted
-        return Fraction(self._rows(length) * counted, self.folds)
+    grows = False
+    folds: int | None = None
 
-    def _rows(self, length: int) -> int:
-        """Rows that a micro batch is folded into, an even number as in Megatron-DeepSpeed."""
-        assert self.folds is not None
-        if length == self.seq_length:
-            return self.folds
-        tokens, width = self.seq_length + 1, length + 1
-        rows = min(-(-self.folds * tokens // width), self.folds * (tokens // width + 1))
-        return rows - rows % 2 if rows > 1 else rows
+    def __init__(self, seq_length: int) -> None:
+        self.seq_length = seq_length
+        self.stages: Sequence[tuple[int, int]] = ((0, seq_length),)
 
     def at(self, iteration: int) -> int:
         """Tokens of a sample in the step after ``iteration`` steps."""
-        return self._lengths[bisect.bisect_right(self._steps, iteration) - 1]
+        return self.seq_length
 
     def shown(self, iteration: int) -> dict[str, int]:
         """Further lengths of the step after ``iteration`` steps, by the names of their metrics."""
@@ -338,40 +311,12 @@ class SequenceLengths:
 
     def tokens(self, consumed_samples: int) -> int:
         """Tokens of the first samples of the run."""
-        stage = bisect.bisect_right(self._samples, consumed_samples) - 1
-        more = int((consumed_samples - self._samples[stage]) * self._rates[stage])
-        return self._tokens[stage] + more
+        return consumed_samples * self.seq_length
 
     def samples(self, tokens: int) -> int:
         """The fewest samples with at least that many tokens."""
-        stage = max(0, bisect.bisect_left(self._tokens, tokens) - 1)
-        missing = tokens - self._tokens[stage]
-        return self._samples[stage] + -(-missing // self._rates[stage])
+        return -(-tokens // self.seq_length)
 
     def cut(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
         """Batches cut, one at a time, to the length of the step after ``iteration`` steps."""
-        length = self.at(iteration)
-        if self.folds is not None and length < self.seq_length:
-            return (folded(batch, length, self._rows(length)) for batch in batches)
-        return batches if length == self.seq_length else (truncated(b, length) for b in batches)
-
-
-def truncated(batch: Any, seq_length: int) -> Any:
-    """The first tokens of every sample; ValueError if the samples cannot be cut."""
-    if not hasattr(batch, "shortened"):
-        raise ValueError(
-            "a curriculum of sequence lengths keeps the first tokens of every sample; a "
-            f"{type(batch).__name__} is made of parts that belong together: remove "
-            "curriculum_learning or seqlen_truncate"
-        )
-    return batch.shortened(seq_length)
-
-
-def folded(batch: Any, seq_length: int, rows: int) -> Any:
-    """All tokens of the samples in rows of a length; ValueError if the samples cannot be folded."""
-    if not hasattr(batch, "folded"):
-        raise ValueError(
-            f"seqlen_reshape divides the text of a GPT's samples; a {type(batch).__name__} is made "
-            "of parts that belong together: use seqlen_truncate"
-        )
-    return batch.folded(seq_length, rows)
+        return batches

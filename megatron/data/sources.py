@@ -8,14 +8,14 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.config import ConfigError, DataConfig, RunConfig, Setting, Settings
-from megatron.config.features import features, file_kinds
-from megatron.data.corpora import INDEXED, Corpora, DataSource, parse_range, read_corpora
+from megatron.config import ConfigError, DataConfig, RunConfig
+from megatron.config.features import features
+from megatron.data.corpora import INDEXED, DataSource, parse_range
 from megatron.util.json_text import parse_json
 
 PARTS = ("train", "valid", "test")
@@ -24,7 +24,6 @@ _LONGEST_QUOTED = 1 << 17
 of a word's length."""
 _QUOTING = re.compile("""['"\\\\]""")
 _COMMENT = re.compile("#.*")
-_NAMED = ("train_data", "valid_data", "test_data")
 _DIVIDED = ({"--train-data", "--valid-data"}, {"--train-data", "--test-data"})
 
 _RANGE = re.compile(r"(?P<path>.+)@(?P<first>[\d.eE+-]*):(?P<last>[\d.eE+-]*)")
@@ -46,7 +45,7 @@ class Blend:
 
     @property
     def is_plain(self) -> bool:
-        """One path without a weight: its samples are used as they are, as in Megatron."""
+        """One path without a weight: its samples are used directly, as in Megatron."""
         source = self.sources[0]
         return len(self.sources) == 1 and len(source.paths) == 1 and source.weight is None
 
@@ -63,32 +62,6 @@ class Parts(NamedTuple):
         return [*train, *self.valid.values(), *self.test.values()]
 
 
-def with_corpora(settings: Settings) -> Settings:
-    """Adds the tokenizer flags that the corpora of --train-data and the like come with. Raises
-    ConfigError if they contradict the flags, or each other."""
-    given = {name: settings[name].value for name in _NAMED if name in settings}
-    if not any(given.values()):
-        return settings
-    file = settings["corpora_file"].value if "corpora_file" in settings else DataConfig.corpora_file
-    outside = "corpora_outside" in settings and settings["corpora_outside"].value
-    corpora = _corpora(file, _classes(), outside=outside)
-    completed = dict(settings)
-    for name, words in given.items():
-        flag = "--" + name.replace("_", "-")
-        names = [word for word in words if _number(word) is None]
-        names = [name for name in names if name in corpora or not os.path.exists(name)]
-        for corpus in [each for name in names for each in corpora.expand(name, flag)]:
-            origin = f"{file}: {corpus}"
-            for key, value in corpora.tokenizers.get(corpus, {}).items():
-                before = completed.setdefault(key, Setting(value, origin))
-                if before.value != value:
-                    raise ConfigError(
-                        f"{before.origin} has {key} {before.value}, but {origin} was tokenized "
-                        f"with {value}: all data of a run must have the same tokenizer"
-                    )
-    return completed
-
-
 def parts_of(config: RunConfig) -> Parts:
     """The files of a run. Raises ConfigError if flags contradict each other or files that they name
     cannot be read."""
@@ -100,41 +73,20 @@ def parts_of(config: RunConfig) -> Parts:
             named = [kind for kind in kinds if path.endswith(kind.endings)]
         return named[0].files or INDEXED if named else INDEXED
 
-    corpora = Corpora()
-    if data.train_data or data.valid_data or data.test_data:
-        classes = _classes(config)
-        corpora = _corpora(data.corpora_file, classes, kind_of, data.corpora_outside)
+    named = (feature.named_sources(config, kind_of) for feature in features().values())
+    by_name = next((sources for sources in named if sources is not None), None)
     eval_text_key = next(filter(None, (kind.eval_text_key for kind in kinds)), None)
-    return BlendReader(kind_of, eval_text_key, corpora).parts(data)
-
-
-def _classes(config: RunConfig | None = None) -> Mapping[str, DataSource]:
-    """Corpora of features, which need no file."""
-    named = (feature.corpora(config) for feature in features().values())
-    return next((corpora for corpora in named if corpora is not None), {})
-
-
-def _corpora(
-    file: str,
-    classes: Mapping[str, DataSource],
-    kind_of: Callable[[str], str] = lambda path: INDEXED,
-    outside: bool = False,
-) -> Corpora:
-    """The corpora of a file, which need not exist if no flag names it, and of classes."""
-    if file == DataConfig.corpora_file and not os.path.exists(file):
-        return Corpora(file, classes=classes, exists=False)
-    kinds = (INDEXED, *file_kinds())
-    return replace(read_corpora(file, kinds, kind_of, outside=outside), classes=classes)
+    return BlendReader(kind_of, eval_text_key, by_name).parts(data)
 
 
 @dataclass(frozen=True)
 class BlendReader:
-    """Reads blends from the flags. `kind_of` gives the kind of a path's files, if the corpora file
-    does not; `corpora` are the names for --train-data and the like."""
+    """Reads blends from the flags. `kind_of` gives the kind of a path's files, and `by_name` the
+    sources of words of --train-data and the like, of which the flag is its second argument."""
 
     kind_of: Callable[[str], str] = lambda path: INDEXED
     eval_text_key: str | None = None
-    corpora: Corpora = field(default_factory=Corpora)
+    by_name: Callable[[Sequence[str], str], tuple[DataSource, ...]] | None = None
 
     def parts(self, data: DataConfig) -> Parts:
         """The blends of a run. Raises ConfigError if flags contradict each other or files that they
@@ -167,8 +119,8 @@ class BlendReader:
             return Parts(next(iter(train.values()), None), valid, test)
         flag, values = shared[0] if shared else ("--train-data", data.train_data)
         with _naming(data.data_args_path if flag == "--data-args-path" else None):
-            by_name = flag == "--train-data"
-            sources = self._named(values, flag) if by_name else self._paths(values, flag)
+            find = self._named if flag == "--train-data" else self._paths
+            sources = find(values, flag)
         named = {part for part, _ in own}  # as in 2019 the other parts share --train-data
         shares = [
             0.0 if part in named - {"train"} else share
@@ -242,15 +194,21 @@ class BlendReader:
         """`PREFIX`, or `WEIGHT PREFIX WEIGHT PREFIX ...`; a prefix may end in `@FIRST:LAST`."""
         return tuple(
             replace(self._source(path, flag), weight=weight)
-            for weight, path in _weighted(values, flag, _PAIRS)
+            for weight, path in weighted_words(values, flag, _PAIRS)
         )
+
+    def _named(self, values: Sequence[str], flag: str) -> tuple[DataSource, ...]:
+        """Corpora by name, defined by a feature."""
+        if values and self.by_name is None:
+            raise ConfigError(f"{flag} {' '.join(values)}: no corpora have names; give --data-path")
+        return self.by_name(values, flag) if values and self.by_name is not None else ()
 
     def _separate(
         self, values: Sequence[str], flag: str, names: Sequence[str]
     ) -> dict[str, tuple[DataSource, ...]]:
         """A source for each path of --multiple-validation-sets, by its name."""
         shown = f"{flag} {' '.join(values)}"
-        numbers = [word for word in values if _number(word) is not None]
+        numbers = [word for word in values if number_of(word) is not None]
         if numbers:
             raise ConfigError(
                 f"{shown}: with --multiple-validation-sets the paths have no weights; leave out "
@@ -270,28 +228,6 @@ class BlendReader:
             )
         pairs = zip(named, values, strict=False)
         return {name: (self._source(path, flag),) for name, path in pairs}
-
-    def _named(self, values: Sequence[str], flag: str) -> tuple[DataSource, ...]:
-        """`NAME NAME ...` or `WEIGHT NAME WEIGHT NAME ...` of corpora, or files of raw text."""
-        if not values:
-            return ()
-        form = "give NAME NAME ..., or WEIGHT NAME pairs with a weight before every name"
-        has_weights = any(_number(word) is not None for word in values)
-        pairs = _weighted(values, flag, form) if has_weights else [(None, name) for name in values]
-        sources = [each for weight, name in pairs for each in self._find(name, weight, flag)]
-        names = [name for name, _ in sources]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError(
-                f"{flag} {' '.join(values)} names {twice} twice, perhaps within a group: it would "
-                "be trained on twice"
-            )
-        return tuple(source for _, source in sources)
-
-    def _find(self, name: str, weight: float | None, flag: str) -> list[tuple[str, DataSource]]:
-        if name not in self.corpora and os.path.exists(name) and self.kind_of(name) != INDEXED:
-            return [(name, replace(self._source(name, flag), weight=weight))]
-        return self.corpora.find(name, weight, flag)
 
     def _groups(self, groups: Sequence[str], flag: str) -> dict[str, tuple[DataSource, ...]]:
         """BLOOM's `NAME: WEIGHT FIRST:LAST PATH, WEIGHT FIRST:LAST PATH, ...`."""
@@ -313,12 +249,17 @@ class BlendReader:
         return corpora
 
     def _source(self, text: str, flag: str) -> DataSource:
-        match = _RANGE.fullmatch(text)
-        if not match:
-            return DataSource((text,), self.kind_of(text))
-        path = match["path"]
-        share = parse_range(match["first"], match["last"], f"{flag} {text}")
-        return DataSource((path,), self.kind_of(path), share=share)
+        return source_of(text, flag, self.kind_of)
+
+
+def source_of(text: str, flag: str, kind_of: Callable[[str], str]) -> DataSource:
+    """The source of `PATH` or `PATH@FIRST:LAST`."""
+    match = _RANGE.fullmatch(text)
+    if not match:
+        return DataSource((text,), kind_of(text))
+    path = match["path"]
+    share = parse_range(match["first"], match["last"], f"{flag} {text}")
+    return DataSource((path,), kind_of(path), share=share)
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
@@ -351,20 +292,20 @@ def split_documents(split: str, num_documents: int) -> tuple[range, range, range
     return train, valid, test
 
 
-def _weighted(
+def weighted_words(
     values: Sequence[str], flag: str, form: str
 ) -> list[tuple[float, str]] | list[tuple[None, str]]:
     """One word without a weight, or words with a weight before each."""
     if len(values) < 2:
         return [(None, value) for value in values]
     weights, words = values[::2], values[1::2]
-    if len(weights) != len(words) or any(_number(weight) is None for weight in weights):
+    if len(weights) != len(words) or any(number_of(weight) is None for weight in weights):
         raise ConfigError(f"{flag} {' '.join(values)}: {form}")
     return [(_weight(weight, flag), word) for weight, word in zip(weights, words, strict=True)]
 
 
 def _weight(text: str, flag: str) -> float:
-    value = _number(text)
+    value = number_of(text)
     if value is None or not 0 < value < math.inf:
         raise ConfigError(
             f"{flag}: the weight {text} is not a finite number above 0; leave out a dataset that "
@@ -373,7 +314,7 @@ def _weight(text: str, flag: str) -> float:
     return value
 
 
-def _number(text: str) -> float | None:
+def number_of(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:

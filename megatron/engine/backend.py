@@ -146,14 +146,16 @@ class PlainBackend(Backend):
 
     def initialise(self, name: str, param: nn.Parameter) -> None:
         if self.stage < 3:
-            super().initialise(name, param)
-            return
+            return super().initialise(name, param)
         values = parameter(shard_of(param), init_of(param), self._mesh.coordinates)
         super().initialise(name, values)
         start, end = partition_range(param, self._mesh.replicas(shard_of(param)))
         set_partition(param, values.data.view(-1)[start:end])
 
     def start(self, optimizer: torch.optim.Optimizer, settings: Json) -> Any:
+        supported = deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS
+        if type(optimizer) not in supported:
+            supported.append(type(optimizer))  # else DeepSpeed warns of an untested optimizer
         with fetching_whole(self.model.blocks() if self.stage == 3 else ()):
             self._engine, *_ = deepspeed.initialize(
                 model=self.model, optimizer=optimizer, config=settings, mpu=Mpu(self._mesh)

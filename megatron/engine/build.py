@@ -36,20 +36,20 @@ from megatron.engine.deepspeed_patches import (
 from megatron.engine.state import gradients_of
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.async_step import can_defer
-from megatron.engine.update.groups import check_patterns, factors_of, group_lines
 from megatron.engine.update.optimizer import (
     build_optimizer,
     check_groups,
+    factors_of,
     fewer_replicas,
     partition_ranks,
 )
 from megatron.engine.update.shared_gradients import SharedGradients
 from megatron.engine.update.zero_optimizer import ReducingOptimizer, cut_into_buckets, sum_in_place
 from megatron.kernels.compiler import missing_compiler
+from megatron.model.attention_backends import describe_attention
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.spec import ModelSpec
-from megatron.model.torch_kernels import describe_attention
 from megatron.parallel.linear import KernelStates, SeveralStates
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
@@ -78,7 +78,9 @@ def build_engine(
         backend.initialise(name, param)
     blocks = [block for sequence in backend.sequences for block in sequence.blocks]
     if device.type == "cuda":
-        _say(attention_line(config, device, spec.attention))
+        line = attention_line(config, device, spec.attention)
+        if line is not None:
+            _say(line)
     if config.precision.states is not None:
         _say(states_line(config.precision.states, device))
     for feature in taking_part():
@@ -119,11 +121,11 @@ def build_engine(
 
 
 class _Update(NamedTuple):
-    """The optimizer of a run, and what DeepSpeed's engine is told of it.
+    """The optimizer of a run, and its settings for DeepSpeed's engine.
 
     Attributes:
         make: wraps it where this project reduces gradients; None where DeepSpeed does.
-        asynchronous: whether its step does not wait for the device.
+        asynchronous: True if its step does not wait for the device.
         apart: parameters with fewer replicas than others.
     """
 
@@ -142,12 +144,12 @@ def _update_of(
     apart: Sequence[nn.Parameter],
 ) -> _Update:
     """Build the optimizer, and adapt ``settings`` to it."""
-    check_patterns(trained, config.optimizer, mesh)
     plans = (feature.optimizer(config, trained, mesh) for feature in taking_part())
     plan = next((each for each in plans if each is not None), None)
     factors = factors_of(trained, config, {} if plan is None else plan.rules)
-    for line in group_lines(trained, factors, config.optimizer, mesh):
-        _say(line)
+    for feature in taking_part():
+        for line in feature.group_lines(config, trained, factors, mesh):
+            _say(line)
     most = _adapt_settings(settings, config, trained, mesh)
     asynchronous = plan is None and can_defer(config, settings)
     uses, make, cut = backend.uses(), None, {}
@@ -224,7 +226,9 @@ def backend_class(config: RunConfig) -> type[Backend]:
     return PipelineBackend if pipelined else PlainBackend
 
 
-def attention_line(config: RunConfig, device: torch.device, kind: AttentionKind = "causal") -> str:
+def attention_line(
+    config: RunConfig, device: torch.device, kind: AttentionKind = "causal"
+) -> str | None:
     """Return a line that names the attention kernel of a run, for blocks of a kind."""
     # Samples of other kinds are padded.
     documents = (
@@ -249,7 +253,7 @@ def _adapt_settings(
     zero = settings.setdefault("zero_optimization", {})
     # DeepSpeed allocates its gradient buckets whole in every step: 5e8 elements by default.
     zero.setdefault("reduce_bucket_size", bucket_size(count))
-    # It synchronizes before and after every micro batch; the trainer has its own clock.
+    # DeepSpeed's timer synchronizes around every micro batch; the trainer has its own clock.
     settings.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     return min(zero["reduce_bucket_size"], zero.get("allgather_bucket_size", MOST_BUCKET))
 

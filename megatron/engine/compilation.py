@@ -26,9 +26,8 @@ minute at the start, and to save a sixth of every step: 200 steps of two seconds
 and shorter steps in later starts, which find the code in torch's cache."""
 
 GRAPHS = 256
-"""Number of versions of a block that are compiled before torch, with a warning, runs others
-eagerly: two, for training and evaluation, of each sequence length of a curriculum. Its default is
-8."""
+"""Number of compiled versions of a block after which torch, with a warning, runs others eagerly:
+two, for training and evaluation, of each sequence length of a curriculum. Its default is 8."""
 
 
 def to_compile(config: RunConfig, device: torch.device) -> bool:
@@ -48,8 +47,8 @@ def to_compile(config: RunConfig, device: torch.device) -> bool:
 
 
 def why_eager(config: RunConfig, device: torch.device) -> str | None:
-    """Return the reason for which the blocks of a run on this device are not compiled, to follow
-    ``--torch-compile``; None if they are."""
+    """Return the reason why the blocks of a run on this device are not compiled, to follow
+    ``--torch-compile``, or None."""
     asked = config.fast_paths.torch_compile
     if asked == "off":
         return asked
@@ -81,7 +80,7 @@ def _shown(paths: FastPathsConfig) -> list[str]:
 
 
 def _iterations(config: RunConfig) -> int:
-    """About how many iterations the flags ask for; 0 where they do not say."""
+    """Return the approximate number of iterations that the flags request, or 0."""
     training = config.training
     if training.skip_train:
         return 0

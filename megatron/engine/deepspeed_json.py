@@ -129,7 +129,7 @@ _BETAS = {
 
 
 def _pairs(content: Json) -> Sequence[Pair]:
-    """The pairs of a JSON, whose ``betas`` are those of its optimizer."""
+    """Return the pairs in a JSON, with its optimizer's ``betas``."""
     fields = _BETAS.get(str(get(content, "optimizer.type")).lower(), {})
     return [replace(p, field=fields[p.key][0]) if p.key in fields else p for p in PAIRS]
 
@@ -312,7 +312,7 @@ def _refuse(content: Json, config: RunConfig) -> None:
 
 
 def _refuse_prescaling(content: Json, config: RunConfig) -> None:
-    """Refuses what DeepSpeed asserts when the engine is built."""
+    """Refuse values that DeepSpeed's assertions reject when the engine is built."""
     stage = running_stage(content, config)
     scatters = get(content, "zero_optimization.reduce_scatter") is not False
     if content.get("prescale_gradients") and stage >= 2 and scatters:
@@ -385,7 +385,7 @@ def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
     if config.engine.zero_stage == 0:
         result["gradient_clipping"] = 0.0
         if config.precision.fp16:
-            # DeepSpeed knows no sums in float32 there; our optimizer has them.
+            # DeepSpeed has no float32 sums there; our optimizer does.
             result.pop("data_types", None)
         if config.precision.bf16:
             result["bf16"]["enabled"] = False

@@ -45,7 +45,6 @@ from megatron.engine.deepspeed_replacements import (
     SUMS_IN_FP32,
     UNPARTITIONED_FP16,
     WHOLE_BLOCKS,
-    has,
     made,
     require,
 )
@@ -186,7 +185,7 @@ def fewer_replicas_apart(
     for param in params:
         param.allreduce, param.group_name = False, EXPERTS  # type: ignore[attr-defined]
     replicas = mesh.replicas(shard_of(next(iter(params))))
-    # As long as the engine exists: it asks for the group in every step.
+    # Kept while the engine exists: it uses the group in every step.
     vars(ds_groups)["_EXPERT_DATA_PARALLEL_GROUP"] = {EXPERTS: replicas.handle}
     vars(ds_groups)["_EXPERT_PARALLEL_GROUP"] = {EXPERTS: mesh.group("expert").handle}
     configure = DeepSpeedEngine._configure_distributed_model
@@ -313,19 +312,6 @@ def drop_gradients(optimizer: Any) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def average_by(engine: Any, average: Callable[[], None]) -> None:
-    """Replaces the averaging of an engine's gradients at stage 0, after the last micro batch of a
-    step: DeepSpeed's refuses float64, in which the layouts are compared."""
-    assert has(engine, "allreduce_gradients", "is_gradient_accumulation_boundary")
-
-    def average_at_end(**_: Any) -> None:
-        # An expert's gradient is divided by more than it is summed over: once.
-        if engine.is_gradient_accumulation_boundary():
-            average()
-
-    engine.allreduce_gradients = average_at_end
-
-
 class PlacedModule(PipelineModule):
     """DeepSpeed's pipeline module with arbitrary bounds, and several stages in a process.
     ``bounds`` are where each stage starts, and the number of layers; ``owner`` gives the pipeline
@@ -387,7 +373,7 @@ def outlast_monitor(engine: Any) -> None:
     def write_events(*events: Any, **options: Any) -> None:
         try:
             write(*events, **options)
-        except Exception as error:  # each library has classes of its own
+        except Exception as error:  # each library has its own classes
             logger.warning(
                 "DeepSpeed's monitor cannot write (%s); training continues without it", error
             )
@@ -397,39 +383,8 @@ def outlast_monitor(engine: Any) -> None:
 
 
 @contextmanager
-def save_errors_at_end(engine: Any) -> Iterator[None]:
-    """Within it, the first error of a file that DeepSpeed's engine writes into a checkpoint is
-    raised at the end, and later files are left out. DeepSpeed's ranks wait for each other between
-    their files: one that raises at once, as on a full disk, leaves the others waiting."""
-    errors: list[tuple[str, Exception]] = []
-
-    def postponed(write: Callable[..., object]) -> Callable[..., None]:
-        def write_or_note(*args: Any, **options: Any) -> None:
-            if errors:
-                return
-            try:
-                write(*args, **options)
-            except (OSError, RuntimeError) as error:  # torch.save raises both
-                errors.append((str(options.get("path") or args[-1]), error))
-
-        return write_or_note
-
-    writer = engine.checkpoint_engine
-    places = [(writer, "save"), (writer, "makedirs"), (engine, "_copy_recovery_script")]
-    for place, name in places:
-        setattr(place, name, postponed(getattr(place, name)))
-    try:
-        yield
-    finally:
-        for place, name in places:
-            delattr(place, name)
-    for path, error in errors:
-        raise OSError(f"{path}: {error}") from error
-
-
-@contextmanager
 def fetching_whole(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Makes a ZeRO 3 engine that is built inside fetch each of these blocks at once."""
+    """Make a ZeRO 3 engine built within this context fetch each of these blocks as a whole."""
     if not made(WHOLE_BLOCKS):
         yield
         return

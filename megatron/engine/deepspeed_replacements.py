@@ -109,8 +109,8 @@ NO_COPIES = Replacement(
     ),
 )
 FEW_GROUPS = Replacement(
-    # DeepSpeed's grid of a pipeline makes groups of its own, of ranks that have one already: five
-    # more communicators per rank, each with hundreds of MB on a GPU, and without our timeout.
+    # DeepSpeed's pipeline grid creates groups for ranks that already share one: five more
+    # communicators per rank, each with hundreds of MB on a GPU, and without our timeout.
     "sharing process groups of the same ranks with DeepSpeed",
     "starts take longer, and more memory of GPUs",
     f"{_TESTS}/test_process_groups.py::test_no_group_is_made_twice",

@@ -19,13 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import ConfigError, ParallelConfig, RunConfig
-from megatron.parallel.agreement import (
-    INIT_METHOD,
-    Agreement,
-    Facts,
-    agreeing,
-    together_with_others,
-)
+from megatron.parallel.meeting import Facts, run_meeting, together_with_others
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.util.phases import activity
 from megatron.util.processes import core_order, is_main_process, keep_freed_memory
@@ -81,7 +75,7 @@ def tasks_of_scheduler() -> tuple[str, int]:
 
 
 def training_device() -> torch.device:
-    """This process's GPU, or the CPU without one (or with DS_ACCELERATOR=cpu)."""
+    """Return this process's GPU, or else the CPU (also with DS_ACCELERATOR=cpu)."""
     if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
         # Launchers may make only its own GPU visible to a process, as slurm's --gpus-per-task does.
         alone = torch.cuda.device_count() == 1
@@ -145,11 +139,9 @@ def distributed(
         if together_with_others():
             own = {"the device": device.type, "the backend": backend}
             with _meeting(config):
-                agreement = Agreement(timedelta(minutes=config.distributed_timeout_minutes))
-            if facts is None:
-                agreement.compare(own)
-            else:
-                opened.enter_context(agreeing(agreement, {**facts(), **own}))
+                run_meeting().open(timedelta(minutes=config.distributed_timeout_minutes))
+            known = {} if facts is None else facts()
+            opened.enter_context(run_meeting().begin({**known, **own}, facts is not None))
         prepare_deepspeed()
         if device.type == "cuda":
             _let_segments_grow()
@@ -233,7 +225,7 @@ def _process_groups(
             auto_mpi_discovery=False,
             verbose=False,
             timeout=timeout,
-            init_method=INIT_METHOD if together_with_others() else None,
+            init_method=run_meeting().init_method if together_with_others() else None,
         )
     if backend != "nccl":
         # DeepSpeed binds a GPU to the group of all ranks, and torch would then make further groups

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into the engine, whatever layout and program wrote it.
+"""Loads a checkpoint, written at any layout and by any program, into the engine.
 
 Each rank reads its own elements, one parameter at a time, without a copy of the model.
 """
@@ -21,7 +21,7 @@ from megatron.checkpoint.manifest import KEPT_COUNTS, MORE_STATES
 from megatron.checkpoint.reader import differences
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source
-from megatron.config.features import AHEAD, taking_part
+from megatron.config.features import taking_part
 from megatron.config.optimizer import STATES
 from megatron.engine.state import (
     create_moments,
@@ -32,11 +32,9 @@ from megatron.engine.state import (
     set_working_weights,
 )
 from megatron.engine.train_engine import ModelEngine, TrainEngine
-from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import first_reason
 from megatron.parallel.random import set_random_state
 from megatron.parallel.shard import shard_of
-from megatron.parallel.tensor_parallel import TensorParallel
 
 T = TypeVar("T")
 
@@ -45,10 +43,10 @@ def load_checkpoint(
     engine: ModelEngine, found: FoundCheckpoint, weights_only: bool = False
 ) -> Source:
     """Loads a checkpoint written at any layout; every rank must call it. With ``weights_only``, as
-    always where nothing is trained, optimizer, loss scaler and random state stay as they are. Then
-    the model of the checkpoint may have another head, or be one that this one adds parts to: this
-    one's stay as they are, and a note of the source says so. Raises DamagedError if a
-    rank finds the checkpoint damaged, CheckpointError if it is of another architecture.
+    always where nothing is trained, optimizer, loss scaler and random state stay as they are.
+    Parameters that a feature finds to be this model's alone keep their initial values. Raises
+    DamagedError if a rank finds the checkpoint damaged, CheckpointError if it is of another
+    architecture.
     """
     options, world = engine.config.checkpoint, engine.mesh.world
     source = open_whole(engine, found)
@@ -57,13 +55,6 @@ def load_checkpoint(
     if wanted.blocks_ahead:
         source.read_ahead()
         saved = source.model
-    other_head = (saved.head, saved.num_labels) != (wanted.head, wanted.num_labels)
-    if other_head and not weights_only:
-        raise CheckpointError(
-            f"{found.folder} contains a model with {saved.head_shown}, and this run needs "
-            f"{wanted.head_shown}: it cannot be continued; --finetune starts from its weights and "
-            "leaves its head out"
-        )
     differing = differences(saved.with_head_of(wanted), wanted)
     tokens, rows = wanted.vocabulary.size, saved.vocabulary.size
     if len(differing) == 1 and tokens and rows and tokens > rows:
@@ -77,13 +68,8 @@ def load_checkpoint(
             f"{found.folder} has a different architecture: {'; '.join(differing)} "
             "(--use-checkpoint-args uses the checkpoint's values for flags that are not given)"
         )
-    fresh: tuple[str, ...] = ()
-    if other_head:
-        fresh = together(engine, lambda: _fresh_head(engine, source))
-    elif saved.family != wanted.family:
-        fresh = together(engine, lambda: _added_parts(engine, source))
-    elif saved.blocks_ahead or wanted.blocks_ahead:
-        fresh = together(engine, lambda: _other_ahead(engine, source, not weights_only))
+    parts = (feature.fresh_parts(engine, source, weights_only) for feature in taking_part())
+    fresh = next((names for names in parts if names is not None), ())
     loaded = _loaded_by_feature(engine, source, fresh, continues=not weights_only)
     if loaded is not None:
         source = loaded
@@ -232,86 +218,6 @@ def load_weights(engine: ModelEngine, source: Source, fresh: Collection[str] = (
         for param in kept:
             engine.backend.initialise(engine.names[param], param)
     engine.kernels.invalidate()
-
-
-def _fresh_head(engine: ModelEngine, source: Source) -> tuple[str, ...]:
-    """The parameters of the model's head that a checkpoint of a model with another one does not
-    have, in this shape; a note says so. Raises CheckpointError if others are missing, or the model
-    has no place for others."""
-    model, parts, stored = engine.config.model, engine.spec.head_parts, set(source.names())
-    shapes = _whole_shapes(engine)
-    fits = {name for name in stored & shapes.keys() if source.shape(name) == shapes[name]}
-    fresh = tuple(name for name in shapes if name not in fits)
-    left_out = sorted(stored - fits)
-    wrong = [name for name in (*fresh, *left_out) if not name.startswith(parts)]
-    if wrong:
-        raise CheckpointError(
-            f"{source.folder} and a model with {model.head_shown} differ in more than their heads: "
-            f"{', '.join(wrong[:5])}"
-        )
-    source.notes = (
-        *source.notes,
-        f"the model of {source.folder} has {source.model.head_shown}: "
-        f"initialised {', '.join(fresh) or 'nothing'}; left out {', '.join(left_out) or 'nothing'}",
-    )
-    return fresh
-
-
-def _added_parts(engine: ModelEngine, source: Source) -> tuple[str, ...]:
-    """The parameters that this run's family adds to a checkpoint of the one it starts from; a note
-    says so. Raises CheckpointError if they differ in anything else."""
-    shapes, stored = _whole_shapes(engine), set(source.names())
-    fresh = tuple(name for name in shapes if name not in stored)
-    wrong = [name for name in fresh if engine.spec.added_parts.isdisjoint(name.split("."))]
-    wrong += sorted(stored - shapes.keys())
-    model = engine.config.model
-    if wrong:
-        raise CheckpointError(
-            f"{source.folder} contains a model of the family {source.model.family}, which differs "
-            f"from this run's {model.family} in more than what that adds: {', '.join(wrong[:5])}"
-        )
-    layers = dict.fromkeys(".".join(name.split(".")[:2]) for name in fresh)
-    source.notes = (
-        *source.notes,
-        f"a model of the family {source.model.family}: initialised what {model.family} adds in "
-        f"{', '.join(layers)}",
-    )
-    return fresh
-
-
-def _other_ahead(engine: ModelEngine, source: Source, continues: bool) -> tuple[str, ...]:
-    """The parameters of blocks that predict further tokens which a checkpoint does not have; a note
-    names them, and those that it has in vain. Raises CheckpointError if training is to continue
-    with others."""
-    shapes, stored = _whole_shapes(engine), set(source.names())
-    fresh = tuple(name for name in shapes if name not in stored)
-    fresh = tuple(name for name in fresh if name.startswith(AHEAD))
-    left_out = [name for name in stored - shapes.keys() if name.startswith(AHEAD)]
-    changes = [
-        f"{what} {', '.join(sorted({'.'.join(name.split('.')[:2]) for name in names}))}"
-        for what, names in (("initialised", fresh), ("left out", left_out))
-        if names
-    ]
-    if changes and continues and isinstance(engine, TrainEngine):
-        raise CheckpointError(
-            f"{source.folder} and this run differ in the blocks that predict further tokens "
-            f"({'; '.join(changes)}): it cannot be continued; give the --mtp-num-layers "
-            f"{source.model.blocks_ahead} of the checkpoint, or --finetune, which starts from its "
-            "weights"
-        )
-    if changes:
-        note = f"multi-token prediction of {source.folder}: {'; '.join(changes)}"
-        source.notes = (*source.notes, note)
-    return fresh
-
-
-def _whole_shapes(engine: ModelEngine) -> dict[str, tuple[int, ...]]:
-    """The canonical shapes of the model's parameters but those of the run's own additions, for
-    which the feature that loads the base sees to it."""
-    with torch.device("meta"):
-        whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
-    shapes = whole.canonical_shapes().items()
-    return {name: shape for name, shape in shapes if not engine.spec.is_addition(name)}
 
 
 @torch.no_grad()

@@ -111,11 +111,11 @@ class PipelinePasses:
         return contextlib.nullcontext()
 
     def backward_pass(self, action: Action) -> None:
-        """The gradients of a stage and micro batch."""
+        """Compute the gradients of a stage and micro batch."""
         raise AssertionError("evaluations have no backward passes")
 
     def weight_pass(self, action: Action) -> None:
-        """The gradients of weights that the backward pass of a stage and micro batch has left."""
+        """Compute the weight gradients that a stage's backward pass of a micro batch deferred."""
         raise AssertionError("evaluations have no backward passes")
 
     def leaving_weights(self, key: _Key) -> contextlib.AbstractContextManager[Any]:
@@ -352,7 +352,7 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
         float32."""
         for weight, tied_group in self.module.tied_parameters():
             if not weight.requires_grad:
-                continue  # frozen, on every stage that has it
+                continue  # frozen on every stage with a copy
             gradient = self._accumulated(weight)
             # The copies must stay bitwise equal. DeepSpeed averages in buckets that differ between
             # the stages, and so does the order of sums of three or more, which does not matter

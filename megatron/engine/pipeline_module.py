@@ -158,10 +158,7 @@ class Boundary(NamedTuple):
 def check_agreement(boundaries: Sequence[Boundary], pipeline: Group) -> None:
     """Compares the boundaries that each rank of a pipeline has derived; every rank must call it.
     Raises AssertionError if two ranks differ; says where, and what each expects."""
-    if pipeline.size == 1:
-        return
-    of_stages: list[Sequence[Boundary]] = [()] * pipeline.size
-    dist.all_gather_object(of_stages, tuple(boundaries), group=pipeline.handle)
+    of_stages = pipeline.gathered(tuple(boundaries))
     for stage, ours in enumerate(zip(*of_stages, strict=True)):
         for rank, theirs in enumerate(ours):
             assert theirs == ours[0], (

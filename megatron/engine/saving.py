@@ -17,18 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, LazyTensor, NotFiniteError, not_finite
-from megatron.checkpoint.folder import (
-    apply_retention,
-    incomplete_folder,
-    lock_folder,
-    remove_incomplete,
-    tag,
-)
+from megatron.checkpoint.folder import incomplete_folder, lock_folder, remove_incomplete, tag
 from megatron.checkpoint.manifest import BASE, CONFIG, MORE_STATES, STATE, tensor_key
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
 from megatron.config import CheckpointConfig
+from megatron.config.features import taking_part
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.state import (
     OwnedSlice,
@@ -273,7 +268,7 @@ class CheckpointWriter:
         return {name: shareable(content) for name, content in contents.items()}
 
     def _follow_up(self, iteration: int) -> list[str]:
-        """The universal copy and the deletion of older checkpoints; returns notes on failures."""
+        """The universal copy, and what features do after a save; returns notes on failures."""
         notes, options = [], self.options
         if options.save_universal:
             try:
@@ -282,9 +277,9 @@ class CheckpointWriter:
                 save_copy("universal", source, self.folder, stage)
             except Exception as error:  # the save itself has succeeded
                 notes.append(f"--save-universal: the universal copy failed: {error}")
-        return notes + apply_retention(
-            self.folder, iteration, options.keep_last, options.keep_every
-        )
+        for feature in taking_part():
+            notes += feature.saved(options, iteration)
+        return notes
 
 
 def shareable(content: Any) -> Any:

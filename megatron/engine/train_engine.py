@@ -360,7 +360,7 @@ class TrainEngine(ModelEngine):
         if self._async_step is not None:
             self._async_step.held = None
         whole = self.optimizer_wrapper.persistent_parameters if self.stage == 3 else []
-        if whole:  # small ones, of which every rank keeps copies of all values between steps
+        if whole:  # small ones, which every rank keeps whole between steps
             whole[0].partition(whole)
         yield
         if whole:
@@ -379,7 +379,7 @@ class TrainEngine(ModelEngine):
 
     @record_function("megatron::optimizer")
     def update(self) -> tuple[Tensor | float, Tensor | bool]:
-        """Clips and applies the gradients; returns their norm and whether no weight changed."""
+        """Clip and apply the gradients; return their norm, and True if no weight changed."""
         self.kernels.end_step()
         if self._async_step is not None:
             self._async_step.prepare()

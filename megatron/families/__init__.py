@@ -1,8 +1,6 @@
-"""Families of models: GPT, and those of features.
-
-A family defines its layer list, what of a batch its layers need, its data and its losses. A feature
-adds families by :meth:`~megatron.config.features.Feature.family`; everything else uses
-:func:`family_of`.
+"""Families of models: GPT, and the features' families. A family defines its layer list, its layers'
+inputs from a batch, its data and its losses. A feature adds families by
+:meth:`~megatron.config.features.Feature.family`; everything else uses :func:`family_of`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from functools import cache
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, Settings
 from megatron.config.features import features, taking_part
-from megatron.families.family import BlockLengths, Family, GenerationSpec, NeighborSpec
+from megatron.families.family import BlockLengths, Family, GenerationSpec
 from megatron.families.gpt import FAMILY
 from megatron.model.layer_list import LayerStack
 from megatron.model.spec import ModelSpec
@@ -22,7 +20,6 @@ __all__ = [
     "BlockLengths",
     "Family",
     "GenerationSpec",
-    "NeighborSpec",
     "build_model",
     "family_names",
     "family_of",
@@ -68,16 +65,29 @@ def spec_of(model: ModelConfig, parallel: ParallelConfig | None = None) -> Model
     """The model of a configuration; ConfigError if the family is unknown, or has no such
     head."""
     family = family_of(model.family)
-    if model.head not in family.heads:
+    heads = _heads(family)
+    if model.head not in heads:
         raise ConfigError(
             f"a model of the family {family.name} has no {model.head} head; its heads are "
-            f"{', '.join(sorted(family.heads))}"
+            f"{', '.join(sorted(heads))}"
         )
     parallel = parallel or ParallelConfig()
     spec = family.spec(model, parallel)
     for feature in taking_part():
         spec = feature.network(spec, model, parallel)
     return replace(spec, widened=True) if model.fp32_residual_connection else spec
+
+
+def _heads(family: Family) -> set[str]:
+    """The heads of a family, with those that features add to it or to the families that it derives
+    from, up to one that says itself which it has."""
+    heads = set(family.heads)
+    for cls in type(family).__mro__:
+        for feature in taking_part():
+            heads.update(feature.heads.get(vars(cls).get("name", ""), ()))
+        if "heads" in vars(cls):
+            break
+    return heads
 
 
 def trained_spec(config: RunConfig) -> ModelSpec:

@@ -22,31 +22,6 @@ from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
 
 
-class NeighborSpec(NamedTuple):
-    """Text that retrieving models read for each chunk.
-
-    Attributes:
-        chunk_length: tokens of a chunk.
-        neighbors: that are read for it.
-        neighbor_length: tokens of a neighbour with its continuation.
-        layers: numbers of the blocks that read them, from 0, ascending; their encoder is at the
-            first.
-        crosses: whether a stage that begins at an index of the layer list reads what their encoder
-            computed before.
-    """
-
-    chunk_length: int
-    neighbors: int
-    neighbor_length: int
-    layers: tuple[int, ...]
-    crosses: Callable[[int], bool]
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of all neighbours of a chunk."""
-        return self.neighbors * self.neighbor_length
-
-
 class GenerationSpec(NamedTuple):
     """Text generation by the models of a family.
 
@@ -57,7 +32,8 @@ class GenerationSpec(NamedTuple):
             without an encoder, where the prompt begins the sequence.
         max_prompt: tokens that the encoder reads at most; None without an encoder.
         start_token: what the decoder begins with; None without an encoder.
-        neighbors: that are retrieved for each chunk as the text grows; None without retrieval.
+        neighbors: a description, by a feature, of text that is
+            retrieved as the text grows; None without retrieval.
     """
 
     begin: Callable[[Tensor, Tensor, LayerCache], LayerState]
@@ -65,7 +41,7 @@ class GenerationSpec(NamedTuple):
     encoder_layers: int = 0
     max_prompt: int | None = None
     start_token: int | None = None
-    neighbors: NeighborSpec | None = None
+    neighbors: Any = None
 
 
 class BlockLengths(NamedTuple):
@@ -88,7 +64,7 @@ class BlockLengths(NamedTuple):
 
     @property
     def whole(self) -> tuple[BlockLengths, ...]:
-        """This block and those inside of it."""
+        """Yield this block and its inner blocks."""
         return self, *self.inside
 
     @property

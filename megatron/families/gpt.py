@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, Setting, Settings
-from megatron.config.engine import GRAPH_MODES
-from megatron.config.features import DOCUMENTS, PACKED, KindConfig, kind_classes
+from megatron.config.features import DOCUMENTS, PACKED, kind_classes
 from megatron.config.flags import build
-from megatron.data.gpt_batch import GPTBatch, GPTCollator, Padding, padding_token
+from megatron.data.gpt_batch import GPTBatch, GPTCollator
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
-from megatron.data.pipeline import DataPipeline, SampleTokens
+from megatron.data.pipeline import DataKind, DataPipeline, SampleTokens, kind_named
 from megatron.data.samples import PackedSample, SampleRecipe, SampleView, causal_view
 from megatron.data.texts import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import Family, GenerationSpec
@@ -38,23 +37,18 @@ from megatron.tokenizer import Tokenizer
 LENGTHS = 8
 """Number of lengths that samples are padded to on GPUs."""
 
-HEAD_POSITIONS = 8
-"""Divisor of the number of positions whose logits are computed: kernels want it."""
-
 
 def gpt_layers(
     model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
 ) -> list[LayerSpec]:
-    """The layers of a GPT: token embedding, positions, blocks, final norm, and the head, for tokens
-    or for a reward. ``tp`` is None for a single process."""
+    """The layers of a GPT: token embedding, positions, blocks, final norm, and the head; heads but
+    that for tokens are added by features. ``tp`` is None for a single process."""
     tp = tp or TensorParallel()
     selective = "core_attn" in parallel.recomputed_modules
     if model.head == "lm":
-        words, head = vocabulary_layers(model, parallel, tp, model.embedding.lm_head_bias)
+        words, *head = vocabulary_layers(model, parallel, tp, model.embedding.lm_head_bias)
     else:
-        from megatron.model.heads import reward_head
-
-        words, head = word_embeddings(model, tp), reward_head(model, tp)
+        words, head = word_embeddings(model, tp), []
     return [
         words,
         LayerSpec("embedding", partial(InputEmbedding, model, tp)),
@@ -63,7 +57,7 @@ def gpt_layers(
             for n in range(model.num_layers)
         ),
         LayerSpec("final_norm", partial(FinalNorm, model, tp)),
-        head,
+        *head,
     ]
 
 
@@ -105,50 +99,30 @@ class GPTData(DataPipeline):
             recipe = kind.recipe(self, recipe)
         return recipe
 
-    def collator(self) -> GPTCollator:
+    def collator(self) -> Callable[[Sequence[Any]], GPTBatch]:
         data, special = self.config.data, self._special
-        return GPTCollator(
+        collate = GPTCollator(
             self._eod(),
             data.reset_position_ids,
             data.reset_attention_mask,
             data.eod_mask_loss,
             pad_token=None if special is None else special.pad,
-            padding=self._padding() if self.reads_examples else None,
-            weigh_by=self._packed.weigh_by if self.reads_examples else None,
-            identifies=self._identifies,
-            head_multiple=self._head_multiple if self.reads_examples else None,
+            identifies=self.identifies,
         )
+        return self._packed.collator(self, collate) if self.reads_examples else collate
 
     def samples_of(self, tokens: int) -> int | None:
         return max(0, tokens - 1) // self.seq_length  # neighbours share a token
 
     @property
-    def _head_multiple(self) -> int | None:
-        """Divisor of the number of positions of examples that the head computes; None where it
-        computes all: for graphs of one shape, and for a cache that later epochs read, in other
-        batches."""
-        graphs = self.config.fast_paths.torch_compile_mode in GRAPH_MODES
-        return None if graphs or self._identifies else HEAD_POSITIONS
-
-    @property
-    def _identifies(self) -> bool:
-        return any(section.identifies_samples for section in self.config.sections)
-
-    @property
-    def _packed(self) -> KindConfig:
-        """The flags of examples, of which several may share a sample."""
-        return next(kind for kind in self.config.kinds if kind.samples == PACKED)
-
-    def _padding(self) -> Padding | None:
-        """Return the padding of examples that are not packed."""
-        if not self._packed.pads_batches:
-            return None
-        return Padding(padding_token(self.tokenizer), self.length_multiple)
+    def _packed(self) -> DataKind:
+        """The kind of examples, of which several may share a sample."""
+        return kind_named(next(n for n, cls in kind_classes().items() if cls.samples == PACKED))
 
     @property
     def length_multiple(self) -> int:
-        paths, multiple = self.config.fast_paths, super().length_multiple
-        if paths.fp8_format is not None or paths.torch_compile_mode in GRAPH_MODES:
+        multiple = super().length_multiple
+        if self.config.fast_paths.one_length:
             multiple = self.seq_length  # kernels and graphs of one shape
         elif torch.cuda.is_available():
             # Blocks are compiled for every length; and kernels want multiples of 8.
@@ -216,7 +190,6 @@ class GPT(Family):
     name = "gpt"
     generates = True
     context_reader = "decoder"
-    heads = frozenset({"lm", "reward"})
     unused_flags = frozenset({"bert_binary_head", "num_tokentypes", "lm_head_activation"})
 
     def complete_settings(self, settings: Settings) -> Settings:
@@ -229,12 +202,7 @@ class GPT(Family):
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(gpt_layers, model, parallel)
         crossing = partial(only_hidden_travels, model.hidden_size)
-        spec = ModelSpec(layers, partial(begin, model), crossing)
-        if model.head == "lm":
-            return spec
-        from megatron.model.heads import with_rewards
-
-        return with_rewards(spec)
+        return ModelSpec(layers, partial(begin, model), crossing)
 
     def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
         shape = TransformerShape.of(model)

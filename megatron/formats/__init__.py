@@ -1,7 +1,7 @@
 """Checkpoints of other programs: a package or module for each format, and conversion between them.
 
 This table is the only place that names their modules, each of which is imported when it is needed.
-A format is left out where a package that it needs is deleted.
+A format is unavailable if a package that it needs is deleted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -41,11 +42,11 @@ _COMMANDS = {
     "to-hf": "conversion.commands:to_hf",
     "from-hf": "conversion.commands:from_hf",
     "to-megatron": "conversion.commands:to_megatron",
-    "to-deepspeed": "conversion.deepspeed_commands:to_deepspeed",
-    "to-universal": "conversion.deepspeed_commands:to_universal",
-    "to-torch-dist": "sharded.export:to_torch_dist",
-    "to-dcp": "sharded.export:to_dcp",
-    "to-gguf": "conversion.gguf_command:to_gguf",
+    "to-deepspeed": "conversion.other_commands:to_deepspeed",
+    "to-universal": "conversion.other_commands:to_universal",
+    "to-torch-dist": "sharded.writer:to_torch_dist",
+    "to-dcp": "sharded.writer:to_dcp",
+    "to-gguf": "conversion.other_commands:to_gguf",
 }
 
 
@@ -75,6 +76,21 @@ FORMATS = available(_format(name, *row) for name, row in _READERS.items())
 COMMANDS = {name: _imported(function) for name, function in _COMMANDS.items()}
 """Commands of ``tools/convert_checkpoint.py``: each imports a function of the command line. Those
 of features follow."""
+
+
+def unread_content(path: Path) -> str | None:
+    """The format of the files at a path, which none here reads, and what to do; None if there are
+    no weights of any kind."""
+    content: str | None = _imported("unreadable:unreadable")()(path)
+    return content
+
+
+def read_generation(folder: Path, rows: int) -> dict[str, Any]:
+    """Return the generation settings in a tokenizer's folder, for a model with this many tokens;
+    empty without them. Raises CheckpointError if they are malformed."""
+    settings: dict[str, Any] = _imported("generation_settings:read_generation")()(folder, rows)
+    return settings
+
 
 LINEAR = (
     "attention.qkv", "attention.proj", "attention.in_proj", "attention.out_proj",

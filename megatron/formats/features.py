@@ -1,8 +1,8 @@
 """A network as files of other programs have it: its features beyond the plain pre-norm transformer,
 its parameters, and the rule for arguments and settings that other trainers save with it.
 
-Each format lists the features that it can express, so that a network with another one is refused
-instead of being written wrongly. A saved argument is read, is known not to change the network
+Each format lists the features that it can express, so that a network with others is refused instead
+of written incorrectly. A saved argument is read, is known not to change the network
 (``harmless_names.txt``), or is refused by name. A trainer saves hundreds, and forks add others: an
 unknown one has no effect if it has the value of a flag that was not given.
 """
@@ -23,9 +23,9 @@ import torch
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import FLAG_CLASSES, LegacyFlags, ModelConfig, ModelFlags, ParallelConfig
 from megatron.config.flags import flag_of
-from megatron.config.foreign_flags import NETWORKS, OF_2019, REFUSED
 from megatron.config.run import FLAG_FIELDS
 from megatron.families import spec_of
+from megatron.formats.refused_flags import NETWORKS, OF_2019, REFUSED
 from megatron.formats.universal_info import Registered, registered_parameters
 from megatron.model.layer_list import LayerSpec, LayerStack
 from megatron.parallel.mesh import Group
@@ -134,7 +134,7 @@ def buffers_of(model: ModelConfig) -> dict[str, Shard]:
 
 
 HARMLESS_ARGUMENTS = "MEGATRON_HARMLESS_ARGUMENTS"
-"""Environment variable with names of arguments that a user knows not to change the network."""
+"""Environment variable with names of arguments that the user declares irrelevant to the network."""
 _OFF = ("", "no_", "disable_", "use_")
 """Beginnings of flags whose argument is called by the rest."""
 _VALUES = (bool, int, float, str, list, tuple, dict)
@@ -150,7 +150,7 @@ def harmless_names(section: str) -> tuple[str, ...]:
 
 
 class SavedArguments(Mapping[str, Any]):
-    """Arguments by name, which records those that are read."""
+    """Arguments by name; records which ones are read."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._content, self._read = content, set[str]()
@@ -170,8 +170,8 @@ class SavedArguments(Mapping[str, Any]):
         self._read.update(names)
 
     def refuse(self, where: Path, network: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raises CheckpointError for an argument in ``network`` with another value than its
-        harmless ones there and that of a flag that was not given."""
+        """Raises CheckpointError for an argument in ``network`` with a value other than its
+        harmless ones and its default."""
         for name, harmless in network.items():
             value = self._content.get(name)
             if not (is_unset(value) or _is_one_of(value, harmless) or name in _named_harmless()):
@@ -222,7 +222,7 @@ def is_harmless(name: str) -> bool:
 @cache
 def _harmless_pattern() -> re.Pattern[str]:
     """A pattern of arguments about training, or without effect unless another one is there, which
-    is checked; and of flags of other trainers that do not describe the network."""
+    is checked; and flags of other trainers that do not describe the network."""
     flags = (flag for row in REFUSED | OF_2019 if row not in NETWORKS for flag in row.split())
     names = (flag.removeprefix("--").replace("-", "_") for flag in flags)
     return re.compile("|".join(map(translate, (*names, *harmless_names("saved arguments")))))

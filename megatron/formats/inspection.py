@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class TensorFacts:
 def tensor_facts(source: Source, norms: bool = True) -> Iterator[TensorFacts]:
     """Facts of every tensor; without ``norms`` no tensor is read. Raises CheckpointError if a
     tensor is missing or malformed."""
-    for name in source.names():
+    for name in _in_order(source.names()):
         for kind in source.kinds(name):
             norm = finite = None
             if norms:
@@ -50,6 +51,18 @@ def tensor_facts(source: Source, norms: bool = True) -> Iterator[TensorFacts]:
                 norm, finite = _norm(values), bool(values.isfinite().all())
             shape = source.shape(name)
             yield TensorFacts(name, kind, shape, source.dtype(name, kind), norm, finite)
+
+
+def _in_order(names: Sequence[str]) -> list[str]:
+    """Names with the blocks of a stack by number, which the stages of a pipeline hold in turn."""
+    stacks: dict[str, int] = {}
+
+    def place(name: str) -> tuple[int, int]:
+        block = re.match(r"(\D*\.)(\d+)\.", name)
+        stack, number = (name, 0) if block is None else (block[1], int(block[2]))
+        return stacks.setdefault(stack, len(stacks)), number
+
+    return sorted(names, key=place)
 
 
 @torch.no_grad()
@@ -74,7 +87,7 @@ def counted(source: Source) -> str:
 
 
 def run_facts(source: Source) -> dict[str, Any]:
-    """Counters, layout and dtype of the run that wrote a checkpoint, as far as they are known."""
+    """Counters, layout and dtype of the run that wrote a checkpoint, as far as known."""
     keys = ("iteration", "consumed_samples", "optimizer_step")
     facts = {key: source.state[key] for key in keys if key in source.state}
     if source.run is not None:
@@ -166,8 +179,8 @@ def _norm(values: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of verifying a checkpoint: numbers of files, bytes and parameters, what is wrong
-    with it (None if nothing), and whether there is a checkpoint."""
+    """The result of verifying a checkpoint: numbers of files, bytes and parameters, the problem
+    found (or None), and True if there is a checkpoint."""
 
     folder: Path
     files: int = 0

@@ -1,8 +1,8 @@
 """A Llama as Meta publishes it: ``params.json``, and a ``consolidated.*.pth`` of each of the
 model-parallel ranks that it was trained on.
 
-Meta's file leaves some values to the program that reads it. They are taken as Meta's program and
-transformers' conversion of the files do, and a note says what was taken.
+Meta's file leaves some values to the program that reads it. They are chosen as in Meta's program
+and transformers' conversion, and a note lists them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_bytes, read_json
-from megatron.checkpoint.generation_settings import with_ends, write_generation
 from megatron.config import ModelConfig, TokenizerConfig
+from megatron.formats.generation_settings import with_ends, write_generation
 from megatron.formats.huggingface import architecture_named
 from megatron.formats.huggingface.source import TableSource, shapes_of
 from megatron.formats.legacy_megatron.arguments import write_tokenizer
@@ -292,12 +292,12 @@ _HARMLESS = {"max_batch_size", "model_parallel_size", "use_biases"}
 
 @dataclass(frozen=True)
 class MetaParams:
-    """The content of a params.json.
+    """Content of a params.json.
 
     Attributes:
         keys: keys of config.json, except those that the tensors show: vocabulary and tied head.
-        scaled: whether the rotary frequencies are scaled as in Llama 3.1.
-        notes: what the file does not say and was taken as usual.
+        scaled: True if the rotary frequencies are scaled as in Llama 3.1.
+        notes: assumed values that the file lacks.
     """
 
     keys: dict[str, Any]

@@ -26,8 +26,8 @@ _MOST_ADDED = 1 << 17
 """Tokens added to a vocabulary: `transformers` compares each with all before it."""
 _BYTES = 1 << 30
 _PROBE, _PROBE_SECONDS = 8000, 0.15
-"""Characters of a text on which a pattern is tried, and the time that it may take, of which
-ordinary ones need a fiftieth."""
+"""Characters of a text on which a pattern is tested, and the allowed time, a fiftieth of which
+ordinary patterns need."""
 Step = Mapping[str, Any]
 _PARTS = frozenset(
     "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder "
@@ -40,24 +40,23 @@ _OF_MODEL = frozenset(
 """Keys of the file and of its model."""
 
 
+def _bound(size: int, most: int, what: str) -> None:
+    """Raises ValueError, which says ``what`` is there, if that is more than is accepted."""
+    if size > most:
+        raise ValueError(f"{what}; at most {most:,} are accepted")
+
+
 def check_pieces(pieces: Iterable[str | bytes], where: str) -> None:
     """Raises ValueError if a piece of a SentencePiece or Unigram model is too long: one library
     takes a time that grows with its square, the other ends the process when it releases a map
     inside a map for each byte."""
     longest = max(map(len, pieces), default=0)
-    if longest > LONGEST_CONTENT:
-        raise ValueError(
-            f"{where} has a piece of {longest:,} characters; at most {LONGEST_CONTENT:,} are "
-            "accepted"
-        )
+    _bound(longest, LONGEST_CONTENT, f"{where} has a piece of {longest:,} characters")
 
 
 def check_number_added(count: int, where: str) -> None:
-    """Raises ValueError if so many tokens are added to a vocabulary that it would take hours."""
-    if count > _MOST_ADDED:
-        raise ValueError(
-            f"{where} adds {count:,} tokens to the vocabulary; at most {_MOST_ADDED:,} are accepted"
-        )
+    """Raises ValueError if adding that many tokens to a vocabulary would take hours."""
+    _bound(count, _MOST_ADDED, f"{where} adds {count:,} tokens to the vocabulary")
 
 
 def check_tokenizer_json(path: Path, where: str) -> None:
@@ -116,11 +115,9 @@ def _check(content: Step, model: Step, where: str) -> None:
         )
     for step in _steps(content.get("post_processor")):
         for name in ("single", "pair"):
-            if isinstance(step.get(name), list) and len(step[name]) > LONGEST_CONTENT:
-                raise ValueError(
-                    f"{where}: its post_processor puts {len(step[name]):,} tokens around a text; "
-                    f"at most {LONGEST_CONTENT:,} are accepted"
-                )
+            if isinstance(step.get(name), list):
+                puts = f"its post_processor puts {len(step[name]):,} tokens around a text"
+                _bound(len(step[name]), LONGEST_CONTENT, f"{where}: {puts}")
         named = step.get("special_tokens")
         for token in named.values() if isinstance(named, dict) else ():
             for i in token["ids"]:
@@ -134,11 +131,8 @@ def _check(content: Step, model: Step, where: str) -> None:
 def _check_step(step: Step, where: str) -> None:
     for name in ("content", "prepend"):
         length = len(step.get(name) or "")
-        if length > LONGEST_CONTENT:
-            raise ValueError(
-                f"{where} puts {length:,} characters into a text at once ({step.get('type')}); at "
-                f"most {LONGEST_CONTENT:,} are accepted"
-            )
+        puts = f"puts {length:,} characters into a text at once ({step.get('type')})"
+        _bound(length, LONGEST_CONTENT, f"{where} {puts}")
     if step.get("type") == "Precompiled":
         _check_charsmap(step.get("precompiled_charsmap") or "", where)
 
@@ -159,11 +153,8 @@ def check_charsmap(table: bytes, where: str) -> None:
     if table and (trie % 4 or not 0 < trie <= len(table) - 4):
         raise ValueError(f"{where} has a precompiled_charsmap that is damaged or cut short")
     longest = max(map(len, table[4 + trie :].split(b"\0")), default=0)
-    if longest > LONGEST_CONTENT:
-        raise ValueError(
-            f"{where} has a precompiled_charsmap that puts {longest:,} bytes in the place of a "
-            f"character; at most {LONGEST_CONTENT:,} are accepted"
-        )
+    puts = f"puts {longest:,} bytes in the place of a character"
+    _bound(longest, LONGEST_CONTENT, f"{where} has a precompiled_charsmap that {puts}")
 
 
 def _check_pattern(pattern: str, where: str) -> None:
@@ -198,7 +189,7 @@ def _is_slow(splitter: pre_tokenizers.PreTokenizer, text: str, where: str) -> bo
 
 
 def _steps(step: Step | None) -> Iterator[Step]:
-    """A step, and if it is a sequence those in it, in their order."""
+    """Yield a step and, if it is a sequence, its members in order."""
     if step is None:
         return
     names = ("normalizers", "decoders", "processors", "pretokenizers")

@@ -53,7 +53,7 @@ _KEY = re.compile(
     r"_.*|(image|video|audio|vision|unsloth)_.*|.*_(token|tokens|tokens?_ids?|template|parser_type)"
     r"|.*_(file|token_type_id|token_box|token_label)"
 )
-"""Names of special tokens, templates and files, which a class may have of its own."""
+"""Names of special tokens, templates and files that a class may define."""
 _OTHERS = (
     "config.json", "processor_config.json", "preprocessor_config.json", "chat_template.json",
     "chat_template.jinja", "merges.txt", "vocab.txt", "tekken.json",
@@ -126,8 +126,8 @@ def load_as_written(folder: Path, flag: str = "--tokenizer-model") -> Any:
 
 
 def _steps(tokenizer: Any, chosen: Collection[str]) -> list[Any]:
-    """The part that decides the ids of a text, but not those around it, without the fields of its
-    steps that tokenizer_config.json sets."""
+    """Return the part that determines a text's own ids, without the fields of its steps that
+    tokenizer_config.json sets."""
     backend, model = tokenizer.backend_tokenizer, tokenizer.backend_tokenizer.model
     steps = (backend.normalizer, backend.pre_tokenizer)
     added = {i: repr(token) for i, token in backend.get_added_tokens_decoder().items()}
@@ -217,8 +217,8 @@ def _check_settings(name: str, text: bytes, where: str) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Models loaded within leave out the table of weights that are not theirs, which whoever loads
-    them checks. Bars of `transformers`, like those of this project, appear on a terminal only."""
+    """Models loaded within this context do not print the table of unexpected weights, which their
+    callers check. Bars of `transformers`, like those of this project, appear on a terminal only."""
     from transformers.utils import logging
 
     if not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Parameters as DeepSpeed's engines name them, and what ``ds_to_universal`` needs to know of them.
+"""DeepSpeed's names of parameters, and the facts that ``ds_to_universal`` needs about them.
 
 Engines name a parameter by its layer's index in the layer list (``3.mlp.up.weight``,
 ``tied_modules.embed.weight``). ``universal_checkpoint_info`` contains lists of regular expressions

@@ -44,7 +44,7 @@ _NUMBERS = re.compile(r"b1|[iu][1248]|f[248]")
 _MOST_VALUES = 1 << 24
 """Values in one file, counted as often as they occur."""
 _FEW_VALUES = 1 << 20
-"""Values that every file may have; more only if it has as many bytes."""
+"""Number of values that any file may contain; more require as many bytes."""
 _MAX_DEPTH = 100
 """Containers inside each other."""
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -189,7 +189,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): _PARAMETER,
     ("torch._utils", "_rebuild_parameter_with_state"): _PARAMETER,
     ("torch._tensor", "_rebuild_from_type_v2"): _Callable(_from_type),
-    # Arguments that say of which class a tensor was.
+    # Arguments that record a tensor's class.
     ("torch.nn.parameter", "Parameter"): _inert("Parameter"),
     ("torch", "Tensor"): _inert("Tensor"),
     ("torch.serialization", "_get_layout"): _Callable(Inert),
@@ -197,8 +197,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): DType,
     ("numpy", "ndarray"): _inert("ndarray"),
 }
-"""Everything that can be called, by module and name. A test makes sure that none of it can be
-changed."""
+"""Everything that can be called, by module and name. A test ensures that none of it is mutable."""
 _KNOWN |= {
     ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
@@ -220,8 +219,8 @@ _PYTHON: Any = pickle._Unpickler
 class _Unpickler(_PYTHON):  # type: ignore[misc]
     """Python's unpickler with a list of allowed names; torch derives its own from this.
 
-    It is the one written in Python: that in C makes room for as many objects as a file claims to
-    number (32 GiB for five bytes). Of a checkpoint it reads everything but the tensors' content.
+    It is the one written in Python: the C version allocates room for as many objects as a file
+    claims (32 GiB for five bytes). It reads everything in a checkpoint except the tensors' content.
     """
 
     dispatch = dict(_PYTHON.dispatch)
@@ -241,7 +240,7 @@ class _Unpickler(_PYTHON):  # type: ignore[misc]
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
     def check_call(self, function: Any, args: Any) -> None:
-        """Counts what a call copies, and checks what it hashes."""
+        """Count the values that a call copies, and check those that it hashes."""
         for each in args:
             if isinstance(each, (*_CONTAINERS, str, bytes, bytearray)):
                 self._left -= len(each)
@@ -305,8 +304,8 @@ def _check_keys(keys: Iterable[Any]) -> None:
 
 
 def _check_values(content: Any, most: int) -> None:
-    """Refuses containers that contain themselves, or so often the same ones that whatever reads
-    them all would not end."""
+    """Refuse containers that contain themselves, or share contents so often that traversal would
+    not end."""
     level: list[Any] = [content]
     count, closed = 0, set[int]()
     for _ in range(_MAX_DEPTH):
@@ -339,8 +338,8 @@ def _restricted(most: int) -> SimpleNamespace:
 def load_pickle(path: Path, name: str = "") -> Any:
     """The content of a file of torch.save, in its zip or its older form; tensors on the CPU, those
     of a zip file mapped into memory. Raises CheckpointError, which calls the file ``name``, if it
-    is missing or damaged, or contains anything but tensors, containers and settings, or so many of
-    them that memory or time would not suffice."""
+    is missing or damaged, or contains anything except tensors, containers and settings, or too many
+    of them for memory or time."""
     name = name or str(path)
 
     def load() -> Any:
@@ -359,8 +358,8 @@ def load_pickle(path: Path, name: str = "") -> Any:
 
 
 def _refusing(load: Callable[[], Any], name: str, size: int) -> Any:
-    """The content that ``load`` returns of a file of ``size`` bytes, if it is not too much; every
-    error of it is a CheckpointError that calls the file ``name``."""
+    """Return the content that ``load`` returns for a file of ``size`` bytes, within limits. Its
+    errors become a CheckpointError that names the file ``name``."""
     try:
         content = load()
         if isinstance(content, (*_CONTAINERS, Inert, Namespace)):

@@ -189,7 +189,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def looked_up(ids: Tensor, weight_VH: Tensor) -> Tensor:
-    """Rows of a table, [..., H] of ids [...]."""
+    """Return the rows of a table, [..., H], for ids [...]."""
     place = sum_of(weight_VH) if torch.is_grad_enabled() else None
     if place is None:
         return nn.functional.embedding(ids, weight_VH)

@@ -32,7 +32,7 @@ class XIELU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., F / tensor size] to the same shape."""
         p, n = (F.softplus(alpha.to(x.dtype)) for alpha in self.share(*self.parameters()))
-        # The bound keeps the unused branch from overflowing, and is that of the first code.
+        # The bound keeps the unused branch from overflowing; it is the original code's.
         below = (torch.expm1(x.clamp(max=-1e-6)) - x) * (0.5 + n)
         return torch.where(x > 0, p * x * x, below) + 0.5 * x
 

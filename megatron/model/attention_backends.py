@@ -6,27 +6,75 @@ earlier positions), D head width.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
 from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.config.blocks import Chunk
-from megatron.model import cpu_kernels
+from megatron.config import ConfigError, ModelConfig
+from megatron.config.features import taking_part
+from megatron.kernels import cpu_kernels
 from megatron.model.attention_flex import DTYPES as FLEX_DTYPES
 from megatron.model.attention_flex import flex
-from megatron.model.attention_masks import AttentionMasks, AttentionScoring, causal_mask
-from megatron.model.torch_kernels import (
-    CUDNN_FIRST,
-    TORCHS_ORDER,
-    KernelOrder,
-    kernel_order,
-    version_of_flash,
+from megatron.model.attention_masks import (
+    AttentionKind,
+    AttentionMasks,
+    AttentionScoring,
+    causal_mask,
 )
+
+CUDNN_BLOCK = 128
+WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""torch's kernels other than cuDNN's, in its own order."""
+
+
+class KernelOrder(NamedTuple):
+    """The order in which torch tries its kernels.
+
+    Attributes:
+        kernels: the first one first; empty for torch's own order.
+        any_length: whether cuDNN is right for all lengths.
+    """
+
+    kernels: tuple[SDPBackend, ...] = ()
+    any_length: bool = True
+
+    def during(
+        self,
+        device: torch.device,
+        queries: int,
+        keys: int,
+        masked: bool,
+        learned: bool = False,
+    ) -> AbstractContextManager[object]:
+        """Sets the order, as part of compiled code also: torch's cache of compiled code does not
+        know of an order for the whole process, and would return another kernel.
+
+        cuDNN is left out where its results may be wrong: lengths that are not multiples of its
+        blocks, in old versions, and in all with a dense mask, whose gradient may then be NaN
+        (pytorch issue 196678); and where the mask is ``learned``: torch would choose it, and fail
+        for want of the mask's gradient.
+        """
+        whole = queries % CUDNN_BLOCK == 0 and keys % CUDNN_BLOCK == 0
+        wrong = not whole and (masked or not self.any_length)
+        if device.type == "cuda" and (wrong or learned):
+            kernels = self.kernels or WITHOUT_CUDNN
+            return sdpa_kernel(
+                [each for each in kernels if each in WITHOUT_CUDNN], set_priority=True
+            )
+        if not self.kernels:
+            return contextlib.nullcontext()
+        return sdpa_kernel(list(self.kernels), set_priority=True)
+
+
+TORCHS_ORDER = KernelOrder()
+
 
 AttentionBackend = Callable[
     [
@@ -145,64 +193,34 @@ def eager(
     return weights_BNST @ v_BNTD
 
 
-def flash(
-    q_BNSD: Tensor,
-    k_BKTD: Tensor,
-    v_BKTD: Tensor,
-    scores: AttentionScoring,
-    masks: AttentionMasks,
-    dropout: float,
-    bias: Tensor | None = None,
-    sinks_N: Tensor | None = None,
-) -> Tensor:
-    """The flash-attn package, version 2; documents, padding, chunks, ALiBi, other biases,
-    softcapped scores and sinks use :func:`sdpa`."""
-    unseen = masks.document_ids if scores.causal == masks.causal else None
-    if not scores.causal and unseen is None:
-        unseen = masks.tokens
-    plain = bias is None and unseen is None and not scores.slopes and scores.softcap is None
-    plain = plain and not isinstance(scores.window, Chunk)
-    if sinks_N is not None or not plain:
-        return sdpa(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias, sinks_N)
-    from flash_attn import flash_attn_func
-
-    # flash-attn counts the keys before a query's own, and those after it.
-    left = right = -1
-    if isinstance(scores.window, int):
-        left, right = (scores.window - 1, 0) if scores.causal else (scores.window // 2,) * 2
-    q, k, v = (x.transpose(1, 2) for x in (q_BNSD, k_BKTD, v_BKTD))
-    y = flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p=dropout,
-        softmax_scale=scores.scale,
-        causal=scores.causal,
-        window_size=(left, right),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    return y.transpose(1, 2)
-
-
-cudnn = partial(sdpa, order=KernelOrder(CUDNN_FIRST))
-""":func:`sdpa` that prefers cuDNN's kernel to torch's others."""
-
-
 def attention_backend(name: str, dropout: float = 0.0) -> AttentionBackend:
     """The kernel that ``--attention-backend`` names, for attention with dropout of this
     probability. Raises ConfigError if the kernel's package or a GPU for it is missing."""
     if name == "eager":
         return eager
-    if name.startswith("flash"):
-        version = version_of_flash(name, dropout)
-        if version == 2:
-            return flash
-        name = f"flash{version}"
-    order = kernel_order(name)
-    return sdpa if order == TORCHS_ORDER else _with_order(order)
+    kernels = (feature.attention_kernel(name, dropout) for feature in taking_part())
+    kernel: AttentionBackend | None = next(filter(None, kernels), None)
+    if kernel is None and name != "sdpa":
+        raise ConfigError(
+            f"--attention-backend {name}: this kernel is a feature whose folder is missing here; "
+            "use sdpa or eager"
+        )
+    return kernel or sdpa
 
 
-@functools.cache
-def _with_order(order: KernelOrder) -> AttentionBackend:
-    """One object for equal orders: code compiled for a block then serves all blocks with it."""
-    return partial(sdpa, order=order)
+def describe_attention(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor: int,
+    documents: bool,
+    kind: AttentionKind = "causal",
+) -> str | None:
+    """A line about the kernels of a run for queries and keys of its shapes; None where no feature
+    chooses among kernels. ``tensor`` is the tensor-parallel size, ``documents`` whether attention
+    stays within documents, or leaves out padding."""
+    lines = (
+        feature.attention_line(config, dtype, device, tensor, documents, kind)
+        for feature in taking_part()
+    )
+    return next(filter(None, lines), None)

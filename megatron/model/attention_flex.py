@@ -195,7 +195,7 @@ def flex(
     from torch.nn.attention.flex_attention import AuxRequest
 
     y_BNSD, aux = attend(return_aux=AuxRequest(lse=True))
-    # The share of the keys in the sum of exponentials with the sink's.
+    # The keys' share of the sum of exponentials that includes the sink's.
     shares_BNS = torch.sigmoid(aux.lse - sinks_N.to(aux.lse.dtype)[:, None])
     return (y_BNSD * shares_BNS[..., None]).to(y_BNSD.dtype)
 

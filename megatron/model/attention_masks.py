@@ -34,8 +34,8 @@ _EARLY = 8192
 """Tokens up to which the mask of documents is made before a layer needs it: 64 MiB a sample."""
 
 AttentionKind = Literal["causal", "full", "cross"]
-"""A token sees those up to itself, all of its sequence, or all of another sequence; of the last two
-no padding."""
+"""A token attends to the tokens up to itself, to its whole sequence, or to another whole sequence.
+The last two exclude padding."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class AttentionMasks:
 
 
 def narrows(window: Window, keys: int, causal: bool = True) -> bool:
-    """True if a window hides any of so many keys."""
+    """True if a window hides any of ``keys`` keys."""
     if isinstance(window, Chunk):
         return keys > window.size
     return window is not None and keys > (window if causal else window // 2 + 1)
@@ -315,8 +315,8 @@ class Folding(Protocol):
     tensor and sequence parallelism know nothing of it."""
 
     def fold(self, q_BSND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of parts: as many samples as there are parts. The positions in
-        a part are 0, 1, 2, ..., and it has no masks."""
+        """Return queries, keys and values of the parts, each a separate sample. The positions in a
+        part are 0, 1, 2, ..., and it has no masks."""
         ...
 
     def unfold(self, y_PSND: Tensor, samples: int, length: int) -> Tensor:

@@ -85,6 +85,11 @@ def _losses(
     return objective(HeadInput(x_BPH, weight_VH, bias_V, targets, head), batch)
 
 
+def precise(logits: Tensor) -> Tensor:
+    """Return logits in float32, or float64."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def vocabulary_layers(
     model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel, head_bias: bool = False
 ) -> tuple[LayerSpec, LayerSpec]:

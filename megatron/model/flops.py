@@ -48,7 +48,7 @@ class TransformerShape:
     """Forward FLOPs of a sample that the blocks have beyond a transformer's: in linear layers, and
     in scores and the mix of values."""
     value_channels: int | None = None
-    """Size of a value head, None for that of the others."""
+    """Size of a value head; None if equal to the other heads."""
     full_channels: int | None = None
     """Channels of a key and a value head in blocks without a window, None for those of others."""
     additions: float | None = None
@@ -117,7 +117,7 @@ class TransformerShape:
         return (self.additions or 0.0) + of_decoder
 
     def _products(self) -> float:
-        """Forward FLOPs of one token in the products with weights, as many as those of the weights'
+        """Forward FLOPs of one token in products with weights, equal to the FLOPs of the weights'
         gradients."""
         decoder = self.decoder
         if decoder is None:
@@ -166,7 +166,7 @@ class TransformerShape:
 
     def _cross_matrices(self) -> float:
         """Forward FLOPs of one token in the linear layers of the decoder's cross-attention: queries
-        and output of its own tokens, keys and values of this stack's."""
+        and outputs for its own tokens, keys and values for this stack's tokens."""
         assert self.decoder is not None
         query_size = self.num_attention_heads * self.kv_channels
         kv_size = self.num_query_groups * self.kv_channels
@@ -255,19 +255,3 @@ class TransformerShape:
     def flops_per_step(self, samples: int, *, causal: bool) -> float:
         """Model FLOPs of an optimizer step on ``samples`` sequences, over all devices."""
         return samples * self.seq_length * self.flops_per_token(causal=causal)
-
-
-def block_flops(
-    model: ModelConfig, own: int, keys: int, other: int = 0, other_keys: int = 0
-) -> tuple[float, float]:
-    """Forward FLOPs of a sample in one block: in linear layers, and in scores and the mix of
-    values. Each of its ``own`` tokens attends to ``keys`` of them, and to ``other_keys`` of the
-    ``other`` tokens that cross-attention reads."""
-    attention, hidden = model.attention, model.hidden_size
-    query = attention.num_attention_heads * attention.kv_channels
-    kv = attention.num_query_groups * attention.kv_channels
-    mlp = (3 if model.mlp.gated else 2) * model.mlp.ffn_hidden_size
-    linear = 2 * hidden * own * (attention.query_rows + query + 2 * kv + mlp)
-    if other:
-        linear += 2 * hidden * (own * 2 * query + other * 2 * kv)
-    return float(linear), 4.0 * query * own * (keys + other_keys)

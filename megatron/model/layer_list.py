@@ -217,7 +217,7 @@ class LayerSequence:
                 self.steps[place] = index, partial(around, step)
 
     def wrap(self, around: Callable[[int, Step], Step]) -> None:
-        """Replaces every layer by what ``around`` makes of its index and of it."""
+        """Replace every layer with ``around(index, layer)``."""
         for place, (index, step) in enumerate(self.steps):
             if index is not None:
                 self.steps[place] = index, around(index, step)
@@ -230,7 +230,7 @@ class LayerSequence:
 
 
 class RecomputedLayers(LayerSequence):
-    """Layers of which only the first input is kept for the backward pass."""
+    """Layers whose first input alone is kept for the backward pass."""
 
     def __call__(self, state: LayerState) -> LayerState:
         if not torch.is_grad_enabled():
@@ -407,8 +407,8 @@ def canonical_name(registered: str, prefixes: dict[str, str]) -> str:
 
 @torch.no_grad()
 def initialise(name: str, param: nn.Parameter, seed: int, coordinates: Coordinates = ALONE) -> None:
-    """Fills a parameter of local shape: drawn whole, whatever the layout, then cut. The canonical
-    name and the seed determine the values."""
+    """Fill a parameter of local shape: drawn whole in any layout, then divided. The canonical name
+    and the seed determine the values."""
     shard, init, random = shard_of(param), init_of(param), generator(seed, name)
     plain = param.device.type == "cpu" and param.dtype == torch.float32 and param.is_contiguous()
     if plain and tuple(param.shape) == shard.full_shape == shard.canonical_shape:

@@ -48,7 +48,7 @@ class MLP(nn.Module):
             init=initial(config),
             tp=tp,
         )
-        # Each of the inner channels is a head of its own.
+        # Each inner channel is a separate head.
         self.sub_norm = AllHeadsNorm.of(config, inner, tp, 1) if config.norm.sub_norm else None
         self.down = RowParallelLinear(
             inner,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.model.cpu_kernels import rms_norm
+from megatron.kernels.cpu_kernels import rms_norm
 from megatron.model.layer_list import LayerState
 from megatron.parallel.shard import Init, Shard, parameter
 from megatron.parallel.tensor_parallel import TensorParallel, sum_over_ranks
@@ -112,7 +112,7 @@ class AllHeadsNorm(RMSNorm):
     def of(
         cls, config: ModelConfig, heads: int, tp: TensorParallel, width: int | None = None
     ) -> AllHeadsNorm:
-        """The norm of so many heads of a model, by default as wide as those of attention."""
+        """Return the norm of this many heads of a model, by default as wide as attention's."""
         norm, width = config.norm, width or config.attention.kv_channels
         return cls(heads, width, norm.norm_epsilon, tp, float(norm.apply_layernorm_1p))
 
@@ -181,7 +181,7 @@ def norm_of(
 
 
 def build_qk_norm(config: ModelConfig, tp: TensorParallel, heads: int) -> Norm:
-    """The norm of queries or keys, which have so many heads."""
+    """Return the norm of queries or keys with this many heads."""
     norm = config.norm
     if norm.qk_layernorm_per_head:
         width, centred = config.attention.kv_channels, norm.traits.statistics > 1

@@ -1,4 +1,4 @@
-"""Collectives that are started, and finished where their result is needed.
+"""Collectives that are started early, and finished where their result is needed.
 
 Inside a graph of torch's compiler they are torch's functional collectives: they change no argument,
 so that a layer with them is one graph. There the order of a program is kept too: what stands
@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, a slice of it S/t long on each of t ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -101,28 +101,6 @@ def start_scatter(x: Tensor, group: Group) -> Finish:
     def finish() -> Tensor:
         work.wait()
         return total
-
-    return finish
-
-
-def start_exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Finish:
-    """Sends ``sent`` rows of contiguous ``x`` to each rank; the ``received`` rows from each."""
-    if traced():
-        started = _TRACED.all_to_all_single(x, list(received), list(sent), group.name)
-        return partial(_TRACED.wait_tensor, started)
-    result = x.new_empty(sum(received), *x.shape[1:])
-    work = dist.all_to_all_single(
-        result,
-        x,
-        output_split_sizes=list(received),
-        input_split_sizes=list(sent),
-        group=group.handle,
-        async_op=True,
-    )
-
-    def finish() -> Tensor:
-        work.wait()
-        return result
 
     return finish
 

@@ -75,7 +75,7 @@ class Context:
         return torch.where(second, within + width, within).masked_fill(~here, 0), here
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, each of which computes the same with it."""
+        """Sum over the ranks, each of which uses it identically."""
         return _Sum.apply(x, self.group) if self.size > 1 else x
 
     def whole(self, x: Tensor, dim: int) -> Tensor:

@@ -63,36 +63,25 @@ def linear_cross_entropy(
     rank or, in a split region, this rank's slice; weight and bias are this rank's rows of the
     vocabulary, padding included; targets are those of the whole sequence, or of a context rank's
     part of it, whose sum is divided by the mask of all."""
-    make = partial(LogitChunks, targets=targets, head=head)
-    (loss,) = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
-    return loss if targets.whole is None else head.tp.context.sum(loss)
+    (loss,) = chunked_losses(LogitChunks, x_BSH, weight, targets, head, bias)
+    return loss
 
 
-def linear_loss_and_correct(
-    x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """:func:`linear_cross_entropy`, and how many of the tokens whose mask is not 0 are the most
-    probable ones, without a gradient; the logits are computed once."""
-    make = partial(LogitChunks, targets=targets, head=head, counting=True)
-    numbers = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
-    if targets.whole is None:
-        return numbers
-    loss, correct = map(head.tp.context.sum, numbers)
-    return loss, correct
-
-
-def linear_loss_and_z(
-    x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """:func:`linear_cross_entropy`, and the mean over the same tokens of the squared logarithm of
-    the softmax's denominator. The gradient of the first is that of the sum of the two, the second
-    times ``z_coeff`` of the head, which must not be 0: one pass over the logits has both."""
-    make = partial(LogitChunks, targets=targets, head=head)
-    numbers = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
-    if targets.whole is None:
-        return numbers
-    loss, z = map(head.tp.context.sum, numbers)
-    return loss, z
+def chunked_losses(
+    chunks: Callable[..., LogitChunks],
+    x_BSH: Tensor,
+    weight: Tensor,
+    targets: Targets,
+    head: LossHead,
+    bias: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The numbers of a kind of chunks, with the arguments of :func:`linear_cross_entropy`; the
+    first has a gradient, as in :class:`ChunkedCrossEntropy`."""
+    make = partial(chunks, targets=targets, head=head)
+    numbers: tuple[Tensor, ...] = ChunkedCrossEntropy.apply(
+        x_BSH, weight, bias, head, make, torch.is_grad_enabled()
+    )
+    return numbers if targets.whole is None else tuple(map(head.tp.context.sum, numbers))
 
 
 @torch.no_grad()
@@ -188,9 +177,7 @@ class LogitChunks:
         head: LossHead,
         needs: Sequence[bool] = (False, False, False),
         compiled: bool | None = None,
-        counting: bool = False,
     ) -> None:
-        self._counting = counting
         self.x_TH, self.weight_PH, self.bias_P = x_TH, weight_PH, bias_P
         self.x_needs, self.weight_needs, self.bias_needs = needs
         self.group = head.tp.group
@@ -211,6 +198,7 @@ class LogitChunks:
         self._allocate(head.chunk_bytes)
 
     log_T: Tensor | None = None
+    """Memory for the logarithm of each softmax's denominator, where it is asked for."""
     logits_CP: Tensor
     x_grad_TH: Tensor | None
     weight_grad_PH: Tensor | None
@@ -242,7 +230,7 @@ class LogitChunks:
                 print(f"loss: {most:,} tokens at a time, since memory is short", flush=True)
 
     def allocate_gradients(self) -> None:
-        """Takes the memory of those that are needed."""
+        """Allocate the required ones."""
         self.x_grad_TH = torch.empty_like(self.x_TH) if self.x_needs else None
         self.weight_grad_PH = self._new_weight_gradient() if self.weight_needs else None
         self.bias_grad_P = None
@@ -255,39 +243,24 @@ class LogitChunks:
         return torch.empty_like(self.weight_PH, dtype=dtype)
 
     def losses(self) -> tuple[Tensor, ...]:
-        """The mean loss and, with ``counting``, how many labels are the most probable token, or of
-        a head with ``z_coeff`` the second number of :func:`linear_loss_and_z`; fills in the
-        gradients."""
-        best = _BestTokens(self.labels_T, self.work) if self._counting else None
-        if self.columns.z_coeff:
-            self.log_T = torch.empty_like(self.mask_T)
+        """The mean loss, and numbers that features add; fills in the gradients."""
         total = torch.zeros((), dtype=self.work, device=self.x_TH.device)
         gradients = self.x_needs or self.weight_needs or self.bias_needs
         for chunk in self.chunks:
             mask_C = self.mask_T[chunk]
-            loss_C, logits_CP = self.losses_of(chunk, gradients, best)
+            loss_C, logits_CP = self.losses_of(chunk, gradients)
             total += loss_C @ mask_C
             if gradients:
                 # The mask is in the gradient of the logits if it was compiled.
                 self.multiply(chunk, logits_CP, None if self.compiled else mask_C)
-        loss = total / self.counted
-        if self.log_T is not None:
-            return loss, self.log_T.square() @ self.mask_T / self.counted
-        if best is None:
-            return (loss,)
-        best_T = best.over_ranks(self.first, self.group)
-        return loss, ((best_T == self.targets.labels_BS.flatten()) & (self.mask_T > 0)).sum()
+        return (total / self.counted,)
 
-    def losses_of(
-        self, chunk: slice, gradients: bool, best: _BestTokens | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def losses_of(self, chunk: slice, gradients: bool) -> tuple[Tensor, Tensor]:
         """The loss of each token, [C], and the memory of the logits, [C, P], with the gradient of
-        these losses if that is asked for; ``best`` is filled in before that."""
+        these losses if that is asked for."""
         labels_C, used = self.labels_T[chunk], self.columns.used
-        logits_CP, group = self._logits(chunk), self.group
+        logits_CP, group = self.logits(chunk), self.group
         log_C = None if self.log_T is None else self.log_T[chunk]
-        if best is not None:
-            best.add(chunk, logits_CP[:, :used])
         if self.compiled:
             mask_C = self.mask_T[chunk]
             loss_C = compiled_loss(
@@ -303,17 +276,17 @@ class LogitChunks:
         """The log-probability of each label, and the first of the most probable tokens, [T]."""
         used, count = self.columns.used, len(self.x_TH)
         softmax = Softmax(*(self.x_TH.new_zeros(count, dtype=self.work) for _ in Softmax._fields))
-        best = _BestTokens(self.labels_T, self.work)
+        best = BestTokens(self.labels_T, self.work)
         for chunk in self.chunks:
             into = Softmax(*(part[chunk] for part in softmax))
-            logits_CV = self._logits(chunk)[:, :used]
+            logits_CV = self.logits(chunk)[:, :used]
             score_chunk(logits_CV, self.labels_T[chunk], self.columns, into, best.best_T[chunk])
         best.largest_T = softmax.largest_C
         if self.group.size > 1:
             softmax = softmax.over_ranks(self.group)
         return -softmax.loss(), best.over_ranks(self.first, self.group)
 
-    def _logits(self, chunk: slice) -> Tensor:
+    def logits(self, chunk: slice) -> Tensor:
         """[C, P], with the padding, whose width suits GEMMs, in memory that the next overwrites."""
         x_CH = self.x_TH[chunk]
         logits_CP = self.logits_CP[: len(x_CH)]
@@ -346,7 +319,7 @@ class LogitChunks:
             add_wider(self.weight_grad_PH, grad_CP.t() @ x_CH)
 
 
-class _BestTokens:
+class BestTokens:
     """The most probable token of each place, the first if there are several, and its logit."""
 
     def __init__(self, labels_T: Tensor, work: torch.dtype) -> None:

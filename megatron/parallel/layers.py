@@ -232,7 +232,7 @@ class Dropout(nn.Module):
             return x_BSH
         context = self.tp.context
         if context.size > 1 and not self.tp.split:
-            # The mask of one process, of which this rank has its part.
+            # This rank's part of the mask of one process.
             samples, length, width = x_BSH.shape
             ones_BSH = x_BSH.new_ones(samples, length * context.size, width)
             return x_BSH * context.take(F.dropout(ones_BSH, self.probability), 1)
@@ -280,7 +280,7 @@ class VocabParallelEmbedding(nn.Module):
             (logits_BSV,) = column_linear(x, (LinearMap(self.weight, self.bias),), self.tp)
             return self.tp.context.whole(self.head.capped(logits_BSV), 1)
         found_BSH = self._looked_up(x)
-        return found_BSH if self.bias is None else _WithZeroGradient.apply(found_BSH, self.bias)
+        return found_BSH if self.bias is None else ZeroGradient.apply(found_BSH, self.bias)
 
     def _looked_up(self, ids_BS: Tensor) -> Tensor:
         if self.tp.group.size == 1:
@@ -291,7 +291,7 @@ class VocabParallelEmbedding(nn.Module):
         return self.tp.leave(found_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0))
 
 
-class _WithZeroGradient(torch.autograd.Function):
+class ZeroGradient(torch.autograd.Function):
     """Identity of its first argument; the gradient of the second, a parameter, is zero. Without one
     a pipeline stage that only looks ids up would not update its copy of the head's bias."""
 

@@ -235,7 +235,7 @@ def _column_linear(
     if trained:
         kernel.check_tokens(x_BSI.shape[:-1].numel() * (group.size if split else 1))
     leaves = [kernel.leaf(each) for each in kept]
-    # Sums over copies come before those over micro batches.
+    # Sums over copies precede sums over micro batches.
     keys = tuple(
         key_of(weight) if trained and kernel is PLAIN and count == 1 else None
         for weight, count in zip(weights, copies, strict=True)

@@ -90,7 +90,7 @@ class Targets(NamedTuple):
         return self.changed(labels_BS=labels_BP, mask_BS=mask_BP)
 
     def ending_in(self, labels_BK: Tensor) -> Targets:
-        """With other labels for the last K, all of which count."""
+        """Return targets with other labels for the last K, all of which count."""
         first = self.labels_BS.shape[1] - labels_BK.shape[1]
         labels_BP = torch.cat((self.labels_BS[:, :first], labels_BK), dim=1)
         mask_BP = self.mask_BS.clone()

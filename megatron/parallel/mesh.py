@@ -62,6 +62,20 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the value of every member, in order. Every member must call it."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.handle)
+        return values
+
+    def shared(self, value: Any, source: int = 0) -> Any:
+        """Return the value of one member, on all of them. Every member must call it."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, self.ranks[source], group=self.handle)
+        return values[0]
+
 
 SINGLE = Group()
 """The group of a single process."""

@@ -71,7 +71,7 @@ class Softmax(NamedTuple):
         return self.largest_C + self.total_C.log()
 
     def over_ranks(self, group: Group) -> Softmax:
-        """Return the softmax of all ranks' columns, where this is of one rank's."""
+        """Return the softmax over all ranks' columns, given one rank's."""
         largest_TC, total_TC, target_TC = of_ranks(group, *self)
         largest_C = largest_TC.amax(0)
         total_C = (total_TC * (largest_TC - largest_C).exp()).sum(0)
@@ -230,8 +230,8 @@ def eager_loss(
 def score_chunk(
     logits_CV: Tensor, labels_C: Tensor, columns: Columns, softmax: Softmax, best_C: Tensor
 ) -> None:
-    """Fills in what this rank knows of each token's softmax, and which of its columns has the
-    largest logit, the first if there are several. A label may be no column of this rank."""
+    """Fill in this rank's part of each token's softmax, and its column with the largest logit, the
+    first among several. A label may be no column of this rank."""
     absent_C = (labels_C < 0) | (labels_C >= logits_CV.shape[1])
     columns_C = labels_C.masked_fill(absent_C, 0)
     if not logits_CV.shape[1]:

@@ -1,5 +1,4 @@
-"""A pipeline schedule in time: when each action runs, what that costs, and which messages the ranks
-exchange when.
+"""A pipeline schedule in time: when each action runs, and which messages the ranks exchange when.
 
 Times are exact fractions, so that "at the same time" means just that.
 """
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron.config.layouts import BOTH_WAYS
 from megatron.parallel.pipeline_schedules import INPUTS, WEIGHTS, Action, PipelineSchedule
 
 
@@ -31,41 +29,6 @@ class Timeline:
 
     schedule: PipelineSchedule
     slots: tuple[Slot, ...]
-
-    @property
-    def span(self) -> Fraction:
-        return max(slot.end for slot in self.slots)
-
-    @property
-    def _busy(self) -> Fraction:
-        return sum((slot.end - slot.start for slot in self.slots), Fraction(0))
-
-    @property
-    def bubble_share(self) -> Fraction:
-        return 1 - self._busy / (self.schedule.ranks * self.span)
-
-    @property
-    def bubble_ratio(self) -> Fraction:
-        """Waiting time over working time, the figure of Narayanan et al. 2021."""
-        return self.schedule.ranks * self.span / self._busy - 1
-
-    @property
-    def peak_activations(self) -> tuple[Fraction, ...]:
-        """For each rank the most stage inputs kept at once for later backwards, in units of one
-        micro batch through the rank's whole share (an input of one chunk is 1/chunks). What weight
-        gradients that come later need, inputs and output gradients of linear layers, counts as
-        much."""
-        peaks = []
-        for rank in range(self.schedule.ranks):
-            held = peak = 0
-            for slot in self.slots:
-                if slot.rank == rank:
-                    # In evaluation an input is let go when its forward is done.
-                    peak = max(peak, held + (not slot.action.backward))
-                    if slot.action.part != INPUTS and not self.schedule.forward_only:
-                        held += 1 - 2 * slot.action.backward
-            peaks.append(Fraction(peak, self.schedule.chunks))
-        return tuple(peaks)
 
 
 def simulate(
@@ -125,28 +88,6 @@ def simulate_order(
                 f"rank {rank} waits indefinitely: {queue[0]} needs {missing(queue[0])}"
             )
     return Timeline(schedule, tuple(done[action.result] for order in orders for action in order))
-
-
-def theory(
-    name: str,
-    ranks: int,
-    chunks: int,
-    micro_batches: int,
-    times: tuple[Fraction, Fraction, Fraction] = (Fraction(1), Fraction(1), Fraction(1)),
-) -> Fraction | None:
-    """Waiting time over working time by the formula of Narayanan et al. 2021 (arXiv:2104.04473,
-    sections 2.2.1 and 2.2.2), (p - 1) / (v m), for free transfers. With ``times`` F of a forward, B
-    and W of a backward for inputs and for weights ZB-H1 waits (p - 1) (F + B - W) (Qi et al. 2024,
-    arXiv:2401.10241, section 2.3), or (p - 1) F or B where that is longer, from p micro batches on;
-    None for fewer. None for both DualPipeV, whose published bubble assumes overlapped forwards and
-    backwards, which these schedules do not have."""
-    if name in BOTH_WAYS or (name == "zbh1" and micro_batches < ranks):
-        return None
-    forward, backward, weights = times
-    ratio = Fraction(ranks - 1, chunks * micro_batches)
-    if name != "zbh1":
-        return ratio
-    return ratio * max(forward, backward, forward + backward - weights) / sum(times)
 
 
 def inputs(schedule: PipelineSchedule, action: Action) -> list[Action]:

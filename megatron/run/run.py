@@ -28,14 +28,12 @@ from megatron.config.features import features, taking_part
 from megatron.config.flags import ConfigResolver, build
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
-from megatron.data.sources import with_corpora
 from megatron.engine import deepspeed_json
-from megatron.engine.deepspeed_file import file_notes, read_json
+from megatron.engine.deepspeed_file import read_json
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.environment import world_size
 from megatron.families import Family, family_of, refuse_unused
 from megatron.tokenizer import Tokenizer, build_tokenizer, implied_type, vocabulary_rows
-from megatron.training import resume
 from megatron.training.plan import TrainingPlan
 from megatron.training.report import show_log
 from megatron.util.processes import is_main_process
@@ -65,7 +63,7 @@ def parse_run(
     exits. Raises ValueError if a value is missing, wrong or contradicted; the message names it."""
     hidden = family_of(family).unused_flags if family else frozenset[str]()
     parser = flag_parser(description, frozenset(hidden))
-    parser.prog = ArgumentParser().prog  # by which the process was started this time
+    parser.prog = ArgumentParser().prog  # with which this process was started
     settings = parser.settings(argv)
     show_log()
     if family is not None:
@@ -81,8 +79,8 @@ def parse_run(
 
 
 def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> int:
-    """The number of processes of a run, of which this is one. A feature may start them with the
-    same command line, or stay as the guardian of one: the function returns in each process that
+    """Return the number of processes of a run, including this one. A feature may start them with
+    the same command line, or stay as the guardian of one: the function returns in each process that
     trains. Raises ConfigError if flags contradict what a launcher has started."""
     counts = [feature.launch(settings, argv) for feature in taking_part()]
     launched = next((count for count in counts if count is not None), None)
@@ -96,7 +94,7 @@ def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> in
 
 @functools.cache
 def flag_parser(description: str | None, hidden: frozenset[str]) -> FlagParser:
-    """The command line of a run, built once in a process that starts many."""
+    """Return the command line of a run, cached for a process that starts many."""
     return FlagParser(*FLAG_CLASSES, description=description, hidden=hidden)
 
 
@@ -118,7 +116,6 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     settings = deepspeed_json.merge(settings, content, path, processes)
     for feature in features().values():
         settings = feature.complete(settings, lambda rest: run_of(rest, processes, samples))
-    settings = resume.with_checkpoint(with_corpora(settings))
     trained = settings["family"].value if "family" in settings else ModelConfig.family
     family = family_of(samples or trained)
     refuse_unused(settings, family)
@@ -126,7 +123,7 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     resolved = resolve(settings, processes)
     named = resolved.config.tokenizer
     tokenizer = build_tokenizer(named, training_texts(resolved.config))
-    # A model may have more rows than its tokenizer has tokens: a checkpoint says how many.
+    # A model may have more rows than its tokenizer has tokens: a checkpoint records their number.
     rows = max(resolved.config.model.vocabulary.size, vocabulary_rows(named, tokenizer))
     resolved = resolved.with_vocabulary(rows)
     if rows == named.vocab_size != tokenizer.vocab_size:
@@ -135,14 +132,14 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     completed = deepspeed_json.complete(content, resolved.config)
     notes = deepspeed_json.stage_notes(completed, resolved.config)
     notes += deepspeed_json.feature_notes(completed, resolved.config)
-    notes += file_notes(content, path)
+    notes += [line for f in features().values() for line in f.json_notes(content, path)]
     resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *notes))
     launched = "LOCAL_RANK" in os.environ
     return Run(resolved.config, completed, tokenizer, resolved, launched)
 
 
 def _with_tokenizer_type(settings: Settings, family: Family) -> Settings:
-    """Adds the tokenizer's type where the other flags imply it."""
+    """Add the tokenizer's type if the other flags imply it."""
     if "tokenizer_type" in settings:
         return settings
     implied = implied_type(build(TokenizerConfig, settings), family.tokenizer_type)

@@ -316,7 +316,7 @@ class GPT2BPETokenizer(Tokenizer):
                 raise
             except ValueError:  # a run of white space that is too long for tiktoken
                 pass
-        text.encode()  # a lone surrogate is a ValueError that says so, not a TypeError
+        text.encode()  # a lone surrogate raises a clear ValueError, not a TypeError
         return np.array(self._definition.encode(text).ids, np.int32)
 
 

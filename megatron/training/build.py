@@ -8,18 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import generation_settings
 from megatron.checkpoint.source import saver_of
 from megatron.config.features import taking_part
 from megatron.data.indexed.dataset import read_mark
-from megatron.data.indexed.dataset_checks import verify_checksums
 from megatron.data.loader import TrainingData
 from megatron.engine.build import build_engine
 from megatron.engine.environment import training_device
 from megatron.engine.saving import CheckpointWriter, hold_folder, ruined
 from megatron.families import trained_spec
+from megatron.parallel.meeting import run_meeting
 from megatron.parallel.mesh import Mesh
-from megatron.run.process import compare_checkpoints, compare_data, connected
+from megatron.run.process import connected
 from megatron.run.run import Run, run_data
 from megatron.tokenizer.mark import mark_of
 from megatron.training import resume
@@ -33,7 +32,7 @@ from megatron.training.trainer import Callback, Position, Trainer
 from megatron.util.files import Lock
 
 MARK_FILE = "tokenizer/mark.json"
-"""Tells the tokenizer of a checkpoint apart from others."""
+"""Distinguishes the tokenizer of a checkpoint from others."""
 
 
 def build_trainer(
@@ -80,17 +79,17 @@ def build_trainer(
 
 
 def _open(context: RunContext, data: TrainingData | None, epochs: Epochs | None) -> None:
-    """Open data and folders, plan the training and locate the checkpoint to start from: all that
-    can be wrong and takes little time."""
+    """Open data and folders, plan the training and locate the checkpoint to start from: everything
+    that can fail and is fast."""
     run, mesh, config, device = context.run, context.mesh, context.config, context.device
     for feature in taking_part():
         feature.begin(context)
     for feature in taking_part():
         feature.check_run(run, mesh, device)
     context.data = data = data or run_data(run)
-    if config.data.verify_data:
-        verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
-    compare_data(data)
+    for feature in taking_part():
+        feature.data_opened(context)
+    run_meeting().compare_data(data)
     request = StopRequest(
         config.training.exit_duration_in_mins,
         run.launched,
@@ -102,7 +101,8 @@ def _open(context: RunContext, data: TrainingData | None, epochs: Epochs | None)
     context.plan = TrainingPlan(config, epochs)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     context.on_disk = context.source = resume.locate(config)
-    compare_checkpoints([None if context.source is None else context.source.found], config)
+    loaded = [None if context.source is None else context.source.found]
+    run_meeting().compare_checkpoints(loaded, config)
     recorded = context.source is not None or bool(config.checkpoint.save)
     context.files = list(data.files()) if recorded else []
     for feature in taking_part():
@@ -125,7 +125,7 @@ def _build_engine(context: RunContext) -> None:
 
 
 def _watch_steps(context: RunContext, brief: bool) -> None:
-    """Add what every run does around its steps: report, judge whether they are finite, save."""
+    """Add every run's callbacks: reports, the check for finite steps, and saves."""
     config, run, origin = context.config, context.run, context.origin
     saver = CheckpointWriter
     if config.checkpoint.checkpoint_format != "safetensors":
@@ -186,24 +186,18 @@ def _check_tokenizer(run: Run, origin: ResumePoint) -> None:
 
 
 def _tokenizer_writer(run: Run, data: TrainingData, origin: ResumePoint) -> Callable[[Path], None]:
-    """Return a function that writes the files of a run's tokenizer into a folder, and next to them
-    where the texts of its model end, as far as its base or its examples say so."""
-    generation = generation_settings.for_tokenizer(
-        dict(origin.generation), origin.tokenizer, run.config.tokenizer, run.tokenizer
-    )
+    """Return a function that writes a run's tokenizer files, with the features' additions, into a
+    folder."""
     mark = mark_of(run.tokenizer, run.config.tokenizer.tokenizer_type)
-    taught, train = None, data.datasets.train
-    if data.weighed and train is not None:
-        of_base = generation_settings.ends_of(generation)
-        known = (each.answer_ends(train, run.tokenizer, of_base) for each in taking_part())
-        taught = next((ends for ends in known if ends is not None), None)
+    writers = [feature.tokenizer_folder(run, data, origin) for feature in taking_part()]
 
     def save(folder: Path) -> None:
         run.tokenizer.save_pretrained(folder)
         if mark is not None:
             (folder.parent / MARK_FILE).write_bytes(mark.json())
-        if generation or taught is not None:
-            generation_settings.write_of_run(folder, run.tokenizer, generation, taught)
+        for write in writers:
+            if write is not None:
+                write(folder)
 
     return save
 

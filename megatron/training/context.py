@@ -18,8 +18,7 @@ from megatron.run.run import Run
 from megatron.training.checkpoints import CheckpointManager
 from megatron.training.plan import TrainingPlan
 from megatron.training.report import Reporter
-from megatron.training.resume import ResumePoint
-from megatron.training.resume_source import ResumeSource
+from megatron.training.resume import ResumePoint, ResumeSource
 from megatron.training.stopping import NonFiniteGuard
 from megatron.training.trainer import Callback
 
@@ -37,7 +36,7 @@ class Order(IntEnum):
     SPEND = auto()
     """Count energy and cost."""
     LEAVE = auto()
-    """End as after a fault where other nodes leave, after the last save."""
+    """End as after a fault if other nodes leave, after the last save."""
     CALLER = auto()
     """Callbacks of the caller of ``build_trainer``."""
     TEACH = auto()
@@ -47,11 +46,11 @@ class Order(IntEnum):
     STOP = auto()
     """Find out whether the training has to stop."""
     COMPARE = auto()
-    """Compare the ranks' times, which log lines have."""
+    """Compare the ranks' times, which log lines contain."""
     REPORT = auto()
     """Print and write metrics."""
     JUDGE = auto()
-    """Judge steps: finite first, then far from those before, then the same on all ranks."""
+    """Judge steps: first finite, then close to earlier ones, then equal on all ranks."""
     SAVE_IN_MEMORY = auto()
     """Save between two checkpoints on disk."""
     SAVE = auto()
@@ -117,15 +116,15 @@ class RunContext:
         return tuple(callback for _, callback in ordered)
 
     def added(self, kind: type[Kind]) -> Kind:
-        """The callback of a class, one of which was added."""
+        """Return the callback of a class that was added."""
         (callback,) = (each for _, each in self._callbacks if isinstance(each, kind))
         return callback
 
     def check(self, iteration: int) -> None:
-        """Raise an error, on every rank, if the state after an iteration is not to be used."""
+        """Raise an error, on every rank, if the state after an iteration must not be used."""
         for check in self.checks:
             check(iteration)
 
     def newest_shown(self) -> str:
-        """The newest whole checkpoint of the run, in words; every rank must ask for it."""
+        """Return a description of the run's newest complete checkpoint; every rank must call it."""
         return self.checkpoints.newest_shown

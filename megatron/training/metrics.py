@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Protocol
 import torch
 
 from megatron.config import RunConfig
+from megatron.config.features import taking_part
 from megatron.util.files import read_sections
 
 
@@ -100,42 +100,10 @@ def peak_flops_of(device_name: str) -> float | None:
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense 16-bit FLOP/s of ``device`` from its maker's data sheet; None for CPUs and unknown
-    accelerators, for which :func:`measure_matmul_peak` measures a rate."""
+    accelerators, whose rates are to be measured."""
     if device.type != "cuda":
         return None
     return peak_flops_of(torch.cuda.get_device_name(device))
-
-
-def measure_matmul_peak(dtype: torch.dtype, device: torch.device, seconds: float = 0.5) -> float:
-    """The highest rate, in FLOP/s, that square matrix products of ``dtype`` reach on ``device`` in
-    about ``seconds``. Processes that share a machine and measure together each get their own
-    share."""
-    deadline = time.perf_counter() + seconds
-    best, side = 0.0, 256
-    while True:
-        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        # The first product of a size pays for set-up and does not count.
-        _seconds_of_matmul(a, b)
-        duration = _seconds_of_matmul(a, b)
-        best = max(best, 2 * side**3 / duration)
-        left = deadline - time.perf_counter()
-        if left <= 0:
-            return best
-        # The next size takes 8 times as long, and runs twice.
-        if side < 8192 and 16 * duration < left:
-            side *= 2
-
-
-def _seconds_of_matmul(a: torch.Tensor, b: torch.Tensor) -> float:
-    def synchronize() -> None:
-        if a.is_cuda:
-            torch.cuda.synchronize(a.device)
-
-    synchronize()
-    start = time.perf_counter()
-    torch.matmul(a, b)
-    synchronize()
-    return time.perf_counter() - start
 
 
 def run_peak(config: RunConfig, device: torch.device) -> tuple[float | None, str]:
@@ -145,6 +113,5 @@ def run_peak(config: RunConfig, device: torch.device) -> tuple[float | None, str
         return config.logging.peak_tflops * 1e12, "--peak-tflops"
     if device.type != "cpu":
         return peak_flops(device), "data sheet"
-    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
-    peak = measure_matmul_peak(dtype, device, seconds=0.2)
-    return peak, "measured with matrix products at start-up"
+    measured = (feature.peak_of_processor(config) for feature in taking_part())
+    return next((each for each in measured if each is not None), (None, "not known"))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megatron.config import ConfigError, RunConfig
+from megatron.config.features import taking_part
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.training import TrainingConfig
 from megatron.data.pipeline import sequence_lengths
@@ -42,23 +43,18 @@ class TrainingPlan:
         self.seq_length = config.model.seq_length
         self.skip_train = training.skip_train
         self.eval_interval, self.eval_iters = training.eval_interval, training.eval_iters
-        self.batch_size = BatchSizeSchedule(
-            training.global_batch_size,
-            training.micro_batch_size,
-            config.parallel.data_parallel_size,
-            training.rampup_batch_size,
-        )
         self._replicas = config.parallel.data_parallel_size
+        growing = (feature.batch_sizes(config) for feature in taking_part())
+        self.batch_size: BatchSizeSchedule = next(
+            (sizes for sizes in growing if sizes is not None),
+            BatchSizeSchedule(self.global_batch_size, self.micro_batch_size, self._replicas),
+        )
         self.lengths = sequence_lengths(config, self.batch_size.samples)
         length = self._set_length(training)
         self.learning_rate = self._learning_rate(optimizer, max(1, length))
         self.decoupled_rate: LearningRateSchedule | None = None
-        if optimizer.decoupled_lr is not None:
-            self.decoupled_rate = replace(
-                self.learning_rate,
-                lr=optimizer.decoupled_lr,
-                min_lr=optimizer.decoupled_min_lr or 0.0,
-            )
+        if (rates := optimizer.own_rates) is not None:
+            self.decoupled_rate = replace(self.learning_rate, lr=rates[0], min_lr=rates[1])
         self.weight_decay = WeightDecaySchedule(
             optimizer.start_weight_decay,
             optimizer.end_weight_decay,

@@ -30,7 +30,7 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import above_bars, progress_bar
 
 FIRST_STEPS = 2
-"""Steps of a start with a line of their own, where log lines are further apart."""
+"""First steps that get separate log lines, even if log lines are further apart."""
 
 
 class _LogHandler(logging.StreamHandler[Any]):
@@ -81,7 +81,7 @@ class Reporter(Callback):
         config = resolved.config
         self.plan, self.mesh, self.device = plan, mesh, device
         self.extra_flops: list[Callable[[Step], float]] = []
-        """FLOPs of a step that are no work of the model."""
+        """FLOPs of a step that are not the model's work."""
         self.at_line: list[Callable[[float], Mapping[str, float | None]]] = []
         """Further numbers of a log line, given the seconds that are left. Every rank calls them."""
         self.after_line: list[Callable[[RunWriter], None]] = []
@@ -110,11 +110,11 @@ class Reporter(Callback):
             "training", total=plan.train_iters, unit=" steps", initial=begin.iteration
         )
         self._early = FIRST_STEPS if self.log_interval > FIRST_STEPS else 0
-        """Steps that still get a line of their own."""
+        """Steps that still get a separate line."""
         self._last_step = time.monotonic()
 
     def _write_resume(self, iteration: int, consumed_samples: int) -> None:
-        """Marks that the rows before are of another process, or of before a step back."""
+        """Mark that earlier rows are from another process, or from before a rollback."""
         if iteration:
             self._write("resume", iteration, consumed_samples, {})
 
@@ -129,8 +129,8 @@ class Reporter(Callback):
         layout, axes = config.layout(), config.parallel.in_words()
         numbers = f"ZeRO stage {layout.zero}, {layout.precision} on {self.device.type}"
         self.say(f"layout: {axes}, {numbers}")
-        ramp = config.training.rampup_batch_size
-        growing = f"{ramp[0]} to " if ramp else ""
+        first, *more = config.training.batch_sizes
+        growing = f"{first} to " if more else ""
         self.say(
             f"batches: micro {self.plan.micro_batch_size}, "
             f"global {growing}{self.plan.global_batch_size}, {self.plan.full_iters} iterations"
@@ -166,7 +166,7 @@ class Reporter(Callback):
             self.say(f"differs from the checkpoint's run: {line}")
 
     def nothing_left(self, begin: ResumePoint) -> bool:
-        """True if the checkpoint is of the run's last step, or a later one."""
+        """True if the checkpoint is from the run's last step or a later one."""
         return not self.plan.skip_train and begin.iteration >= self.plan.train_iters
 
     def evaluated_before(
@@ -220,7 +220,7 @@ class Reporter(Callback):
             )
 
     def went_back(self, trainer: Trainer) -> None:
-        """As at a resume, of the same process."""
+        """Continue as after a resume, in the same process."""
         self.meter = None
         self.writer.went_back(trainer.iteration, trainer.consumed_samples)
         self._write_resume(trainer.iteration, trainer.consumed_samples)

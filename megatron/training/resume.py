@@ -1,4 +1,4 @@
-"""Start of a run: at the beginning, or from a checkpoint, whose settings it may take over."""
+"""Start of a run: at the beginning, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,51 +16,41 @@ from megatron.checkpoint.source import (
     locate_checkpoint,
     nothing_at,
     reader,
-    tokenizer_in,
 )
-from megatron.config import (
-    CheckpointConfig,
-    ConfigError,
-    OptimizerFlags,
-    RunConfig,
-    Setting,
-    Settings,
-    TokenizerConfig,
-)
-from megatron.config.data import SOURCE_FIELDS
+from megatron.config import CheckpointConfig, RunConfig, TokenizerConfig
 from megatron.config.features import taking_part
-from megatron.config.flags import build, names_of
 from megatron.config.layouts import StateDtypes
-from megatron.data.build import DataFile, changed_files
+from megatron.data.build import DataFile
 from megatron.data.sampler import check_skipped, continued_ranges
-from megatron.engine.saving import check_writable, shareable
+from megatron.engine.loading import load_checkpoint
+from megatron.engine.saving import check_writable, ruined, shareable
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_names, family_of
-from megatron.training.longer import check_scaling, unscaled_note
+from megatron.parallel.mesh import first_reason
 from megatron.training.plan import TrainingPlan
-from megatron.training.resume_source import (
-    ResumeSource,
-    load_finite,
-    load_older,
-    newest_older,
-    saves_next_to,
-    set_damaged_aside,
-)
 
 SKIPPED = "skip_samples"
 """In ``state.json``: the ranges that the run skips, if they are more than its flags say."""
 
-_FILES = {"vocab_file", "merge_file", "tokenizer_model"}
-"""Flags with files of a tokenizer."""
-_SCHEDULE = names_of("schedule", OptimizerFlags)
 _SAID_OTHERWISE = {
     "padded_vocab_size",
     "use_precision_aware_optimizer",
     *(f"{name}_dtype" for name in StateDtypes._fields),
 }
-_DATA_FLAGS = (*SOURCE_FIELDS, "corpora_file")
 _NOT_COMPARED = {"parallel", "checkpoint", "logging", "profiling", "engine", "resilience"}
 _HOW_FAST = {"torch_compile", "torch_compile_mode", "activation_memory_budget"}
+
+
+@dataclass(frozen=True)
+class ResumeSource:
+    """The checkpoint that a run starts from, and the flag and value that named it; ``continues``
+    its run, or else loads only weights. ``damaged`` are newer ones that are damaged, with what is
+    wrong with them, a line each by folder."""
+
+    found: FoundCheckpoint
+    flag: str
+    continues: bool
+    damaged: Mapping[Path, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,10 +83,7 @@ def locate(config: RunConfig) -> ResumeSource | None:
     options = config.checkpoint
     origin = find_origin(options)
     if origin is not None:
-        _check_family(origin, config.model.family)
-        if not config.model.positions.rope_scaling.is_default:
-            source = origin.found.open(verify=False)
-            check_scaling(source.model, config.model, str(source.folder))
+        check_family(origin, config.model.family)
     for feature in taking_part():
         feature.check_source(config, origin)
     if options.save:
@@ -157,8 +144,8 @@ def _refuse_other_files(options: CheckpointConfig) -> None:
 
 
 def _newest_opened(options: CheckpointConfig) -> ResumeSource | None:
-    """The checkpoint of ``--load``, or the newest older one that can be opened, as far as the flags
-    allow. Raises CheckpointError if it is damaged, naming what could be taken."""
+    """The checkpoint of ``--load``, or another one that a feature takes where it cannot be opened.
+    Raises CheckpointError if it is damaged, naming what could be taken."""
     assert options.load is not None
     flag, continues = f"--load {options.load}", not options.finetune
     prefer = "universal" if options.universal_checkpoint else "native"
@@ -167,15 +154,18 @@ def _newest_opened(options: CheckpointConfig) -> ResumeSource | None:
         checkpoint = locate_checkpoint(options.load, options.load_tag, prefer)
         if checkpoint is not None:
             checkpoint.family  # noqa: B018  # reads its configuration
-            if options.on_damaged_checkpoint == "previous":
+            if options.falls_back:
                 checkpoint.open(verify=False)
     except CheckpointError as error:
-        named, older = newest_older(options, checkpoint, error)
-        return ResumeSource(older, flag, continues, {named: str(error)})
+        others = (f.checkpoint_instead(options, checkpoint, error) for f in taking_part())
+        named, other = next((other for other in others if other is not None), (None, None))
+        if named is None or other is None:
+            raise
+        return ResumeSource(other, flag, continues, {named: str(error)})
     return None if checkpoint is None else ResumeSource(checkpoint, flag, continues)
 
 
-def _check_family(origin: ResumeSource, family: str) -> None:
+def check_family(origin: ResumeSource, family: str) -> None:
     folder = origin.found.folder
     saved = origin.found.family
     begins = saved in family_of(family).starts_from
@@ -193,6 +183,12 @@ def _check_family(origin: ResumeSource, family: str) -> None:
     )
 
 
+def saves_next_to(save: Path, origin: ResumeSource, options: CheckpointConfig) -> bool:
+    """True if a run saves next to the checkpoint that it continues."""
+    continues = origin.continues and not options.reset_iteration
+    return continues and origin.found.folder.parent.samefile(save)
+
+
 def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -> None:
     """Refuses to save among checkpoints of a run that this one does not continue."""
     save = Path(options.save or "")
@@ -204,6 +200,17 @@ def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -
             f"--save {save} contains {other.folder.name}, which this run does not continue and "
             f"would overwrite: give --load {save} to continue from it, or another --save"
         )
+
+
+def load_finite(engine: TrainEngine, origin: ResumeSource) -> Source:
+    """Loads a checkpoint. Raises DamagedError also if it would be continued from weights or moments
+    that are not finite: earlier versions saved such."""
+    source = load_checkpoint(engine, origin.found, weights_only=not origin.continues)
+    if origin.continues and source.state:
+        reason = first_reason(ruined(engine), engine.device)
+        if reason is not None:
+            raise DamagedError(f"{source.folder}: {reason}")
+    return source
 
 
 def load(
@@ -220,12 +227,15 @@ def load(
     try:
         source = load_finite(engine, origin)
     except DamagedError as error:
-        source, origin = load_older(engine, origin, error)
+        others = (feature.load_instead(engine, origin, error) for feature in taking_part())
+        other = next((other for other in others if other is not None), None)
+        if other is None:
+            raise
+        source, origin = other
     point = _resume_point(engine, plan, origin, source, files)
-    point = replace(point, generation=source.generation, tokenizer=source.tokenizer)
-    if origin.damaged:
-        lines = set_damaged_aside(engine, origin)
-        point = replace(point, notes=(*lines, *point.notes))
+    lines = [line for f in taking_part() for line in f.loaded(engine, origin, source)]
+    notes = (*lines, *point.notes)
+    point = replace(point, generation=source.generation, tokenizer=source.tokenizer, notes=notes)
     return point if point.iteration else replace(point, skip_samples=flags)
 
 
@@ -238,7 +248,7 @@ def _resume_point(
 ) -> ResumePoint:
     config = engine.config
     changed = tuple(changes(source, config))
-    notes = (*source.notes, *unscaled_note(source.model, config.model))
+    notes = tuple(source.notes)
     if not origin.continues or not source.state:
         return ResumePoint(source.folder, changed=changed, notes=notes, weights_only=True)
     state = source.state
@@ -255,7 +265,7 @@ def _resume_point(
     )
     if not config.training.skip_train:
         _check_position(plan, loaded)
-        other = _changed_data(source, config, files)
+        other = [line for f in taking_part() for line in f.changed_data(config, source, files)]
         loaded = replace(loaded, changed=(*changed, *other))
         loaded = replace(loaded, skip_samples=_skipped(source, config, loaded.consumed_samples))
     return loaded
@@ -268,28 +278,6 @@ def _skipped(source: Source, config: RunConfig, consumed_samples: int) -> tuple[
     now = continued_ranges(flags, before, config.data.skip_samples)
     check_skipped(before, now, consumed_samples)
     return now
-
-
-def _changed_data(source: Source, config: RunConfig, files: Sequence[DataFile]) -> list[str]:
-    """Return the files of data that differ from those when the checkpoint was saved, a line each;
-    none where the flags name other ones, or it does not say. Raises CheckpointError unless
-    ``--allow-changed-data`` is given."""
-    try:
-        saved = [DataFile(**file) for file in source.state.get("data", ())]
-        files = [DataFile(**shareable(file._asdict())) for file in files]
-        before = {} if source.run is None else source.run.to_dict()["data"]
-        now = shareable(config.to_dict()["data"])
-        same = all(list(before.get(name) or ()) == list(now[name] or ()) for name in _DATA_FLAGS)
-        differences = changed_files(saved, files, same)
-    except (TypeError, AttributeError):
-        raise CheckpointError(f"{source.folder}: its list of data files is malformed") from None
-    if differences and not config.checkpoint.allow_changed_data:
-        raise CheckpointError(
-            f"{source.folder} was saved by a run on other data: {'; '.join(differences[:3])}"
-            + (f", and {len(differences) - 3} more differences" if len(differences) > 3 else "")
-            + "; restore the files, or give --allow-changed-data to continue with those of now"
-        )
-    return differences
 
 
 def _check_position(plan: TrainingPlan, loaded: ResumePoint) -> None:
@@ -329,75 +317,3 @@ def _states_line(old: StateDtypes | None, new: StateDtypes | None) -> str:
     pairs = zip(old or StateDtypes(), new or StateDtypes(), strict=True)
     rounds = any(dtype not in (was, "fp32") for was, dtype in pairs)
     return f"optimizer states: {before} -> {now}" + "; rounded to nearest" * rounds
-
-
-def with_checkpoint(settings: Settings) -> Settings:
-    """Adds the checkpoint's values for --use-checkpoint-args (those of model and tokenizer that
-    nothing else gives) and --use-checkpoint-opt_param-scheduler (all values of the schedules).
-    Raises ConfigError if no checkpoint is named or found, or it does not have the values. Raises
-    CheckpointError if the checkpoint is damaged or of another family than the settings name."""
-    arguments = "use_checkpoint_args" in settings
-    schedules = "use_checkpoint_opt_param_scheduler" in settings
-    if not arguments and not schedules:
-        return settings
-    flag = "--use-checkpoint-args" if arguments else "--use-checkpoint-opt_param-scheduler"
-    options = build(CheckpointConfig, settings)
-    if not options.load and not options.pretrained_checkpoint:
-        raise ConfigError(f"{flag} needs --load, the checkpoint to read them from")
-    origin = find_origin(options)
-    if origin is None:
-        if arguments and "num_layers" not in settings:
-            raise ConfigError(
-                f"--use-checkpoint-args: no checkpoint in --load {options.load}, and no "
-                "--num-layers"
-            )
-        return settings
-    family = settings["family"].value if "family" in settings else None
-    if arguments and family and origin.found.family not in family_of(family).starts_from:
-        # Else the values taken over can decide which of the two is trained; `locate` checks it.
-        _check_family(origin, family)
-    source = origin.found.open(verify=False)
-    if arguments:
-        settings = _arguments(source, own=not settings.keys() & _FILES) | settings
-    if schedules:
-        kept = {name: value for name, value in settings.items() if name not in _SCHEDULE}
-        settings = kept | _schedules(source)
-    return settings
-
-
-def _arguments(source: Source, own: bool) -> Settings:
-    """The values of model and tokenizer; with ``own`` the tokenizer in the folder of the checkpoint
-    where files of its run's have gone."""
-    settings, tokenizer = _settings(source.model.flags(), source), source.tokenizer
-    if tokenizer is not None:
-        copied = tokenizer_in(source.folder) if own else None
-        files = [Path(file) for name in _FILES if (file := getattr(tokenizer, name))]
-        if copied is not None and not all(file.exists() for file in files):
-            tokenizer = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(copied))
-        settings |= _settings(tokenizer, source)
-    settings["unpadded_vocab_size"] = _setting(source.model.vocabulary.size, source)
-    return settings
-
-
-def _schedules(source: Source) -> Settings:
-    if source.run is None or not source.run.optimizer.lr:
-        raise ConfigError(
-            f"--use-checkpoint-opt_param-scheduler: {source.folder} does not say what schedules "
-            "its run had"
-        )
-    optimizer = source.run.optimizer
-    values = {name: getattr(optimizer, name, None) for name in _SCHEDULE}
-    return {name: _setting(value, source) for name, value in values.items() if value is not None}
-
-
-def _settings(part: Any, source: Source) -> Settings:
-    """The values of a part's flags that are not the defaults."""
-    return {
-        field.name: _setting(getattr(part, field.name), source)
-        for field in dataclasses.fields(part)
-        if getattr(part, field.name) != field.default and not field.metadata.get("internal")
-    }
-
-
-def _setting(value: Any, source: Source) -> Setting:
-    return Setting(value, f"checkpoint {source.folder.name}")

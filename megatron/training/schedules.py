@@ -4,14 +4,12 @@ Progress is counted in the unit of a schedule: samples, tokens or iterations. Th
 are from Megatron's ``OptimizerParamScheduler``. A step uses the value at the progress made *before*
 it, so the first step of a warm-up from 0 leaves the weights unchanged. A step that is skipped, as
 fp16 does at an overflow, counts; Megatron's schedule waits for the next one. The batch size follows
-from the consumed samples; steps and samples convert into each other by iterating over the batch
-sizes of the ramp-up, not over the steps.
+from the consumed samples.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags import ConfigError
@@ -196,129 +194,56 @@ def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-    """Batch sizes of a run, constant or with Megatron's ``--rampup-batch-size``.
-
-    A ramp-up begins with batches of START samples. Its SAMPLES are cut into as many equal parts as
-    there are increments up to ``global_batch_size``; after every part the batch grows by INCREMENT.
-    A batch is never cut short at the end of a part. Raises ConfigError if a batch size does not
-    divide into micro batches, or the increments do not lead from START to ``global_batch_size``.
-    """
+    """Batch sizes of a run, here the same in every step; features have others. Raises ConfigError
+    if a batch size does not divide into micro batches."""
 
     global_batch_size: int
     micro_batch_size: int
     data_parallel_size: int
-    rampup: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         assert self.data_parallel_size > 0, self.data_parallel_size
         if self.micro_batch_size <= 0:
             raise ConfigError(f"--micro-batch-size {self.micro_batch_size} must be more than 0")
         full = self.global_batch_size
-        if full <= 0 or full % self._per_round:
+        if full <= 0 or full % self.per_round:
             raise ConfigError(
                 f"--global-batch-size {full} must be a positive multiple of "
-                f"{self._multiple_of(full)}"
+                f"{self.multiple_of(full)}"
             )
-        if self.rampup is not None:
-            self._check_rampup(*self.rampup)
 
     @property
-    def _per_round(self) -> int:
+    def per_round(self) -> int:
+        """Samples of one micro batch on every data-parallel rank."""
         return self.micro_batch_size * self.data_parallel_size
 
-    def _multiple_of(self, value: int) -> str:
-        step = self._per_round
+    def multiple_of(self, value: int) -> str:
+        """Words about the multiples that ``value`` should be one of."""
+        step = self.per_round
         below = value // step * step
         nearest = [multiple for multiple in (below, below + step) if multiple > 0]
         return (
             f"--micro-batch-size {self.micro_batch_size} x data-parallel size "
-            f"{self.data_parallel_size} = {step}; nearest: {_either(nearest or [step])}"
+            f"{self.data_parallel_size} = {step}; nearest: {either(nearest or [step])}"
         )
-
-    def _check_rampup(self, start: int, increment: int, samples: int) -> None:
-        flag = f"--rampup-batch-size {start} {increment} {samples}"
-        if start <= 0 or increment <= 0 or samples < 0:
-            raise ConfigError(
-                f"{flag}: START and INCREMENT must be more than 0 and SAMPLES at least 0"
-            )
-        if start > self.global_batch_size:
-            raise ConfigError(
-                f"{flag}: START {start} must be at most "
-                f"--global-batch-size {self.global_batch_size}"
-            )
-        growth = self.global_batch_size - start
-        for name, value in (("START", start), ("INCREMENT", increment)):
-            needed = name == "START" or growth not in (0, increment)
-            if needed and value % self._per_round:
-                raise ConfigError(
-                    f"{flag}: {name} {value} must be a multiple of {self._multiple_of(value)}"
-                )
-        if growth % increment:
-            reached = start + growth // increment * increment
-            # START alone would be a run without a ramp-up, which the flag is not meant for.
-            sizes = [size for size in (reached, reached + increment) if size > start]
-            fitting = [
-                n for n in range(self._per_round, growth + 1, self._per_round) if growth % n == 0
-            ]
-            below = [n for n in fitting if n < increment][-1:]
-            above = [n for n in fitting if n > increment][:1]
-            raise ConfigError(
-                f"{flag}: steps of {increment} do not lead from {start} to "
-                f"--global-batch-size {self.global_batch_size}; nearest batch sizes that they lead "
-                f"to: {_either(sizes)}; nearest INCREMENT that fits: {_either(below + above)}"
-            )
 
     def batch_size(self, consumed_samples: int) -> int:
         """Samples of the global batch that follows after ``consumed_samples``."""
-        start, increment, samples = self.rampup or (self.global_batch_size, 1, 0)
-        increments = (self.global_batch_size - start) // increment
-        if increments == 0 or consumed_samples > samples or samples == 0:
-            return self.global_batch_size
-        # In floating point, like Megatron: exact arithmetic puts some steps one sample elsewhere.
-        done = int(consumed_samples / (samples / increments))
-        return start + done * increment
+        return self.global_batch_size
 
     def micro_batches(self, consumed_samples: int) -> int:
         """Micro batches of that global batch on each data-parallel rank."""
-        return self.batch_size(consumed_samples) // self._per_round
+        return self.batch_size(consumed_samples) // self.per_round
 
     def iterations(self, samples: int) -> int:
         """Steps of a run of ``samples``; a last batch that would exceed them is left out."""
-        count = 0
-        for size, batches in self._ramp():
-            taken = min(samples // size, batches)
-            count += taken
-            samples -= taken * size
-        return count + samples // self.global_batch_size
+        return samples // self.global_batch_size
 
     def samples(self, iterations: int) -> int:
         """Samples consumed after ``iterations`` steps."""
-        consumed = 0
-        for size, batches in self._ramp():
-            taken = min(iterations, batches)
-            consumed += taken * size
-            iterations -= taken
-        return consumed + iterations * self.global_batch_size
-
-    def _ramp(self) -> Iterator[tuple[int, int]]:
-        """(batch size, number of such batches), for the sizes below the final one."""
-        consumed = 0
-        while (size := self.batch_size(consumed)) < self.global_batch_size:
-            batches = math.ceil((self._first_sample_after(size) - consumed) / size)
-            yield size, batches
-            consumed += batches * size
-
-    def _first_sample_after(self, size: int) -> int:
-        """The smallest number of consumed samples at which the batch is larger than ``size``."""
-        assert self.rampup is not None
-        start, increment, samples = self.rampup
-        increments = (self.global_batch_size - start) // increment
-        part = (size - start) // increment
-        sample = math.floor((part + 1) * (samples / increments)) - 1
-        while self.batch_size(sample) <= size:
-            sample += 1
-        return sample
+        return iterations * self.global_batch_size
 
 
-def _either(values: list[int]) -> str:
+def either(values: list[int]) -> str:
+    """Numbers as words of a message."""
     return " or ".join(str(value) for value in values)

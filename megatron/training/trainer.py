@@ -79,7 +79,7 @@ class Callback:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
-        """Releases resources; ``error_type`` is that of the error that ended the training."""
+        """Releases resources; ``error_type``: type of the error that ended the training."""
 
     def before_step(self, trainer: Trainer) -> None:
         """Before a step is queued."""
@@ -104,7 +104,7 @@ class Callback:
         return None
 
     def went_back(self, trainer: Trainer) -> None:
-        """After :class:`GoBack`: what is known of steps after ``trainer.iteration`` is void."""
+        """After :class:`GoBack`: discard everything about steps after ``trainer.iteration``."""
 
     def epoch_ended(self, trainer: Trainer, epoch: int) -> None:
         """After the last sample of an epoch, counted from 1, if the plan has epochs."""

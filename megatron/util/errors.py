@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -49,13 +48,13 @@ class FaultError(RuntimeError):
 
 
 def is_for_users(error: BaseException) -> bool:
-    """True if this package raised an error about the user's input, with a message for users, or the
-    system did about files. What is raised deeper (torch, deepspeed) is not."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = Path(__file__).resolve().parent.parent
-    return isinstance(error, OSError) or (
-        isinstance(error, ValueError) and Path(frames[-1].filename).is_relative_to(own)
-    )
+    """True for errors about the user's input that this project raised, and for errors of files."""
+    if not isinstance(error, ValueError):
+        return isinstance(error, OSError)
+    root = Path(__file__).resolve().parents[2]
+    last = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    own = ("megatron", "examples_deepspeed", *_FOLDERS)
+    return any(last.is_relative_to(root / name) for name in own)
 
 
 def one_line(message: object) -> str:
@@ -81,21 +80,6 @@ class RareLog:
         if now - self._last.get(kind, -_PAUSE) >= _PAUSE:
             self._last[kind] = now
             self._log(line)
-
-
-def monitor_thread(work: Callable[[], None], name: str, lost: str) -> threading.Thread:
-    """Return a daemon thread that runs ``work`` and outlives no mistake in silence: an error is one
-    line of stderr with what is lost by it, such as "hangs are no longer found"."""
-
-    def run() -> None:
-        try:
-            work()
-        except Exception as error:
-            reason = one_line(f"{type(error).__name__}: {error}")
-            line = f"WARNING: the {name} thread of process {os.getpid()} ended by {reason}; {lost}"
-            print(line, file=sys.stderr, flush=True)
-
-    return threading.Thread(target=run, name=name, daemon=True)
 
 
 def _ends(found: re.Match[str]) -> str:

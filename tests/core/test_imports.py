@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from import_statements import ROOT, file_of, imports, nodes, sources
+from import_statements import ROOT, closure, file_of, imports, nodes, sources
 
 ORDER = (
     {"util", "config"},
@@ -69,10 +69,15 @@ def points_down(module: str, package: str) -> bool:
     return first != "megatron" or not rest or LEVEL.get(rest[0], -1) <= LEVEL[package]
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_one_way(path):
-    may_name = TABLES.get(str(path.relative_to(ROOT)), set())
-    assert faults(package_of(path), path.read_text(), frozenset(may_name)) == []
+@pytest.mark.parametrize("package", [None, *sorted(LEVEL)])
+def test_imports_point_one_way(package):
+    """None are programs and other files outside of the packages."""
+    files = {str(p.relative_to(ROOT)): p for p in sources() if package_of(p) == package}
+    wrong = {
+        name: faults(package, path.read_text(), frozenset(TABLES.get(name, ())))
+        for name, path in files.items()
+    }
+    assert files and not {name: each for name, each in wrong.items() if each}
 
 
 def needed(feature: Path) -> set[str]:
@@ -83,16 +88,19 @@ def needed(feature: Path) -> set[str]:
     return {name for value in values for name in ast.literal_eval(value)}
 
 
-@pytest.mark.parametrize("folder", sorted((ROOT / "megatron/features").glob("*/feature.py")))
-def test_a_feature_imports_those_that_it_needs(folder):
-    folder = folder.parent
+@pytest.mark.parametrize("feature", sorted((ROOT / "megatron").glob("*/*/feature.py")))
+def test_a_feature_imports_those_that_it_needs(feature):
+    """Of programs with hooks that is what their hooks lead to, in whatever program."""
+    folder, files = feature.parent, feature.parent.rglob("*.py")
+    if (apps := folder.parent).name == "apps":
+        files = (path for path in closure(feature) if apps in path.parents)
     used = {
         name.split(".")[2]
-        for path in folder.rglob("*.py")
+        for path in files
         for name in imports(path.read_text())
         if name.startswith("megatron.features.")
     }
-    assert used - {folder.name} <= needed(folder / "feature.py")
+    assert used - {folder.name} <= needed(feature)
 
 
 def test_formats_are_named_in_their_table_alone():

@@ -1,6 +1,7 @@
 """Without the folder of a feature the rest trains a GPT, and lacks that feature's flags alone."""
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -92,9 +93,8 @@ def without(name: str, folder: Path, parts: tuple[str, ...] = ()) -> Path:
 def lost_options(name: str) -> set[str]:
     """The flags of a feature and of those that need it."""
     removed = [features()[each] for each in removed_with(name)]
-    return options(
-        *(cls for each in removed for cls in (*each.sections.values(), *each.model_parts))
-    )
+    classes = ((*f.sections.values(), *f.flag_parts.values(), *f.model_parts) for f in removed)
+    return options(*itertools.chain.from_iterable(classes))
 
 
 def run(folder: Path, *words: str) -> str:

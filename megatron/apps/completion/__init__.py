@@ -22,7 +22,7 @@ def skip_libraries() -> None:
 
 
 class _Accepting(ABCMeta):
-    """A class of which every use gives the class again; numbers made of it are 0."""
+    """A class of which every use returns the class itself; converted to a number it is 0."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from megatron.config import ConfigError
 
-# Names, or patterns of names, of the environment variables that a container gets.
+# Names, or name patterns, of the environment variables passed to a container.
 PASSED = (
     *("NCCL_*", "TORCH_*", "GLOO_*", "UCX_*", "OMP_*", "TRITON_*", "ONEFLOW_*", "MEGATRON_*"),
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"),
@@ -26,7 +26,7 @@ PASSED = (
 )
 
 SYSTEM = tuple("/bin /dev /etc /lib /opt /proc /root /run /sbin /sys /tmp /usr /var".split())
-"""Folders that an image has of its own."""
+"""Folders of the image's own."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -216,15 +216,15 @@ def command_words(cmd: str | None, source: Path | None, wheel: Path | None) -> t
         steps.append(f"export PYTHONPATH={folders}${{PYTHONPATH:+:$PYTHONPATH}}")
     if not steps:
         return ("bash",) if cmd is None else ("bash", "-c", cmd)
-    # exec: signals for the container reach the command. It is a word of its own, so that it is
-    # quoted once and can be read in the printed line.
+    # exec: signals for the container reach the command. It is a separate word, so that it is quoted
+    # once and can be read in the printed line.
     last, words = ("exec bash", ()) if cmd is None else ('exec bash -c "$0"', (cmd,))
     return ("bash", "-c", "; ".join([*steps, last]), *words)
 
 
 def unmounted_paths(cmd: str, mounts: Sequence[Mount]) -> list[str]:
-    """Return absolute paths in a command line that exist on this machine, or whose folder does, and
-    that the container does not see."""
+    """Return the absolute paths in a command line that are not visible in the container although
+    they, or their parent folders, exist on this machine."""
     try:
         words = shlex.split(cmd)
     except ValueError:
@@ -248,8 +248,8 @@ NO_USER_PACKAGES = {"PYTHONNOUSERSITE": "1"}
 
 @dataclass(frozen=True)
 class Runtime:
-    """A way to run containers: the names of its program, of which the first installed is used, the
-    words that run a job, and True if only the mounts of this machine are seen."""
+    """A way to run containers: the names of its program (the first one installed is used), the
+    words that run a job, and True if only this machine's mounts are visible."""
 
     programs: tuple[str, ...]
     command: Callable[[str, ContainerJob], list[str]]
@@ -289,7 +289,7 @@ def check_image(name: str, program: str, image: str) -> None:
 
 def _docker(program: str, job: ContainerJob) -> list[str]:
     gpus: list[str] = []
-    if job.gpus.devices:  # quotes of its own: docker splits the value at commas
+    if job.gpus.devices:  # its own quotes: docker splits the value at commas
         gpus = ["--gpus", f'"device={",".join(job.gpus.devices)}"']
     elif job.gpus.wanted:
         gpus = ["--gpus", str(job.gpus.count or "all")]

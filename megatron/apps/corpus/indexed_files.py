@@ -13,13 +13,14 @@ import numpy as np
 from megatron.data.indexed.dataset import (
     CODE_OF_DTYPE,
     IndexedDataset,
+    TokenExtremes,
     bin_path,
     idx_path,
     mark_path,
     read_mark,
 )
-from megatron.data.indexed.dataset_checks import TokenExtremes, checksum_path, read_checksums
 from megatron.data.indexed.dataset_writer import IndexedDatasetWriter
+from megatron.features.checksums.verify import checksum_path, read_checksums
 from megatron.tokenizer.mark import common_mark
 from megatron.util.digests import sha256_of_file
 from megatron.util.files import write_whole
@@ -27,7 +28,7 @@ from megatron.util.progress import progress_bar
 
 _READ_BYTES = 1 << 24
 _BLOCK = 1 << 20
-# Quantiles of longer arrays are those of this many entries, evenly spaced.
+# Quantiles of longer arrays are computed from this many evenly spaced entries.
 _EXACT_BELOW = 1 << 24
 QUANTILES = (5, 25, 50, 75, 95)
 
@@ -187,8 +188,8 @@ def _statistics(count: int, blocks: Iterable[np.ndarray]) -> dict[str, Any]:
 
 def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> list[str]:
     """Append the documents of all datasets, in order, as one new dataset in constant memory. Tokens
-    get the narrowest dtype that can store those of all; the lines that are returned name the inputs
-    with another one. Raises ValueError if a file is damaged, the datasets are incompatible, or the
+    get the narrowest dtype that can store all of them; the returned lines name the inputs with
+    another dtype. Raises ValueError if a file is damaged, the datasets are incompatible, or the
     output is an input; OSError if a file is missing, or the disk is full; no output is left."""
     output = Path(output_prefix).absolute()
     for prefix in prefixes:

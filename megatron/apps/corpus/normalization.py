@@ -12,9 +12,8 @@ LONGEST_RUN = 128
 
 
 def normalized(form: Literal["NFC", "NFKC"], text: str) -> str:
-    """The text in a normal form. Python sorts the marks of a character in a time that grows with
-    the square of their number, so that longer runs than `LONGEST_RUN`, which no language has, stay
-    as they are."""
+    """The text in a normal form. Python sorts a character's marks in quadratic time, so runs longer
+    than `LONGEST_RUN`, which no language has, are left unchanged."""
     if text.isascii():
         return text
     pieces, done = [], 0

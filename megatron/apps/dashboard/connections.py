@@ -210,8 +210,8 @@ class StrictHandler(BaseHTTPRequestHandler):
         raise RefusedError(HTTPStatus.EXPECTATION_FAILED, "a request has no body here")
 
     def _linger(self) -> None:
-        """Read a part of what else is sent: while something is unread, closing a connection makes
-        the system drop the answer as well."""
+        """Read part of what else is sent: if unread data remains, closing a connection makes the
+        system drop the response too."""
         self.wfile.flush()
         end, read = time.monotonic() + _LINGER_SECONDS, 0
         with suppress(OSError):

@@ -151,7 +151,7 @@ def _live(stream: TextIO) -> Any:
 
 
 def _text(lines: Sequence[str]) -> Any:
-    """Return lines as they are: names of runs are no markup."""
+    """Return lines unchanged: names of runs are not markup."""
     from rich.text import Text
 
     return Text("\n".join(map(printable, lines)))

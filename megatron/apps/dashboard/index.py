@@ -40,7 +40,7 @@ _LONGEST_TEXT = 20_000
 _LONGEST_ROW = 1 << 20
 _LEAST_ROW = len(b'{"kind":"","iteration":0}\n')
 _MOST_MANIFEST, _MANIFEST_ROOM = 1 << 25, 1 << 20
-"""Bytes of a manifest, and those that it may have more than the file of metrics."""
+"""Bytes of a manifest, and by how many it may exceed the metrics file."""
 _BLOCK_BYTES = 512
 _CHUNK_BYTES = 1 << 22
 _KNOWN_BYTES = 1 << 16
@@ -103,10 +103,10 @@ class RunIndex:
         return f"{self.generation}-{self.offset}"
 
     def update(self, told: Callable[[float], None] = lambda share: None) -> Generator[None]:
-        """Read new rows, a piece at a time; between two of them other threads may read tables.
-        ``told`` gets the share of the file that was read. Where nothing more fits, as on a full
-        disk, the index is made again elsewhere. Raises OSError if the file cannot be read, or no
-        place takes its index."""
+        """Read new rows piece by piece; in between other threads may read tables. ``told`` receives
+        the share of the file read so far. Where space runs out, as on a full disk, the index is
+        rebuilt elsewhere. Raises OSError if the file cannot be read, or no place takes its
+        index."""
         while True:
             try:
                 yield from self._read(told)
@@ -144,8 +144,8 @@ class RunIndex:
                         self._save()
 
     def _lines(self, file: Any) -> list[bytes]:
-        """Return the next lines, of a bounded number of bytes; those of a line that is longer than
-        any row come in pieces, without an end but the last."""
+        """Return the next lines, up to a bounded number of bytes. A line longer than any row comes
+        in pieces, of which only the last has a line end."""
         file.seek(self.offset)
         chunk = file.read(_CHUNK_BYTES)
         if b"\n" not in chunk:

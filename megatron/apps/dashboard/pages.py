@@ -30,7 +30,7 @@ PAGE_HEADERS = {
 
 
 class PageFile(NamedTuple):
-    """A file of a page, as it is sent."""
+    """A file of a page, as sent to clients."""
 
     content: bytes
     media_type: str

@@ -19,13 +19,13 @@ LONGEST_VALUE = 10_000  # characters of a value of the configuration, or of an e
 _MOST_TEXT = 1 << 20
 _MOST_ENTRIES = 2000
 _MOST_STARTS = 10_000
-# of folders below that of the metrics; that of the checkpoints often has the record
+# in folders below the metrics folder; the checkpoint folder often has the record
 _LEVELS = ("", "*/", "*/*/")
 
 
 class StartNotes(NamedTuple):
-    """The last start of a run, as it is shown: its record (None where it is missing or broken), its
-    configuration by names such as ``model.num_layers``, and a line for each part left out."""
+    """The last start of a run as displayed: its record (None if missing or broken), its
+    configuration by names such as ``model.num_layers``, and a line for each omitted part."""
 
     record: dict[str, Any] | None
     configuration: dict[str, Any]
@@ -61,7 +61,7 @@ def _names(start: Path, metrics: Path) -> bool:
 
 
 def read_record(folder: Path) -> StartNotes:
-    """Return the record of a start and its configuration, of bounded size whatever is in the
+    """Return the record of a start and its configuration, bounded in size regardless of the
     files."""
     left_out: list[str] = []
     record = _read(folder / "record.json", left_out)

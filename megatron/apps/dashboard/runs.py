@@ -125,7 +125,7 @@ class WatchedRun:
             }
 
     def summary(self) -> dict[str, Any]:
-        """Return the rest of it but the points of its curves."""
+        """Return everything else about it except the points of its curves."""
         with self._lock:
             tables = self._index.tables
             train = tables.get("train")
@@ -158,9 +158,9 @@ class WatchedRun:
         points: int,
         factor: float,
     ) -> dict[str, Any]:
-        """Return curves over ``axis`` from ``first`` to ``last``, each of about ``points`` points,
-        and smoothed by ``factor`` if that is not 0 and they are of training. Raises KeyError for an
-        id of no series."""
+        """Return curves over ``axis`` from ``first`` to ``last``, each with about ``points``
+        points. Training curves are smoothed by ``factor`` unless it is 0. Raises KeyError for an
+        unknown id."""
         curves: dict[str, Any] = {}
         for id in ids:
             with self._lock:

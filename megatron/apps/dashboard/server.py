@@ -1,4 +1,4 @@
-"""The HTTP server of the page: its files, and what it asks about runs."""
+"""The HTTP server of the page: its files, and its queries about runs."""
 
 from __future__ import annotations
 

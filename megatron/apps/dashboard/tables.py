@@ -62,8 +62,8 @@ class MetricTable:
         """Names of rows that became void while they waited: the columns are the same as if they had
         been written before."""
         self._tops: array[float] | None = None
-        """The greatest step up to each row, those that wait included: where steps that are computed
-        again begin is looked up, and not searched for."""
+        """The greatest step up to each row, including rows not yet written: the start of repeated
+        steps is looked up instead of searched for."""
         for place in range(len(self.columns)):
             path = self._path(place)
             if os.path.getsize(path) < self.rows * _BYTES:
@@ -115,7 +115,7 @@ class MetricTable:
         self.rows += len(rows)
 
     def cut(self, rows: int) -> None:
-        """Keep the first rows, of those that are written."""
+        """Keep the first of the written rows."""
         for place in range(len(self.columns)):
             os.truncate(self._path(place), rows * _BYTES)
         self.rows = rows
@@ -203,7 +203,7 @@ def training_seconds(train: MetricTable | None) -> Curve:
     steps = train.column("iteration")
     each = np.nan_to_num(train.column("seconds_per_iteration"))
     counts = np.diff(steps, prepend=0.0)
-    # A file may begin late, where a run was resumed: its first row is for as many steps as others.
+    # A file of a resumed run may begin late; its first row covers as many steps as the others.
     counts[0] = min(counts[:2])
     return Curve(steps, np.cumsum(each * counts))
 

@@ -1,1 +1,1 @@
-"""Examining the nodes of a run: what each is, what each sees, and what lies between them."""
+"""Examination of a run's nodes: their hardware, software and the network between them."""

@@ -1,4 +1,4 @@
-"""The examination of nodes: each by itself, and bandwidth and latency of every pair in both
+"""The examination of nodes: each on its own, and bandwidth and latency of every pair in both
 directions."""
 
 from __future__ import annotations

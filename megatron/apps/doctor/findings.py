@@ -16,7 +16,7 @@ _GIB = 2**30
 SLOW = 0.25  # of the median bandwidth: a link with less is named
 FAR = 10.0  # times the median latency: a link with more is named, if that is a millisecond more
 _LEAST_TRIP = 1e-3
-_NAMED = 3  # nodes that are named of those with which one cannot connect
+_NAMED = 3  # maximum named nodes that a node cannot connect to
 Reports = Mapping[str, Mapping[str, Any]]
 Pair = tuple[str, str]  # who sends, who receives
 

@@ -1,8 +1,6 @@
-"""The hostfile of DeepSpeed's launcher, and which of its nodes a run uses.
-
-DeepSpeed trains on one machine alone if the file does not exist, takes what follows a number of
-slots for nothing, and shows a traceback for the rest; here each mistake is an error that names
-file, line and remedy.
+"""The hostfile of DeepSpeed's launcher, and the nodes in it that a run uses. DeepSpeed trains on
+one machine if the file does not exist, ignores text after a number of slots, and otherwise fails
+with a traceback. Here each mistake is an error that names file, line and remedy.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ def _entry(line: str, where: str) -> tuple[str, int]:
 
 
 def _likely_name(line: str) -> str:
-    """Return the node name that a wrong line begins with; node-1 without one."""
+    """Return the node name at the start of an invalid line, or node-1."""
     name = re.split(r"[\s:=,]", line, maxsplit=1)[0]
     return name if _NAME.fullmatch(name) else "node-1"
 
@@ -89,8 +87,8 @@ def _likely_slots(line: str) -> str:
 
 
 def chosen(nodes: Mapping[str, list[int]], include: str = "", exclude: str = "") -> Slots:
-    """The nodes that ``--include`` names, or all but those of ``--exclude``; both in DeepSpeed's
-    notation, ``NAME[:SLOT,SLOT...][@NAME...]``. Raises :class:`HostfileError`."""
+    """Return the nodes that ``--include`` names, or all except those in ``--exclude``; both use
+    DeepSpeed's notation, ``NAME[:SLOT,SLOT...][@NAME...]``. Raises :class:`HostfileError`."""
     if include and exclude:
         raise HostfileError("--include and --exclude contradict each other; give one of them")
     flag, text = ("--include", include) if include else ("--exclude", exclude)

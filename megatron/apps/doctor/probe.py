@@ -328,7 +328,7 @@ REQUESTS: dict[str, Callable[..., Any]] = {
 
 def serve() -> None:
     """Answers until the input ends."""
-    # Libraries print, too, also those in C, past Python.
+    # Libraries print too, even from C, bypassing Python.
     answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     os.dup2(2, 1)
     print("ready", file=answers, flush=True)

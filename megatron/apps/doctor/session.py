@@ -121,7 +121,7 @@ def here(python: str) -> list[str]:
 def on_all(
     sessions: Sequence[Session], job: Callable[[Session], Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Run a job for all nodes at once; return the answers and the errors by the node's name."""
+    """Run a job for all nodes concurrently; return results and errors by node name."""
     answers: dict[str, Any] = {}
     errors: dict[str, str] = {}
 

@@ -13,7 +13,6 @@ from megatron.apps.generation.execution.runner import step_group
 from megatron.apps.generation.request import GenerationRequest, Sampling, StopRules
 from megatron.apps.generation.writing import TextWriter, training_runner
 from megatron.apps.reinforcement.data.prompts import PromptSample
-from megatron.checkpoint.generation_settings import ends_of, for_tokenizer
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config import ConfigError
 from megatron.data.loader import TrainingData
@@ -26,6 +25,7 @@ from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.instruction.record_files import ENDINGS
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.samples import PreferenceSample
+from megatron.formats.generation_settings import ends_of, for_tokenizer
 from megatron.parallel.mesh import Mesh
 from megatron.run.run import Run
 from megatron.training.registry import WrittenText, WrittenTexts
@@ -49,8 +49,8 @@ class Prompts(NamedTuple):
 
 
 def sample_prompts(config: TuningConfig, run: Run, data: TrainingData) -> Prompts:
-    """Prompts of ``--sample-prompts``, or of held-out examples, or, where nothing is held out, of
-    examples of the training. Raises ConfigError or OSError if the file cannot be used."""
+    """Prompts of ``--sample-prompts``, or of held-out examples, or, if nothing is held out, of
+    training examples. Raises ConfigError or OSError if the file cannot be used."""
     datasets = data.datasets
     assert datasets.train is not None
     if run.config.section(PreferenceConfig).preference == "reward":
@@ -72,8 +72,8 @@ def sample_prompts(config: TuningConfig, run: Run, data: TrainingData) -> Prompt
 
 
 def answer_tokens(config: TuningConfig, positions: int) -> int:
-    """Most tokens of an answer of a model with so many positions. Raises ConfigError if
-    ``--sample-tokens`` are all of them."""
+    """Return the maximum number of tokens of an answer for a model with ``positions`` positions.
+    Raises ConfigError if ``--sample-tokens`` are all of them."""
     tokens = config.sample_tokens or min(128, positions // 2)
     if tokens >= positions:
         raise ConfigError(
@@ -84,7 +84,7 @@ def answer_tokens(config: TuningConfig, positions: int) -> int:
 
 
 def prompt_of(sample: Any) -> PromptTokens | None:
-    """The first prompt of a sample, with the better of two answers; None without one."""
+    """Return the first prompt of a sample, with the better of two answers, or None."""
     if isinstance(sample, PromptSample):
         return PromptTokens(tuple(sample.prompt.tokens.tolist()))
     if isinstance(sample, PreferenceSample):
@@ -130,7 +130,7 @@ def prompts_of_file(path: str, count: int, run: Run) -> list[PromptTokens]:
 
 
 class Baseline(Callback):
-    """Evaluates the model as it is before the first step."""
+    """Evaluate the model before the first step."""
 
     def before_step(self, trainer: Trainer) -> None:
         if trainer.iteration == 0:
@@ -177,8 +177,8 @@ class SampleTexts(Callback):
         trainer.show(WrittenTexts(trainer.iteration, texts))
 
     def _text(self, tokens: Sequence[int], special: bool = False) -> str:
-        """The text of tokens, without those that end an answer, and without ids of the model that
-        its tokenizer lacks."""
+        """Return the text of tokens, without tokens that end an answer and ids that the tokenizer
+        lacks."""
         shown = [token for token in tokens if special or token not in self._ends]
         known = [token for token in shown if token < self._tokenizer.vocab_size]
         return self._tokenizer.detokenize(known)

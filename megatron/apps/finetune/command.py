@@ -41,6 +41,7 @@ from megatron.data.samples import RenumberedSamples, SampleDataset, checked_inde
 from megatron.families import family_of
 from megatron.features.instruction.examples import logger as log_of_packing
 from megatron.features.keep_best.callback import stopped_early
+from megatron.features.keep_best.flags import PatienceFlags
 from megatron.features.preference.samples import logger as log_of_pairs
 from megatron.run.process import connected
 from megatron.run.run import Run, RunToolParser, run_of, show_configuration, start_processes
@@ -68,9 +69,8 @@ class TuningRun(NamedTuple):
 
 
 def parse(description: str | None = None, argv: Sequence[str] | None = None) -> TuningRun:
-    """A fine-tuning of a command line, in each of its processes, which it starts if the flags say
-    so. Raises ValueError or OSError if a flag, the model or the data cannot be used; the message
-    names it."""
+    """Run fine-tuning from a command line, in each of its processes, starting them if the flags ask
+    for it. Raises ValueError or OSError, naming the flag, model or data that cannot be used."""
     config, settings = RunToolParser(TuningConfig, description).parse(argv)
     check_flags(config, settings)
     check_output_folder(config)
@@ -160,7 +160,8 @@ def _nothing_left(tuning: TuningRun, earlier: Earlier) -> bool:
     written."""
     config, steps = tuning.config, int(earlier.source.state.get("iteration", 0))
     training, save = tuning.run.config.training, Path(tuning.run.config.checkpoint.save or "")
-    early = stopped_early(save, training.early_stopping_patience, steps)
+    patience = PatienceFlags.of(training).early_stopping_patience
+    early = stopped_early(save, patience, steps)
     if steps < TrainingPlan(tuning.run.config, tuning.epochs).train_iters and not early:
         return False
     if config.export and not is_exported(config, tuning.run):
@@ -235,8 +236,8 @@ class SameSamples(RenumberedSamples[Any]):
 
 
 def training_data(run: Run, epochs: Epochs | None, held_out: dict[str, int]) -> TrainingData:
-    """The data of the run, whose evaluations all read the same held-out samples, at most as many as
-    ``held_out`` says."""
+    """Return the run's data; every evaluation reads the same held-out samples, at most
+    ``held_out``."""
     plan = TrainingPlan(run.config, epochs)
     data = family_of(run.config.model.family).data(run.config, run.tokenizer)
     train, valid, test = plan.sample_counts

@@ -14,9 +14,9 @@ from megatron.apps.reinforcement.data.prompts import read_prompts
 from megatron.apps.reinforcement.flags import ReinforcementConfig
 from megatron.checkpoint.files import CheckpointError, read_json, write_json
 from megatron.checkpoint.folder import BEST, replace_folder
-from megatron.checkpoint.generation_settings import ends_of, with_ends
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
 from megatron.config import ConfigError
+from megatron.config.output import check_output
 from megatron.data.sources import parts_of
 from megatron.features.adapters.checkpoint import AdaptedSource
 from megatron.features.adapters.peft import write_peft
@@ -25,11 +25,12 @@ from megatron.features.instruction.columns import RecordColumns
 from megatron.features.instruction.conversations import ALPACA_PREAMBLE, read_examples
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.instruction.record_files import example_files
+from megatron.features.keep_best.flags import KeepBestFlags
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.records import read_preferences
 from megatron.formats.conversion.commands import export_hf
 from megatron.formats.conversion.output import parse_size, published_into, unfinished_folder
-from megatron.run.process import check_output
+from megatron.formats.generation_settings import ends_of, with_ends
 from megatron.run.run import Run
 from megatron.util.progress import say
 
@@ -86,9 +87,9 @@ def check_output_folder(config: TuningConfig) -> None:
 def export_model(
     config: TuningConfig, run: Run, summary: TuningSummary, ends: frozenset[int]
 ) -> None:
-    """Writes the newest checkpoint as a model into ``--output``, whose logits transformers computes
-    alike. Its card says what the checkpoint does, or else ``summary``. Raises ValueError or OSError
-    if the model fits no architecture, or the folder cannot be written."""
+    """Write the newest checkpoint as a model to ``--output``, verified to give the same logits in
+    transformers. Its card is the checkpoint's, or else ``summary``. Raises ValueError or OSError if
+    the model fits no architecture, or the folder cannot be written."""
     assert config.model is not None and config.output is not None
     output, checkpoint = Path(config.output), exported_checkpoint(run)
     size, result, names = parse_size(config.max_shard_size), None, list[str]()
@@ -125,10 +126,10 @@ def _export_adapters(source: AdaptedSource, folder: Path, base: str, run: Run) -
 
 
 def exported_checkpoint(run: Run) -> FoundCheckpoint:
-    """The checkpoint that is exported: the newest, or with ``--keep-best`` that of the best
-    evaluation. Raises CheckpointError without one."""
+    """Return the checkpoint to export: the newest, or with ``--keep-best`` the best evaluation's.
+    Raises CheckpointError without one."""
     checkpoints = Path(run.config.checkpoint.save or "")
-    has_best = run.config.checkpoint.keep_best and (checkpoints / BEST).is_file()
+    has_best = KeepBestFlags.of(run.config.checkpoint).keep_best and (checkpoints / BEST).is_file()
     best = read_json(checkpoints / BEST)["checkpoint"] if has_best else None
     checkpoint = locate_checkpoint(str(checkpoints), best)
     if checkpoint is None:
@@ -149,8 +150,8 @@ def done_in(source: Source, summary: TuningSummary) -> TuningSummary:
 
 
 def is_exported(config: TuningConfig, run: Run) -> bool:
-    """True if the model in ``--output`` is that of the checkpoint that would be exported, written
-    as the flags say, and all of its files exist."""
+    """True if the model in ``--output`` was exported from the checkpoint to export, with the same
+    flags, and all of its files exist."""
     checkpoint = exported_checkpoint(run)
     path = checkpoint.folder.parent / EXPORTED
     if not path.is_file():
@@ -169,9 +170,8 @@ def _export_note(config: TuningConfig, folder: Path, files: list[str] | None) ->
 
 
 def template_of(run: Run) -> str | None:
-    """The chat template that writes conversations as the run has read them, if they are not pairs
-    of texts: that of ``--chat-template``, of the tokenizer, or one that writes what
-    ``--prompt-format`` does."""
+    """Return the chat template that formats conversations as in training, unless they are pairs of
+    texts: from ``--chat-template``, the tokenizer, or equivalent to ``--prompt-format``."""
     config = run.config.section(InstructionConfig)
     if config.chat_template is not None:
         return read_template(config.chat_template, f"--chat-template {config.chat_template}")
@@ -194,7 +194,7 @@ def template_of(run: Run) -> str | None:
 
 
 def _has_pairs(run: Run) -> bool:
-    """True if the first example is a prompt and its completion, as they are."""
+    """True if the first example is a raw prompt and its completion."""
     train = parts_of(run.config).train
     assert train is not None
     file = example_files(train.sources[0].paths[0])[0]
@@ -210,8 +210,8 @@ def _has_pairs(run: Run) -> bool:
 
 
 def write_chat_format(folder: Path, run: Run, ends: frozenset[int]) -> bool:
-    """Adds to an exported model what its prompts need, and the tokens ``ends`` at which an answer
-    ends; returns whether it has a chat template."""
+    """Add what prompts need, and the end tokens ``ends`` of answers, to an exported model. Return
+    True if it has a chat template."""
     template = template_of(run)
     settings = folder / "tokenizer_config.json"
     if template is not None and settings.is_file():

@@ -17,7 +17,7 @@ from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoin
 from megatron.config import PART_FLAGS, ConfigError, RunConfig
 from megatron.config.features import kind_classes
 from megatron.config.flags import flag_of
-from megatron.data.build import DataFile, changed_files
+from megatron.data.build import DataFile
 from megatron.data.loader import TrainingData
 from megatron.features.inputs.compared import (
     BASE,
@@ -26,8 +26,8 @@ from megatron.features.inputs.compared import (
     model_input,
     recorded_inputs,
 )
-from megatron.training.resume import find_origin
-from megatron.training.resume_source import ResumeSource
+from megatron.features.inputs.data_files import changed_files
+from megatron.training.resume import ResumeSource, find_origin
 from megatron.util.secrets import without_secrets
 
 TUNING = "tuning"
@@ -35,7 +35,7 @@ TUNING = "tuning"
 _NOT_COMPARED = frozenset(
     ("chat_template", "reference_checkpoint", "retro_project_dir", "log_token_accuracy")
 )
-"""Flags that name files, which are compared by content, and those that no step depends on."""
+"""Flags that name files, which are compared by content, and flags that no step depends on."""
 _MUST_AGREE = frozenset(("seed", "split", "seq_length"))
 """As all flags of adapters, distillation and kinds of data."""
 _SAID = ("training", "optimizer", "precision", "hidden_dropout", "attention_dropout")
@@ -52,9 +52,9 @@ def base_name(path: str) -> str:
 
 @dataclass(frozen=True)
 class TuningRecord:
-    """The record of a fine-tuning in its checkpoints: names of the base and of the files of
-    examples; epochs, None where another length was given; samples of an epoch and all held-out
-    ones; and what a later start gave otherwise, after how many steps."""
+    """The record of a fine-tuning run in its checkpoints: names of the base and of the example
+    files; epochs (None if another length was given); samples per epoch and held-out samples; and
+    values changed by later starts, with the step of each change."""
 
     model: str
     data: tuple[str, ...]
@@ -70,8 +70,8 @@ class TuningRecord:
         return dataclasses.asdict(self)
 
     def after(self, source: Source, changes: Sequence[str]) -> TuningRecord:
-        """The record of a run that continues that of a checkpoint with other values. Base and data
-        have the names that they had then."""
+        """Return the record of a run that continues a checkpoint's run with other values. Base and
+        data keep their recorded names."""
         before = TuningRecord.of(source)
         if before is None:
             return self

@@ -60,7 +60,7 @@ def report(summary: TuningSummary, name: str) -> str:
 
 
 def curves_of(summary: TuningSummary) -> dict[str, dict[str, Curve]]:
-    """Curves by value, and by what they are of (training, held out); the loss first."""
+    """Return curves by value and by data (training, held out); the loss comes first."""
     curves: dict[str, dict[str, Curve]] = {}
     for row in summary.rows:
         kind, _, name_of_set = row["kind"].partition(" ")
@@ -180,7 +180,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def labels(marks: Sequence[float]) -> list[str]:
-    """Numbers with as many digits as tell all of them apart."""
+    """Return numbers formatted with enough digits to distinguish them."""
     labels_shown: list[str] = []
     for digits in range(6, 16):
         labels_shown = [f"{mark:.{digits}g}" for mark in marks]

@@ -1,4 +1,4 @@
-"""The flags of ``finetune.py`` next to those of training, and the settings of its training."""
+"""The flags of ``finetune.py`` beyond the training flags, and its training settings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from megatron.engine.deepspeed_file import read_json
 from megatron.features.instruction.record_files import HELD_OUT as HELD_OUT_SPLITS
 from megatron.features.instruction.record_files import TRAIN as TRAIN_SPLITS
 from megatron.features.instruction.record_files import split_of
-from megatron.training.resume import find_origin
-from megatron.training.resume_source import ResumeSource
+from megatron.training.resume import ResumeSource, find_origin
 
 ORIGIN = "finetune.py"
 CHECKPOINTS = "checkpoints"
@@ -40,7 +39,7 @@ _OF_THIS_COMMAND = {
     **dict.fromkeys(("save", "load"), "--output"),
     "split": "--held-out",
 }
-"""Flags that the flags of this command set; they are not given as well."""
+"""Flags that this command's flags set; giving them too is an error."""
 _SHOWN = {
     "--pretrained-checkpoint": "--model",
     "--data-path": "--data",
@@ -190,8 +189,8 @@ def training_paths(config: TuningConfig) -> tuple[str, ...]:
 
 
 def weighted(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Paths with a weight before each; several without any are used alike until the number of their
-    examples is known."""
+    """Return paths, each preceded by a weight; unweighted ones get equal weights until their
+    numbers of examples are known."""
     if len(paths) < 2 or is_weighted(paths):
         return paths
     return tuple(word for path in paths for word in ("1", path))
@@ -243,8 +242,8 @@ def _objective(settings: Settings) -> str:
 
 
 def _moved_tokenizer(config: TuningConfig, origin: ResumeSource) -> dict[str, str]:
-    """The tokenizer of --model, where the checkpoint that is continued names that of the base as it
-    was called then."""
+    """Return the tokenizer of --model if the checkpoint to continue names the base's tokenizer by
+    its former name."""
     run = origin.found.open(verify=False).run if origin.continues else None
     if run is None or config.model is None:
         return {}
@@ -277,7 +276,7 @@ def _batches(settings: Settings, processes: int) -> dict[str, int]:
 
 
 def _group(settings: Settings) -> int:
-    """Texts after each prompt, of which a batch has all."""
+    """Return the number of texts per prompt, all of which are in one batch."""
     if "rl" not in settings:
         return 1
     from megatron.apps.reinforcement.settings import PAPERS  # after the flags of all features
@@ -288,5 +287,5 @@ def _group(settings: Settings) -> int:
 
 
 def has_length(settings: Settings) -> bool:
-    """True if flags say how long the training is."""
+    """True if flags set the length of the training."""
     return any(f"train_{unit}" in settings for unit in LENGTHS)

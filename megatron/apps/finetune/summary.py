@@ -58,7 +58,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class TuningSummary:
-    """Work that a fine-tuning has done.
+    """Work done by a fine-tuning run.
 
     Attributes:
         config: of its last part, if it was resumed.

@@ -22,12 +22,12 @@ _FILES = frozenset(
     retro_project_dir model data output eval_data held_out chat_template train_data valid_data
     test_data per_split_data_args_path kill_switch_file epochs""".split()
 )
-"""Flags that name files, which need not be on this machine, and those of ``finetune.py``."""
+"""Flags that name files, which need not exist on this machine, and flags of ``finetune.py``."""
 _STAND_IN = {
     **{"num_layers": 64, "hidden_size": 8192, "num_attention_heads": 64, "num_query_groups": 8},
     **{"ffn_hidden_size": 28672, "seq_length": 2048},
 }
-"""Sizes in place of those that a checkpoint will say."""
+"""Placeholder sizes until the checkpoint's are known."""
 
 
 class _Parser(FlagParser):

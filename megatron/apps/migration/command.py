@@ -53,8 +53,8 @@ def migrate(
 ) -> Migrated:
     """Translates a configuration. GPT-NeoX merges several files, which other trainers do not.
 
-    Raises ConfigError if a file cannot be read, is of no trainer that is known, or contradicts
-    itself; the message names the file.
+    Raises ConfigError if a file cannot be read, is of an unknown trainer, or contradicts itself;
+    the message names the file.
     """
     migrated = _read(files, name, variables)
     migrated.translation.processes = processes or migrated.translation.processes
@@ -218,7 +218,7 @@ def command_of(t: Translation) -> list[str]:
 
 
 def shown(t: Translation) -> str:
-    """The command as it is typed: a flag a line."""
+    """Return the command as typed, one flag per line."""
     words = command_of(t)
     start = words.index(t.program) + 1
     lines, line = [], " ".join(map(shlex.quote, words[:start]))

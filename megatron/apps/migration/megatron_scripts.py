@@ -14,7 +14,8 @@ from megatron.apps.migration.shell import Script
 from megatron.apps.migration.translation import KeyOutcome, Translation, Unfit, flag_kinds
 from megatron.config import ConfigError
 from megatron.config.flags import flag_names
-from megatron.config.foreign_flags import LegacyFlags, refused_flag
+from megatron.config.run import LegacyFlags
+from megatron.formats.refused_flags import refused_flag
 
 PROGRAMS = {
     **{
@@ -34,8 +35,8 @@ _NUMBER = re.compile(r"-\d[\d.e-]*$")
 
 
 def flags_of(words: Sequence[str]) -> dict[str, Any]:
-    """Flags with their values; a switch is True, several values a list. Of a flag that comes twice
-    the last counts. Words without a flag are under the empty name."""
+    """Return flags with their values; a switch is True, several values a list. The last of repeated
+    flags counts. Words without a flag are under the empty name."""
     flags: dict[str, Any] = {}
     name, values = "", list[str]()
     for word in [*words, "--"]:
@@ -50,7 +51,7 @@ def flags_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def processes_of(launcher: Sequence[str]) -> int | None:
-    """Number of processes that a launcher starts, where its words say so."""
+    """Return the number of processes that a launcher's arguments set, if any."""
     flags = {
         name.lstrip("-").replace("-", "_"): value for name, value in flags_of(launcher[1:]).items()
     }

@@ -20,7 +20,7 @@ _LEFT_OUT = (
 
 
 def reconcile(t: Translation) -> None:
-    """Changes a command so that a run accepts it; says so in the lines of the keys."""
+    """Change a command so that a run accepts it, with notes in the keys' lines."""
     for flag, other, why in _LEFT_OUT:
         name, *values = other.split()
         if t.words.get(flag) and t.words.get(name) == (name, *values):

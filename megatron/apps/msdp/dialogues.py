@@ -29,7 +29,7 @@ _LONG_RUN = 10
 
 
 class DialogueLine(NamedTuple):
-    """A line: an answer, what was said before it, and what it is about."""
+    """A line: an answer, the preceding dialogue, and its topic."""
 
     topic: str
     context: str
@@ -157,8 +157,8 @@ def _of_internet(history: Sequence[dict[str, Any]]) -> Iterator[DialogueLine]:
 
 
 def _chosen_sentence(context: dict[str, Any]) -> str:
-    """The sentence that an answer uses, the first chosen one of the last page with any; empty
-    without."""
+    """Return the sentence that an answer uses: the first chosen one on the last page with any, or
+    ""."""
     (none, *_), *chosen = context["selected_contents"]
     sentence = ""
     for page, flags in zip(context["contents"], chosen, strict=True) if not none else ():
@@ -179,8 +179,8 @@ def write_dataset(
 
 
 def response_examples(turns: Sequence[DialogueLine], count: int, seed: int) -> list[str]:
-    """Examples of answers that say what their knowledge says, drawn by the seed: of answers whose
-    words in long runs of the knowledge are .6 to .9 of them, and .8 of the knowledge or more.
+    """Sample, by the seed, examples of answers that restate their knowledge: words in long runs
+    shared with the knowledge are 0.6 to 0.9 of the answer, and at least 0.8 of the knowledge.
     Raises ConfigError if there are fewer."""
     examples = []
     for turn in turns:

@@ -28,9 +28,9 @@ from megatron.apps.msdp.dialogues import (
 )
 from megatron.config import ConfigError, Settings
 from megatron.config.flags import POSITIVE, option
+from megatron.config.output import check_output
 from megatron.features.evaluation.checkpoints import opened_checkpoint
 from megatron.formats.conversion.commands import required
-from megatron.run.process import check_output
 from megatron.run.run import RunToolParser, start_processes
 from megatron.util.json_text import parse_json
 from megatron.util.processes import is_main_process
@@ -122,8 +122,8 @@ def word_f1(guess: str, answer: str) -> tuple[float, float, float]:
 
 
 def prompts_of(config: MsdpConfig) -> list[str]:
-    """The prompt of each line of ``--sample-input-file``: the examples, each on a line, and what is
-    asked. Raises ConfigError if examples are missing."""
+    """Return the prompt for each line of ``--sample-input-file``: the examples, each on a line, and
+    the question. Raises ConfigError if examples are missing."""
     path, kind = required(config, "prompt_file"), required(config, "prompt_type")
     turns = read_turns("--sample-input-file", required(config, "sample_input_file"))
     count, lines = config.num_prompt_examples, read_lines("--prompt-file", path)
@@ -154,7 +154,7 @@ def _knowledge_prompt(
             f"--prompt-file {path} has no examples for {turn.key!r}: it was made of another file "
             "than --sample-input-file"
         )
-    # The last one is of the most similar dialogue.
+    # The last one is from the most similar dialogue.
     before = "".join(f"{example.strip()} \n" for example in examples[turn.key][-count:])
     return f"{before}( {turn.turns[-1]} ) {turn.topic} =>"
 

@@ -23,6 +23,7 @@ from megatron.apps.parity.gradients import (
     reference_gradients,
     stepped_slices,
 )
+from megatron.apps.parity.layouts import flags_for, short_name
 from megatron.apps.parity.ranks import RankError, Ranks, environment
 from megatron.apps.parity.runs import (
     Drift,
@@ -96,7 +97,7 @@ class CheckFlags:
 
 
 def check_flags(settings: Settings, layouts: Sequence[Layout], steps: int) -> CheckFlags:
-    """Return the flags of a check of ``steps`` steps from those of pretrain_gpt.py. Raises
+    """Return the flags of a check of ``steps`` steps from the flags of pretrain_gpt.py. Raises
     ConfigError if a layout's flag is among them, or the DeepSpeed JSON is wrong."""
     for name in settings.keys() & OF_LAYOUTS:
         raise ConfigError(
@@ -196,7 +197,7 @@ class Outcome:
         status: ``equal``, ``different``, ``refused`` or ``failed``.
         reason: why it is refused or failed, or what differs first.
         resolved: its full name, with what the DeepSpeed JSON adds.
-        dropout_off: the dropout that was turned off, as its masks differ from those of one process.
+        dropout_off: the dropout that was turned off, as its masks differ from one process's.
         allowed: the allowed difference; in fp32 at the first step at most 1e-6 relative.
     """
 
@@ -237,7 +238,7 @@ class Checker:
     def check(self, name: str, layout: Layout) -> Outcome:
         """Compare one step in float64, then whole steps through the engine. Raises ValueError or
         OSError if one process fails too, because of data or training flags."""
-        argv = [*self._flags.layout, *layout.flags()]
+        argv = [*self._flags.layout, *flags_for(layout)]
         try:
             check_layout(layout)
             with environment({"WORLD_SIZE": str(layout.processes)}):
@@ -250,7 +251,7 @@ class Checker:
         outcome = Outcome(
             name,
             "equal",
-            resolved=layout.name,
+            resolved=short_name(layout),
             processes=layout.processes,
             dropout_off=" and ".join(word.removeprefix("--") for word in off[::2]),
         )
@@ -329,7 +330,7 @@ def _check_finite(losses: Sequence[float], norms: Sequence[float]) -> None:
 def _training_difference(
     layout: Layout, record: RunRecord, ranks: Sequence[Sequence[SteppedSlice]], plain: PlainRun
 ) -> str:
-    """Return the first difference in training; empty without one."""
+    """Return the first difference in training, or an empty text."""
     if any(record.skipped):
         step = record.skipped.index(True)
         return (

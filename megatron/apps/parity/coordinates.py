@@ -32,7 +32,7 @@ LOGITS = "logits"
 _WIDENED = ("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads",
             "num_query_groups", "moe_shared_expert_intermediate_size")  # fmt: skip
 _FLAT = 0.1
-"""Largest slope in log width of an activation's change that counts as flat."""
+"""Largest slope, in log width, of an activation's change that is treated as flat."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def activations(engine: TrainEngine, batch: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def _hooks(engine: TrainEngine, outputs: dict[str, Tensor]) -> Iterator[None]:
-    """Within it the outputs of modules with matrices are kept, and those of blocks."""
+    """Within this context the outputs of modules with matrices, and of blocks, are kept."""
     handles = []
     blocks = [block for sequence in engine.sequences for block in sequence.blocks]
 

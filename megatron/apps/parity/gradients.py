@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from megatron.checkpoint.slices import Slice
 from megatron.config import OptimizerConfig, PrecisionConfig
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_json import complete
-from megatron.engine.deepspeed_patches import average_by
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
@@ -55,8 +55,8 @@ weights whose gradient is above 1e-3 x the parameter's largest are compared."""
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference, in the order in which a step computes: its quantity, the global rank
-    (None if it is missing on all), and the largest difference found and allowed."""
+    """The first difference in the order of computation: its quantity, the global rank (None if it
+    is missing on all), and the largest actual and allowed difference."""
 
     what: str
     rank: int | None
@@ -71,7 +71,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A rank's share of a gradient in float64; of several copies of a parameter one is owned."""
+    """A rank's share of a gradient in float64; one of several copies of a parameter is owned."""
 
     name: str
     shard: Shard
@@ -92,7 +92,7 @@ class GradientRecord:
 
 
 def gradients(argv: Sequence[str]) -> GradientRecord:
-    """Take one step of the layout that the flags describe; every process of it calls this."""
+    """Take one step of the layout that the flags describe; every process must call it."""
     run = parse_run(None, argv)
     with distributed(run.config.parallel) as mesh:
         return gradients_in(run, mesh)
@@ -117,6 +117,19 @@ def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
         engine.close()
 
 
+def average_by(engine: Any, average: Callable[[], None]) -> None:
+    """Replaces the averaging of an engine's gradients at stage 0, after the last micro batch of a
+    step: DeepSpeed's refuses float64, in which the layouts are compared."""
+    assert hasattr(engine, "allreduce_gradients"), "another version of DeepSpeed"
+
+    def average_at_end(**_: Any) -> None:
+        # An expert's gradient is divided by more than it is summed over: once.
+        if engine.is_gradient_accumulation_boundary():
+            average()
+
+    engine.allreduce_gradients = average_at_end
+
+
 def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
     config = run.config
     engine.model.double()
@@ -124,7 +137,7 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         param.init = INIT  # type: ignore[attr-defined]
         initialise(name, param, config.training.seed, mesh.coordinates)
     outputs = _observe(engine.sequences, engine.spec) if mesh.samples.rank == 0 else {}
-    average_by(engine.engine, lambda: average_gradients(engine.trained, mesh))
+    average_by(engine.engine, partial(average_gradients, engine.trained, mesh))
     plan = TrainingPlan(config)
     count = plan.batch_size.micro_batches(0)
     engine.prepare(count)

@@ -31,7 +31,7 @@ _LOST_PEER = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|DistNetwork
 
 
 class RankError(RuntimeError):
-    """A process died; the message has its rank, how it ended, and its last lines of output."""
+    """A process died; the message names its rank, exit status and last lines of output."""
 
 
 class Ranks:
@@ -195,7 +195,7 @@ def _work(pipe: Connection, log: Path, function: Callable[..., Any], args: Any) 
     try:
         for result in function(*args):
             pipe.send_bytes(pickle.dumps(result))
-    except BaseException:  # whatever it is, the process ends below, by os._exit
+    except BaseException:  # for any error, the process ends below, by os._exit
         traceback.print_exc()
         status = 1
     sys.stdout.flush()

@@ -17,8 +17,7 @@ from megatron.data.loader import MicroBatches
 from megatron.engine.environment import deterministic_kernels, distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import StepResult
-from megatron.engine.update.groups import Factors, factors_of
-from megatron.engine.update.optimizer import set_rates
+from megatron.engine.update.optimizer import Factors, factors_of, set_rates
 from megatron.families import trained_spec
 from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.distillation.teacher import find_teacher
@@ -98,8 +97,8 @@ def teaching(
 
 class PlainTraining:
     """The same training without DeepSpeed: one process, torch's optimizer, a loop. Micro batches of
-    a step are summed in ``order``; ``init`` replaces the model's initialisation. ``params`` are
-    those that are trained, their gradients those of the last step, clipped."""
+    a step are summed in ``order``; ``init`` replaces the model's initialisation. ``params`` are the
+    trained parameters, with the clipped gradients of the last step."""
 
     def __init__(
         self,

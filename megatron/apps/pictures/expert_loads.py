@@ -72,7 +72,7 @@ def plot_loads(
     panels = figure.subplots(len(layers), sharex=True, squeeze=False)[:, 0]
     for axes, layer in zip(panels, layers, strict=True):
         tokens, loads_ER = loads[layer]
-        # Each row of metrics is of the tokens since the one before.
+        # Each row of metrics covers the tokens since the previous row.
         edges = [0.0, *tokens]
         image = axes.pcolormesh(
             edges, np.arange(len(loads_ER) + 1) - 0.5, loads_ER.clip(0.25, 4.0),

@@ -98,7 +98,7 @@ def save_picture(figure: Any, output_png: str | os.PathLike[str]) -> None:
 
 
 def points(rows: Rows, kind: str, name: str) -> Points:
-    """The values of a name in the rows of a kind that have it; null becomes NaN."""
+    """Return the values of a name in all rows of a kind that contain it; null becomes NaN."""
     chosen = [row for row in rows if row["kind"] == kind and name in row]
     values = [math.nan if row[name] is None else float(row[name]) for row in chosen]
     return [float(row["consumed_tokens"]) for row in chosen], values

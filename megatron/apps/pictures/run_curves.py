@@ -40,8 +40,8 @@ class RunCurve:
 
 
 def read_curves(folder: str | os.PathLike[str], tag: str) -> list[RunCurve]:
-    """The scalar ``tag`` of every run below ``folder``, in the order of their first steps. Of
-    a run without it the one with the same last part is taken: ``lm loss`` for ``lm-loss-training/lm
+    """The scalar ``tag`` of every run below ``folder``, in the order of their first steps. For a
+    run without it the tag with the same last part is used: ``lm loss`` for ``lm-loss-training/lm
     loss``. Raises ValueError if no run has it."""
     # Imported late: it takes seconds.
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

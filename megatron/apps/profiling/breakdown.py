@@ -1,4 +1,4 @@
-"""The breakdown of a step: every moment of it belongs to one category and one phase.
+"""The breakdown of a step: every moment is assigned to one category and one phase.
 
 HolisticTraceAnalysis (0.5.0) reads no trace of a CPU, knows neither phases nor categories of
 kernels, and depends on JupyterLab; docs/guides/profiling.md shows what it adds.
@@ -198,8 +198,7 @@ class _Grid:
         return float(self._width[cells].sum())
 
     def times(self, owners: Indices, cells: npt.NDArray[np.bool_], count: int) -> list[float]:
-        """Return the microseconds of each of ``count`` events in those of ``cells`` that it
-        owns."""
+        """Return the microseconds of each of ``count`` events in the ``cells`` that it owns."""
         cells = cells & (owners >= 0)
         times: list[float] = np.bincount(owners[cells], self._width[cells], count).tolist()
         return times
@@ -291,8 +290,8 @@ def _host_work(grid: _Grid) -> tuple[list[Work], float]:
 
 def _device_work(grid: _Grid) -> tuple[list[Work], float]:
     """Return the device's time, and the time in which a collective ran at the same time as other
-    kernels. Of kernels that run at once the one that began first counts, collectives only where
-    nothing else runs; the rest is idle, in the phase of the training thread."""
+    kernels. Of concurrent kernels the one that began first counts, collectives only where nothing
+    else runs; the rest is idle, in the phase of the training thread."""
     kernels, sending = grid.trace.kernels, grid.paint(grid.collectives) >= 0
     # In the order of painting: the last one counts.
     order = sorted(kernels, key=lambda k: (not _is_collective(k), -k.start))
@@ -300,7 +299,7 @@ def _device_work(grid: _Grid) -> tuple[list[Work], float]:
     times, work = grid.times(owners, grid.window, len(order)), []
     for kernel, time in zip(order, times, strict=True):
         launch = grid.trace.launches.get(kernel.args.get("correlation", -1))
-        # Threads that only copy, as that of pinned batches, have no operators.
+        # Threads that only copy, such as the one that pins batches, have no operators.
         thread = grid.threads.get(launch.thread) if launch else None
         launcher = thread.find(launch.start) if launch and thread else None
         category = kernel_category(kernel.name, launcher and launcher[1])

@@ -20,7 +20,7 @@ from megatron.apps.profiling.tables import breakdown_text
 from megatron.apps.profiling.trace import read_trace
 from megatron.config import RunConfig
 from megatron.engine.train_engine import TrainEngine
-from megatron.training.metrics import measure_matmul_peak
+from megatron.features.measured_peak.products import measure_matmul_peak
 from megatron.training.report import say
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.files import replacing

@@ -149,8 +149,8 @@ def _fused_kind(name: str) -> str | None:
 
 
 def label_inside(parent: Label, name: str, context: str | None = None) -> Label:
-    """Return the label of an event of this name inside of another; ``context`` is that of the
-    forward operator whose gradient it computes."""
+    """Return the label of an event of this name inside of another; ``context`` is the context of
+    the forward operator whose gradient it computes."""
     mark = mark_of(name)
     phase = mark.phase or parent.phase
     within = mark.context or context or parent.context

@@ -10,6 +10,7 @@ from megatron.config.flags import ConfigResolver
 
 
 class ProfilingFeature(Feature):
+    needs = ("measured_peak",)
     after = ("run_record",)
     training_flags = (ProfilingConfig,)
     sections = {"profiling": ProfilingConfig}

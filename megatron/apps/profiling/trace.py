@@ -161,11 +161,11 @@ class Thread:
         self._owners = np.concatenate(([-1], numbers, [-1]))
 
     def at(self, times: Times | Sequence[float]) -> Indices:
-        """Return the numbers of the events at these times, -1 without one."""
+        """Return the numbers of the events at these times, or -1."""
         return self._owners[np.searchsorted(self.edges, times, side="right")]
 
     def find(self, time: float) -> tuple[Event, Label] | None:
-        """Return the event at a time and its label; None without one."""
+        """Return the event at a time and its label, or None."""
         (number,) = self.at([time])
         return None if number < 0 else (self.events[number], self.labels[number])
 

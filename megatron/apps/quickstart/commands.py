@@ -1,4 +1,4 @@
-"""The commands of the quickstart, and a runner that repeats only those that changed."""
+"""The commands of the quickstart, and a runner that repeats only the changed ones."""
 
 from __future__ import annotations
 

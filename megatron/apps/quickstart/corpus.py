@@ -84,7 +84,7 @@ def read_source(path: Path) -> str | None:
 @dataclass(frozen=True)
 class HeldOut:
     """The validation documents. ``unigram_entropy`` is the loss, in nats per token, of a model that
-    knows only the frequencies of the training tokens."""
+    predicts the training tokens' frequencies."""
 
     tokens: int
     text_bytes: int

@@ -1,5 +1,5 @@
 """Reinforcement learning: texts of the model in training, their rewards, and losses of them."""
 
-# A configuration has the flags of every feature, those of this one too: whichever module of this
-# package is imported first, that comes before it.
+# A configuration has the flags of every feature, including this one, so this import comes before
+# any module of the package.
 import megatron.config  # noqa: F401

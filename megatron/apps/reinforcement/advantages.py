@@ -1,8 +1,6 @@
-"""Advantages: by how much a text, or a token of it, is better than what the model mostly writes.
-
-Everything is of all texts of a step, in the order of samples, on every rank: no number depends on
-the layout. A reward of NaN is of a text that could not be scored: it is left out of all means, and
-its advantage is 0.
+"""Advantages: by how much a text, or one of its tokens, is better than average. Every rank has the
+values of all texts of a step, in the order of samples: no number depends on the layout. A text that
+could not be scored has a reward of NaN: it is excluded from all means, and its advantage is 0.
 
 Shapes: E texts of a step, L tokens of a text that the policy drew.
 """
@@ -27,10 +25,10 @@ class Texts(NamedTuple):
     """Texts of a step before training on them.
 
     Attributes:
-        rewards_E: NaN for those that were not scored.
+        rewards_E: NaN for texts that were not scored.
         groups_E: number of each one's group, int64.
         lengths_E: tokens of the policy.
-        ended_E: False for those that were cut off.
+        ended_E: False for texts that were cut off.
         divergences: of each a float64 [L]: the estimate of the divergence from the reference
             model, where it belongs to the rewards; else None.
         values: of each a float64 [L]: what a value head expects before each token; else None.
@@ -49,7 +47,7 @@ class TextAdvantages(NamedTuple):
 
     Attributes:
         advantages: of each text a float64 [L].
-        returns: of each text a float64 [L], which the value head learns; None without one.
+        returns: of each text a float64 [L], the value head's targets; None without a value head.
         rewards_E: with penalties and, without a value head, the divergence.
         kept_E: False for texts whose tokens do not count in the loss.
     """
@@ -144,11 +142,11 @@ def token_advantages(
 ) -> tuple[list[Floats], list[Floats] | None]:
     """Advantages of tokens, [L] of each text, and returns, where there are values.
 
-    The reward of a token is minus ``beta`` times its divergence; the last has that of the text too.
-    ppo: the generalized advantage estimate (Schulman et al. 2016, arXiv:1506.02438, equation 16),
-    whose sum with the values is the return. reinforce++: the sum of this and later rewards, of
-    groups less their mean reward (Hu 2025, arXiv:2501.03262). Both with ``--scale-rewards batch``
-    normalised over all tokens of the step.
+    The reward of a token is minus ``beta`` times its divergence; the last token also gets the
+    text's reward. ppo: the generalized advantage estimate (Schulman et al. 2016, arXiv:1506.02438,
+    equation 16), whose sum with the values is the return. reinforce++: the sum of this and later
+    rewards, of groups less their mean reward (Hu 2025, arXiv:2501.03262). Both with
+    ``--scale-rewards batch`` normalised over all tokens of the step.
     """
     rewards_E = texts.rewards_E
     if options.rl == "reinforce++" and (options.num_generations or 1) > 1:
@@ -224,7 +222,7 @@ def _deviation(values_E: Floats) -> float:
 
 
 class _Groups:
-    """Sums and minima over groups, of each text of the group, [E]."""
+    """Return sums and minima over groups, for each text of the group, [E]."""
 
     def __init__(self, groups_E: npt.NDArray[np.int64]) -> None:
         _, self._places_E = np.unique(groups_E, return_inverse=True)

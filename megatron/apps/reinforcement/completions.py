@@ -28,7 +28,7 @@ def numbers_of(
     table: Any,
     rewards_E: npt.NDArray[np.float64],
 ) -> dict[str, float]:
-    """Numbers of the texts of a generation for the log, by the names that trl gives them."""
+    """Return metrics of the generated texts for the log, under trl's names."""
     numbers = {
         "completions/mean_length": float(np.mean([each.own_L.sum() for each in episodes])),
         "completions/clipped_ratio": float(np.mean([not each.ended for each in episodes])),
@@ -55,8 +55,8 @@ class CompletionLog(Callback):
     def __init__(
         self, options: ReinforcementConfig, scorer: Any, folder: str | None, interval: int
     ) -> None:
-        """``scorer`` are the :class:`~megatron.apps.reinforcement.rewards.scoring.Rewards` of this
-        rank, ``folder`` that of ``--save``."""
+        """``scorer``: the :class:`~megatron.apps.reinforcement.rewards.scoring.Rewards` of this
+        rank; ``folder``: the folder of ``--save``."""
         self._options, self._scorer, self._interval = options, scorer, interval
         self._file = None if folder is None else Path(folder, FILE)
         self._texts: Sequence[Episode] = ()

@@ -140,7 +140,7 @@ def linear_divergence(
     bias_V: Tensor | None = None,
 ) -> Tensor:
     """The mean over the tokens whose mask is 1, zero if none is: a scalar, float32 or float64, the
-    same on every rank. Of tokens that only one of both has, nothing counts."""
+    same on every rank. Tokens that only one of the two has are ignored."""
     make = partial(_Divergences, targets=targets, head=head, teacher=teacher, terms=terms)
     (loss,) = ChunkedCrossEntropy.apply(
         x_BPH, weight_VH, bias_V, head, make, torch.is_grad_enabled()
@@ -149,7 +149,7 @@ def linear_divergence(
 
 
 class _Divergences(LogitChunks):
-    """The tokens of a micro batch, chunk by chunk, whose gradients are those of the divergence."""
+    """The tokens of a micro batch, chunk by chunk, with the gradients of the divergence."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class _Divergences(LogitChunks):
         gradients = self.x_needs or self.weight_needs or self.bias_needs
         for chunk in self.chunks:
             mask_C = self.mask_T[chunk]
-            logits_CP, taught_CP = self._logits(chunk), self._teaching._logits(chunk)
+            logits_CP, taught_CP = self.logits(chunk), self._teaching.logits(chunk)
             pair = _Pair(self, logits_CP, taught_CP)
             total += pair.divergence_C @ mask_C
             if gradients:
@@ -232,7 +232,7 @@ class _Pair:
         return slices(len(self._logits[0]), rows_of_work(self._common))
 
     def _log_probs(self, at: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities under the student, the teacher and what both are compared with, [R, N]
+        """Log-probabilities under the student, the teacher and their reference mixture, [R, N]
         each."""
         pair = self._run.pair_of(at, *self._logits, self._common)
         p_RN, q_RN = (

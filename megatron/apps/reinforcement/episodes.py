@@ -1,7 +1,7 @@
 """Texts that a policy wrote, and micro batches of them.
 
-An episode is a prompt and what followed: tokens of the policy, and, with an environment, tokens of
-what it answered. Consecutive episodes of one prompt are a group.
+An episode is a prompt and what followed: tokens of the policy and, with an environment, of its
+responses. Consecutive episodes of one prompt are a group.
 
 Shapes: L tokens after a prompt, B episodes of a micro batch, S tokens that the model reads of one.
 """
@@ -31,7 +31,7 @@ class Prompt:
     Attributes:
         number: of the record in the files of the run, in the order of its flags.
         tokens: ids that the model reads, int64.
-        text: the prompt as data have it: a text, or messages of a conversation.
+        text: the prompt as data have it: a text, or the messages of a conversation.
         columns: the other columns of the record, such as an answer, for rewards.
     """
 
@@ -47,7 +47,7 @@ class Episode:
 
     Attributes:
         tokens_L: ids after the prompt, int64, the token that ends the text included.
-        own_L: True for tokens of the policy, False for those of an environment; bool.
+        own_L: True for tokens of the policy, False for tokens of an environment; bool.
         log_probs_L: of the policy's tokens when it drew them, at the temperature of the run; 0
             elsewhere; float32.
         text: the policy's text without the tokens that end it; of an environment all turns.
@@ -116,8 +116,8 @@ class EpisodeBatch(NamedTuple):
         return mask_BP if self.kept_B is None else mask_BP * self.kept_B[:, None]
 
     def share(self, like: Tensor) -> Tensor:
-        """The tokens that count, as a share of their mean over the micro batches of a step on all
-        ranks: a scalar."""
+        """The number of tokens that count, divided by its mean over the micro batches of a step on
+        all ranks: a scalar."""
         return like.new_ones(()) if self.weights_2 is None else self.weights_2[1].to(like.dtype)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> EpisodeBatch:
@@ -128,8 +128,8 @@ class EpisodeBatch(NamedTuple):
 
 
 def at_targets(values_BS: Tensor, targets: Targets) -> Tensor:
-    """Values of places at those where targets are predicted, [B, P]; 0 for targets that fill a row
-    up."""
+    """Return the values at the places where targets are predicted, [B, P]; 0 for padding
+    targets."""
     if targets.positions_BP is not None:
         values_BS = values_BS.gather(1, targets.positions_BP)
     return F.pad(values_BS, (0, targets.labels_BS.shape[1] - values_BS.shape[1]))

@@ -12,9 +12,8 @@ from megatron.config.flags import ConfigResolver
 
 
 class ReinforcementFeature(Feature):
-    needs = after = (
-        "instruction", "preference", "distillation", "adapters", "averages", "resilience",
-    )  # fmt: skip
+    needs = after = ("adapters", "averages", "distillation", "evaluation", "inputs", "instruction",
+                     "preference", "resilience", "retro")  # fmt: skip
     sections = {"reinforcement": ReinforcementConfig}
     only_trained = ("value_head.",)
 
@@ -72,9 +71,9 @@ class ReinforcementFeature(Feature):
 
     def before_engine(self, context: Any) -> None:
         if context.config.section(ReinforcementConfig).rl is not None:
-            from megatron.apps.reinforcement.start import repeat_generations
+            from megatron.apps.reinforcement.start import prepare
 
-            repeat_generations(context)
+            prepare(context)
 
     def ready(self, context: Any) -> None:
         options, reference = context.config.section(ReinforcementConfig), None

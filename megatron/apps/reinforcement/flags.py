@@ -290,7 +290,7 @@ class ReinforcementConfig(KindConfig):
 
     @property
     def by_token(self) -> bool:
-        """True if the tokens of a text have advantages of their own."""
+        """True if each token of a text has its own advantage."""
         return self.rl in ("ppo", "reinforce++")
 
     @property

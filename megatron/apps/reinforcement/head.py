@@ -52,7 +52,7 @@ def token_numbers(
 
 
 class _Softmax:
-    """The distribution of every token: numbers of it, [T] each in the dtype of the work."""
+    """Statistics of every token's distribution, [T] each, in the dtype of the computation."""
 
     def __init__(
         self, run: LogitChunks, temperature: float, score: ScoreChunk | None = None
@@ -72,7 +72,7 @@ class _Softmax:
         known_4T[0] = torch.finfo(run.work).min
         scored_T = torch.zeros_like(run.mask_T)
         for chunk in reversed(run.chunks):
-            logits_CP = run._logits(chunk)
+            logits_CP = run.logits(chunk)
             self._read(logits_CP, chunk, known_4T)
             if self._score is not None:
                 scored_T[chunk] = self._score(run, chunk, logits_CP)
@@ -88,7 +88,7 @@ class _Softmax:
     def gradient(self, chunk: slice, parts_NT: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gradient of the logits of a chunk."""
         run = self._run
-        logits_CP = run.logits_CP if len(run.chunks) == 1 else run._logits(chunk)
+        logits_CP = run.logits_CP if len(run.chunks) == 1 else run.logits(chunk)
         self._write_gradient(logits_CP, chunk, parts_NT)
         return logits_CP, None
 
@@ -114,8 +114,8 @@ class _Softmax:
             into_4C[2, at] = share_RV.mul_(exponent_RV).sum(-1)
 
     def _write_gradient(self, logits_CP: Tensor, chunk: slice, parts_2T: Tensor) -> None:
-        """Replace the logits of a chunk by their gradient, where ``parts_2T`` are those of the
-        log-probabilities and of the entropies."""
+        """Replace the logits of a chunk with their gradient, given the gradients of
+        log-probabilities and entropies, ``parts_2T``."""
         into_CP = logits_CP
         log_prob_C1, entropy_C1 = parts_2T[:, chunk, None]
         for at in self._parts(logits_CP):
@@ -136,7 +136,7 @@ class _Softmax:
 
 
 def _over_ranks(run: LogitChunks, known_4T: Tensor) -> Tensor:
-    """The numbers of the columns of all ranks, from those of this one's."""
+    """Return the numbers over the columns of all ranks, from the numbers over this rank's."""
     if run.group.size == 1:
         return known_4T
     largest_NT, total_NT, product_NT, target_NT = of_ranks(run.group, *known_4T)

@@ -30,9 +30,9 @@ class RatedText:
     Attributes:
         number: of its sample in the order of the run.
         advantages_L: of the policy's tokens, float64, as all that follow.
-        returns_L: what the value head learns; None without one.
-        old_L: log-probabilities under the weights before the first step on the text; None where
-            they are those of drawing.
+        returns_L: targets of the value head; None without one.
+        old_L: log-probabilities under the weights before the first step on the text; None if they
+            equal the sampling ones.
         reference_L: log-probabilities under the reference model; None without one.
         values_L: what the value head expected; None without one.
         kept: False where its tokens do not count.
@@ -115,7 +115,7 @@ class Rollout:
         return cls(stored["number"], stored["iteration"], written, stored.get("numbers", {}))
 
     def steps(self, count: int) -> list[Sequence[RatedText]]:
-        """The texts of each of so many steps."""
+        """Return the texts of each of this many steps."""
         size, rest = divmod(len(self.written_E), count)
         assert not rest
         return [self.written_E[at * size : (at + 1) * size] for at in range(count)]
@@ -127,7 +127,7 @@ class KeptTexts:
     def __init__(self) -> None:
         self.generations: dict[int, Rollout] = {}
         self.replaced = 0
-        """Prompts so far that came in the place of others."""
+        """Number of prompts so far that replaced others."""
 
     def keys(self) -> tuple[str, ...]:
         """Names of the values."""

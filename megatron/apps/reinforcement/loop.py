@@ -1,8 +1,8 @@
 """The loop of reinforcement learning: a generation of texts before the steps that train on it.
 
-Every replica of the model writes the texts of its own samples, on all of its ranks; where replicas
-gather their weights or experts from each other, all write all texts in the same passes. What is
-known of the texts of all replicas is then the same on every rank.
+Every replica of the model generates the texts of its own samples, on all of its ranks; where
+replicas gather their weights or experts from each other, all write all texts in the same passes.
+What is known of the texts of all replicas is then the same on every rank.
 
 Shapes: E texts of a generation, L tokens of a text that the policy drew.
 """
@@ -91,7 +91,7 @@ class ReinforcementLoop(Callback):
 
     Attributes:
         kept: what checkpoints keep.
-        fresh: whether the texts of the step were written under the weights that it starts from.
+        fresh: True if the step's texts were generated with the weights that it starts from.
         numbers: of the texts of the step, for the log.
         prompts: the samples of training.
         restore: after a rollback, takes these samples and what the checkpoint has kept.
@@ -243,8 +243,8 @@ class ReinforcementLoop(Callback):
     def written(
         self, prompts: dict[int, Prompt], samples: dict[int, int]
     ) -> tuple[dict[int, Episode], Any, Floats]:
-        """Texts of all replicas by sample, and their rewards in the order of samples; ``prompts``
-        are those of this replica, and ``samples`` the numbers that determine draws."""
+        """Return the texts of all replicas by sample, and their rewards in the order of samples.
+        ``prompts`` belong to this replica; ``samples`` are the numbers that seed the sampling."""
         own = list(prompts)
         asked = [(sample, prompts[sample], samples[sample]) for sample in own]
         if self._together:
@@ -418,7 +418,7 @@ def _rows_of_texts(record: TokenRecord, batch: EpisodeBatch) -> list[_TokenRows]
 
 
 def _bare(batches: Sequence[Any], texts: dict[int, Episode]) -> list[list[RatedText]]:
-    """The texts of micro batches of prompts before anything is known of them."""
+    """The texts of micro batches of prompts, without rewards or advantages yet."""
     return [
         [
             RatedText(sample, texts[sample], np.zeros(int(texts[sample].own_L.sum())))

@@ -32,10 +32,10 @@ class DrawnTokens(NamedTuple):
     """Tokens of a micro batch, [B, S] each, float32 or float64.
 
     Attributes:
-        log_probs_BS: under the weights in training, with a gradient; 0 where none counts.
+        log_probs_BS: under the current weights, with a gradient; 0 where no token counts.
         entropies_BS: of the distributions that they are drawn from, with a gradient.
         mask_BS: 1 where a token counts, else 0.
-        advantages_BS: by how much each is better than expected.
+        advantages_BS: how much better than expected each token is.
         old_BS: log-probabilities under the weights before the first step on these texts.
         sampled_BS: log-probabilities when they were drawn.
         reference_BS: log-probabilities under the reference model; None without one.
@@ -53,8 +53,8 @@ class DrawnTokens(NamedTuple):
     share: Tensor
 
     def mean(self, values_BS: Tensor) -> Tensor:
-        """The mean over the tokens of a step, of which this is the part of a micro batch: the mean
-        of these parts over micro batches and ranks is that of all tokens."""
+        """A micro batch's part of the mean over the tokens of a step: averaged over micro batches
+        and ranks, these parts give the mean over all tokens."""
         total = (values_BS * self.mask_BS).sum() / self.mask_BS.sum().clamp(min=1.0)
         return total * self.share
 
@@ -76,7 +76,7 @@ def loss_weights(options: ReinforcementConfig) -> dict[str, float]:
 
 
 def policy_losses(options: ReinforcementConfig, tokens: DrawnTokens) -> dict[str, Tensor]:
-    """The numbers of :func:`loss_weights`, but that of the value head."""
+    """Return the numbers of :func:`loss_weights`, except the value head's."""
     ratio = importance_ratio(options, tokens)
     terms_BS, *clipped = _policy_terms(options, tokens, ratio)
     if options.off_policy_mask_threshold is not None:
@@ -153,8 +153,8 @@ def _policy_terms(
 
 
 def aggregated(options: ReinforcementConfig, terms_BS: Tensor, tokens: DrawnTokens) -> Tensor:
-    """The loss of a micro batch of its tokens' terms, by ``--loss-type``. Its mean over micro
-    batches and ranks is that of the step."""
+    """Return the loss of a micro batch from its tokens' terms, by ``--loss-type``. Averaged over
+    micro batches and ranks it is the loss of the step."""
     mask_BS = tokens.mask_BS
     if options.loss_type in ("grpo", "rloo"):  # whose tokens have the term of their text
         return _mean_of_texts(terms_BS, mask_BS).mean()

@@ -137,7 +137,7 @@ class TokenRecord(NamedTuple):
 
     Attributes:
         log_probs_BS: float64.
-        values_BS: what the value head expects before each token, float64; None without one.
+        values_BS: predictions of the value head before each token, float64; None without one.
     """
 
     log_probs_BS: Tensor

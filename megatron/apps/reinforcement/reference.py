@@ -52,9 +52,9 @@ def _checkpoint(config: RunConfig) -> str | None:
 
 
 class ReferenceModel(Callback):
-    """The reference of a run, which is moved towards the policy after steps if the flags say so.
-    Every rank must make it, after a checkpoint was loaded, and call it. Raises CheckpointError if
-    there is no such checkpoint."""
+    """The reference model of a run, optionally moved towards the policy after steps. Every rank
+    must create it, after a checkpoint is loaded, and call it. Raises CheckpointError if there is no
+    such checkpoint."""
 
     def __init__(self, engine: TrainEngine, mesh: Mesh) -> None:
         self._engine, self._options = engine, engine.config.section(ReinforcementConfig)

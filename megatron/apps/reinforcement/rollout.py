@@ -23,7 +23,7 @@ from megatron.tokenizer import Tokenizer
 from megatron.util.phases import moved
 
 PROMPT_TOKENS = 1024
-"""Tokens of prompts that a pass has room for, next to those that are drawn."""
+"""Prompt tokens per pass, in addition to the generated ones."""
 
 
 class Dialogue(Protocol):
@@ -141,8 +141,8 @@ class EpisodeJob(TextJob):
         return True
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without those that end it, and without ids of the model that its
-        tokenizer lacks."""
+        """Return the text of tokens, without the tokens that end it and ids that the tokenizer
+        lacks."""
         ends = self.request.stopping.tokens
         known = [t for t in tokens if t not in ends and t < self._tokenizer.vocab_size]
         return self._tokenizer.detokenize(known)

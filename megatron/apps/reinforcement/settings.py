@@ -57,7 +57,7 @@ PAPERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "distill": ("arXiv:2306.13649", {"num_generations": 1, "scale_rewards": "none"}),
 }  # fmt: skip
-"""The source of each algorithm, and its values where they differ from those of most."""
+"""The source of each algorithm, and its values where they differ from the defaults."""
 
 _OF_SOME: Mapping[str, tuple[str, ...]] = {
     "gamma": ("ppo", "reinforce++"),
@@ -80,7 +80,7 @@ _OF_REWARDS = (
 
 
 def resolved(options: ReinforcementConfig, resolver: ConfigResolver) -> ReinforcementConfig:
-    """The flags, in which the algorithm's defaults stand for those that are not given."""
+    """The flags, with the algorithm's defaults for those not given."""
     if options.rl is None:
         return options
     paper, own = PAPERS[options.rl]
@@ -181,7 +181,7 @@ def _check_unused(options: ReinforcementConfig, resolver: ConfigResolver) -> Non
 
 
 def _unused(name: str, needs: str, resolver: ConfigResolver) -> None:
-    """Refuse a value that a user gave; that of the algorithm is no value of the user's."""
+    """Refuse a value that the user set; the algorithm's own values are exempt."""
     if not resolver.origins[name].startswith("derived"):
         resolver.check_unused(name, needs)
 
@@ -193,7 +193,7 @@ def _refuse(
 
 
 def _check_loss(options: ReinforcementConfig, resolver: ConfigResolver) -> None:
-    """Values of the loss, of the reference model and of the advantages."""
+    """Check the values of the loss, the reference model and the advantages."""
     refuse = partial(_refuse, options, resolver)
     paired = options.loss_type in PAIRED
     pairs = options.rl == "online-dpo"
@@ -240,7 +240,7 @@ def _check_loss(options: ReinforcementConfig, resolver: ConfigResolver) -> None:
 
 
 def _check_bounds(options: ReinforcementConfig, resolver: ConfigResolver) -> None:
-    """Values that bound ratios and weights, and those of a reference model."""
+    """Check the values that bound ratios and weights, and the values of a reference model."""
     refuse = partial(_refuse, options, resolver)
     if options.epsilon is not None and options.loss_type != "cispo":
         refuse(options.epsilon >= 1, "epsilon", "a ratio is above 0; give less than 1")
@@ -311,9 +311,8 @@ def _check_batches(options: ReinforcementConfig, config: Any, resolver: ConfigRe
     """Batches of whole groups; pairs within micro batches."""
     training, size = config.training, options.num_generations or 1
     sizes = {"global_batch_size": training.global_batch_size}
-    if training.rampup_batch_size is not None:
-        start, increment, _ = training.rampup_batch_size
-        sizes |= {"rampup_batch_size": start if start % size else increment}
+    if uneven := [n for n in training.batch_sizes[:-1] if n % size]:
+        sizes["rampup_batch_size"] = uneven[0]
     if options.rl == "online-dpo":
         sizes["micro_batch_size"] = training.micro_batch_size
     for name, number in sizes.items():

@@ -16,14 +16,14 @@ from megatron.apps.reinforcement.loop import ReinforcementLoop, SeenAgain
 from megatron.apps.reinforcement.losses import SAMPLING_DIFFERENCE
 from megatron.apps.reinforcement.rewards.scoring import Rewards, joined
 from megatron.apps.reinforcement.rollout import Writing
-from megatron.checkpoint import generation_settings
 from megatron.config import ConfigError
 from megatron.data.samples import SampleDataset
 from megatron.families import family_of, spec_of
 from megatron.features.resilience.steps.spikes import Rollback
+from megatron.formats import generation_settings
 from megatron.training.context import Order, RunContext
 from megatron.training.report import say
-from megatron.training.resume_source import ResumeSource
+from megatron.training.resume import ResumeSource
 from megatron.training.stopping import TrainingStopped
 from megatron.training.trainer import Callback, Step, Trainer
 
@@ -31,20 +31,28 @@ STATE, CURRICULUM = "reinforcement", "prompt successes"
 """Names in ``state.json``."""
 
 
-def repeat_generations(context: RunContext) -> None:
-    """Let the samples of a generation come again in each further pass of training over it."""
+class PreparedRewards(Callback):
+    """The rewards of a run, which are checked before its weights are loaded."""
+
+    def __init__(self, scorer: Any) -> None:
+        self.scorer = scorer
+
+
+def prepare(context: RunContext) -> None:
+    """Start the rewards, and let the samples of a generation come again in each further pass of
+    training over it. Raises ConfigError if a source of rewards cannot be used."""
     options = context.config.section(ReinforcementConfig)
+    context.add(Order.TEACH, PreparedRewards(scorer_of(context) if options.needs_rewards else None))
     passes, data = options.num_iterations or 1, context.data
-    if passes == 1 or data.datasets.train is None:
-        return
-    size = context.config.training.global_batch_size * options.steps_per_generation
-    again = SeenAgain(data.datasets.train, size, passes)
-    context.data = data._replace(datasets=data.datasets._replace(train=again))
+    if passes > 1 and data.datasets.train is not None:
+        size = context.config.training.global_batch_size * options.steps_per_generation
+        again = SeenAgain(data.datasets.train, size, passes)
+        context.data = data._replace(datasets=data.datasets._replace(train=again))
 
 
 def start_loop(context: RunContext, reference: Any = None) -> ReinforcementLoop:
-    """Let the engine of a run train on texts that it writes, by the loop. Raises ConfigError for a
-    run whose probabilities cannot be those of generation, where the flags require it."""
+    """Let the loop train a run's engine on texts that it writes. Raises ConfigError if the flags
+    require probabilities equal to generation's and the run cannot have them."""
     config, engine, run = context.config, context.engine, context.run
     options = config.section(ReinforcementConfig)
     shapes = _shapes(context, options)
@@ -54,7 +62,7 @@ def start_loop(context: RunContext, reference: Any = None) -> ReinforcementLoop:
         dict(origin.generation), origin.tokenizer, config.tokenizer, run.tokenizer
     )
     ends = generation_settings.end_tokens(run.tokenizer, settings)
-    scorer = scorer_of(context) if options.needs_rewards else None
+    scorer = context.added(PreparedRewards).scorer
     prompts = getattr(train, "dataset", train) if isinstance(train, SeenAgain) else train
     repeated = repeated_prompts(prompts)
     texts = context.plan.batch_size.samples(context.plan.train_iters)
@@ -178,8 +186,8 @@ def _shapes(context: RunContext, options: ReinforcementConfig) -> Shapes:
 
 
 class Records(Callback):
-    """Numbers of the texts of steps for the log: of the texts that a step trains on, with
-    ``--rl-staleness`` those that were written in the step before."""
+    """Metrics of texts for the log: of the texts that a step trains on, which with
+    ``--rl-staleness`` were generated in the previous step."""
 
     def __init__(self, context: RunContext, loop: ReinforcementLoop) -> None:
         self._context, self._loop = context, loop
@@ -190,8 +198,8 @@ class Records(Callback):
 
 
 class ExactnessCheck(Callback):
-    """Compares the probabilities that tokens were drawn from with those of training on them, at
-    every step whose texts are of its own weights."""
+    """Compares the probabilities from which tokens were sampled with the probabilities in training,
+    at every step whose texts were sampled from its own weights."""
 
     def __init__(self, loop: ReinforcementLoop, promised: bool) -> None:
         self._loop, self._promised = loop, promised

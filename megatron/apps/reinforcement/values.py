@@ -1,7 +1,7 @@
-"""A value head: what rewards a model expects before each token that it writes.
+"""A value head: the rewards that a model expects before each token that it writes.
 
-Shapes: B texts of a micro batch, S places of what the model reads, P of them where a token is
-predicted that counts, H hidden.
+Shapes: B texts of a micro batch, S positions of the input, P of them at which counted tokens are
+predicted, H hidden.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check_continued(source: Source) -> None:
 
 
 class ValueHead(WholeLinear):
-    """A number of every token that is predicted; hidden states stay as they are."""
+    """Return a number for every predicted token; hidden states are unchanged."""
 
     only_trained = True
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from megatron.config import ParallelConfig, Setting, Settings
 from megatron.engine.environment import distributed
+from megatron.features.agreement.facts import given_facts, program_facts
 from megatron.features.retro.hdf5 import array_shapes, read_array, write_arrays
 from megatron.features.retro.project import json_bytes
-from megatron.run.fingerprint import given_facts, program_facts
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileBlock:
-    """The items ``start`` to ``stop`` - 1 of a stage, and the file of what it makes of them.
-    ``advance`` is told how many items have just been done, for progress within a block."""
+    """The items ``start`` to ``stop`` - 1 of a stage, and its output file. ``advance`` is called
+    with the number of items just completed, for progress within a block."""
 
     start: int
     stop: int
@@ -68,8 +68,8 @@ def begin_blocks(folder: Path, made_of: dict[str, Any]) -> None:
 
 
 def connected(settings: Settings, processes: int) -> AbstractContextManager[object]:
-    """The processes of a run, which wait for the slowest one, for days if no flag says else. They
-    exchange nothing but that they have finished, so that gloo does on GPUs, too."""
+    """The processes of a run, which wait for the slowest one, by default for days. They only
+    exchange that they have finished, so gloo suffices on GPUs too."""
     if processes == 1:
         return nullcontext()
     minutes = settings.get("distributed_timeout_minutes", Setting(_WAITING_MINUTES, "default"))
@@ -109,7 +109,7 @@ def run_blocks(
 ) -> None:
     """Writes the files of the blocks that have none, with the arrays of ``make`` by name: each
     process makes its share, and returns when all have. With ``validate`` it makes that share of the
-    files again instead, and compares. ``what`` is the stage and ``unit`` what a block has, for
+    files again instead, and compares. ``what`` (the stage) and ``unit`` (of a block) are for
     messages. ValueError if a file differs or cannot be read, OSError if it cannot be written."""
     for folder in {block.path.parent for block in blocks}:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,14 +126,14 @@ def run_blocks(
         arrays = make(block)
         with naming_full_disks(block.path, what):
             write_arrays(block.path, arrays)
-        del arrays  # those of one block are in memory
+        del arrays  # only one block's are in memory
     barrier()
 
 
 @contextmanager
 def naming_full_disks(path: Path, what: str) -> Iterator[None]:
-    """Says what to do about a file of a stage, or of its project, that cannot be written; an error
-    that says so already stays. Raises OSError."""
+    """Re-raise an OSError about a file of a stage or project that cannot be written, with advice
+    unless it already has some."""
     try:
         yield
     except OSError as error:

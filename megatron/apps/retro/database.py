@@ -125,8 +125,8 @@ def _datasets(work: Preprocessing) -> list[Dataset]:
 
 
 def _copied(portion: Portion, prefix: str, work: Preprocessing) -> IndexedDataset:
-    """An indexed copy of other data, sequence by sequence. ConfigError if an earlier copy is of
-    other text."""
+    """Return an indexed copy of other data, sequence by sequence. Raises ConfigError if an earlier
+    copy has other text."""
     if is_main_process() and not idx_path(prefix).exists():
         tokenizer, documents = work.tokenizer, portion.documents
         mark = mark_of(tokenizer, work.run.config.tokenizer.tokenizer_type)
@@ -150,8 +150,8 @@ def _copied(portion: Portion, prefix: str, work: Preprocessing) -> IndexedDatase
 
 
 def _begin(work: Preprocessing, datasets: Sequence[Dataset]) -> None:
-    """Sees that blocks and database of earlier runs are of these datasets. ConfigError if a
-    finished database is not."""
+    """Check that blocks and database of earlier runs belong to these datasets. Raises ConfigError
+    if a finished database does not."""
     finished = work.project.datasets_file.exists()
     if finished:
         for dataset, info in zip(datasets, work.project.dataset_infos(), strict=False):

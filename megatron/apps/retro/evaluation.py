@@ -28,16 +28,16 @@ from megatron.apps.retro.perplexity import (
 )
 from megatron.apps.retro.preprocessing import project_run
 from megatron.apps.retro.query import check_model, gpt_samples
-from megatron.apps.tasks.report import EvaluatedModel, ModelResults, TaskResult, aligned, finish
+from megatron.apps.tasks.report import EvaluatedModel, ModelResults, TaskResult, finish, ruled
 from megatron.config import ConfigError, ModelConfig
 from megatron.config.flags import POSITIVE, option
+from megatron.config.output import check_output
 from megatron.data.sources import PARTS
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
 from megatron.features.evaluation.checkpoints import opened_checkpoint
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.project import RetroProject, project_of
-from megatron.run.process import check_output
 from megatron.run.run import Run, RunToolParser, start_processes
 from megatron.util.json_text import parse_json
 from megatron.util.processes import is_main_process
@@ -59,14 +59,14 @@ class RetrievalEvaluationConfig:
     retro_project_dir: str | None = option(None, aliases=("--retro-workdir",))
     """Folder of the project with the samples and their neighbours."""
     part: str = option("valid", choices=PARTS)
-    """Samples that are read: those of training, validation or test."""
+    """Samples that are read: training, validation or test."""
     samples: int | None = option(None, derived="all that have neighbours", bounds=POSITIVE)
     """How many of them, from the first on."""
     neighbors: str | None = option(None, derived="own,none,shuffled; of a GPT none")
     """What is read next to each chunk, with commas between several: its own neighbours; none,
     without attending to any; or shuffled ones, those of another chunk."""
     leakage_neighbors: int = option(10, bounds=POSITIVE)
-    """Nearest neighbours of a chunk that it is compared with, to see what of it they have."""
+    """Nearest neighbours with which a chunk is compared, to measure their overlap."""
     compare: tuple[str, ...] = option(())
     """NAME=FILE ...: results of other models on the same samples (--output), for table and
     figure."""
@@ -77,8 +77,8 @@ class RetrievalEvaluationConfig:
 
 
 def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Evaluates what a command line asks for, on all ranks of its layout. ValueError or OSError,
-    naming flag, file or checkpoint, if one cannot be used."""
+    """Evaluate as a command line asks, on all ranks of its layout. Raises ValueError or OSError,
+    naming the flag, file or checkpoint that cannot be used."""
     options, settings = RunToolParser(RetrievalEvaluationConfig, description).parse(argv)
     if options.retro_project_dir is None:
         raise ConfigError("missing --retro-project-dir: the folder of the samples' neighbours")
@@ -229,7 +229,7 @@ def _report(models: Mapping[str, Details], new: Mapping[str, Details], figure: s
         for name, numbers in datasets.items():
             shown = (f"{each['datasets'][name]['perplexity']:.5g}" for each in new.values())
             rows.append((name, f"{numbers['tokens']:,}", *shown))
-        say(f"\nperplexity by dataset\n{aligned(rows, texts=1)}")
+        say(f"\nperplexity by dataset\n{ruled(rows, texts=1)}")
     say(
         "\nbits per byte of chunks of which at most a share is in their neighbours\n"
         f"{_overlap_table(models, 'filtered')}"
@@ -255,7 +255,7 @@ def _overlap_table(models: Mapping[str, Details], what: str) -> str:
         values = (each[what]["values"][place] for each in models.values())
         shown = ("" if value is None else f"{value:.5g}" for value in values)
         rows.append((f"{share:.3f}", f"{chunks:,}", *shown))
-    return aligned(rows)
+    return ruled(rows)
 
 
 def _curves(models: Mapping[str, Details], what: str) -> list[RunCurve]:
@@ -281,7 +281,7 @@ def _check_same_chunks(
 
 
 def _others(flags: Sequence[str]) -> dict[str, Details]:
-    """The numbers that ``--compare`` names, by the name of a model and of what it has read."""
+    """Return the numbers that ``--compare`` names, by model name and by what the model reads."""
     others: dict[str, Details] = {}
     for flag in flags:
         name, equals, path = flag.partition("=")

@@ -21,8 +21,9 @@ from megatron.apps.retro.preprocessing import existing
 from megatron.apps.retro.query import Retriever, check_model
 from megatron.config import Setting
 from megatron.data.samples import NeighborText
-from megatron.families import NeighborSpec, family_of
+from megatron.families import family_of
 from megatron.features.retro.chunks import ChunkDatabase
+from megatron.features.retro.neighbors import NeighborSpec
 from megatron.features.retro.samples import neighbor_texts
 
 _REMEMBERED = 1 << 16
@@ -131,7 +132,7 @@ def with_retrieval(
     spec = family_of(config.model.family).generation(config, opened.tokenizer).neighbors
     assert spec is not None, "see runner_of"
     retriever = Retriever(work.project, work.embedder, flags=work.config)
-    _ = retriever.index  # a missing stage is told before anything is generated
+    _ = retriever.index  # a missing stage is reported before anything is generated
     neighbors = ChunkNeighbors(retriever.neighbors, retriever.database, spec)
     sources = partial(neighbors_read, neighbors, opened.tokenizer.detokenize)
     return RetrievingRunner(opened.runner, neighbors), sources

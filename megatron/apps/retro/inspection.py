@@ -25,7 +25,7 @@ from megatron.run.run import Run
 from megatron.tokenizer import Tokenizer
 
 _RETRIEVED = RetrievalConfig.retro_num_retrieved_chunks
-"""Chunks of text of a neighbour that are shown: those that a model reads by default."""
+"""Chunks of text shown for a neighbour: as many as a model reads by default."""
 
 
 class RetroInspector:
@@ -77,7 +77,7 @@ class RetroInspector:
         return self.tokenizer.detokenize(self.get_db_chunk_gpt(chunk).tolist())
 
     def get_db_chunk_and_continuation_text(self, chunk: int) -> str:
-        """The text of a chunk and of what follows it in its document."""
+        """Return the text of a chunk and of its continuation in the document."""
         tokens = self.database.tokens(self._known(chunk), _RETRIEVED)
         return self.tokenizer.detokenize(tokens.tolist())
 

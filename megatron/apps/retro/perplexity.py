@@ -1,5 +1,5 @@
-"""The perplexity of a Retro with and without its neighbours, chunk by chunk, on any layout; and how
-much of a chunk is in its neighbours: the evaluation of Borgeaud et al. 2022 (arXiv:2112.04426),
+"""The perplexity of a Retro with and without its neighbours, chunk by chunk, on any layout; and the
+overlap of chunks with their neighbours: the evaluation of Borgeaud et al. 2022 (arXiv:2112.04426),
 section 2.6.
 
 Shape suffixes: B micro batch, S sequence, L chunks of a sample, M tokens of a chunk, K neighbours,
@@ -54,9 +54,9 @@ class EvaluatedText:
         return self.database.chunk_length
 
     def shuffled(self, seed: int) -> EvaluatedText:
-        """The same samples, whose chunks have the neighbours of others."""
+        """The same samples, but chunks have other chunks' neighbours."""
         numbers_NQ = self.numbers_ILQ.reshape(-1, self.numbers_ILQ.shape[-1])
-        # Nothing stays where it is: in a random order each takes those of the one after it.
+        # Nothing stays in place: in a random order each chunk takes the neighbours of the next.
         order_N = np.random.default_rng(seed).permutation(len(numbers_NQ))
         changed_NQ = np.empty_like(numbers_NQ)
         changed_NQ[order_N] = numbers_NQ[np.roll(order_N, -1)]
@@ -89,8 +89,8 @@ class EvaluatedText:
 
 
 def chunk_log_probs(length: int) -> Measure:
-    """The log-probability of the tokens of every chunk of a sample, [B, P]. The tokens that read
-    the neighbours of a chunk, from its last one on, predict those of the chunk after it."""
+    """The log-probability of the tokens of every chunk of a sample, [B, P]. The tokens that read a
+    chunk's neighbours, starting with its last token, predict the tokens of the next chunk."""
 
     def take(state: LayerState, batch: Any) -> dict[str, Tensor]:
         assert state.scores is not None
@@ -185,8 +185,8 @@ def longest_common(
 
 @dataclass(frozen=True)
 class ChunkScores:
-    """The log-probability of each chunk's tokens, how many tokens were predicted, and the bytes of
-    their text."""
+    """Return the log-probability of each chunk's tokens, the number of predicted tokens, and the
+    bytes of their text."""
 
     log_prob_N: npt.NDArray[np.float64]
     tokens_N: npt.NDArray[np.int64]

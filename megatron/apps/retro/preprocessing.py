@@ -142,7 +142,7 @@ def configured(settings: Settings, locks: ExitStack | None = None) -> Preprocess
 
 def existing(settings: Settings, compared: bool = True) -> Preprocessing:
     """:func:`configured` for a project that has its ``config.json``, on any process. Without
-    ``compared`` the data that flags name are not looked at."""
+    ``compared`` the data that flags name are not checked."""
     project = project_of(settings, settings["retro_project_dir"].value)
     config = build(RetroPreprocessConfig, _completed(settings, project))
     others = _others(settings)
@@ -290,7 +290,7 @@ def _settings_of_bert(config: RetroPreprocessConfig, settings: Settings) -> Sett
 
 
 def _absolute(word: str) -> str:
-    """A word of ``--data-path``; a local path as it is understood in every folder."""
+    """Return a word of ``--data-path``, with a local path made absolute."""
     path, at, bounds = word.partition("@")
     return f"{os.path.abspath(path)}{at}{bounds}" if idx_path(path).is_file() else word
 

@@ -79,8 +79,8 @@ def gpt_samples(run: Run) -> dict[str, GPTSamples]:
 
 @dataclass(frozen=True)
 class SampleChunks:
-    """The chunks of the samples of a part, numbered over all samples. ``numbers`` are those of the
-    database's datasets by their prefix."""
+    """The chunks of the samples of a part, numbered over all samples. ``numbers``: the numbers of
+    the database's datasets by prefix."""
 
     part: GPTSamples
     chunks_per_sample: int
@@ -124,7 +124,7 @@ class SampleChunks:
 
 class Retriever:
     """Finds the nearest chunks of the database of a project: of ``searched`` chunks those that are
-    not left out. ``embedder`` is the one that the index was made with; ``flags`` say how thoroughly
+    not left out. ``embedder`` is the one that the index was made with; ``flags`` set how thoroughly
     it is searched."""
 
     def __init__(
@@ -161,7 +161,7 @@ class Retriever:
     def _of_documents(
         self, numbers_NQ: npt.NDArray[np.int64], documents: Sequence[Documents]
     ) -> npt.NDArray[np.bool_]:
-        """True if each chunk is of one of the documents of its row."""
+        """True where a chunk belongs to one of its row's documents."""
         most = max(map(len, documents), default=0)
         keys_ND = np.full((len(documents), most), -1, np.int64)
         for keys_D, row in zip(keys_ND, documents, strict=True):
@@ -233,8 +233,8 @@ def _check_search(project: RetroProject, part: str, folder: Path) -> None:
 def neighbors_of(
     chunks: SampleChunks, retriever: Retriever, kept: int, block: FileBlock
 ) -> dict[str, np.ndarray]:
-    """The array of a block's file: the neighbours of its chunks, int64 [N, kept], without those of
-    the documents of their sample."""
+    """Return the array of a block's file: the neighbours of its chunks, int64 [N, kept], excluding
+    chunks of the sample's own documents."""
     neighbors_NK = np.empty((len(block), kept), np.int64)
     for start in range(block.start, block.stop, _CHUNKS_AT_ONCE):
         stop = min(start + _CHUNKS_AT_ONCE, block.stop)
@@ -267,8 +267,8 @@ def _description(
 
 
 def check_model(model: ModelConfig, tokenizer: Tokenizer, project: RetroProject) -> None:
-    """ConfigError if a model with its tokenizer does not read the tokens, or the chunks, of a
-    project with a database."""
+    """Raises ConfigError if a model's tokenizer or chunks differ from those of a project with a
+    database."""
     where, of_project = project.config_file, project.tokenizer
     if of_project.vocab_size != model.vocabulary.size:
         raise ConfigError(

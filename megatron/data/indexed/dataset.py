@@ -271,7 +271,7 @@ class FileTokens:
         start, size = part.start * self._width, (part.stop - part.start) * self._width
         try:
             content = os.pread(self._descriptor, size, start)
-            while len(content) < size:  # the system reads up to 2 GiB at once
+            while len(content) < size:  # the system reads up to 2 GiB at a time
                 more = os.pread(self._descriptor, size - len(content), start + len(content))
                 if not more:
                     raise self._cut_short()
@@ -395,8 +395,8 @@ class IndexedDataset(Sequence[np.ndarray]):
             )
 
     def limit_ids(self, vocab_size: int) -> bool:
-        """Check token ids as they are read, if checking all of them in advance is too expensive;
-        returns whether it is."""
+        """Check token ids as they are read if checking them in advance is too expensive. Return
+        True if so."""
         return False
 
     def verify(self) -> None:
@@ -413,3 +413,23 @@ def _missing_message(prefix: str, path: Path) -> str:
     if path.suffix == ".idx" and bin_path(prefix).is_file():
         return f"{message}; its .bin exists: the run that wrote it has not finished"
     return message
+
+
+class TokenExtremes:
+    """The smallest and largest of token ids that come in blocks, each with its position."""
+
+    def __init__(self) -> None:
+        self._smallest: list[int] = []
+        self._largest: list[int] = []
+
+    def add(self, start: int, tokens: np.ndarray) -> None:
+        """A block, not empty, that starts at a position in the .bin."""
+        low, high = int(tokens.argmin()), int(tokens.argmax())
+        if not self._smallest or tokens[low] < self._smallest[0]:
+            self._smallest = [int(tokens[low]), start + low]
+        if not self._largest or tokens[high] > self._largest[0]:
+            self._largest = [int(tokens[high]), start + high]
+
+    def array(self) -> np.ndarray:
+        """int64[2, 2], (id, position) of both; zeros without a block."""
+        return np.array([self._smallest or [0, 0], self._largest or [0, 0]], np.int64)

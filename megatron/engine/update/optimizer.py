@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron.config import ConfigError, OptimizerConfig
-from megatron.engine.update.groups import Factors
+from megatron.config import ConfigError, OptimizerConfig, RunConfig
+from megatron.config.features import taking_part
 from megatron.parallel.mesh import SHARDED, Group, Mesh
 from megatron.parallel.shard import shard_of
 
@@ -26,6 +26,36 @@ EXPERTS = "experts"
 
 # Attribute with a method's version that torch's compiler does not trace (torch._compile).
 _UNTRACED = "__dynamo_disable"
+
+
+Names = Mapping[nn.Parameter, str]
+"""Canonical name of each parameter that is trained."""
+
+
+class Factors(NamedTuple):
+    """Numbers by which what all parameters share is multiplied for one of them.
+
+    Attributes:
+        rate: of the learning rate, its minimum included.
+        decay: of the weight decay of a parameter that decays.
+        epsilon: of ``--adam-eps``.
+        decoupled: whether the learning rate is ``--decoupled-lr``.
+        decays: whether the parameter decays; by default matrices do.
+    """
+
+    rate: float = 1.0
+    decay: float = 1.0
+    epsilon: float = 1.0
+    decoupled: bool = False
+    decays: bool | None = None
+
+    def times(self, other: Factors) -> Factors:
+        """Return the products with other factors."""
+        return self._replace(
+            rate=self.rate * other.rate,
+            decay=self.decay * other.decay,
+            epsilon=self.epsilon * other.epsilon,
+        )
 
 
 class OptimizerPlan(NamedTuple):
@@ -40,6 +70,21 @@ class OptimizerPlan(NamedTuple):
     rules: Mapping[nn.Parameter, str]
     factors: Mapping[str, float]
     make: Callable[[list[dict[str, Any]], dict[str, Any]], Optimizer]
+
+
+def factors_of(
+    names: Names, config: RunConfig, rules: Mapping[nn.Parameter, str] = MappingProxyType({})
+) -> dict[nn.Parameter, Factors]:
+    """Return the factors of parameters, those of all features; empty, on every rank, where none has
+    any. ``rules``: as of an
+    :class:`~megatron.engine.update.optimizer.OptimizerPlan`."""
+    factors: dict[nn.Parameter, Factors] = {}
+    for feature in taking_part():
+        for param, of_feature in feature.update_factors(config, names, rules).items():
+            factors[param] = factors.get(param, Factors()).times(of_feature)
+    for feature in taking_part():
+        factors = dict(feature.group_factors(config, names, factors))
+    return factors
 
 
 def build_optimizer(
@@ -110,10 +155,7 @@ def _plain(factors: Factors) -> Factors:
 def check_groups(optimizer: Optimizer, mesh: Mesh) -> None:
     """Raises ConfigError where pipeline stages have different numbers of groups: DeepSpeed's own
     step exchanges a number for each."""
-    count = len(optimizer.param_groups)
-    counts = [count] * mesh.pipeline.size
-    if mesh.pipeline.size > 1:
-        dist.all_gather_object(counts, count, group=mesh.pipeline.handle)
+    counts = mesh.pipeline.gathered(len(optimizer.param_groups))
     if len(set(counts)) > 1:
         raise ConfigError(
             f"the pipeline's stages have {', '.join(map(str, counts))} groups of parameters, and "

@@ -20,8 +20,8 @@ from megatron.engine.update.adam import (
 from megatron.kernels.compiler import missing_compiler
 
 LEAST = 2**16
-"""Number of elements of one gradient that are worth a kernel of their own. Others are collected in
-a buffer, many to a kernel."""
+"""Number of elements of one gradient that justify a separate kernel. Others are collected in a
+buffer, many to a kernel."""
 
 
 _MOST_COMPILED = 2**26
@@ -229,7 +229,7 @@ def _elements(piece: PartitionSlice, firsts: Sequence[int], device: torch.device
     numbers = torch.zeros(piece.length, dtype=torch.int32, device=device)
     place = 0
     for part, begin in zip(piece.parts, begins, strict=True):
-        # Counted in 64 bits, of which the lower half is taken.
+        # Counted in 64 bits; the lower half is used.
         counted = torch.arange(begin, begin + part.length, device=device)
         numbers[place : place + part.length] = counted.to(torch.int32)
         place += part.length

@@ -17,7 +17,7 @@ from megatron.parallel.mesh import Group
 from megatron.parallel.tensor_parallel import sum_at_once, sum_later
 
 _ALONE = 2**22
-"""Elements of a gradient from which it is sent as it is, and not copied next to others."""
+"""Minimum elements of a gradient that is sent directly instead of copied into a buffer."""
 
 
 class SharedGradients:

@@ -131,7 +131,7 @@ class ReducingOptimizer(DeepSpeedZeroOptimizer):
         return min(self._uses[param].position for param in self.bit16_groups[number])
 
     def create_gradient_handling_hooks(self) -> None:
-        """Nothing: the reduction has hooks of its own."""
+        """Do nothing: the reduction has its own hooks."""
 
     def initialize_optimizer_states(self) -> None:
         """Nothing: DeepSpeed makes gradients of zeros, for Adagrad and for offloading."""
@@ -171,7 +171,7 @@ class ReducingOptimizer(DeepSpeedZeroOptimizer):
         if self._own_step is None:
             super().step(closure)
         else:
-            self._global_grad_norm = None  # as DeepSpeed has it where it computes none
+            self._global_grad_norm = None  # DeepSpeed's value if it computes none
             self._own_step()
 
     def _optimizer_step(self, group_no: int) -> None:

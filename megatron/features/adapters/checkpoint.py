@@ -1,8 +1,7 @@
 """Adapters as checkpoints: the low-rank additions of a run with ``--lora``, on their base.
 
-A checkpoint of such a run has the adapters, their moments, and a record of the model that they
-belong to. As a :class:`Source` it is the merged model; :attr:`AdaptedSource.additions`
-are the adapters alone.
+A checkpoint of such a run contains the adapters, their moments, and a record of their base model.
+As a :class:`Source` it is the merged model; :attr:`AdaptedSource.additions` are the adapters alone.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoin
 from megatron.config import ModelConfig
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.formats import linear_targets
+from megatron.formats.derived import DerivedSource
 from megatron.util.digests import digest
 
 _ADAPTER = re.compile(r"(.+)\.lora_(?:([a-z]+)_)?(a|b|magnitude)")
@@ -79,8 +79,8 @@ def digests_of(source: Source, names: Iterable[str]) -> dict[str, str]:
 
 
 class AdaptedSource(Source):
-    """A model with adapters, as one whose weights contain them; a subclass per format of the
-    adapters. ``base`` replaces the base that they name.
+    """A model with adapters, seen as one with merged weights; one subclass per adapter format.
+    ``base`` overrides the base that they name.
 
     Attributes:
         base: the model without adapters.
@@ -130,7 +130,7 @@ class AdaptedSource(Source):
     def names(self) -> Sequence[str]:
         mine, before = self.whole, self.base.names()
         if self.model.head != self.base.model.head:
-            # The head for tokens, in whose place there is another one next to the adapters.
+            # The head for tokens, replaced by another one stored with the adapters.
             before = [name for name in before if not name.startswith("output_layer.")]
         return [*before, *(name for name in mine if name not in set(before))]
 
@@ -304,7 +304,7 @@ def check_base(
         )
 
 
-class RowLengths(Source):
+class RowLengths(DerivedSource):
     """The magnitudes that DoRA starts from, by their names: the lengths of the rows of a model's
     weights."""
 
@@ -314,18 +314,8 @@ class RowLengths(Source):
         super().__init__(source.folder)
         self._source, self._names, self.model = source, names, source.model
 
-    @classmethod
-    def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        return None
-
     def names(self) -> Sequence[str]:
         return self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensor(name).shape)
-
-    def kinds(self, name: str) -> Sequence[str]:
-        return ("weight",)
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
         parsed = adapter_name(name)

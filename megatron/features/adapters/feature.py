@@ -7,8 +7,7 @@ from typing import Any
 
 from megatron.config.features import Feature
 from megatron.config.flags import ConfigError, ConfigResolver, Setting, Settings, build
-from megatron.config.output import CheckpointConfig
-from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.adapters.flags import AdapterConfig, LoadedAdapterFlags
 
 
 def _adapted_checkpoint() -> Any:
@@ -24,7 +23,7 @@ def _peft_folder() -> Any:
 
 
 def _to_peft() -> Any:
-    from megatron.features.adapters.to_peft import to_peft
+    from megatron.features.adapters.peft import to_peft
 
     return to_peft
 
@@ -33,9 +32,10 @@ class AdaptersFeature(Feature):
     needs = ("inputs",)
     after = ("instruction", "preference", "distillation", "planning")
     sections = {"adapters": AdapterConfig}
+    flag_parts = {"checkpoint": LoadedAdapterFlags}
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
-        in_8_bits = config.fast_paths.fp8_format is not None
+        in_8_bits = config.fast_paths.in_8_bits
         config.section(AdapterConfig).check(in_8_bits, resolver)
 
     def checkpoints(self, config: Any) -> dict[str, str | None]:
@@ -63,6 +63,7 @@ class AdaptersFeature(Feature):
         CheckpointError if the base is missing or damaged."""
         if "lora" not in settings or not settings["lora"].value:
             return settings
+        from megatron.config.output import CheckpointConfig
         from megatron.training.resume import find_origin
 
         origin = find_origin(build(CheckpointConfig, settings))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron.config.features import FlagSection
-from megatron.config.flags import FRACTION, POSITIVE, ConfigResolver, option
+from megatron.config.features import FlagPart, FlagSection
+from megatron.config.flags import FRACTION, POSITIVE, ConfigResolver, needs_value, option
 
 ALL_LINEAR = "all-linear"
 
@@ -14,6 +15,17 @@ ALL_LINEAR = "all-linear"
 def is_adapter(name: str) -> bool:
     """True if a canonical name belongs to a parameter of an adapter."""
     return name.rpartition(".")[2].startswith("lora_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedAdapterFlags(FlagPart):
+    """The adapters that a run begins with."""
+
+    before: ClassVar[str] = "finetune"
+
+    load_adapter: str | None = option(None, needs=needs_value("lora"))
+    """Adapters for --lora to begin with when --load has none: a folder of peft, or a checkpoint of
+    a run with --lora."""
 
 
 @dataclass(frozen=True)

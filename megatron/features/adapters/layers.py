@@ -1,4 +1,4 @@
-"""Low-rank additions to a linear layer that is cut over ranks: their parameters and outputs.
+"""Low-rank additions to a linear layer that is divided over ranks: their parameters and outputs.
 
 An addition belongs to one linear module of a Hugging Face model: to all outputs of a layer, or to
 some of the matrices fused in it. The parameters are the layer's own, next to its weight:
@@ -156,7 +156,7 @@ class _Adapters:
         self._rows.append(rows)
 
     def _gathers(self, tp: TensorParallel) -> bool:
-        """True if the layer computes the whole sequence from this rank's slice of it."""
+        """True if the layer computes the whole sequence from this rank's slice."""
         return tp.split and not (self._by_inputs or self._whole)
 
     def outputs(

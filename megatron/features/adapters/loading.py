@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection
 
 import torch
-import torch.distributed as dist
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.manifest import BaseRecord
@@ -20,7 +19,7 @@ from megatron.features.adapters.checkpoint import (
     adapter_name,
     digests_of,
 )
-from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.adapters.flags import AdapterConfig, LoadedAdapterFlags
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -29,9 +28,9 @@ from megatron.parallel.tensor_parallel import TensorParallel
 def load_adapted(
     engine: TrainEngine, source: Source, fresh: Collection[str], continues: bool
 ) -> Source:
-    """Fills base and adapters of a run with ``--lora``, and notes the base for its checkpoints. A
-    run that continues gets both from a checkpoint of adapters, and continues from what this
-    returns; a new one has ``source`` as its base, and adapters as they are drawn, or those of
+    """Load base and adapters of a run with ``--lora``, and record the base for its checkpoints. A
+    resumed run gets both from a checkpoint of adapters, and continues from the returned source; a
+    new one has ``source`` as its base, and randomly initialised adapters or those of
     ``--load-adapter``."""
     names = set(engine.names.values())
     adapters = {name for name in names if adapter_name(name)}
@@ -52,7 +51,7 @@ def load_adapted(
     if missing:
         raise CheckpointError(f"{source.folder} has no {', '.join(missing[:5])}")
     engine.base = together(engine, lambda: record_base(engine, source))
-    chosen = engine.config.checkpoint.load_adapter
+    chosen = LoadedAdapterFlags.of(engine.config.checkpoint).load_adapter
     if chosen is not None:
         adapted = together(engine, lambda: chosen_adapters(engine, chosen, source))
         others = names - set(adapted.additions.names())
@@ -61,22 +60,19 @@ def load_adapted(
 
 
 def record_base(engine: TrainEngine, source: Source) -> BaseRecord:
-    """The record of a run's base, for its checkpoints; each rank computes a share of the digests,
-    and all must call it."""
+    """Return the record of a run's base for its checkpoints. Each rank computes a share of the
+    digests; all must call it."""
     world = engine.mesh.world
     names = list(source.names())
-    digests = [digests_of(source, names[world.rank :: world.size])]
-    if world.size > 1:
-        digests *= world.size
-        dist.all_gather_object(digests, digests[world.rank])
+    digests = world.gathered(digests_of(source, names[world.rank :: world.size]))
     merged = {name: value for share in digests for name, value in share.items()}
     ordered = {name: merged[name] for name in names}
     return BaseRecord(str(source.folder.resolve()), source.title, ordered)
 
 
 def continued_adapters(engine: TrainEngine, source: Source) -> AdaptedSource:
-    """The checkpoint of adapters that a run continues. Raises CheckpointError if it is of a whole
-    model, or of other adapters than the run's."""
+    """Return the checkpoint of adapters that a run continues. Raises CheckpointError if it contains
+    a whole model or different adapters."""
     if isinstance(source, AdaptedSource) and not source.state:
         raise CheckpointError(
             f"--load {source.folder} has {source.title} without the state of a run, and cannot be "
@@ -122,8 +118,8 @@ def is_only_trained(name: str) -> bool:
 
 
 def require_same_scale(engine: TrainEngine, source: AdaptedSource) -> None:
-    """Raises CheckpointError if additions are multiplied by another number than in a run, which
-    would change what they add."""
+    """Raises CheckpointError if additions have another scale than in the run, which would change
+    their effect."""
     wanted = engine.config.section(AdapterConfig).scale
     for weight, parts in source.adapted.items():
         for part in parts:
@@ -137,7 +133,7 @@ def require_same_scale(engine: TrainEngine, source: AdaptedSource) -> None:
 
 
 def trained_shapes(engine: TrainEngine) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters that a run trains, those of other ranks too, by canonical name."""
+    """Return the shapes of all parameters that a run trains, on all ranks, by canonical name."""
     with torch.device("meta"):
         whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
     return {
@@ -148,8 +144,8 @@ def trained_shapes(engine: TrainEngine) -> dict[str, tuple[int, ...]]:
 
 
 def require_same(engine: TrainEngine, source: AdaptedSource) -> None:
-    """Raises CheckpointError if adapters are not those of a run in name or shape; names the flags
-    for them."""
+    """Raises CheckpointError, with the flags for them, if adapters differ from the run's in name or
+    shape."""
     wanted = {name: shape for name, shape in trained_shapes(engine).items() if adapter_name(name)}
     stored = source.additions
     shapes = {name: stored.shape(name) for name in stored.names() if adapter_name(name)}

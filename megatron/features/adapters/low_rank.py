@@ -1,9 +1,9 @@
 """y = x W^T + b + s (x A^T) B^T with a frozen W: the linear map of a layer with low-rank additions
 (Hu et al. 2021, arXiv:2106.09685, equation 3), and its gradients.
 
-The additions cost what their own matrix products cost: all A of a layer are one product with the
-input, each B is added to its outputs in place, and so is A to the gradient of the input. Nothing is
-kept for W, and x only for the gradients of A.
+The additions cost only their own matrix products: all A of a layer are one product with the input,
+each B is added to its outputs in place, and so is A to the gradient of the input. Nothing is kept
+for W, and x only for the gradients of A.
 
 Shapes: B batch, S sequence, T tokens (B x S), I input, O output, R the ranks of all additions
 together, r of one; a width followed by P is one rank's share of it.
@@ -126,7 +126,7 @@ class _LowRankLinear(torch.autograd.Function):
             finish_x = start_gather_sequence(mine, form.group)
         grads = [grad.flatten(0, 1) for grad in grads_BSO]
         total = sum(down.shape[0] for down in downs)
-        # Of several pieces of one addition each adds its part.
+        # Each of several pieces of one addition adds its part.
         dz_TR = grads[0].new_zeros(grads[0].shape[0], total)
         for piece, up in zip(form.pieces, ups, strict=True):
             part_TO = grads[piece.map].narrow(1, piece.start, piece.width)

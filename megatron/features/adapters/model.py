@@ -16,7 +16,7 @@ from megatron.config.features import taking_part
 from megatron.config.flags import nearest
 from megatron.features.adapters.flags import ALL_LINEAR, AdapterConfig, is_adapter
 from megatron.features.adapters.layers import Addition, add_adapters
-from megatron.features.adapters.quantised import quantise_layer
+from megatron.features.adapters.nf4 import quantise_layer
 from megatron.formats import LinearTarget, linear_targets
 from megatron.model.layer_list import LayerSpec
 from megatron.model.spec import ModelSpec
@@ -77,7 +77,7 @@ def _build(
             layer.add_low_rank(flags.lora_rank, flags.scale, flags.lora_dropout)
         if not isinstance(layer, ParallelLinear):
             continue
-        if own or flags.qlora:  # the products of weights in 4 bits are those of adapters
+        if own or flags.qlora:  # adapters compute the products of 4-bit weights
             add_adapters(layer, own, flags)
         if flags.qlora:
             quantise_layer(layer, flags.qlora_double_quant)
@@ -105,8 +105,8 @@ def additions_of(model: ModelConfig, targets: Sequence[str]) -> Additions:
 
 
 def _replaced_layers(model: ModelConfig) -> dict[str, nn.Module]:
-    """Layers of the MLP and the attention with which a feature replaces the usual ones, by name:
-    linear ones, and those of several matrices, as of experts."""
+    """Layers of the MLP and the attention that a feature substitutes, by name: linear layers, and
+    layers with several matrices, such as experts."""
     with torch.device("meta"):
         others = {
             "mlp": lambda feature, n: feature.mlp(model, n, TensorParallel()),

@@ -1,13 +1,14 @@
 """Folders of peft, read and written: ``adapter_config.json``, and ``adapter_model.safetensors``:
 matrices A [r, I] and B [O, r] for each linear module of Hugging Face, with DoRA magnitudes [O], and
-whole tensors of other trained modules (``modules_to_save``)."""
+whole tensors of other trained modules (``modules_to_save``).
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, finite, read_json, save_tensors, write_json
-from megatron.checkpoint.source import FoundCheckpoint
+from megatron.checkpoint.source import DTYPES, FoundCheckpoint
 from megatron.config import ConfigError, ModelConfig
+from megatron.config.flags import option
 from megatron.features.adapters.checkpoint import AdaptedSource
 from megatron.features.adapters.flags import AdapterConfig, is_adapter
 from megatron.features.adapters.peft_tensors import (
@@ -34,6 +36,14 @@ from megatron.features.adapters.peft_tensors import (
     places,
     wrappers,
 )
+from megatron.formats.conversion.commands import (
+    LoadConfig,
+    located,
+    parsed,
+    require_equal,
+    required,
+)
+from megatron.formats.conversion.output import published
 from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.source import copy_tokenizer, tokenizer_in
 
@@ -121,7 +131,7 @@ class PeftFolder(AdaptedSource):
 
     @cached_property
     def _modules(self) -> dict[tuple[str, str], str]:
-        """Names of modules by our weight and the part of it that they are."""
+        """Names of modules by our weight and its part."""
         modules = places(self.model)
         return {(f"{p.layer}.weight", p.target.part): name for name, p in modules.items()}
 
@@ -225,7 +235,7 @@ def write_peft(
 ) -> int:
     """Writes the adapters of a source into an existing folder, for a base by the path or name
     ``base`` (by default the source's, if it is a Hugging Face folder); returns the number of
-    tensors. Raises ValueError if the base is of no Hugging Face architecture, or a tensor is not
+    tensors. Raises ValueError if the base has no Hugging Face architecture, or a tensor is not
     finite in ``dtype``; OSError if a file cannot be written."""
     model, adapters, additions = source.model, source.adapters, source.additions
     present = set(additions.names())
@@ -239,7 +249,7 @@ def write_peft(
         )
     ranks, alphas = _patterns(source, targets, parameters)
     whole = _whole_tensors(source, dtype)
-    # A whole tensor of a module with an adapter is there as the base has it.
+    # A whole tensor of a module with an adapter equals the base's.
     whole = {name: values for name, values in whole.items() if _module_of(name) not in targets}
     saved = [_module_of(name) for name in whole]
     tied = model.embedding.tied and EMBEDDING in present
@@ -362,3 +372,60 @@ def target_modules(
 def _endings(module: str) -> Iterator[str]:
     words = module.split(".")
     return (".".join(words[-length:]) for length in range(1, len(words) + 1))
+
+
+@dataclass(frozen=True)
+class ToPeftConfig:
+    """Conversion of adapters to peft."""
+
+    output: str | None = option(None)
+    """Folder for the adapters; it must be new or empty."""
+    base_model: str | None = option(None, derived="the base, if it is of Hugging Face")
+    """Name or path of the base that the result names, for example meta-llama/Llama-2-7b-hf."""
+    dtype: str = option("float32", choices=tuple(DTYPES))
+    """dtype of the adapters."""
+    overwrite: bool = option(False)
+    """Replace the adapters in --output."""
+
+
+def to_peft(argv: Sequence[str]) -> None:
+    """Writes the adapters, and reads them back, before the result gets its name. Raises
+    ConfigError, CheckpointError or OSError."""
+    checkpoint, config = parsed(
+        argv, "to-peft", "Writes the adapters of a checkpoint as a folder of peft.",
+        LoadConfig, ToPeftConfig,
+    )  # fmt: skip
+    required(checkpoint, "load")
+    output, located_checkpoint = Path(required(config, "output")), located(checkpoint)
+    if not located_checkpoint.form.on_base:
+        raise ConfigError(
+            f"--load {checkpoint.load} has a whole model, not adapters: to-hf writes it for "
+            "transformers"
+        )
+    source = located_checkpoint.open()
+    assert isinstance(source, AdaptedSource)
+    with published(output, config.overwrite, located_checkpoint.folder, marks=(CONFIG,)) as folder:
+        count = write_adapters(source, folder, config.base_model, DTYPES[config.dtype])
+    print(
+        f"{output}: {count} tensors of {source.folder} in {config.dtype}, read back and equal; "
+        f"base: {source.base.folder}"
+    )
+
+
+def write_adapters(
+    source: AdaptedSource, folder: Path, base: str | None = None, dtype: torch.dtype = torch.float32
+) -> int:
+    """:func:`write_peft` with the tokenizer's files into an existing folder, read back. Raises
+    CheckpointError if what is read differs."""
+    count = write_peft(source, folder, base, dtype)
+    written = PeftFolder(folder, source.base.folder).additions
+    require_equal(written, source.additions, dtype, folder)
+    place = folder / "tokenizer"
+    if source.copy_tokenizer(place):
+        for path in place.iterdir():
+            if path.name == "generation_config.json":
+                path.unlink()
+            else:
+                path.rename(folder / path.name)
+        place.rmdir()
+    return count

@@ -28,6 +28,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
 from megatron.features.adapters.checkpoint import adapter_name
+from megatron.formats.derived import DerivedSource
 from megatron.formats.huggingface import ModuleTarget, architecture_of, linear_targets
 from megatron.formats.huggingface.entries import Parameter
 from megatron.formats.huggingface.tasks import CausalLM
@@ -47,12 +48,12 @@ _PIECES = {
     "A": re.compile(r"^(.+)\.lora_(?:embedding_)?A(?:\.\w+)??(?:\.weight)?()"),
     "B": re.compile(r"^(.+)\.lora_(?:embedding_)?B(?:\.\w+)??(?:\.weight)?()"),
 }
-"""Content of a file about a whole tensor, by the form of its name: the trained values, those of the
-base, some rows, or an addition."""
+"""What a file holds of a whole tensor, by the form of its name: the trained values, the base's
+values, some rows, or an addition."""
 
 
 class Place(NamedTuple):
-    """Place of an adapter: its block's layer by canonical name, and the module that it is of."""
+    """Place of an adapter: its layer by canonical name, and its module."""
 
     layer: str
     target: ModuleTarget
@@ -63,7 +64,7 @@ class Place(NamedTuple):
         return f"{self.layer}.lora_{part}{kind}"
 
     def to_peft(self, values: Tensor, kind: str) -> Tensor:
-        """One of its parameters as peft has it."""
+        """Return one of its parameters in peft's form."""
         values = values if kind == "a" else self.target.rows_to_hf(values)
         if self.target.stacked:  # [E, r, I] to [E r, I], and [E, O, r] to [O, r E]
             values = values.flatten(0, 1) if kind == "a" else values.permute(1, 2, 0).flatten(1)
@@ -106,7 +107,7 @@ def ends(module: str, ending: str) -> bool:
     return f".{module}".endswith(f".{ending}")
 
 
-class PeftTensors(Source):
+class PeftTensors(DerivedSource):
     """The tensors of a folder of peft by canonical name, float32, the rows in our order; ``model``
     is the merged one. Raises CheckpointError if one is not known, or the folder does not fit its
     base.
@@ -165,13 +166,13 @@ class PeftTensors(Source):
                     f"{self._path}: {key} is of no linear layer of the blocks of the base "
                     f"({architecture.title}), and cannot be represented"
                 )
-            # Next to those of a wrapper, a name without one is of the same values.
+            # A name without a wrapper has the same values as the wrapper's name.
             pieces = self._pieces.setdefault(theirs, {})
             if piece not in pieces or name != theirs:
                 pieces[piece] = key
 
     def _piece_of(self, name: str) -> tuple[str, str]:
-        """The tensor that one in the file belongs to, and which member of :data:`_PIECES` it is."""
+        """Return the whole tensor of a tensor in the file, and its member of :data:`_PIECES`."""
         for piece, form in _PIECES.items():
             if match := form.fullmatch(name):
                 return f"{match[1]}.{match[2] or 'weight'}", piece
@@ -214,18 +215,8 @@ class PeftTensors(Source):
         alike = not isinstance(indices, dict) or len({tuple(v) for v in indices.values()}) == 1
         return "tokens" in here and alike and {*here, *there} <= {"tokens", "base"}
 
-    @classmethod
-    def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        return None  # not a model by itself
-
     def names(self) -> Sequence[str]:
         return [*self._additions, *self._whole]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensor(name).shape)
-
-    def kinds(self, name: str) -> Sequence[str]:
-        return ("weight",)
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
         if name in self._whole:
@@ -238,7 +229,7 @@ class PeftTensors(Source):
         return place.from_peft(values, parsed.kind, self._experts(key, place, values, parsed.kind))
 
     def _experts(self, key: str, place: Place, values: Tensor, kind: str) -> int:
-        """Number of matrices of the parameter that an addition is of."""
+        """Number of matrices in the parameter of an addition."""
         if not place.target.stacked:
             return 1
         experts, size = self._base.shape(f"{place.layer}.weight")[0], values.shape[kind != "a"]
@@ -318,7 +309,7 @@ class PeftTensors(Source):
         indices = self._content.get("trainable_token_indices") or []
         if isinstance(indices, dict):
             module = theirs.rpartition(".")[0]
-            # Of a head that is the embedding too, those of the embedding.
+            # A tied head has the embedding's values.
             names = [name for name in indices if module.endswith(name)] or [*indices]
             indices = indices[names[0]]
         return indices

@@ -6,14 +6,13 @@ import math
 
 from megatron.engine.train_engine import ModelEngine
 from megatron.features.adapters.flags import AdapterConfig
-from megatron.features.adapters.nf4 import bytes_of
-from megatron.features.adapters.quantised import quantised_weights
+from megatron.features.adapters.nf4 import bytes_of, quantised_weights
 from megatron.model.layer_list import canonical_name, canonical_prefixes
 
 
 def find_quantised(engine: ModelEngine) -> str:
-    """Makes an engine know its weights in 4 bits, for what loads a checkpoint; where none is to be
-    loaded they get initial values. Returns a line about their memory."""
+    """Register an engine's 4-bit weights for loading a checkpoint; without one they get initial
+    values. Return a line about their memory."""
     config, prefixes = engine.config, canonical_prefixes(engine.layers)
     engine.quantised = [
         (canonical_name(registered, prefixes), weight)

@@ -46,9 +46,9 @@ def add_weights(
 
 @contextmanager
 def computing_with(engine: TrainEngine, kind: str) -> Iterator[None]:
-    """Within it the model computes with an average, rounded as trained weights are. Every rank must
-    enter it, between steps. Where the weights of the model are those that the optimizer updates, it
-    keeps a copy of them."""
+    """Within this context the model computes with an average, rounded like trained weights. Every
+    rank must enter it, between steps. If the optimizer updates the model's own weights, a copy of
+    them is kept."""
     separate = has_main_weights(engine)
     copies = {} if separate else {param: param.detach().clone() for param in engine.trained}
     set_trained_weights(engine, lambda own: own.get(kind))
@@ -91,8 +91,8 @@ class AverageEvaluation:
 
 
 class AverageTerms(NamedTuple):
-    """The weights that an average is of: those after the iteration ``first`` and after each
-    ``every``-th later one; ``decay`` is that of an exponential average, None of a mean."""
+    """The weights in an average: those after iteration ``first`` and after every ``every``-th later
+    one. ``decay`` is the decay of an exponential average; None for a mean."""
 
     decay: float | None
     first: int

@@ -1,4 +1,4 @@
-"""Averages of weights, next to those that are trained."""
+"""Averages of weights, kept in addition to the trained ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class AveragesConfig(FlagSection):
 
     @property
     def names(self) -> Mapping[str, str]:
-        """The state of each average of the run, and the flag that asks for it."""
+        """The state of each average of the run, and its flag."""
         asked = {
             EXPONENTIAL: ("--ema-decay", self.ema_decay),
             UNIFORM: ("--swa-start-iter", self.swa_start_iter),

@@ -1,9 +1,9 @@
 """``clean`` of ``tools/convert_checkpoint.py``: the model that a run with ``compression_training``
 has made, without what only its training needs (DeepSpeed's ``redundancy_clean``).
 
-Weights become what the layers computed with: quantised, and zero where they are pruned. Rows and
-heads whose ``related_modules`` are named are left out, if every block loses as many and a format of
-the model can say so.
+Weights get the values that the layers computed with: quantised, and zero where they are pruned.
+Rows and heads whose ``related_modules`` are named are left out, if every block loses as many and a
+format of the model can say so.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from megatron.features.compression.state import (
 )
 from megatron.formats.conversion.commands import LoadConfig, dtype_of, opened, parsed, required
 from megatron.formats.conversion.output import published, write_checkpoint
+from megatron.formats.derived import DerivedSource
 from megatron.formats.features import layers_of
 from megatron.formats.huggingface import architecture_of
 from megatron.parallel.mesh import Mesh
@@ -62,7 +63,7 @@ _PAIRS = {"attention.proj": "attention.qkv", "mlp.up": "mlp.down"}
 
 @dataclass(frozen=True)
 class CleanConfig:
-    """Compressed models without what only their training needs."""
+    """Compressed models without the state that only training needs."""
 
     output: str | None = option(None)
     """Folder of checkpoints to create: --load of to-hf, of tools and of a training."""
@@ -89,7 +90,7 @@ def clean(argv: Sequence[str]) -> None:
     print(f"{output}: {source.folder} as it computes; {export} exports it")
 
 
-class CleanSource(Source):
+class CleanSource(DerivedSource):
     """The compressed model in a checkpoint of its run.
 
     Attributes:
@@ -97,10 +98,6 @@ class CleanSource(Source):
     """
 
     title = "compressed model"
-
-    @classmethod
-    def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        return None
 
     def __init__(self, source: Source, keep_shapes: bool = False) -> None:
         super().__init__(source.folder)
@@ -178,7 +175,7 @@ class CleanSource(Source):
         )
 
     def _smaller(self, kind: str, field: str, count: int) -> ModelConfig | None:
-        """The model with so many rows or heads; None if it has no such form."""
+        """Return the model with this many rows or heads; None if it cannot have that shape."""
         model, attention = self.model, self.model.attention
         plain = attention.num_query_groups == attention.num_attention_heads
         if (kind == ROW and model.mlp.gated) or (kind == HEAD and not plain):
@@ -221,9 +218,6 @@ class CleanSource(Source):
             dim, kept = self._left[name]
             shape[dim] = len(kept)
         return tuple(shape)
-
-    def kinds(self, name: str) -> Sequence[str]:
-        return ("weight",)
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
         module, _, last = name.rpartition(".")

@@ -1,8 +1,6 @@
-"""Layers of a model that compress: which they are, the scores that pruning learns, and what a layer
-computes with instead of its weights and inputs.
-
-A mask, or the groups of a quantised weight, are of the whole matrix (of each expert), so that every
-layout computes the same.
+"""Compressed layers of a model: their selection, the scores that pruning learns, and the
+replacements of a layer's weights and inputs. A mask, or the groups of a quantised weight, cover the
+whole matrix (of each expert), so that every layout computes the same.
 
 Shapes: E experts of a rank, O outputs, I inputs, of a whole matrix; N heads.
 """
@@ -21,13 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config import ConfigError
-from megatron.features.compression.quantisers import (
-    StraightThrough,
-    ZeroGradient,
-    largest,
-    quantise,
-    within,
-)
+from megatron.features.compression.quantisers import StraightThrough, largest, quantise, within
 from megatron.features.compression.settings import (
     ACTIVATIONS,
     HEAD,
@@ -47,6 +39,7 @@ from megatron.parallel.layers import (
     VocabParallelEmbedding,
     WholeEmbedding,
     WholeLinear,
+    ZeroGradient,
 )
 from megatron.parallel.mesh import Coordinates, Mesh
 from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
@@ -55,7 +48,7 @@ from megatron.parallel.tensor_parallel import sum_at_once, sum_gradients
 SCORES = {SPARSE: "sparse_mask_scores", ROW: "row_mask_scores", HEAD: "head_pruning_scores"}
 """Last names of the parameters whose order decides what is pruned (method ``topk``)."""
 MOMENTUM = 0.95
-"""Share of its value that a static range of activations keeps in an update."""
+"""Momentum of a static range of activations."""
 _BLOCK = re.compile(r"(?:(?P<stack>encoder|decoder)\.)?layers\.(?P<number>\d+)\.(?P<rest>.+)")
 _EXPERTS = {"up": "dense_h_to_4h", "down": "dense_4h_to_h"}
 
@@ -108,7 +101,7 @@ class Use:
 
 @dataclass
 class Clock:
-    """Number of updates of a run with compression, those not counted that changed nothing."""
+    """Number of updates of a run with compression, excluding skipped ones."""
 
     updates: int = 0
 
@@ -118,7 +111,7 @@ class Clock:
 
 
 def uses_of(compression: Compression, name: str, embedding: bool) -> dict[str, Use]:
-    """The techniques of the module ``name``. Raises ConfigError if two groups of one have it."""
+    """Return the module's techniques. Raises ConfigError if two groups of one match it."""
     uses: dict[str, Use] = {}
     for kind, technique in compression.techniques.items():
         if embedding and kind != WEIGHTS:
@@ -307,7 +300,7 @@ class CompressedLayer:
         return result
 
     def cut(self, whole: Tensor, shard: Shard) -> Tensor:
-        """This rank's share of what :meth:`whole` returned."""
+        """Return this rank's share of the result of :meth:`whole`."""
         own = of_own_experts(shard, self.mesh.coordinates)
         return own.cut(whole, self._places[self.mesh.tensor.rank]) if own.cuts else whole
 
@@ -390,6 +383,7 @@ class CompressedLayer:
                 bias = bias * self._mask(ROW, prefix).to(bias).view_as(bias)
         for kind in self.learned:
             if not self._active(kind):
+                # Without a gradient some optimizers would not count the step, and others would.
                 weight = ZeroGradient.apply(weight, getattr(module, prefix + SCORES[kind]))
         if weight is not first:
             module._parameters[f"{prefix}weight"] = weight  # type: ignore[assignment]
@@ -397,8 +391,8 @@ class CompressedLayer:
                 module._parameters[f"{prefix}bias"] = bias  # type: ignore[assignment]
 
     def _mask(self, kind: str, prefix: str, summed: bool = False) -> Tensor:
-        """This rank's share of a mask; with ``summed`` each rank has an addend of the gradient of
-        scores that all have."""
+        """Return this rank's share of a mask; with ``summed`` the gradient of shared scores is
+        summed over ranks."""
         if kind in self.masks:
             return self.masks[prefix + kind]
         scores = getattr(self.module, prefix + SCORES[kind])

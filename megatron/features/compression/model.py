@@ -60,10 +60,10 @@ def check(config: RunConfig, compression: Compression) -> None:
     if not compression.techniques:
         return
     fast, optimizer = config.fast_paths, config.optimizer.optimizer
-    if fast.fp8_format is not None:
+    if fast.in_8_bits:
         raise ConfigError(
-            f"--fp8-format {fast.fp8_format} contradicts {SECTION}: layers multiply by the weights "
-            "in 8 bits that were cast before they are compressed; leave one of them out"
+            f"--fp8-format {vars(fast)['fp8_format']} contradicts {SECTION}: layers multiply by "
+            "the weights in 8 bits that were cast before they are compressed; leave one of them out"
         )
     lora = next((s for s in config.sections if getattr(s, "lora", False)), None)
     if lora is not None:

@@ -77,7 +77,7 @@ def largest(scores: Tensor, ratio: float) -> Tensor:
 
 
 class StraightThrough(torch.autograd.Function):
-    """The second argument, with the gradient as that of the first (Bengio et al. 2013,
+    """Return the second argument, with the gradient of the first (Bengio et al. 2013,
     arXiv:1308.3432)."""
 
     @staticmethod
@@ -89,35 +89,20 @@ class StraightThrough(torch.autograd.Function):
         return grad, None
 
 
-class ZeroGradient(torch.autograd.Function):
-    """The first argument; the gradient of the second, a parameter, is zero. Without one some
-    optimizers would not count the steps in which it has no effect, and others would."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, param: Tensor) -> Tensor:
-        ctx.like = param.shape, param.dtype, param.device
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        shape, dtype, device = ctx.like
-        return grad, torch.zeros(shape, dtype=dtype, device=device)
-
-
 def falls(steps: int, period: int) -> int:
-    """Number of times that the bits have fallen after so many quantisations: at first after
-    ``period`` of them, then each time after twice as many as before."""
+    """Return how often the number of bits has decreased after ``steps`` quantisations: first after
+    ``period``, then each time after twice as many."""
     return (steps // period).bit_length()
 
 
 def bits_after(steps: int, start: int, target: int, period: int) -> int:
-    """Bits in a quantisation, the first of which has the number 1."""
+    """Return the number of bits of a quantisation, counted from 1."""
     return max(target, start - falls(steps, period))
 
 
 def share_of_weights(steps: int, start: int, target: int, period: int, change: float) -> float:
-    """The share of the weights themselves in a mixed quantisation (``fp16_mixed_quantize``), which
-    begins again at 1 when the bits fall."""
+    """Return the share of unquantised weights in a mixed quantisation (``fp16_mixed_quantize``),
+    which restarts at 1 when the bits decrease."""
     fallen = min(falls(steps, period), start - target)
     since = period << (fallen - 1) if fallen else 0
     return max(0.0, 1.0 - change * (steps - since))

@@ -10,25 +10,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
 from megatron.config import ConfigError, ModelConfig, RunConfig
 from megatron.engine.loading import load_weights, together
 from megatron.engine.train_engine import TrainEngine
 from megatron.features.compression.layers import is_scores, matches
 from megatron.features.compression.settings import LAYERS, SECTION, LayerReduction
+from megatron.formats.derived import RenamedSource
 from megatron.formats.features import whole_shards
-from megatron.training.resume_source import ResumeSource
+from megatron.training.resume import ResumeSource
 
 _BLOCK = re.compile(r"((?:\w+\.)?layers\.)(\d+)\.(.+)")
 _STACKS = {"layers.": "encoder.layers", "encoder.layers.": "encoder.layers"}
 
 
-class StudentSource(Source):
+class StudentSource(RenamedSource):
     """The weights of a student in a checkpoint of its teacher.
 
     Class attributes of the subclass of a run:
@@ -43,10 +40,6 @@ class StudentSource(Source):
     student: ModelConfig
 
     @classmethod
-    def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        return None
-
-    @classmethod
     def family(cls, folder: Path) -> str:
         return cls.teacher.family
 
@@ -56,9 +49,9 @@ class StudentSource(Source):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._source = self.teacher.open(verify=False)
-        self._source.require_model()
-        whole = self._source.model
+        self.original = self.teacher.open(verify=False)
+        self.original.require_model()
+        whole = self.original.model
         highest = max(self.reduction.teacher_layers)
         if highest >= whole.num_layers:
             raise CheckpointError(
@@ -67,7 +60,7 @@ class StudentSource(Source):
             )
         flags = replace(whole.flags(), num_layers=self.student.num_layers)
         self.model = flags.resolve().with_vocabulary(whole.vocabulary.size)
-        self.tokenizer, self.notes = self._source.tokenizer, (self._note(whole.num_layers),)
+        self.tokenizer, self.notes = self.original.tokenizer, (self._note(whole.num_layers),)
 
     def _note(self, layers: int) -> str:
         chosen = ", ".join(map(str, self.reduction.teacher_layers))
@@ -75,8 +68,8 @@ class StudentSource(Source):
 
     @cached_property
     def _places(self) -> dict[str, str]:
-        """The teacher's name of each parameter that the student has of it."""
-        stored, places = set(self._source.names()), {}
+        """Return the teacher's name of each parameter that the student takes from it."""
+        stored, places = set(self.original.names()), {}
         for name in whole_shards(self.student):
             match = _BLOCK.fullmatch(name)
             if match is None:
@@ -91,24 +84,12 @@ class StudentSource(Source):
     def names(self) -> Sequence[str]:
         return list(self._places)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(self._places[name])
-
-    def kinds(self, name: str) -> Sequence[str]:
-        return ("weight",)
-
-    def dtype(self, name: str, kind: str = "weight") -> str:
-        return self._source.dtype(self._places[name])
-
-    def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        return self._source.tensor(self._places[name])
-
-    def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
-        return self._source.read(self._places[name], kind, wanted)
+    def original_name(self, name: str) -> str:
+        return self._places[name]
 
 
 def _names_stack(prefix: str, stack: str) -> bool:
-    """True if a ``module_name_prefix`` is of a stack of blocks, by our name or Megatron's."""
+    """True if a ``module_name_prefix`` names a stack of blocks, by our name or Megatron's."""
     ours = stack.removesuffix(".")
     theirs = _STACKS.get(stack, ours)
     return prefix in (ours, theirs, f"language_model.{theirs}", f"module.language_model.{theirs}")
@@ -125,8 +106,8 @@ def student_source(
     config: RunConfig, reduction: LayerReduction, source: ResumeSource | None
 ) -> ResumeSource | None:
     """The start of a run with ``layer_reduction``: layers of the deeper model in ``--load`` or
-    ``--pretrained-checkpoint``, or else in ``--load-teacher``; a checkpoint with as many layers as
-    the run has been reduced already. Raises ConfigError without any."""
+    ``--pretrained-checkpoint``, or else in ``--load-teacher``; a checkpoint with the run's number
+    of layers has already been reduced. Raises ConfigError without any."""
     model, place = config.model, f"{SECTION}.{LAYERS}"
     if len(reduction.teacher_layers) != model.num_layers:
         raise ConfigError(
@@ -159,10 +140,7 @@ def load_compressed(engine: TrainEngine, source: Source, fresh: Collection[str])
     new = {name for name in engine.names.values() if name not in stored and name not in fresh}
     if not isinstance(source, StudentSource):
         new = {name for name in new if is_scores(name)}
-    every = [new] * engine.mesh.world.size
-    if engine.mesh.world.size > 1:
-        torch.distributed.all_gather_object(every, new)
-    if not any(every):
+    if not any(engine.mesh.world.gathered(new)):
         return None
     together(engine, lambda: load_weights(engine, source, {*fresh, *new}))
     return source

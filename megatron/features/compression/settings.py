@@ -1,6 +1,6 @@
-"""The section ``compression_training`` of DeepSpeed's JSON: what DeepSpeed 0.19.6 read itself, with
-its defaults. Unknown keys, values of other types and techniques that cannot run are refused by
-their path in the JSON."""
+"""The section ``compression_training`` of DeepSpeed's JSON, with the keys and defaults of DeepSpeed
+0.19.6. Unknown keys, values of the wrong type and techniques that cannot run raise errors with
+their JSON path."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REQUIRED = object()
 
 
 class Key(NamedTuple):
-    """A key: a check of its value, what that has to be, and the default, if the key has one."""
+    """A key: a check of its value, a description of valid values, and the default, if any."""
 
     fits: Callable[[Any], bool]
     needed: str
@@ -165,7 +165,7 @@ class LayerReduction:
 
 @dataclass(frozen=True)
 class Compression:
-    """The compression of a run: techniques by name, those that are enabled only."""
+    """The compression of a run: enabled techniques by name."""
 
     techniques: Mapping[str, Technique] = field(default_factory=dict)
     layers: LayerReduction | None = None
@@ -328,7 +328,7 @@ def _reduction(section: Any) -> LayerReduction | None:
 
 
 def _values(section: Any, keys: Mapping[str, Key], place: str) -> dict[str, Any]:
-    """The values of all keys, with the defaults of those that the section lacks."""
+    """Return the values of all keys, with defaults for keys missing from the section."""
     _require_object(section, place)
     _known(section, tuple(keys), place)
     values = {}

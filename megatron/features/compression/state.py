@@ -147,7 +147,7 @@ class CompressionState(KernelStates):
 
     @contextlib.contextmanager
     def _whole_small_ones(self) -> Iterator[None]:
-        """Small parameters of ZeRO 3, of which every rank has all values between steps."""
+        """Return the small parameters of ZeRO 3, which are whole on every rank between steps."""
         wrapper = self._engine.optimizer_wrapper
         whole = wrapper.persistent_parameters if self._engine.stage == 3 else []
         if whole:
@@ -205,7 +205,7 @@ class CompressionState(KernelStates):
         return torch.cat(parts)
 
     def _set_mask(self, layer: CompressedLayer, kind: str, whole: Tensor) -> None:
-        """A mask of the whole matrix, of all experts; checkpoints have it, a bit for each."""
+        """Return the mask of the whole matrix, of all experts, for checkpoints, as bits."""
         for prefix, param in layer.weights.items():
             shard = layer.shard_of_mask(kind, shard_of(param))
             local = shard.cut(whole, self._mesh.coordinates)
@@ -253,7 +253,7 @@ class CompressionState(KernelStates):
 
 
 def schedule(technique: Technique, params: Mapping[str, Any], steps: int) -> tuple[int, float]:
-    """The bits of a quantisation of weights, and the share of the weights themselves in it."""
+    """Return the bits of a quantisation of weights, and the share of unquantised weights."""
     bounds = params["start_bits"], params["target_bits"], params["quantization_period"]
     mixed = technique.shared["fp16_mixed_quantize"]
     change = mixed["quantize_change_ratio"]
@@ -278,7 +278,7 @@ def overwritten(
 
 
 def updates_in(state: Mapping[str, Tensor]) -> int:
-    """The number of updates in the state of a checkpoint; 0 without one."""
+    """Return the number of updates in the state of a checkpoint, or 0."""
     return int(state[UPDATES].clone().view(torch.int64)) if UPDATES in state else 0
 
 

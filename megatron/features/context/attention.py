@@ -63,7 +63,7 @@ class ContextAttention:
         self.exchange = HeadExchange(context, exchanging)
         self.gathers = kind == "allgather"
 
-    @untraced  # kernels and collectives in an order of their own, with nothing to fuse in between
+    @untraced  # kernels and collectives in their own order, with nothing to fuse in between
     def __call__(
         self,
         q_BNsD: Tensor,
@@ -128,7 +128,7 @@ class ContextAttention:
         rule = plan.rule
         if dropout:
             # The same on all ranks or not: places in the sequence distinguish their tiles, heads
-            # those of neighbours.
+            # distinguish neighbours.
             seed = int(torch.randint(2**62, (), dtype=torch.int64)) + self.exchange.rank
             rule = replace(rule, seed=seed)
         return block_attention(q, k, v, plan.source, rule, plan.spans, sinks)
@@ -199,8 +199,8 @@ def block_rule(scores: AttentionScoring, scoring: Scoring, masks: AttentionMasks
 
 
 class _Plan(NamedTuple):
-    """Rule and source of all blocks of a micro batch that score alike, and positions of this rank's
-    queries."""
+    """Rule and source for all blocks of a micro batch with the same scoring, and positions of this
+    rank's queries."""
 
     rule: BlockRule
     source: KeySource

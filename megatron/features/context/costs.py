@@ -1,4 +1,4 @@
-"""Bytes that are sent by ranks which divide sequences, and by computing a sequence in parts.
+"""Bytes sent by ranks that divide sequences, and by computing a sequence in parts.
 
 Attention of a block over P ranks, s tokens each, with query width q and key width k of a rank's
 heads, sends for a micro batch, forward (arXiv:2310.01889, arXiv:2309.14509, arXiv:2407.21783):
@@ -137,7 +137,7 @@ def attention_widths(layout: Layout, heads: Heads, changed: bool, normalised: bo
     of_kinds = []
     for kind in kinds(layout) or ("p2p",):
         exchanging = {"a2a": layout.context, "a2a+p2p": layout.exchanging}.get(kind, 1)
-        # What was exchanged, instead of what a rank has of its own tokens; outputs both ways.
+        # The exchanged tensors, instead of a rank's own tokens; outputs both ways.
         sent = heads.sent_keys(exchanging) * heads.width
         exchanged = 3 * q + 2 * sent + (q + 2 * k if normalised else 0)
         of_kinds.append(exchanged if exchanging > 1 else plain)
@@ -145,8 +145,8 @@ def attention_widths(layout: Layout, heads: Heads, changed: bool, normalised: bo
 
 
 def key_bytes_on_the_way(layout: Layout, heads: Heads, tokens: int, element: int) -> float:
-    """Return the bytes of keys and values of other ranks, with their gradients in float32, that a
-    block has at once: all of them if they are gathered, else those that are used and the next."""
+    """Return the bytes of other ranks' keys and values, with gradients in float32, that a block
+    holds at a time: all if they are gathered, else the current and the next ones."""
     each, gradients = 2.0 * heads.keys * heads.width * tokens, max(4, element)
     if "allgather" in layout.comm:
         return layout.context * each * (element + gradients)

@@ -23,7 +23,7 @@ class DocumentBounds:
         places = np.arange(ids.shape[1])
         changes = ids[:, 1:] != ids[:, :-1]
         edge = np.ones((len(ids), 1), dtype=bool)
-        # Of the run of equal ids that each position is in.
+        # Ends of the run of equal ids that contains each position.
         starts = np.where(np.hstack((edge, changes)), places, 0)
         ends = np.where(np.hstack((changes, edge)), places + 1, places.size)
         self._starts = np.maximum.accumulate(starts, 1).max(0)
@@ -38,7 +38,7 @@ class DocumentBounds:
         return None if ids_BS is None else masks.once("documents of positions", lambda: cls(ids_BS))
 
     def seen(self, queries: Span) -> Span:
-        """Positions outside which no query of a span has a key of its own document."""
+        """Return the bounds of the positions with keys of the documents of a span's queries."""
         at = slice(*queries)
         return int(self._firsts[at].min()), int(self._lasts[at].max()) + 1
 

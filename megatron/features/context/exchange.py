@@ -21,10 +21,12 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.collectives import Finish, start_exchange, start_gather, start_scatter
+from megatron.parallel.collectives import Finish, start_gather, start_scatter, traced
 from megatron.parallel.context import Context
+from megatron.parallel.mesh import Group
 
 Span = tuple[int, int]
 """Positions from the first to before the second."""
@@ -38,6 +40,30 @@ def spans_of(rank: int, size: int, length: int) -> Spans:
     width = length // (2 * size)
     last = length - rank * width
     return (rank * width, (rank + 1) * width), (last - width, last)
+
+
+def start_exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Finish:
+    """Sends ``sent`` rows of contiguous ``x`` to each rank; the ``received`` rows from each."""
+    if traced():
+        started = torch.ops._c10d_functional.all_to_all_single(
+            x, list(received), list(sent), group.name
+        )
+        return partial(torch.ops._c10d_functional.wait_tensor, started)
+    result = x.new_empty(sum(received), *x.shape[1:])
+    work = dist.all_to_all_single(
+        result,
+        x,
+        output_split_sizes=list(received),
+        input_split_sizes=list(sent),
+        group=group.handle,
+        async_op=True,
+    )
+
+    def finish() -> Tensor:
+        work.wait()
+        return result
+
+    return finish
 
 
 class HeadExchange(NamedTuple):
@@ -54,8 +80,8 @@ class HeadExchange(NamedTuple):
         self, q_BNsD: Tensor, k_BKtD: Tensor, v_BKtD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's query heads, [B, N / U, S, D], and the key and value heads that these use, of
-        the tokens of all neighbours; in one collective. Where U does not divide K, key heads are
-        sent to each rank whose queries use them, where need be more than once."""
+        the tokens of all neighbours; in one collective. If U does not divide K, key heads are sent
+        to every rank whose queries use them."""
         return _Heads.apply(self, q_BNsD, k_BKtD, v_BKtD)
 
     def gather_heads(self, y_BhSD: Tensor) -> Tensor:
@@ -63,7 +89,7 @@ class HeadExchange(NamedTuple):
         return _Tokens.apply(self, y_BhSD)
 
     def key_heads(self, heads: int, key_heads: int) -> list[int] | None:
-        """The key heads to send, those for each neighbour in turn; None if each is sent to one."""
+        """The key heads to send, neighbour by neighbour; None if each goes to a single one."""
         if key_heads % self.size == 0:
             return None
         group, each = heads // key_heads, heads // self.size
@@ -156,10 +182,10 @@ class KeyBlock(NamedTuple):
 class KeySource(Protocol):
     """Source of the blocks of keys and values that queries attend to.
 
-    The tensors ``k`` and ``v`` are those that have gradients, whatever they contain for the source:
-    a rank's tokens, or chunks in the memory of the host. Both methods call ``visit`` with one block
-    after another, in any order, every block that a query sees at least; while a block is visited
-    the next one should be on its way. A block may be overwritten when ``visit`` has returned.
+    The tensors ``k`` and ``v`` receive gradients, whatever they represent: a rank's tokens, or
+    chunks in host memory. Both methods call ``visit`` with one block after another, in any order,
+    at least with every block that a query attends to; while a block is visited the next one should
+    be on its way. A block may be overwritten when ``visit`` has returned.
     """
 
     def forward(self, k: Tensor, v: Tensor, visit: Callable[[KeyBlock], None]) -> None: ...
@@ -167,8 +193,8 @@ class KeySource(Protocol):
     def backward(
         self, k: Tensor, v: Tensor, visit: Callable[[KeyBlock], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of ``k`` and ``v``, with their shapes and devices: sums of those that
-        ``visit`` returns, [B, K, T, D] of its block in float32 or better."""
+        """Return the gradients of ``k`` and ``v``, with their shapes and devices: sums of the
+        gradients that ``visit`` returns, [B, K, T, D] for its block, in float32 or better."""
         ...
 
 
@@ -199,7 +225,7 @@ def _unpacked(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Gathered(NamedTuple):
-    """Keys and values of all ranks at once, before they are used; again for the backward pass."""
+    """Keys and values of all ranks, gathered before use, and again for the backward pass."""
 
     context: Context
     length: int
@@ -234,12 +260,12 @@ def whole_keys(context: Context, k_BKsD: Tensor, v_BKsD: Tensor) -> tuple[Tensor
 
 
 class Ring:
-    """Keys and values of one rank after another, of those that are ``heads`` places apart: between
-    them are ranks that exchange heads.
+    """Keys and values of one rank after another, among ranks ``heads`` places apart: the ranks in
+    between exchange heads.
 
-    In step t a rank sends its own keys to the t-th rank after it. While a block is visited that of
-    the next step travels, and in the backward pass the gradients of the last one go back to its
-    rank, in float32 or better.
+    In step t a rank sends its own keys to the t-th rank after it. While a block is visited, the
+    next step's block is transferred, and in the backward pass the last block's gradients are
+    returned to its rank, in float32 or better.
 
     Args:
         sees: whether queries of some positions see any keys of others.
@@ -259,8 +285,8 @@ class Ring:
         self.rank, self.first = divmod(context.rank, heads)
         ranks = range(self.size)
         self.keys = [spans_of(rank, self.size, keys) for rank in ranks]
-        # The first piece of a source that a target sees, and that after the last. Every rank knows
-        # those of all, and so the steps in which nobody sends.
+        # The first piece of a source that a target sees, and the piece after the last. Every rank
+        # knows all of them, and so the steps without a transfer.
         self.pieces = {
             (source, target): _range(
                 [sees(spans_of(target, self.size, queries), span) for span in self.keys[source]]
@@ -323,8 +349,8 @@ class Ring:
         return arrived
 
     def _start_return(self, grads: Tensor, step: int, total: Tensor) -> Callable[[], None]:
-        """Send gradients to the source of a step; what it returns adds those of this rank's keys
-        that its target sends."""
+        """Send gradients to the source of a step; the returned function adds the gradients of this
+        rank's keys that its target sends."""
         source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
         first, end = self.pieces[self.rank, target]
         part = total.unflatten(0, (2, -1))[first:end].flatten(0, 1)

@@ -7,11 +7,13 @@ from typing import Any
 
 from megatron.config.features import Feature
 from megatron.config.flags import ConfigResolver
+from megatron.features.context.axis import ContextFlags
 from megatron.features.context.flags import LongContextConfig
 
 
 class ContextFeature(Feature):
     sections = {"long_context": LongContextConfig}
+    flag_parts = {"parallel": ContextFlags}
     json_sections = ("activation_checkpointing",)
 
     def check_json(self, sections: Mapping[str, str]) -> None:
@@ -28,7 +30,7 @@ class ContextFeature(Feature):
         from megatron.features.context.attention import context_attention
 
         if config.decoder_num_layers is not None and kind != "full":
-            layer += config.num_layers  # a decoder's blocks follow those of its encoder
+            layer += config.num_layers  # a decoder's blocks follow its encoder's
         heads = config.attention.num_attention_heads // tp.group.size
         return context_attention(attend, context, context.kind(layer), heads)
 

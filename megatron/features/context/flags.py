@@ -161,7 +161,7 @@ class LongContextConfig(FlagSection):
         name = "mlp_chunks_for_training"
         shown = "ds_sequence_parallel_fpdt" if self.mlp_chunks_for_training == 1 else name
         resolver.check(
-            not (self.tiles and config.fast_paths.fp8_format is not None),
+            not (self.tiles and config.fast_paths.in_8_bits),
             f"{resolver.show(shown)} contradicts {resolver.show('fp8_format')}, whose scales are "
             "those of whole tensors: leave one of them out",
         )

@@ -176,7 +176,7 @@ def _arriving(
 def _start(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[tuple[Tensor, ...], Any]:
     if tensors[0].device == device:
         return tensors, None
-    # Their memory is that of the current stream: the copies wait for what used it before.
+    # Their memory belongs to the current stream: the copies wait for its earlier users.
     arriving = tuple(torch.empty_like(x, device=device) for x in tensors)
     with side_stream(device) as stream:
         for to, x in zip(arriving, tensors, strict=True):

@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, with what merging it with that to other keys needs.
+"""Attention of some queries to some keys, with statistics for merging several such results.
 
 Forward returns the output and L, the logarithm of the sum of exponentials of each query's scores.
 Backward computes with the output and the L of ALL keys: exp(score - L) is then the weight of a key
@@ -27,7 +27,7 @@ _SCORES = 1 << 23
 """Scores at once in products."""
 
 _ROWS_OF_SUMS = 32
-"""The memory-efficient kernel reads sums of a multiple of so many queries."""
+"""The memory-efficient kernel needs a number of queries that is a multiple of this."""
 
 _BIAS_ALIGNMENT = 8
 """Elements between rows of the memory-efficient kernel's mask."""
@@ -44,7 +44,7 @@ class Scoring:
 
 
 def mask_dtype(q: Tensor) -> torch.dtype:
-    """Return the dtype of masks for :func:`forward`: on CPUs float32 or better."""
+    """Return the dtype of masks for :func:`forward`: on CPUs at least float32."""
     if q.device.type == "cpu":
         return torch.promote_types(q.dtype, torch.float32)
     return q.dtype
@@ -122,7 +122,7 @@ def backward(
     random = torch.empty((), dtype=torch.int64, device=q_BNSD.device)
     k_BNTD, v_BNTD = (_expanded(x, q_BNSD) for x in (k_BKTD, v_BKTD))
     padded = F.pad(sums_BNS, (0, -queries % _ROWS_OF_SUMS), value=math.inf)
-    # The kernel assumes the heads of a token next to each other, whatever the strides are.
+    # The kernel ignores strides and assumes that the heads of a token are adjacent.
     y_BNSD = y_BNSD.transpose(1, 2).contiguous().transpose(1, 2)
     q_grad, *grads, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad_BNSD, q_BNSD, k_BNTD, v_BNTD, _whole(mask, q_BNSD, k_BKTD), y_BNSD, padded,

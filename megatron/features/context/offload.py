@@ -30,8 +30,8 @@ SMALLEST = 2**16
 
 
 class _View(NamedTuple):
-    """A tensor as a view of memory: of a parameter, from its first element on, or of a copy, which
-    comes back with the others of ``group``."""
+    """A tensor as a view of memory: of a parameter, from its first element, or of a copy that is
+    restored with the others in ``group``."""
 
     of: nn.Parameter | HostCopy
     group: SavedGroup
@@ -48,8 +48,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """Run copies inside on a stream of their own, after all that is queued on the current one; it
-    is None on a CPU."""
+    """Run the enclosed copies on a separate stream, after everything queued on the current one;
+    None on a CPU."""
     if device.type != "cuda":
         yield None
         return
@@ -87,7 +87,7 @@ class HostCopy:
         if device.type == "cpu":
             self.bytes = self.host
             return
-        # Its memory is that of the current stream: the copy waits for what used it before.
+        # Its memory belongs to the current stream: the copy waits for its earlier users.
         self.bytes = torch.empty_like(self.host, device=device)
         with side_stream(device) as stream:
             self.bytes.copy_(self.host, non_blocking=True)
@@ -144,9 +144,9 @@ class Offload:
         divided: DividedInputs | None = None,
         on_host: bool = True,
     ) -> AbstractContextManager[Any]:
-        """A context for the next group of layers, whose parameters these are: what they save, or
-        the part that ``divided`` leaves, goes to the host. The backward pass of the ``first`` group
-        of a pass is the last."""
+        """Return a context for the next group of layers, which have ``params``: tensors saved for
+        their backward pass, or the parts that ``divided`` keeps, go to the host. ``first`` marks
+        the first group of a forward pass."""
         if not torch.is_grad_enabled():
             return nullcontext()
         before = None if first else self._group
@@ -216,12 +216,12 @@ def offload(
     inputs: bool,
     divided: DividedInputs | None = None,
 ) -> list[Offload]:
-    """Keep what layers save on the host.
+    """Keep tensors that layers save for the backward pass on the host.
 
     Args:
         blocks: number of blocks of each sequence, the first ones that are not recomputed.
-        inputs: whether to keep the inputs of recomputed layers there.
-        divided: what keeps a part of these inputs, there or on the device.
+        inputs: True to keep the inputs of recomputed layers there.
+        divided: keeps a part of these inputs, there or on the device.
     """
     offloads = []
     for sequence in sequences:

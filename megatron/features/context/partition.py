@@ -20,7 +20,7 @@ from megatron.parallel.mesh import Group
 
 
 class _Part(NamedTuple):
-    """A rank's part of a tensor of this shape: what ``pack`` made of it."""
+    """A rank's part of a tensor of this shape, as packed by ``pack``."""
 
     kept: Any
     shape: torch.Size
@@ -31,7 +31,7 @@ class DividedInputs:
     each, of the flat numbers, and gather the whole again.
 
     Args:
-        ranks: those that have the same tensors, and all unpack them in the same order.
+        ranks: the ranks with the same tensors, which all unpack them in the same order.
     """
 
     def __init__(self, ranks: Group) -> None:
@@ -41,8 +41,8 @@ class DividedInputs:
     def around(
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        """The two hooks around others, which keep what is left of a tensor; those that cannot be
-        divided evenly are kept whole."""
+        """Return the two hooks, around others that keep the remaining part of a tensor; tensors
+        that cannot be divided evenly are kept whole."""
 
         def pack_part(x: Tensor) -> Any:
             even = x.is_floating_point() and x.numel() and x.numel() % self._ranks.size == 0

@@ -151,7 +151,7 @@ def tile_mlps(blocks: Sequence[nn.Module], tokens: Callable[[int, int], int]) ->
 
 
 def chunk_losses(model: nn.Module, tokens: int) -> None:
-    """Make output heads compute the logits of at most so many tokens at a time."""
+    """Make output heads compute the logits of at most this many tokens at a time."""
     for module in model.modules():
         head = getattr(module, "head", None)
         if isinstance(head, LossHead) and isinstance(module, VocabParallelEmbedding):

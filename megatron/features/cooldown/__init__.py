@@ -1,1 +1,1 @@
-"""The end of a training as a branch of it."""
+"""The cooldown of a training run as a branch of it."""

@@ -1,4 +1,4 @@
-"""Schedules of a branch, from those of the run that its checkpoint is of."""
+"""Schedules of a branch, from the schedules of the run that wrote its checkpoint."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _FIXED = (
     *(f"lr_{part}_{unit}" for part in ("warmup", "decay", "wsd_decay") for unit in LENGTHS),
     *("epochs", *RUN_LENGTHS),
 )
-"""Flags that follow from the checkpoint: those of the command line are those of the run before."""
+"""Flags that follow from the checkpoint: on the command line they have the earlier run's values."""
 
 
 def with_cooldown(settings: Settings) -> Settings:
     """Return the settings of a run that continues ``--load`` with a falling learning rate. Flags of
-    lengths, in any unit, and rates are those of the run before and are replaced, so that its
-    command with ``--cooldown-iters`` is that of the branch. Raises ConfigError if no run of this
-    project is at ``--load``, or flags contradict it."""
+    lengths, in any unit, and rates are the earlier run's and are replaced, so that its command plus
+    ``--cooldown-iters`` starts the branch. Raises ConfigError if no run of this project is at
+    ``--load``, or flags contradict it."""
     length = settings["cooldown_iters"]
     shown = f"--cooldown-iters {length.value}"
     for name in ("finetune", "reset_iteration", "use_checkpoint_opt_param_scheduler"):
@@ -50,7 +50,7 @@ def _schedules(source: Source, run: RunConfig, length: int) -> dict[str, Any]:
     """The schedules of a branch, by field; of one that was interrupted they stay."""
     if run.section(CooldownConfig).cooldown_iters == length:
         optimizer = run.optimizer
-        rates = (optimizer.lr, optimizer.weight_decay, optimizer.decoupled_lr)
+        rates = (optimizer.lr, optimizer.weight_decay, (optimizer.own_rates or (None,))[0])
         end = run.training.train_iters or 0
     else:
         iteration, consumed = source.state["iteration"], source.state["consumed_samples"]

@@ -73,7 +73,7 @@ Progress = Callable[[int, int], None]
 
 
 class MetricSummary(NamedTuple):
-    """The values of a metric: where their files are, how many there are, their distribution."""
+    """The values of a metric: their files, number and distribution."""
 
     name: str
     folder: Path
@@ -104,7 +104,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Analysis:
-    """The metrics of a dataset, in ``folder/NAME/``. ``vocab_size`` is that of the (padded) token
+    """The metrics of a dataset, in ``folder/NAME/``. ``vocab_size``: of the (padded) token
     embedding. Methods raise ValueError if a metric is unknown, samples have a type without metrics,
     or files are of other samples; FileNotFoundError if a step must come first; ChildProcessError if
     a process was killed."""
@@ -295,8 +295,8 @@ def analyse(
 
 
 def _disown(folder: Path) -> None:
-    """Marks the files of a folder as of no samples: a step that is killed leaves older ones, which
-    without an identity would be taken for DeepSpeed's."""
+    """Mark the files of a folder as belonging to no samples. A killed step leaves older files
+    behind, which without an identity would be mistaken for DeepSpeed's."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / ANALYSED, b'{"fingerprint": null}')
 
@@ -392,7 +392,7 @@ def _scatter(
 
 def token_rarity(counts_V: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """-log of each token's share of all tokens; as in Megatron-DeepSpeed, a token that never occurs
-    is treated as one that occurs once."""
+    is treated as occurring once."""
     seen_V = np.maximum(counts_V, 1)
     return -np.log(seen_V / seen_V.sum())
 
@@ -478,7 +478,7 @@ def _blocks(numbers: range) -> list[range]:
 def _in_processes(
     items: Sequence[Item], work: Callable[[Item], Answer], processes: int
 ) -> Iterator[tuple[Item, Answer]]:
-    """Each item and its answer, in order, from as many processes as are useful."""
+    """Yield each item and its result, in order, from as many processes as are useful."""
     count = min(processes, len(items), usable_processors())
     try:
         yield from map_in_order(iter(items), partial(_ready, work), count if count > 1 else 0)

@@ -53,7 +53,7 @@ class CurriculumFeature(Feature):
         examples = any(getattr(section, "sft", False) for section in config.sections)
         if examples or not _packs(config):
             return spec  # batches of examples are weighed as their flags say
-        from megatron.features.curriculum.packing.steps import with_weights
+        from megatron.features.curriculum.packing.data import with_weights
 
         return with_weights(spec)
 
@@ -63,7 +63,7 @@ class CurriculumFeature(Feature):
         packing = packing_of(context.config.section(CurriculumConfig))
         if packing is None:
             return
-        from megatron.features.curriculum.packing.steps import StepsOfBins
+        from megatron.features.curriculum.packing.data import StepsOfBins
         from megatron.training.context import Order
 
         context.add(Order.TEACH, StepsOfBins(packing, context))

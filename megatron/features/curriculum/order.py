@@ -47,6 +47,7 @@ from megatron.features.curriculum.flags import (
     data_sampling,
     sequence_lengths,
 )
+from megatron.features.curriculum.lengths import GrowingLengths
 from megatron.features.curriculum.metric_files import MetricRows, read_rows
 from megatron.features.curriculum.packing.data import Bin, BinCollator, PackedLengths, needed, pack
 from megatron.features.curriculum.packing.section import SamplePacking, packing_of
@@ -321,7 +322,7 @@ def _read_metric(metric: Metric, dataset: SampleDataset[Any]) -> MetricIndex:
 
 
 def _identity(metric: Metric, index: MetricIndex) -> dict[str, Any]:
-    """Everything that the order depends on; the paths of the files are not part of it."""
+    """Everything that determines the order; the paths of the files do not."""
     samples = (np.ascontiguousarray(a).data for a in (index.samples.ends, index.samples.values))
     values = None if index.values is None else index.values.tolist()
     schedule = dataclasses.asdict(metric.schedule)
@@ -413,7 +414,7 @@ class Curriculum(DataKind):
                     f"{config.parallel.pipeline_model_parallel_size} exchange: use seqlen_truncate"
                 )
             folds = config.training.micro_batch_size
-        return SequenceLengths(seq_length, growth, samples, folds)
+        return GrowingLengths(seq_length, growth, samples, folds)
 
 
 KIND = Curriculum()

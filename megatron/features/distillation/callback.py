@@ -28,12 +28,11 @@ from megatron.util.processes import return_freed_memory
 
 
 class Distillation(Callback):
-    """Brings the teacher of a run into its steps, for as many of them as ``--kd-iters`` says.
-    Raises ConfigError or CheckpointError, before anything that takes time, without one, or if its
-    model cannot teach this one.
+    """Adds the teacher of a run to its first ``--kd-iters`` steps. Raises ConfigError or
+    CheckpointError, before any slow work, if it is missing or its model cannot teach this one.
 
     Attributes:
-        teacher: None where --kd-cache has what it says.
+        teacher: None if --kd-cache has its outputs.
     """
 
     def __init__(self, run: Run) -> None:
@@ -51,12 +50,12 @@ class Distillation(Callback):
     def start(
         self, engine: TrainEngine, data: TrainingData, plan: TrainingPlan, consumed: int
     ) -> None:
-        """Loads the teacher, or what it has said, and makes it teach the model of ``engine``, which
-        has consumed so many samples."""
+        """Load the teacher, or its cached outputs, and attach it to the model of ``engine``, which
+        has consumed ``samples`` samples."""
         engine.teach = self.teach
         self._evaluates_otherwise = engine.spec.evaluated is not None
         parallel = engine.config.parallel
-        # The stages of a process are those of its schedule.
+        # The schedule determines the stages of a process.
         sequences = getattr(engine.model, "sequences", {parallel.stages - 1: None})
         self._has_head = parallel.stages - 1 in sequences
         if self._flags.kd_cache is None:
@@ -92,7 +91,7 @@ class Distillation(Callback):
         self._active = last is None or trainer.iteration < last
 
     def went_back(self, trainer: Trainer) -> None:
-        """The samples that follow are others, of which --kd-cache may not know."""
+        """The following samples differ, and --kd-cache may lack them."""
         if self._cache is not None:
             self.start(trainer.engine, trainer.data, trainer.plan, trainer.consumed_samples)
 

@@ -1,9 +1,9 @@
 """Divergence of a linear map's softmax over a vocabulary from a teacher's, next to cross entropy.
 
 Hinton et al. 2015: both distributions are softened by a temperature, and their divergence is
-multiplied by its square, so that its gradients keep their size. As in cross_entropy.py no more
-logits than a chunk's are in memory, the teacher's and the student's, and the forward pass
-computes the gradients.
+multiplied by its square, so that its gradients keep their size. As in cross_entropy.py only one
+chunk's logits are in memory, the teacher's and the student's, and the forward pass computes the
+gradients.
 
 Shapes: those of cross_entropy.py; V columns of a rank that are tokens, N those of them that the
 teacher has too, K tokens that are kept of a teacher, R rows at a time.
@@ -90,8 +90,8 @@ def linear_distillation(
     """Cross entropy of the targets, and the Kullback-Leibler divergence KL(teacher || student) at
     each of them, with the arguments of :func:`linear_cross_entropy`; the same on every rank.
 
-    Of a teacher with more tokens than the student those that both have count, with their
-    probabilities among themselves. The tokens that :class:`TopTokens` leave out count as one."""
+    If the teacher has more tokens than the student, only shared tokens count, with renormalised
+    probabilities. The tokens that :class:`TopTokens` leave out count as one."""
     make = partial(_Distilled, targets=targets, head=head, teacher=teacher, terms=terms)
     losses = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
     return DistilledLosses(*map(head.tp.context.sum, losses))
@@ -99,8 +99,8 @@ def linear_distillation(
 
 @torch.no_grad()
 def linear_top_tokens(teacher: TeacherHead, count: int, temperature: float) -> TopTokens:
-    """The ``count`` most probable tokens of a teacher at each of its positions, the same on every
-    rank, those of the whole sequence."""
+    """Return the ``count`` most probable tokens of a teacher at each position of the whole
+    sequence, the same on every rank."""
     run, whole = teacher_chunks(teacher), teacher.head.tp.context.whole
     parts = [_top_of_chunk(run, chunk, count, temperature) for chunk in run.chunks]
     shape = (teacher.x_BPH.shape[0], -1)
@@ -109,7 +109,7 @@ def linear_top_tokens(teacher: TeacherHead, count: int, temperature: float) -> T
 
 
 def _top_of_chunk(run: LogitChunks, chunk: slice, count: int, temperature: float) -> TopTokens:
-    logits_CN = run._logits(chunk)[:, : run.columns.used]
+    logits_CN = run.logits(chunk)[:, : run.columns.used]
     soft_CN = capped(logits_CN.to(run.work), run.columns.softcap) / temperature
     rows, used = soft_CN.shape
     values_CK = soft_CN.new_full((rows, count), -torch.inf)
@@ -169,7 +169,7 @@ class _Distilled(LogitChunks):
         used, terms = self.columns.used, self.terms
         for chunk in self.chunks:
             mask_C, labels_C = self.mask_T[chunk], self.labels_T[chunk]
-            logits_CP = self._logits(chunk)
+            logits_CP = self.logits(chunk)
             logits_CP[:, used:] = 0.0
             student = _Student(logits_CP[:, :used], labels_C, self.columns.softcap, terms)
             taught = self._taught(chunk)
@@ -188,7 +188,7 @@ class _Distilled(LogitChunks):
         return DistilledLosses(total, cross_entropy, divergence)
 
     def _join(self, student: _Student, taught: _Taught) -> None:
-        """Makes what is known of a chunk that of the columns of all ranks, in one collective."""
+        """Combine a chunk's statistics over the columns of all ranks, in one collective."""
         student.sums_3C[2].masked_fill_(student.absent_C, 0.0)
         if self.group.size == 1:
             return
@@ -201,7 +201,7 @@ class _Distilled(LogitChunks):
         if self._teaching is not None:
             run = self._teaching
             common = min(run.columns.used, self.columns.used)
-            logits_CN = run._logits(chunk)[:, :common]
+            logits_CN = run.logits(chunk)[:, :common]
             return _WholeTeacher(logits_CN, run.columns.softcap, self.terms, self.work)
         assert isinstance(self.teacher, TopTokens)
         tokens_CK, probs_CK, rest_C = (each.flatten(0, 1)[chunk] for each in self.teacher)
@@ -229,9 +229,9 @@ def teacher_chunks(teacher: TeacherHead, chunks: list[slice] | None = None) -> L
 
 
 class _Student:
-    """A chunk of the student's logits on this rank, and what is known of each token's softmax:
-    the largest logit, the sums of exp(logit - largest) as it is and at the temperature, and the
-    label's logit, each [C]."""
+    """A chunk of the student's logits on this rank, and statistics of each token's softmax: the
+    largest logit, the sums of exp(logit - largest) as it is and at the temperature, and the label's
+    logit, each [C]."""
 
     def __init__(
         self, logits_CV: Tensor, labels_C: Tensor, softcap: float | None, terms: Distilling
@@ -267,7 +267,7 @@ class _Student:
         return logits_RV
 
     def join(self, parts: Sequence[Tensor]) -> None:
-        """Makes what is known that of the columns of all ranks, from their ``largest_C`` and
+        """Combine the statistics over the columns of all ranks, from their ``largest_C`` and
         ``sums_3C``, [ranks, C] each."""
         largest_TC, total_TC, softened_TC, target_TC = parts
         self.largest_C = largest_TC.amax(0)
@@ -314,8 +314,8 @@ class _Taught(Protocol):
         ...
 
     def join(self, parts: Sequence[Tensor], student: _Student, largest_TC: Tensor) -> None:
-        """Makes that what is known of the columns of all ranks, from :meth:`known` of each,
-        [ranks, C]; ``largest_TC`` are the student's largest logits on each."""
+        """Combine the statistics over the columns of all ranks, from each rank's :meth:`known`,
+        [ranks, C]; ``largest_TC`` are the student's largest logits on each rank."""
         ...
 
     def divergence(self, student: _Student) -> Tensor:
@@ -338,11 +338,11 @@ class _WholeTeacher:
         self.temperature = terms.temperature
         count = len(logits_CN)
         self.largest_C = logits_CN.new_full((count,), torch.finfo(work).min, dtype=work)
-        # Of exp(logit - largest) and of its product with the difference from the student's logit.
+        # Sums of exp(logit - largest) and its product with the difference from the student's.
         self.sums_2C = logits_CN.new_zeros((2, count), dtype=work)
 
     def _softened(self, at: slice) -> Tensor:
-        # Not in place: what has the dtype of the work already is no copy.
+        # Not in place: a tensor already in the working dtype is not copied.
         return capped(self.logits_CN[at].to(self.work), self.softcap) / self.temperature
 
     def read(self, at: slice, logits_RV: Tensor) -> None:
@@ -387,7 +387,7 @@ class _TopTeacher:
         self.terms, self.probs_CK, self.rest_C = run.terms, probs_CK, rest_C
         self.here_CK = (columns_CK >= 0) & (columns_CK < run.columns.used)
         self.columns_CK = columns_CK.masked_fill(~self.here_CK, 0)
-        # Of p x logit / temperature, and of the exponentials of the student's other logits.
+        # Sums of p x logit / temperature, and of the exponentials of the student's other logits.
         self.sums_2C = probs_CK.new_zeros((2, len(rest_C)))
 
     def read(self, at: slice, logits_RV: Tensor) -> None:

@@ -25,16 +25,16 @@ from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.loss_head import HeadInput
 
 KD_LOSS, TOTAL_LOSS = "kd loss", "total loss"
-"""Names of the divergence, times the square of the temperature, and of what is minimised."""
+"""Names of the divergence, times the squared temperature, and of the minimised total."""
 
 
 class TaughtBatch(NamedTuple):
-    """A micro batch with what a teacher says of it.
+    """A micro batch with a teacher's outputs.
 
     Attributes:
         batch: the family's batch.
-        teacher: None on pipeline stages without the output head, and where the teacher has nothing
-            more to say (``--kd-iters``).
+        teacher: None on pipeline stages without the output head, and after ``--kd-iters``
+            iterations.
     """
 
     batch: Any
@@ -78,7 +78,7 @@ class DistillationLoss:
 
     Attributes:
         teacher: None for the cross entropy alone, with weight 1.
-        weights_2: of the micro batch among those of its step, as a batch of instructions has them.
+        weights_2: weights of the micro batch within its step, as in a batch of instructions.
     """
 
     terms: Distilling

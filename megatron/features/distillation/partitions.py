@@ -14,8 +14,8 @@ from megatron.parallel.shard import shard_of
 
 
 def partition_blocks(blocks: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Each replica then has an equal share of every block's weights, and all of them only while
-    the block runs; every rank must run it as often."""
+    """Each replica then has an equal share of every block's weights, and all of them only while the
+    block runs. Every rank must run it equally often."""
     for block in blocks:
         by_group: dict[Group, list[nn.Parameter]] = {}
         for param in block.parameters():
@@ -25,8 +25,8 @@ def partition_blocks(blocks: Iterable[nn.Module], mesh: Mesh) -> None:
 
 
 class _Partitioned:
-    """The weights of a block with the same replicas, one after the other in a flat tensor, of which
-    this rank has ``own``."""
+    """A block's weights with the same replicas, concatenated in a flat tensor, of which this rank
+    has ``own``."""
 
     def __init__(self, block: nn.Module, params: list[nn.Parameter], data: Group) -> None:
         self._params, self._data = params, data

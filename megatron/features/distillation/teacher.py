@@ -27,11 +27,11 @@ from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.distillation.objective import TaughtBatch
 from megatron.features.distillation.partitions import partition_blocks
 from megatron.features.evaluation.evaluator import Evaluator, build_evaluator
+from megatron.formats.digests import checkpoint_digest
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.parallel.loss_head import HeadInput
 from megatron.parallel.mesh import Mesh
-from megatron.run.fingerprint import checkpoint_digest
 from megatron.util.digests import digest_of_parts
 from megatron.util.files import replacing, write_whole
 from megatron.util.json_text import parse_json
@@ -49,9 +49,9 @@ class FoundTeacher:
     notes: tuple[str, ...] = ()
 
     def start(self, mesh: Mesh, device: torch.device, in_step: bool = True) -> Teacher:
-        """The model with its weights; ``in_step``: every data-parallel rank will give it as many
-        micro batches, so that they can share its blocks at ZeRO stage 3. Raises CheckpointError if
-        the weights are damaged."""
+        """The model with its weights; ``in_step``: every data-parallel rank passes it the same
+        number of micro batches, so that they can share its blocks at ZeRO stage 3. Raises
+        CheckpointError if the weights are damaged."""
         spec = spec_of(self.config.model, self.config.parallel)
         engine = build_evaluator(self.config, spec, mesh, device)
         source = load_checkpoint(engine, self.found, weights_only=True)
@@ -108,7 +108,7 @@ def find_teacher(config: RunConfig, token_count: int | None = None) -> FoundTeac
 
 
 def _compare(flags: DistillationConfig, model: ModelConfig, shown: str) -> None:
-    """Refuses flags that say something else of the teacher than its checkpoint."""
+    """Refuse flags that contradict the teacher's checkpoint."""
     for flag, given, has in (
         ("--num-layers-teacher", flags.num_layers_teacher, model.num_layers),
         ("--hidden-size-teacher", flags.hidden_size_teacher, model.hidden_size),
@@ -142,8 +142,8 @@ def _layer_experts(model: ModelConfig) -> tuple[int, ...]:
 def _fitted(
     model: ModelConfig, config: RunConfig, token_count: int | None, shown: str
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """The teacher's network with the student's length, and with its vocabulary cut as the
-    student's is; and lines for the user."""
+    """Return the teacher's network with the student's length and vocabulary division, and lines for
+    the user."""
     student, ranks = config.model, config.parallel.tensor_model_parallel_size
     size, tokens = model.vocabulary.size, student.vocabulary
     if model.head != "lm":
@@ -224,8 +224,8 @@ class Teacher:
         self.engine = engine
 
     def teach(self, batches: Iterator[Any], count: int) -> Iterator[TaughtBatch]:
-        """``count`` micro batches with the teacher's hidden states. A pipeline takes all of them
-        through the teacher first; else each one is as soon as it is asked for."""
+        """Yield ``count`` micro batches with the teacher's hidden states. A pipeline runs the
+        teacher on all of them first; otherwise it runs lazily."""
         rounds = [count] if self.engine.mesh.pipeline.size > 1 else [1] * count
         for size in rounds:
             device = self.engine.device
@@ -313,7 +313,7 @@ class TeacherCache:
         except ValueError as error:
             raise CheckpointError(f"{error}; remove --kd-cache {self._folder}") from None
         for name, value in self._identity.items():
-            # Folders of earlier versions do not say what the files were.
+            # Folders of earlier versions do not record what the files were.
             if written.get(name) != value and not (name == "files" and name not in written):
                 raise ConfigError(
                     f"--kd-cache {self._folder} is of another teacher: {name} is "
@@ -335,10 +335,7 @@ class TeacherCache:
 
     def missing(self, samples: Iterable[Sampled], mesh: Mesh) -> list[Any]:
         """The samples that are not there, each once, the same on every rank."""
-        known: list[Any] = [set(self._places)]
-        if mesh.world.size > 1:
-            dist.broadcast_object_list(known, src=0)
-        seen, missing = known[0], []
+        seen, missing = mesh.world.shared(set(self._places)), []
         for dataset, numbers in samples:
             for number in numbers:
                 sample = dataset[number]
@@ -356,7 +353,7 @@ class TeacherCache:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / IDENTITY
             write_whole(path, json.dumps(self._identity, indent=1).encode())
-        # As often on every data-parallel rank, of which some may then have nothing left to do.
+        # Equally often on every data-parallel rank, although some may have no work left.
         own = samples[mesh.samples.rank :: mesh.samples.size]
         at_once = micro_batch_size * (2 * mesh.pipeline.size if mesh.pipeline.size > 1 else 1)
         block = _Block()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config.features import Feature
+from megatron.features.energy.flags import EnergyFlags
 
 
 class Energy(Feature):
+    flag_parts = {"logging": EnergyFlags}
+
     def ready(self, context: Any) -> None:
         if context.config.training.skip_train:
             return

@@ -86,7 +86,7 @@ def _files(run: Run, epochs: int, shown: str) -> list[FileSamples]:
     if not of_examples:
         samples = [data.samples_of(epochs * each.tokens) or 0 for each in portions]
     else:
-        # A data set for one sample has those of a whole pass.
+        # A dataset for one sample has the samples of a whole pass.
         train = data.training_data((1, 0, 0), list).datasets.train
         samples = [epochs * len(part) for part in getattr(train, "parts", [train])]
     return [

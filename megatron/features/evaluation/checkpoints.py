@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.generation_settings import end_tokens
 from megatron.checkpoint.source import nothing_at, tokenizer_in
 from megatron.config import (
     CheckpointConfig,
@@ -35,17 +34,18 @@ from megatron.engine.loading import load_checkpoint
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of, spec_of
 from megatron.features.evaluation.evaluator import build_evaluator
+from megatron.formats.generation_settings import end_tokens
 from megatron.model.spec import TEXT_SCORES, Measure
-from megatron.run.process import compare_checkpoints, connected
+from megatron.parallel.meeting import run_meeting
+from megatron.run.process import connected
 from megatron.run.run import Run, run_of, show_configuration
 from megatron.tokenizer import Tokenizer
-from megatron.training.longer import check_scaling
 from megatron.training.resume import find_origin
 from megatron.util.processes import is_main_process, return_freed_memory
 from megatron.util.progress import say
 
 MICRO_BATCH_SIZE = 8
-"""Size where no flag gives one; results do not depend on it."""
+"""Default size; results do not depend on it."""
 
 _OWN = "this program"
 _FOR_TRAINING = (OptimizerFlags, TrainingFlags, DataConfig)
@@ -92,11 +92,12 @@ def opened_checkpoint(
     with connected(run, watched=watched) as mesh:
         for feature in taking_part():
             feature.check_run(run, mesh, training_device())
-        compare_checkpoints([origin.found])
+        run_meeting().compare_checkpoints([origin.found])
         spec = spec_of(run.config.model, run.config.parallel)
         engine = build_evaluator(run.config, spec, mesh, training_device())
         source = load_checkpoint(engine, origin.found, weights_only=True)
-        check_scaling(source.model, run.config.model, str(source.folder))
+        for feature in taking_part():
+            feature.check_weights(source.model, run.config.model, str(source.folder))
         for note in (*notes, *source.notes) if is_main_process() else ():
             say(note)
         folder, iteration = source.folder, source.state.get("iteration")
@@ -143,8 +144,8 @@ def checkpoint_settings(settings: Settings) -> Settings:
 def evaluation_settings(
     settings: Settings, micro_batch_size: int | None = None
 ) -> tuple[Settings, list[str]]:
-    """The settings of a run that evaluates, and the given flags that it does not use: those about
-    training, data and what a training writes. ``micro_batch_size`` is that of
+    """Return the settings of an evaluation run, and the given flags that it ignores: flags of
+    training, data and training's outputs. ``micro_batch_size`` comes from
     ``--eval-micro-batch-size``."""
     classes = list[type](_FOR_TRAINING)
     for feature in taking_part():
@@ -171,11 +172,11 @@ ROUNDS = 8
 once in a run, and progress is reported after each."""
 
 MULTIPLE = 8
-"""On GPUs padded lengths are multiples of it: few different shapes, with fast kernels."""
+"""On GPUs padded lengths are multiples of this: few distinct shapes, with fast kernels."""
 
 WASTE = 1.125
-"""Largest ratio of a batch's length to that of its own samples, for the one shape of a pipeline's
-run."""
+"""Maximum ratio of a batch's length to its own samples' length, where a pipeline needs a single
+shape."""
 
 Length = int | tuple[int, ...]
 
@@ -248,7 +249,7 @@ def measure_texts(
 
 
 def _runs(engine: ModelEngine, count: int, size: int, lengths: Any = None) -> Iterator[list[Round]]:
-    """The rounds of a data set, in lists that the engine takes at once."""
+    """Yield the rounds of a dataset, in lists that the engine takes together."""
     mesh, divisor = engine.mesh, engine.config.parallel.length_divisor
     multiple = divisor if engine.device.type == "cpu" else int(np.lcm(MULTIPLE, divisor))
     if count:
@@ -272,7 +273,7 @@ def _runs(engine: ModelEngine, count: int, size: int, lengths: Any = None) -> It
 
 
 def _rounds(count: int, ranks: int, size: int, lengths: Any, multiple: int) -> Iterator[Round]:
-    """The longest samples come first: those for which memory might not suffice."""
+    """The longest samples come first: memory might not suffice for them."""
     order, table = np.arange(count), None
     if lengths is not None:
         table = np.asarray(lengths).reshape(count, -1)

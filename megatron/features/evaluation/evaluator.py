@@ -35,8 +35,8 @@ def build_evaluator(
     config: RunConfig, spec: ModelSpec, mesh: Mesh, device: torch.device
 ) -> Evaluator:
     """The model of a run's layout, in the dtype of its training, which on a CPU is not float16. Its
-    weights are undefined until a checkpoint is loaded. ZeRO, which shares out what trains a model,
-    plays no part."""
+    weights are undefined until a checkpoint is loaded. ZeRO, which partitions training state, is
+    not used."""
     check_device(config, device)
     if config.engine.zero_stage > 1 and is_main_process():
         print(
@@ -46,7 +46,7 @@ def build_evaluator(
         )
     dtype = training_dtype(config)
     if dtype == torch.float16 and device.type == "cpu":
-        # Its GEMMs take about two hundred times as long as those of float32 (torch 2.13).
+        # Its GEMMs take about two hundred times as long as in float32 (torch 2.13).
         dtype = torch.float32
         if is_main_process():
             print("--fp16: on a CPU a model is evaluated in float32", flush=True)

@@ -135,7 +135,7 @@ def _by_choice(values_R: Tensor, place_TK: Tensor) -> Tensor:
 
 
 def _sum_of_rows(y_RX: Tensor, place_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """The weighted sum of each token's rows, [T, X], choice by choice; dropped ones are left out,
+    """The weighted sum of each token's rows, [T, X], choice by choice; dropped choices are ignored,
     whatever their weight."""
     rows, kind = len(y_RX), _exact(y_RX.dtype)
     there_TK = place_TK < rows

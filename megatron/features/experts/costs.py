@@ -1,7 +1,7 @@
-"""Parameters and FLOPs of layers of experts, of which each token uses some.
+"""Parameters and FLOPs of layers of experts, only some of which each token uses.
 
-The layer is taken as dropless: a capacity computes fewer, and padding more. The router is
-counted as a matrix product.
+The layer is assumed to be dropless: a capacity reduces the work, and padding increases it. The
+router is counted as a matrix product.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _layers(model: ModelConfig) -> list[int]:
 
 
 def active_parameters(model: ModelConfig, parameters: int) -> int:
-    """Return how many of the model's ``parameters`` one token uses."""
+    """Return the number of the model's ``parameters`` that one token uses."""
     part = model.part(ExpertsConfig)
     layers = _layers(model)
     idle = sum((n - part.moe_router_topk) * layer_costs(model, n).expert for n in layers)

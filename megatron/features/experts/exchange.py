@@ -27,7 +27,7 @@ from megatron.parallel.tensor_parallel import TensorParallel, sum_gradients
 
 
 def all_rows(x_TX: Tensor, group: Group) -> Tensor:
-    """The rows of all ranks, of which each has the same number, in the order of the ranks."""
+    """Return the rows of all ranks, the same number from each, in the order of the ranks."""
     x_TX = x_TX.contiguous()
     whole = x_TX.new_empty(group.size * len(x_TX), *x_TX.shape[1:])
     all_gather_flat(whole.view(-1), x_TX.view(-1), group=group.handle)
@@ -35,7 +35,7 @@ def all_rows(x_TX: Tensor, group: Group) -> Tensor:
 
 
 class _OwnRows(torch.autograd.Function):
-    """This rank's share of rows that all ranks have, padded with zeros; backward gathered."""
+    """Return this rank's share of common rows, zero-padded; the backward pass gathers."""
 
     @staticmethod
     def forward(ctx: Any, x_TX: Tensor, group: Group) -> Tensor:
@@ -51,8 +51,8 @@ class _OwnRows(torch.autograd.Function):
 
 
 class _AllRows(torch.autograd.Function):
-    """The first ``count`` of the rows of all ranks; backward this rank's share of a gradient that
-    is the same on every rank."""
+    """Return the first ``count`` rows of all ranks; the backward pass returns this rank's share of
+    a gradient that is the same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x_TX: Tensor, count: int, group: Group) -> Tensor:
@@ -120,8 +120,8 @@ class SharedTokens:
         return self.total(x.detach())
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over ranks, each of which computes the same with it: the gradient of its own
-        addend is that of the sum."""
+        """The sum over ranks, each of which uses it identically: the gradient of a rank's addend
+        equals the gradient of the sum."""
         x = _Total.apply(x, self.group) if self.group.size > 1 else x
         return self.context.sum(x)
 
@@ -205,7 +205,7 @@ class ExpertRanks:
         return params if self.tp.experts != "whole" else sum_gradients(self.tp.group, *params)
 
     def entering(self, x_TX: Tensor, samples: int) -> Tensor:
-        """Converts values of the tokens that this rank routes to those that it computes."""
+        """Convert values for the tokens that this rank routes into values for those it computes."""
         if not self.cut:
             return x_TX
         return self.tp.enter(x_TX.unflatten(0, (samples, -1))).flatten(0, 1)

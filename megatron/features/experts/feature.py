@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.config.features import Feature
 from megatron.config.flags import ConfigResolver, Setting, Settings
+from megatron.features.experts.axis import ExpertAxisFlags
 from megatron.features.experts.flags import ExpertsConfig, UpcyclingConfig
 
 
@@ -20,6 +21,7 @@ def _upcycle_command() -> Any:
 class ExpertsFeature(Feature):
     model_parts = (ExpertsConfig,)
     sections = {"upcycling": UpcyclingConfig}
+    flag_parts = {"parallel": ExpertAxisFlags}
 
     def complete(self, settings: Settings, run_of: Callable[[Settings], Any]) -> Settings:
         """Add that a run that upcycles loads weights alone."""
@@ -28,11 +30,11 @@ class ExpertsFeature(Feature):
         return settings
 
     def architectures(self) -> Sequence[Any]:
-        from megatron.features.experts.huggingface import deepseek, gpt_oss, llama, llama4, others
+        from megatron.features.experts.huggingface import deepseek, llama, llama4, others
 
         return (
             *llama.ARCHITECTURES,
-            gpt_oss.GPT_OSS,
+            others.GPT_OSS,
             llama4.LLAMA4,
             *deepseek.ARCHITECTURES,
             *others.ARCHITECTURES,
@@ -91,7 +93,7 @@ class ExpertsFeature(Feature):
         return balances_of(blocks, mesh)
 
     def extent(self, config: Any, plan: Any, sizes: Any) -> Sequence[str]:
-        if config.model.part(ExpertsConfig).idle or config.fast_paths.fp8_format is None:
+        if config.model.part(ExpertsConfig).idle or not config.fast_paths.in_8_bits:
             return ()
         return (
             f"--fp8-format {config.fast_paths.fp8_format}: the products of experts and routers are "

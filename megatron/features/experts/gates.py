@@ -1,4 +1,4 @@
-"""Choices of experts by other rules than the best scores: a capacity, Megatron-DeepSpeed's gates,
+"""Choices of experts by rules other than the best scores: a capacity, Megatron-DeepSpeed's gates,
 Phi-MoE's sampling, Sinkhorn's and quantile balancing.
 
 All of them decide over the whole micro batch, and random numbers are drawn for the whole of it from
@@ -130,9 +130,9 @@ def deepspeed_gate(
 def sparse_mixer(
     logits_TE: Tensor, k: int, tokens: SharedTokens, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Experts [T, K] and weights [T, K] of SparseMixer-v2 (Liu et al. 2024, arXiv:2409.12136) as
-    Phi-MoE has it: one choice after the other among the remaining experts near the best one, each
-    with the softmax over these as its weight; the weights do not add up to 1.
+    """Experts [T, K] and weights [T, K] of SparseMixer-v2 (Liu et al. 2024, arXiv:2409.12136) as in
+    Phi-MoE: one choice after the other among the remaining experts near the best one, each with the
+    softmax over these as its weight; the weights do not add up to 1.
 
     With a seed, choices are sampled, and a weight that is not the largest is scaled by 0.3333 in
     three of four cases, of which its gradient does not know (Heun's third-order method). Without

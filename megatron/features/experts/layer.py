@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.features.experts.balance import Balance
+from megatron.features.experts.balance import Balance, losses
 from megatron.features.experts.compute import (
     RowOrder,
     combine,
@@ -28,7 +28,6 @@ from megatron.features.experts.compute import (
 from megatron.features.experts.exchange import ExpertRanks, RowExchange, SharedTokens
 from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.experts.linear import ExpertLinear, Sizes
-from megatron.features.experts.losses import losses
 from megatron.features.experts.router import Routing, logits, route
 from megatron.model.activations import activation_of
 from megatron.model.caches import LayerCache
@@ -70,7 +69,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The MLPs of the experts, of which this rank has some, or a part of each."""
+    """The MLPs of the experts on this rank: some of them, or a part of each."""
 
     def __init__(self, config: ModelConfig, experts: int, ranks: ExpertRanks) -> None:
         super().__init__()
@@ -99,8 +98,8 @@ class Experts(nn.Module):
     def forward(
         self, x_RH: Tensor, sizes: Sizes, padded: Callable[[int], int] | None = None
     ) -> Tensor:
-        """Rows [R, H], sorted by the experts of this rank, to [R, H]; addends of it where ranks
-        have parts of the experts. ``padded`` is the method of :class:`LayerCache`."""
+        """Map rows [R, H], sorted by this rank's experts, to [R, H]; to partial sums if ranks have
+        parts of the experts. ``padded`` is the method of :class:`LayerCache`."""
         if padded is None or isinstance(sizes, Tensor):
             return self.down(self.activation(self.up(x_RH, sizes)), sizes)
         places_R, sizes = padded_places(sizes, padded)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class LayerUse(NamedTuple):
-    """Use of its experts by a layer.
+    """A layer's use of its experts.
 
     Attributes:
         max_over_mean: tokens of the fullest expert over the mean of all; 1 at perfect balance.
@@ -99,7 +99,7 @@ class ExpertsReport(Callback):
         return numbers | ({"experts_dropped_share": dropped} if limited or dropped else {})
 
     def _counts(self) -> dict[int, list[int]]:
-        """Choices by layer, of all ranks, since the last call."""
+        """Return the choices by layer, over all ranks, since the last call."""
         experts = self._layer_experts
         counts_NE = torch.zeros(len(experts), max(experts) + 1, dtype=torch.int64)
         counts_NE = counts_NE.to(self._device)

@@ -115,7 +115,7 @@ def _deepspeed_flag(part: ExpertsFlags, resolver: ConfigResolver) -> str | None:
 
 
 def _choice_flags(resolver: ConfigResolver) -> Iterator[str]:
-    """Flags on the command line that say how Megatron-LM's router chooses."""
+    """Flags on the command line that set how Megatron-LM's router chooses."""
     for name in (
         "moe_router_topk", "moe_aux_loss_coeff", "moe_expert_capacity_factor",
         "moe_token_drop_policy", "moe_router_load_balancing_type", *_OF_MEGATRON,

@@ -42,8 +42,8 @@ class Routing(NamedTuple):
 
 
 class _WideLinear(torch.autograd.Function):
-    """A GEMM in another dtype than its inputs have, which are saved as they are: copies in that
-    dtype would need memory until the backward pass."""
+    """A GEMM in another dtype than its inputs, which are saved unconverted: copies in that dtype
+    would occupy memory until the backward pass."""
 
     @staticmethod
     def forward(
@@ -169,7 +169,7 @@ def _order(
     training: bool,
     bias_E: Tensor | None,
 ) -> Tensor:
-    """Values [T, E] of which the largest K are the choice."""
+    """Return values [T, E], the K largest of which are chosen."""
     balancing = config.moe_router_load_balancing_type
     if "sinkhorn" in balancing and training:
         return tokens.own(sinkhorn(tokens.gather(logits_TE)))

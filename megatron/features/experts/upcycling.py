@@ -28,6 +28,7 @@ from megatron.engine.loading import together
 from megatron.features.experts.flags import ExpertsConfig, UpcyclingConfig
 from megatron.formats.conversion.commands import LoadConfig, opened, parsed, required
 from megatron.formats.conversion.output import write_checkpoint
+from megatron.formats.derived import DerivedSource
 from megatron.formats.features import layers_of, whole_shards
 from megatron.formats.inspection import counted
 from megatron.model.layer_list import LayerStack, generator
@@ -45,7 +46,7 @@ def upcycled_model(dense: ModelConfig, experts: ExpertsConfig, granularity: int)
     return replace(dense.flags(), **values).resolve()
 
 
-class UpcycledSource(Source):
+class UpcycledSource(DerivedSource):
     """A dense checkpoint as the network ``model``; the router, and shared experts, which the dense
     model lacks, have the initial values of a run with this seed. Raises CheckpointError if the
     dense network is not the one that becomes this one, or has experts itself."""
@@ -69,10 +70,6 @@ class UpcycledSource(Source):
             stack = LayerStack(layers_of(model), ParallelConfig())
         self._init = {name: init_of(param) for name, param in stack.canonical_parameters()}
         self._dense = set(dense.names())
-
-    @classmethod
-    def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        return None
 
     def _check(self, part: ExpertsConfig) -> None:
         where, inner = self.dense.folder, self.dense.model.mlp.ffn_hidden_size
@@ -110,9 +107,6 @@ class UpcycledSource(Source):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shards[name].canonical_shape
-
-    def kinds(self, name: str) -> Sequence[str]:
-        return ("weight",)
 
     def dtype(self, name: str, kind: str = "weight") -> str:
         return self.dense.dtype(self.dense.names()[0])
@@ -154,10 +148,10 @@ class UpcycledSource(Source):
 
 
 def weight_scale(model: ModelConfig, granularity: int, experts: int) -> float:
-    """Factor of the weights of one of E experts, by which a token's output is as large as
-    the dense MLP's: s^(1/3) with three factors in the product (a gate, or squared ReLU), else
-    s^(1/2). s is the number G of parts where a token's weights sum to 1; else E G / k, by the
-    weights 1 / E of a router that prefers none of E experts, of which a token has k."""
+    """Factor of the weights of one of E experts, that keeps a token's output as large as the dense
+    MLP's: s^(1/3) with three factors in the product (a gate, or squared ReLU), else s^(1/2). s is
+    the number G of parts where a token's weights sum to 1; else E G / k, by the weights 1 / E of a
+    router without preferences among E experts, of which a token has k."""
     part = model.part(ExpertsConfig)
     sums_to_1 = not part.moe_router_pre_softmax or bool(part.moe_router_normalize)
     if part.moe_gate == "deepspeed":

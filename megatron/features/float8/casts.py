@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.casts import (
+from megatron.features.float8.operators.casts import (
     BLOCK,
     SMALLEST,
     cast_blocks,
@@ -55,7 +55,7 @@ class Cast(NamedTuple):
 
     @property
     def known_largest(self) -> Tensor:
-        """The largest magnitude, of a cast that has it."""
+        """Return the largest magnitude of a cast that measured it."""
         assert self.largest is not None
         return self.largest
 
@@ -129,9 +129,9 @@ def _cast_matrix(
 def factor_and_scale(
     dtype: torch.dtype, largest: Tensor | None, earlier: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return what a matrix is multiplied by before it is rounded to ``dtype``, and what restores
-    it, from its largest magnitude and the one of earlier steps, float32 []. Of the two the latter
-    counts; without it the first must be there. The scale needs both."""
+    """Return the factor of a matrix before it is rounded to ``dtype``, and its inverse, from its
+    largest magnitude and that of earlier steps, float32 []. The latter takes precedence; without it
+    the first is required. The scale needs both."""
     limit = torch.finfo(dtype).max
     bound = largest if earlier is None else earlier
     assert bound is not None

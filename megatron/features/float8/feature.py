@@ -6,17 +6,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config.features import Feature
+from megatron.config.flags import ConfigResolver
+from megatron.features.float8.flags import Float8Flags, check_float8_flags
 
 
 class Float8Kernels(Feature):
+    flag_parts = {"fast_paths": Float8Flags}
+
+    def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
+        ranks, bf16 = config.parallel.tensor_model_parallel_size, config.precision.bf16
+        micro_batch, paths = config.training.micro_batch_size, config.fast_paths
+        check_float8_flags(paths, config.model, ranks, micro_batch, bf16, resolver)
+
     def check_device(self, config: Any, device: Any) -> None:
-        if config.fast_paths.fp8_format is not None:
+        if config.fast_paths.in_8_bits:
             from megatron.features.float8.kernels import check_float8
 
             check_float8(config, device)
 
     def kernels(self, blocks: Sequence[Any], config: Any) -> None:
-        if config.fast_paths.fp8_format is not None:
+        if config.fast_paths.in_8_bits:
             from megatron.features.float8.kernels import use_float8
 
             use_float8(blocks, config)
@@ -29,7 +38,7 @@ class Float8Kernels(Feature):
         mesh: Any,
         partitioned: bool,
     ) -> Any:
-        if config.fast_paths.fp8_format is None:
+        if not config.fast_paths.in_8_bits:
             return None
         from megatron.features.float8.state import Float8State
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.config import ConfigError, RunConfig
 from megatron.engine.compilation import why_eager
+from megatron.features.float8.flags import Float8Flags
 from megatron.features.float8.linear import FIRST_CAPABILITY, Float8
 from megatron.features.float8.mlp import fuse
 from megatron.kernels.compiler import missing_compiler
@@ -22,7 +23,7 @@ from megatron.util.processes import is_main_process
 def use_float8(blocks: Sequence[nn.Module], config: RunConfig) -> None:
     """Makes the linear layers of these blocks multiply in 8 bits, as ``--fp8-format`` says. Raises
     ConfigError for a layer with sizes that 8-bit products cannot have."""
-    fast = config.fast_paths
+    fast = Float8Flags.of(config.fast_paths)
     if fast.fp8_format is None:
         return
     chosen = fast.float8_blocks(config.model.num_layers)
@@ -39,7 +40,7 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig) -> None:
 
 
 def _check_sizes(name: str, layer: ParallelLinear, form: str, float8: Float8) -> None:
-    """Refuse layers of features, whose sizes :func:`check_fast_paths` does not know."""
+    """Refuse layers of features, whose sizes :func:`check_float8_flags` does not know."""
     for param in layer.parameters(recurse=False):
         shard, places = shard_of(param), layer.tp.coordinates
         sizes = shard.local_shape(places)
@@ -54,8 +55,8 @@ def _check_sizes(name: str, layer: ParallelLinear, form: str, float8: Float8) ->
 
 def check_float8(config: RunConfig, device: torch.device) -> None:
     """Raises ConfigError if ``--fp8-format`` is given and the GPU has no 8-bit GEMMs. A line
-    reports what makes a step slower than in bfloat16."""
-    fast = config.fast_paths
+    reports what makes a step slower than bfloat16."""
+    fast = Float8Flags.of(config.fast_paths)
     if fast.fp8_format is None:
         return
     named = f"--fp8-format {fast.fp8_format}"

@@ -1,7 +1,7 @@
 """GEMMs of linear layers in 8-bit floating point.
 
-Recipes say how numbers are scaled: by the largest magnitude of a matrix (``tensorwise``), of each
-row and column of a product (``rowwise``), of 1 x 128 activations and 128 x 128 weights
+Recipes determine how numbers are scaled: by the largest magnitude of a matrix (``tensorwise``), of
+each row and column of a product (``rowwise``), of 1 x 128 activations and 128 x 128 weights
 (``blockwise``), or of a matrix in earlier steps (``delayed``; the weights', which are known, are
 current). Casts are in :mod:`megatron.features.float8.casts`.
 
@@ -24,7 +24,7 @@ from megatron.parallel.later_products import Gradients, GradientsOf, now_or_late
 from megatron.parallel.tensor_parallel import autocast_dtype
 
 MULTIPLE = 16
-"""Both widths of a layer and its tokens must be multiples of it: the alignment of 8-bit GEMMs on
+"""Both widths of a layer and its tokens must be multiples of this: the alignment of 8-bit GEMMs on
 GPUs, required on a CPU as well."""
 
 FIRST_CAPABILITY = (8, 9)
@@ -74,7 +74,7 @@ class Float8:
 
     @property
     def multiple(self) -> int:
-        """Both widths of a layer and its tokens must be multiples of it."""
+        """Both widths of a layer and its tokens must be multiples of this."""
         return BLOCK if self.recipe == "blockwise" else MULTIPLE
 
     def linear(
@@ -268,8 +268,8 @@ class Float8:
     def _multiply_scaled(
         self, left: Operand, right: Operand, dtype: torch.dtype, fast: bool
     ) -> Tensor:
-        # GPUs accept scales by row for bfloat16 results only. A CPU would round those several
-        # times.
+        # GPUs accept scales by row for bfloat16 results only. A CPU would round such results
+        # several times.
         result = torch.bfloat16 if self.recipe == "rowwise" else dtype
         return torch._scaled_mm(
             left.values,
@@ -321,7 +321,7 @@ def _multiply_blocks_on_cpu(
     return (left @ _restored(Operand(right, right_scale), BLOCK if squares else 1).t()).to(dtype)
 
 
-# An operator that compilers call as it is. Dynamo of torch 2.11 cannot trace F.scaled_mm, and
+# An operator that compilers treat as opaque. Dynamo of torch 2.11 cannot trace F.scaled_mm, and
 # Inductor of 2.13 replaces it by torch._scaled_mm, which takes scales of other shapes.
 # torch.library.custom_op would import sympy when a run starts.
 _LIBRARY = torch.library.Library("megatron", "FRAGMENT")

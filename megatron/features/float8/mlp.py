@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from megatron.config import ModelConfig
 from megatron.features.float8.casts import Cast, Operand, factor_and_scale
 from megatron.features.float8.linear import FORWARD, Float8, Kept
-from megatron.kernels.gated_casts import activated, differentiated
+from megatron.features.float8.operators.gated_casts import activated, differentiated
 from megatron.kernels.switches import uses
 from megatron.model.mlp import MLP
 from megatron.parallel.later_products import leaves_products
@@ -38,7 +38,7 @@ def fuse(mlp: Any, model: ModelConfig, float8: Float8) -> None:
         return
     one_scale = float8.recipe in ("tensorwise", "delayed")
     if one_scale and mlp.sub_norm is None and mlp.up.tp.group.size == 1:
-        # A function of its own for each MLP would be compiled for each block.
+        # A separate function for each MLP would be compiled for each block.
         mlp.__class__ = Float8MLP
         vars(mlp)["kind"] = config.activation
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.config.engine import FastPathsConfig
+from megatron.features.float8.flags import Float8Flags
 from megatron.features.float8.linear import NOTHING_KEPT, Float8, Kept
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.linear import KernelStates
@@ -54,7 +54,7 @@ class Float8State(KernelStates):
         self,
         blocks: Sequence[nn.Module],
         names: Mapping[nn.Parameter, str],
-        fast: FastPathsConfig,
+        fast: Float8Flags,
         mesh: Mesh,
         partitioned: bool,
     ) -> None:
@@ -119,7 +119,7 @@ class AmaxHistory:
     finite are replaced by the previous step's.
     """
 
-    def __init__(self, places: Sequence[_Place], fast: FastPathsConfig, mesh: Mesh) -> None:
+    def __init__(self, places: Sequence[_Place], fast: Float8Flags, mesh: Mesh) -> None:
         self._places, self._mesh = places, mesh
         self._most_recent = fast.fp8_amax_compute_algo == "most_recent"
         self._margin = 2.0**fast.fp8_margin
@@ -134,7 +134,7 @@ class AmaxHistory:
 
     @torch.no_grad()
     def roll(self) -> None:
-        """Adds the magnitudes of a step to the history, and chooses those to scale the next by."""
+        """Add the magnitudes of a step to the history, and choose the scales of the next step."""
         current = torch.where(self._current.isfinite(), self._current, 0.0)
         for group in (self._mesh.dense, self._mesh.tensor):
             if group.size > 1:
@@ -168,8 +168,8 @@ class AmaxHistory:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> bool:
-        """Takes the history of a checkpoint of any layout and length; returns whether it has that
-        of every layer. If not, nothing changes."""
+        """Restore the history from a checkpoint of any layout and length. Return True if it covers
+        every layer; otherwise nothing changes."""
         # Cut over more ranks than it has heads, a weight is in two parts.
         whole = {key.partition("/")[0]: values for key, values in state.items()} | dict(state)
         states = []

@@ -17,7 +17,7 @@ class BlockKind:
 
     Attributes:
         share: of all blocks.
-        model: the model with their heads as those of all blocks.
+        model: the model as if all blocks had their heads.
         keys_are_values: True if they project no values.
     """
 
@@ -39,8 +39,8 @@ def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
 
 
 def with_global_heads(shape: TransformerShape, model: ModelConfig) -> TransformerShape:
-    """Return the shape with the products of the heads in blocks without a window, instead of those
-    of the other blocks' heads."""
+    """Return the shape with the products of the heads in blocks without a window, instead of the
+    products of the other blocks' heads."""
     part = model.part(GlobalHeadsConfig)
     if not part.replaces_attention:
         return shape

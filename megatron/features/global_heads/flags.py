@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.config.features import ModelPart
 from megatron.config.flags import POSITIVE, ConfigResolver, option
-from megatron.config.memory import KeysAndValues
+from megatron.config.sections import KeysAndValues
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
@@ -76,7 +76,7 @@ class GlobalHeadsConfig(ModelPart):
 
 
 def of_block(model: ModelConfig, layer: int) -> ModelConfig:
-    """The model with the heads of one of its blocks as those of all."""
+    """Return the model as if all blocks had the heads of one of its blocks."""
     part, attention = model.part(GlobalHeadsConfig), model.attention
     if attention.window(layer) is not None:
         return model

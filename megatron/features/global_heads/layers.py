@@ -79,7 +79,7 @@ class GlobalHeadsAttention(Attention):
         super().__init__(model, layer, tp, recompute)
         normalises = config.part(GlobalHeadsConfig).value_norm
         self.value_epsilon = config.norm.norm_epsilon if normalises else None
-        self.packed = None  # values are not as they are projected
+        self.packed = None  # values are not used as projected
         if keys_are_values(config, layer):
             self.qkv = KeysAsValues(model, tp)  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""Inputs of a run besides its data: those that a run which continues another must share with it."""
+"""Inputs of a run other than its data that a resumed run must share with the run before."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron.checkpoint.manifest import STATE
 from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
 from megatron.config import RunConfig
 from megatron.config.features import features
-from megatron.run.fingerprint import checkpoint_digest, tokenizer_digest
-from megatron.training.resume_source import ResumeSource
+from megatron.formats.digests import checkpoint_digest, tokenizer_digest
+from megatron.training.resume import ResumeSource
 from megatron.util.digests import digest_of_sample
 
 INPUTS = "inputs"
@@ -21,12 +21,12 @@ BASE = "model that it began from"
 TOKENIZER, TEMPLATE = "tokenizer", "chat template"
 
 Inputs = Mapping[str, Mapping[str, str]]
-"""``path``, ``folder`` and a digest of the ``content``, by what it is."""
+"""``path``, ``folder`` and a digest of the ``content``, by kind of input."""
 
 
 def inputs_of(config: RunConfig, origin: ResumeSource | None) -> Inputs:
-    """The inputs of a run from a checkpoint. Models that do not exist are left out: what needs them
-    says so."""
+    """The inputs of a run from a checkpoint. Missing models are left out: their users report
+    them."""
     base = config.checkpoint.pretrained_checkpoint
     inputs: dict[str, Mapping[str, str]] = {}
     if origin is not None and not origin.continues:
@@ -82,7 +82,7 @@ def recorded_inputs(folder: Path) -> Inputs:
 
 
 def changed_inputs(before: Inputs, now: Inputs) -> list[str]:
-    """Return the differences between the inputs of a run and those before, a line each."""
+    """Return the differences between the inputs of a run and the previous run's, a line each."""
     lines = []
     for what, new in now.items():
         old = before.get(what)
@@ -114,9 +114,9 @@ def _has_moved_on(what: str, old: Mapping[str, str], new: Mapping[str, str]) -> 
 
 
 def compared_inputs(config: RunConfig, origin: ResumeSource | None) -> tuple[Inputs, list[str]]:
-    """The inputs that checkpoints of a run will keep, and how they differ from those of the
-    checkpoint that it continues. Raises CheckpointError if they do, unless
-    ``--allow-changed-data`` is given."""
+    """Return the inputs that checkpoints of a run will keep, and their differences from the
+    checkpoint that it continues. Raises CheckpointError if they do, unless ``--allow-changed-data``
+    is given."""
     now = inputs_of(config, origin)
     if origin is None or not origin.continues or config.checkpoint.reset_iteration:
         return now, []

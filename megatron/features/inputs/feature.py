@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.features import Feature
@@ -15,6 +16,11 @@ class InputsFeature(Feature):
 
         inputs, context.changed = compared_inputs(context.config, context.source)
         context.notes |= {INPUTS: inputs} if inputs else {}
+
+    def changed_data(self, config: Any, source: Any, files: Sequence[Any]) -> Sequence[str]:
+        from megatron.features.inputs.data_files import changed_data
+
+        return changed_data(source, config, files)
 
 
 FEATURE = InputsFeature()

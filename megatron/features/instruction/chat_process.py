@@ -1,4 +1,4 @@
-"""Chat templates are programs that come with a tokenizer: they run in a process of their own."""
+"""Chat templates are programs that come with a tokenizer: they run in a separate process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def special_variables(tokenizer: Any) -> dict[str, Any]:
 
 class TemplateProcess:
     """Renders templates in a process with little memory, which is ended if it takes too long. May
-    be used by several threads; a forked or unpickled copy starts a process of its own."""
+    be used by several threads; a forked or unpickled copy starts its own process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,8 +74,8 @@ class TemplateProcess:
         return TemplateProcess, ()
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The text. Raises TemplateRefusalError; ValueError says what is wrong with the template or
-        the variables."""
+        """Return the text. Raises TemplateRefusalError, or ValueError if the template or the
+        variables are wrong."""
         return self.render_marked(template, variables).text
 
     def render_marked(self, template: str, variables: Mapping[str, Any]) -> Rendered:
@@ -86,7 +86,7 @@ class TemplateProcess:
             )
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"a message is not made of JSON values: {error}") from None
-        if self._owner != os.getpid():  # its lock and pipes are those of the parent
+        if self._owner != os.getpid():  # its lock and pipes belong to the parent
             self.__init__()  # type: ignore[misc]
         with self._lock:
             line = self._answer(task)

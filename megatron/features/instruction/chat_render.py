@@ -44,7 +44,7 @@ def main() -> None:
 
 
 class RefusalError(Exception):
-    """A template has no form for a conversation, and says so."""
+    """A template refuses a conversation."""
 
 
 class Marks:
@@ -57,7 +57,7 @@ class Marks:
 def rendered(
     compiled: Callable[[str], Any], marks: Marks, template: str, variables: Any, most: int
 ) -> str:
-    """The text, of at most ``most`` characters."""
+    """Return the text, at most ``most`` characters long."""
     pieces: list[str] = []
     marks.written, marks.found = 0, []
     for piece in compiled(template).generate(**variables):

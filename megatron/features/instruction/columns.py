@@ -157,7 +157,7 @@ class RecordFields:
         return next((key for key in keys if key in self._values), None)
 
     def take(self, key: str) -> Any:
-        """The value of a key, which is then marked as read; None without one."""
+        """Return the value of a key, or None, and mark it as read."""
         self._left.pop(key, None)
         return self._values.get(key)
 
@@ -182,8 +182,8 @@ class RecordFields:
         conversation: bool = False,
         remedy: str = _REMEDY,
     ) -> None:
-        """Raises ValueError for the keys that were not taken, except those that are empty, are
-        known to be without effect, or that ``repeats`` says repeat what was taken."""
+        """Raises ValueError for unread keys, except those that are empty, known to have no effect,
+        or that repeat a read key according to ``repeats``."""
         unknown = {}
         for key in self._left:
             value = self._values[key]

@@ -45,7 +45,7 @@ _ROLE_OF_SPEAKER = {
 }
 """Speakers of ShareGPT's layout, with the calls of LLaMA-Factory's."""
 _ROLES = ("human", "user", "gpt", "assistant", "system")
-"""Speakers that "role" may name too, in upper or lower case; a chat template knows other roles."""
+"""Further speakers that "role" may name, in upper or lower case; chat templates use other roles."""
 _PAIRS = (("input", "output"), ("human", "assistant"))
 """Keys of a message that has a question and its answer (Capybara, MOSS)."""
 _TRAINED = ("weight", "train", "training", "loss")
@@ -121,7 +121,7 @@ def read_records(path: str, parse: Callable[[Any], Parsed]) -> Iterator[tuple[st
 
 def parse_example(record: Any, columns: RecordColumns = NO_FLAGS) -> Example:
     """A record in any layout. Raises ValueError if the layout is unknown, the record contains no
-    answer, or a key of it would be left out that may matter."""
+    answer, or a key that may matter would be ignored."""
     fields = columns.record(record)
     if "chosen" in fields and "rejected" in fields:
         raise ValueError(
@@ -328,8 +328,8 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def messages_in(value: Any, key: str) -> Any:
-    """A value, or the messages of which a text is the JSON: cells of tables have no lists. Raises
-    ValueError for messages as Python prints them."""
+    """Return a value, or the messages that a text contains as JSON: cells of tables cannot have
+    lists. Raises ValueError for messages in Python's notation."""
     if not isinstance(value, str) or not (start := _MESSAGES.match(value)):
         return value
     if start[1] == "'" and any(all(f"'{key}':" in value for key in form) for form in _FORMS):
@@ -345,8 +345,8 @@ def messages_in(value: Any, key: str) -> Any:
 
 
 def repeated_turns(prompt: Sequence[Turn], answer: Sequence[Turn]) -> int:
-    """Number of turns that an answer begins with and that are its whole prompt, of which it may
-    leave out the system message; 0 if it does not begin so."""
+    """Return the number of turns at the start of an answer that repeat its whole prompt, possibly
+    without the system message; 0 if it does not begin with it."""
     if prompt and prompt[0].role == "system" and answer and answer[0].role != "system":
         prompt = prompt[1:]
     begin = answer[: len(prompt)]
@@ -371,7 +371,7 @@ def history_turns(pairs: Any) -> list[Turn]:
 
 
 def until_last_answer(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Turns without those after the last answer. Raises ValueError if there is no answer."""
+    """Return the turns up to the last answer. Raises ValueError if there is no answer."""
     answers = [number for number, turn in enumerate(turns) if turn.role == ANSWER]
     if not answers:
         raise ValueError('there is no answer: no message has the role "assistant"')
@@ -406,7 +406,7 @@ def _normal(text: str) -> str:
 
 
 def plain_texts(example: Example, alpaca: bool) -> Iterator[tuple[str, str]]:
-    """Prompts and answers of an example as plain text: a pair as it is, a conversation with a line
+    """Prompts and answers of an example as plain text: a pair unchanged, a conversation with a line
     break after each turn before an answer; or with Alpaca's headings, where a system message
     replaces the preamble."""
     if example.is_pair and not alpaca:

@@ -2,7 +2,7 @@
 
 A template without an end token, answers that never count, tokens that the model does not have, and
 a format that the base does not know train without an error; the result then never stops, learns
-nothing, or has forgotten how to answer. Each finding says what is to be done and shows a sample.
+nothing, or has forgotten how to answer. Each finding names the remedy and shows a sample.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from megatron.util.processes import is_main_process
 LOOKED_AT = 32
 """Samples that are looked at."""
 _LOOKED_AT_ENDINGS, _MOSTLY = 64, 0.5
-"""Samples whose answers' endings are counted, and the share of them that one must exceed."""
+"""Samples whose answers' endings are counted, and the share that one ending must exceed."""
 _SHOWN = 400
 _ENDING = 3
-"""Tokens at the end of an answer of which one should end it: templates write line breaks after."""
+"""Last tokens of an answer in which an end token is expected: line breaks may follow it."""
 
 
 class Finding(NamedTuple):
@@ -151,7 +151,7 @@ def _without_end(
 
 
 def possible_ends(tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that may end an answer: those that no ordinary text contains."""
+    """Return tokens that may end an answer: special tokens, which ordinary text never contains."""
     ends = set(tokenizer.special_tokens)
     for name in ("eod", "eos"):
         try:
@@ -167,9 +167,9 @@ def possible_ends(tokenizer: Tokenizer) -> frozenset[int]:
 def answer_ends(
     dataset: SampleDataset[Any], tokenizer: Tokenizer, of_base: Sequence[int]
 ) -> frozenset[int]:
-    """The tokens that end an answer: those of the tokenizer, those of the base (``of_base``) that
-    no text contains, and the special one at which most answers of the data end, which a chat
-    template may write."""
+    """Return the tokens that end an answer: the tokenizer's end tokens, the base model's
+    (``of_base``) that are special tokens, and the special token with which most answers in the data
+    end."""
     items = (dataset[number] for number in range(min(_LOOKED_AT_ENDINGS, len(dataset))))
     samples = (sample for item in items for sample in getattr(item, "samples", [item]))
     # Where answers end without such a token, the full stop of most of them is not one.
@@ -237,7 +237,7 @@ def _other_format(data: DataPipeline, template: str | None) -> Finding | None:
         ours = ExampleEncoder(config, data.tokenizer, data.config.tokenizer).text_of(example)
         theirs = ChatTemplate(data.tokenizer, template).text_of(example)
     except ValueError:
-        return None  # what refuses an example says so itself
+        return None  # whatever refuses an example reports it
     if ours.rstrip() == theirs.rstrip():
         return None
     return Finding(

@@ -158,9 +158,9 @@ class ExampleEncoder:
         return "alpaca" if self._template is None else "chat"
 
     def continued(self, examples: Sequence[tuple[str, Example, int]]) -> list[Continued]:
-        """Encodes (place, example, number of turns of the prompt), all of it: what follows the
-        prompt ends as answers do, and is one answer except in a chat template. Raises as calling
-        it does."""
+        """Encode (place, example, number of turns of the prompt) completely: the text after the
+        prompt ends like answers do, and is a single answer except in a chat template. Raises like
+        ``__call__``."""
         encoded: dict[int, Continued] = {}
         plain: dict[int, list[PromptAnswer]] = {}
         for number, (place, example, count) in enumerate(examples):
@@ -292,8 +292,8 @@ def _counts(example: Example) -> list[bool]:
 
 
 def _beyond_text(example: Example) -> Iterator[str]:
-    """Names of what an example has besides texts, and that a format may leave out. The name of a
-    tool repeats that of the call."""
+    """Names of the parts of an example other than texts, which a format may leave out. A tool's
+    name repeats the call's."""
     yield from (key for key, value in example.variables if value not in ("", [], {}))
     for turn in example.turns:
         names = {key for key, _ in turn.fields} - {"tool_call_id"}
@@ -319,7 +319,7 @@ def shared_tokens(first: np.ndarray, second: np.ndarray) -> int:
 def _naming(
     places: Sequence[str], encode: Callable[[list[Item]], list[Found]], items: list[Item]
 ) -> list[Found]:
-    """Encoded items; an error names the place of the first that cannot be encoded."""
+    """Yield encoded items; an error names the place of the first that cannot be encoded."""
     try:
         return encode(items)
     except ValueError:
@@ -334,11 +334,10 @@ def _encoded(tokens: npt.ArrayLike, counted: npt.NDArray[np.bool_]) -> EncodedEx
 
 
 class ChatTemplate:
-    """A chat template and the tokenizer that reads what it writes.
-
-    Where the template marks the model's part with {% generation %}, that is the answer. Otherwise
-    an answer is what it adds to the conversation before it, to the end of its last word: with the
-    token that ends the turn, without the line break after that.
+    """A chat template and the tokenizer of its output. If the template marks the model's part with
+    {% generation %}, that is the answer. Otherwise an answer is the text that it adds to the
+    conversation so far, up to the end of its last word: with the token that ends the turn, without
+    the line break after it.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
@@ -377,8 +376,8 @@ class ChatTemplate:
         return ids, counted
 
     def text_of(self, example: Example) -> str:
-        """The conversation as the template writes it. Raises ValueError if it refuses it, or leaves
-        out a part of it."""
+        """Return the conversation rendered by the template. Raises ValueError if the template
+        refuses it or leaves out part of it."""
         return self._rendered(example).text
 
     def prompt(self, example: Example) -> list[int]:
@@ -480,8 +479,8 @@ class ChatTemplate:
         return self._process.render_marked(self._template, self._variables | conversation)
 
     def _message(self, turn: Turn) -> dict[str, Any]:
-        """A message as templates read it. Without content, next to tool calls, it is null where the
-        template asks for that, else an empty text."""
+        """Return a message in the form that templates read. Missing content of tool calls becomes
+        null if the template requires it, else an empty text."""
         fields = dict(turn.fields)
         is_null = not turn.text and "tool_calls" in fields and _KNOWS_NULL.search(self._template)
         if REASONING[0] in fields:

@@ -19,13 +19,20 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config import ConfigError, RunConfig
+from megatron.config.engine import GRAPH_MODES
 from megatron.data.build import SourceReader
-from megatron.data.gpt_batch import best_fit, padding_token
+from megatron.data.gpt_batch import best_fit
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.indexed import idx_path
 from megatron.data.pipeline import DataKind, DataPipeline, sequence_lengths
 from megatron.data.samples import Documents, PackedSample, Piece, checked_index, checked_range
 from megatron.data.sources import DataSource
+from megatron.features.instruction.batches import (
+    HEAD_POSITIONS,
+    ExampleCollator,
+    Padding,
+    padding_token,
+)
 from megatron.features.instruction.columns import RecordColumns
 from megatron.features.instruction.conversations import Example, read_examples
 from megatron.features.instruction.example_encoder import ExampleEncoder
@@ -64,8 +71,8 @@ class TokenizedExamples(ABC):
         tokenize: Callable[[Iterator[tuple[str, Any]]], dict[str, np.ndarray]],
         cache: IndexCache | None,
     ) -> StoredArrays:
-        """Arrays of the examples of a file, folder or glob, which ``tokenize`` makes of what
-        ``read`` finds in each file, or those of the cache entry of this name, by default in
+        """Return arrays of the examples of a file, folder or glob: ``tokenize`` applied to what
+        ``read`` returns for each file, or the cache entry of this name, by default in
         `index-cache/` next to the data. Raises FileNotFoundError; ValueError if there is no
         example."""
         files = example_files(path)
@@ -158,8 +165,8 @@ class InstructionExamples(TokenizedExamples):
 
     @cached_property
     def prompt_hashes(self) -> npt.NDArray[np.uint64]:
-        """Return hashes of each example's tokens before the first that counts in the loss; of all
-        of them where no token comes before."""
+        """Return hashes of each example's tokens before the first that counts in the loss, or of
+        all tokens without one before it."""
         firsts = np.where(self.first_counted > 1, self.first_counted, self.sequence_lengths)
         tokens, starts = self._index["tokens"], self._offsets[:-1]
         hashes = (
@@ -169,7 +176,7 @@ class InstructionExamples(TokenizedExamples):
         return np.fromiter(hashes, np.uint64, len(self))
 
     def counted(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
-        """bool: whether those tokens count in the loss. Raises as `get`."""
+        """Return bool: True for tokens that count in the loss. Raises like `get`."""
         return self._slice("counted", index, offset, length)
 
     def verify(self) -> None:
@@ -345,7 +352,7 @@ class InstructionDataset:
         return len(self._index["bounds"]) - 1
 
     def __getitem__(self, index: int, /) -> PackedSample:
-        """Its examples, each a document of its own, then padding."""
+        """Return its examples, each a separate document, then padding."""
         pieces = self.origin(index)
         capacity = self.recipe.seq_length + 1
         if not self.recipe.pads:
@@ -454,6 +461,20 @@ class Instruction(RecordFiles):
         config = data.config.section(InstructionConfig)
         recipe = InstructionRecipe.from_config(config, data.seq_length, data.seed, data.tokenizer)
         return self.records(data, recipe, InstructionExamples.open)
+
+    def collator(
+        self, data: DataPipeline, collate: Callable[[Sequence[Any]], Any]
+    ) -> ExampleCollator:
+        """The collator of the samples of a run that reads examples, made from that of documents."""
+        flags, paths = data.config.section(InstructionConfig), data.config.fast_paths
+        padding = None
+        if flags.pads_batches:
+            padding = Padding(padding_token(data.tokenizer), data.length_multiple)
+        # The head computes all positions for graphs of one shape, and for a cache that later epochs
+        # read, in other batches.
+        every = paths.torch_compile_mode in GRAPH_MODES or data.identifies
+        multiple = None if every else HEAD_POSITIONS
+        return ExampleCollator(collate, padding, flags.weigh_by, multiple)
 
     def conversation(self, config: RunConfig, path: str) -> Example | None:
         columns = RecordColumns.of(config.section(InstructionConfig))

@@ -1,5 +1,5 @@
-"""Training on instructions and answers: what counts equally in a step's loss, how many tokens are
-predicted, and noise on the embeddings."""
+"""Training on instructions and answers: the weighting of a step's loss, the number of predicted
+tokens, and noise on the embeddings."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from typing import Any
 from torch import Tensor
 
 from megatron.config import ConfigError, RunConfig
+from megatron.features.instruction.batches import example_lengths
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import EmbeddingNoise, LayerState
 from megatron.model.spec import Measure, ModelSpec
-from megatron.parallel.cross_entropy import linear_cross_entropy, linear_loss_and_correct
+from megatron.parallel.cross_entropy import (
+    BestTokens,
+    LogitChunks,
+    chunked_losses,
+    linear_cross_entropy,
+)
 from megatron.parallel.loss_head import HeadInput
 
 ACCURACY = "token accuracy"
-"""Share of the tokens whose loss counts that are the most probable ones."""
+"""Share of the tokens in the loss that the model finds most probable."""
 
 
 def with_instruction(spec: ModelSpec, config: RunConfig) -> ModelSpec:
@@ -42,6 +48,23 @@ def with_instruction(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     return spec
 
 
+class CountingChunks(LogitChunks):
+    """Chunks whose second number is how many of the tokens whose mask is not 0 are the most
+    probable ones; the logits are computed once."""
+
+    def losses(self) -> tuple[Tensor, ...]:
+        self._best = BestTokens(self.labels_T, self.work)
+        (loss,) = super().losses()
+        best_T = self._best.over_ranks(self.first, self.group)
+        right_T = best_T == self.targets.labels_BS.flatten()
+        return loss, (right_T & (self.mask_T > 0)).sum()
+
+    def logits(self, chunk: slice) -> Tensor:
+        logits_CP = super().logits(chunk)
+        self._best.add(chunk, logits_CP[:, : self.columns.used])  # before gradients replace them
+        return logits_CP
+
+
 @dataclass(frozen=True)
 class ResponseLoss:
     """The cross entropy of the tokens that count, times the weight of a micro batch in its step."""
@@ -58,7 +81,7 @@ class ResponseLoss:
         if not self.accuracy:
             loss = linear_cross_entropy(x_BPH, weight_VH, targets, head, bias_V)
             return {LM_LOSS: loss * weights_2[0].to(loss.dtype)}
-        loss, correct = linear_loss_and_correct(x_BPH, weight_VH, targets, head, bias_V)
+        loss, correct = chunked_losses(CountingChunks, x_BPH, weight_VH, targets, head, bias_V)
         counted = ((targets.whole or targets).mask_BS > 0).sum().clamp(min=1)
         return {
             LM_LOSS: loss * weights_2[0].to(loss.dtype),
@@ -84,8 +107,8 @@ def _evaluated(state: LayerState, batch: Any) -> dict[str, Tensor]:
 
 
 def _shares(means: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of an evaluation from the means of those of its micro batches: of all that is
-    evaluated together, however it is cut into micro batches."""
+    """Return the numbers of an evaluation from the means over its micro batches. They do not depend
+    on how samples are split into micro batches."""
     return {
         LM_LOSS: means["loss"] / max(means["weight"], 1e-300),
         ACCURACY: means["correct"] / max(means["counted"], 1e-300),
@@ -111,6 +134,6 @@ def _with_noise(
 ) -> Callable[[Any], LayerState]:
     def started(batch: Any) -> LayerState:
         state = begin(batch)
-        return state.changed(noise=EmbeddingNoise(alpha, longest, batch.example_lengths()))
+        return state.changed(noise=EmbeddingNoise(alpha, longest, example_lengths(batch)))
 
     return started

@@ -59,9 +59,8 @@ def _opened(path: str) -> io.BufferedReader:
 
 
 def example_files(path: str) -> list[TextFile]:
-    """The files of a path, which is a file, a folder or a glob. Raises FileNotFoundError;
-    ValueError for a folder with several splits, of which a path must name one, or of which no file
-    has records."""
+    """Return the files of a path: a file, a folder or a glob. Raises FileNotFoundError; ValueError
+    for a folder with several splits, one of which the path must name, or without any records."""
     splits = splits_of(path)
     if len(splits) > 1:
         raise ValueError(f"{path} has several splits: name one as the path, {_listed(splits)}")

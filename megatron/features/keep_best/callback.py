@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron.checkpoint.folder import BEST, tag
 from megatron.config import ConfigError
 from megatron.model.embedding import LM_LOSS
@@ -51,12 +49,10 @@ class BestEvaluation(Callback):
         self._mesh, self._main = mesh, mesh.world.rank == 0
         self._now: dict[str, float] = {}
         self.losses: dict[int, float] = {}
-        """The validation loss after so many steps."""
+        """Record the validation loss after this many steps."""
         if iteration and self._path is not None:
-            best = [self.read(self._path) if self._main else {}]
-            if mesh.world.size > 1:
-                dist.broadcast_object_list(best, src=0, group=mesh.world.handle)
-            self.losses = {at: loss for at, loss in best[0].items() if at <= iteration}
+            best = mesh.world.shared(self.read(self._path) if self._main else {})
+            self.losses = {at: loss for at, loss in best.items() if at <= iteration}
 
     @staticmethod
     def read(path: Path) -> dict[int, float]:
@@ -92,11 +88,9 @@ class BestEvaluation(Callback):
         """After the validation: takes it into account."""
         if not self._now:
             return
-        mean = [math.fsum(self._now.values()) / len(self._now)]
+        mean = math.fsum(self._now.values()) / len(self._now)
         self._now = {}
-        if self._mesh.world.size > 1:  # all ranks must decide alike
-            dist.broadcast_object_list(mean, src=0, group=self._mesh.world.handle)
-        self.losses[trainer.iteration] = mean[0]
+        self.losses[trainer.iteration] = self._mesh.world.shared(mean)  # all ranks decide alike
         if self._keeps and self.best == trainer.iteration:
             self._checkpoints.save(trainer.iteration, trainer.consumed_samples)
         self._write()
@@ -139,8 +133,8 @@ class BestEvaluation(Callback):
 
 
 def stopped_early(save: Path, patience: int | None, iteration: int) -> bool:
-    """True if a run whose checkpoints are in ``save`` has ended after so many steps by its
-    ``--early-stopping-patience``."""
+    """True if ``--early-stopping-patience`` ended the run with checkpoints in ``save`` after this
+    many steps."""
     losses = {} if patience is None else BestEvaluation.read(save / BEST)
     best = _best(losses)
     return patience is not None and best is not None and _is_over(losses, best, patience, iteration)
@@ -156,8 +150,7 @@ def _is_over(losses: Mapping[int, float], best: int, patience: int, iteration: i
 
 
 def _minimised(trainer: Trainer, evaluation: Evaluation) -> float:
-    """The number that training minimises, as the evaluation has it, without what is of training
-    only."""
+    """Return the minimised number, as evaluated, without terms that exist only in training."""
     spec = trainer.engine.spec
     values: dict[str, Any] = {
         name: weight * evaluation.losses[name]

@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config.features import Feature
+from megatron.config.flags import ConfigResolver
+from megatron.features.keep_best.flags import KeepBestFlags, PatienceFlags, check_evaluations
 
 
 class KeepBest(Feature):
-    after = ("run_record",)
+    after = ("older_checkpoints", "run_record")
+    flag_parts = {"checkpoint": KeepBestFlags, "training": PatienceFlags}
+
+    def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
+        check_evaluations(config, resolver)
 
     def ready(self, context: Any) -> None:
         options = context.config.checkpoint

@@ -80,7 +80,7 @@ class HeadMaps(ColumnParallelLinear):
     def forward(
         self, x_BSL: Tensor, use: Callable[[Sequence[RowMap]], Tensor] | None = None
     ) -> Tensor:
-        """[B, s, L] to [B, S, N (C + V)]; or what ``use`` makes of the weight. Both go through
+        """Map [B, s, L] to [B, S, N (C + V)]; or return ``use`` of the weight. Both go through
         ``forward`` because ZeRO 3 gathers the weight around module calls."""
         if use is None:
             return super().forward(x_BSL)
@@ -132,7 +132,7 @@ class LatentAttention(nn.Module):
         if attention.softmax_type == "learnable":
             normal = Init(config.init_method_std)
             self.sinks = parameter(Shard((heads,), (Cut(0),)), normal, tp.coordinates)
-        # Biases of the maps to latent vectors, with those of attention alone.
+        # Biases of the maps to latent vectors exist only with biases of attention.
         biased = attention.proj_bias and not config.mlp.bias
         rank, queries = part.q_lora_rank, (heads * self.width,)
         self.q: ColumnParallelLinear | None = None
@@ -217,8 +217,8 @@ class LatentAttention(nn.Module):
         return y_BNSD.transpose(1, 2)[..., : part.v_head_dim].flatten(2)
 
     def _padded(self, x: Tensor) -> Tensor:
-        """Heads with as many channels as keys and values both fit in, for kernels that have one
-        width; zeros change neither scores nor the values before them."""
+        """Pad heads to the larger width of keys and values, for kernels with a single width; zeros
+        change neither scores nor the values before them."""
         missing = max(self.width, self.part.v_head_dim) - x.shape[-1]
         return F.pad(x, (0, missing)) if self.pads and missing else x
 
@@ -245,9 +245,8 @@ class LatentAttention(nn.Module):
 
 
 def scoring_of(config: ModelConfig, layer: int, tp: TensorParallel) -> AttentionScoring:
-    """Return the scores of a block: those of its heads, with the square of YaRN's factor for all
-    channels, where --rope-scaling has ``mscale_all_dim`` (`transformers`, ``yarn_apply_mscale`` of
-    deepseek_v3)."""
+    """Return the scoring of a block, with the square of YaRN's factor for all channels, where
+    --rope-scaling has ``mscale_all_dim`` (`transformers`, ``yarn_apply_mscale`` of deepseek_v3)."""
     scaling = config.positions.rope_scaling
     scale = 1 / math.sqrt(config.attention.query_pre_attn_scalar)
     if scaling.mscale_all_dim:
@@ -265,8 +264,8 @@ def latent_norm(config: ModelConfig, width: int, tp: TensorParallel) -> Norm | n
 
 def of_heads(x_BSNI: Tensor, maps: Sequence[RowMap]) -> Tensor:
     """Products with a matrix [O, I] of each head, [B, S, N, O]; each of ``maps`` [N, O, I] is for
-    some rows. On a CPU each head is a product of its own, so that the bits of a row do not depend
-    on the number of the others."""
+    some rows. On a CPU each head is a separate product, so that the bits of a row do not depend on
+    the number of the others."""
     products: list[Tensor] = []
     for _, weight_NOI in maps:
         weight_NOI = weight_NOI.to(x_BSNI.dtype)

@@ -29,8 +29,8 @@ def layer_weights(model: ModelConfig, tensor: int = 1) -> int:
 
 
 def with_latents(shape: TransformerShape, model: ModelConfig) -> TransformerShape:
-    """Return the shape with the products of latent attention instead of those of queries, keys and
-    values from hidden states."""
+    """Return the shape with the products of latent attention instead of the products of queries,
+    keys and values from hidden states."""
     part = model.part(LatentConfig)
     if part.idle:
         return shape
@@ -47,10 +47,9 @@ def with_latents(shape: TransformerShape, model: ModelConfig) -> TransformerShap
 
 
 def kept_numbers(model: ModelConfig, tensor: int, recomputes: bool) -> tuple[int, int]:
-    """Return the numbers per token that a block keeps for its backward pass, besides its input:
-    those of the heads of one of ``tensor`` ranks, and latent vectors before and after their norms.
-
-    With ``recomputes`` queries, keys and values are made again from the latent vectors.
+    """Return the numbers per token that a block keeps for its backward pass, besides its input: the
+    heads of one of ``tensor`` ranks, and latent vectors before and after their norms. With
+    ``recomputes`` queries, keys and values are recomputed from the latent vectors.
     """
     part, width = model.part(LatentConfig), model.attention.kv_channels
     norms = 1 + model.norm.qk_layernorm

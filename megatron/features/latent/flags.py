@@ -19,7 +19,7 @@ from megatron.config.flags import (
     needs_value,
     option,
 )
-from megatron.config.memory import Latents
+from megatron.config.sections import Latents
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig

@@ -2,7 +2,7 @@
 Moonlight's shapes), GLM-4 MoE Lite, Youtu and MiniCPM3.
 
 Most store the rotated channels of queries and keys as neighbours that RoPE rotates together; here
-channel i and channel i + R/2 are. Their norms of latent vectors have an epsilon of their own.
+channel i and channel i + R/2 are. Their norms of latent vectors have their own epsilon.
 
 Shapes: N heads, C channels of a head without positions, R rotated channels, L latent.
 """
@@ -63,7 +63,7 @@ from megatron.formats.huggingface.entries import (
 from megatron.formats.huggingface.llama import ACTIVATION, KEYS, gated_mlp, llama_entries
 
 _EPSILON = 1e-6
-"""Epsilon of the norms of latent vectors in `transformers`, whatever config.json says."""
+"""Epsilon of the norms of latent vectors in `transformers`, regardless of config.json."""
 
 
 def _rotated(rows: Tensor, model: ModelConfig, head: int, pairs: bool) -> Tensor:

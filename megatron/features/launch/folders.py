@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron.config import ConfigError, RunConfig
 from megatron.config.features import features
 from megatron.engine.saving import check_writable
-from megatron.parallel import agreement
+from megatron.features.agreement import agreement
 from megatron.util.processes import is_main_process
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _LOCAL = frozenset(
     "bcachefs btrfs ext2 ext3 ext4 f2fs jfs overlay ramfs squashfs tmpfs vfat xfs zfs".split()
 )
-"""File systems of one node, which show at once what is there."""
+"""File systems local to a node, which show new files immediately."""
 MOUNTS = Path("/proc/self/mountinfo")
 PATIENCE = 75.0
 """Seconds until a network file system must show a new file: NFS may believe for a minute that a

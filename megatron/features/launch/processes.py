@@ -22,6 +22,7 @@ import torch
 from megatron.config import ConfigError, ParallelFlags, Settings
 from megatron.config.flags import ConfigResolver, build
 from megatron.engine.environment import meeting, tasks_of_scheduler, world_size
+from megatron.features.launch.flags import LaunchFlags
 from megatron.training.stopping import stop_signals
 from megatron.util.processes import death
 
@@ -34,8 +35,8 @@ too."""
 
 @dataclass(frozen=True)
 class Node:
-    """This node's share of a run: its rank among ``addresses``, of which the first is where the
-    nodes meet; none where the run has one node."""
+    """This node's share of a run: its rank among ``addresses``, the first of which is the meeting
+    point; empty for a single node."""
 
     processes: int
     rank: int = 0
@@ -50,7 +51,8 @@ def launch(settings: Settings, argv: Sequence[str] | None) -> int | None:
     GPUs, this node's rank is not clear, or the nodes do not meet."""
     set_infiniband()
     resolver = ConfigResolver((ParallelFlags,), settings)
-    flags = build(ParallelFlags, settings)
+    whole = build(ParallelFlags, settings)
+    flags = LaunchFlags.of(whole)
     if "WORLD_SIZE" in os.environ:
         world_size()
         _check_launched(flags, resolver)
@@ -79,7 +81,7 @@ def launch(settings: Settings, argv: Sequence[str] | None) -> int | None:
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     command = [*_program(), *(sys.argv[1:] if argv is None else argv)]
-    sys.exit(run_node(node, command, flags.ctrl_port, flags.distributed_timeout_minutes))
+    sys.exit(run_node(node, command, flags.ctrl_port, whole.distributed_timeout_minutes))
 
 
 def set_infiniband() -> None:
@@ -100,7 +102,7 @@ def set_infiniband() -> None:
         logger.info(f"{theirs}={given} is set as {ours}={wanted}: NCCL connects the nodes")
 
 
-def _check_launched(flags: ParallelFlags, resolver: ConfigResolver) -> None:
+def _check_launched(flags: LaunchFlags, resolver: ConfigResolver) -> None:
     """On this node; what a launcher has started in all, :func:`resolve` checks."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         local = os.environ.get(name)
@@ -126,7 +128,7 @@ def _check_gpus(processes: int, resolver: ConfigResolver) -> None:
         )
 
 
-def _addresses(flags: ParallelFlags, resolver: ConfigResolver) -> tuple[str, ...]:
+def _addresses(flags: LaunchFlags, resolver: ConfigResolver) -> tuple[str, ...]:
     nodes, given = flags.num_nodes or 1, flags.node_ips or ""
     addresses = tuple(word.strip() for word in given.split(",") if word.strip())
     resolver.check(
@@ -138,7 +140,7 @@ def _addresses(flags: ParallelFlags, resolver: ConfigResolver) -> tuple[str, ...
 
 
 def _node_rank(addresses: Sequence[str]) -> int:
-    """The place of this node in the list: NODE_RANK, or else that of its own address."""
+    """Return this node's place in the list: NODE_RANK, or else the place of its own address."""
     listed, given = ",".join(addresses), os.environ.get("NODE_RANK")
     if given is not None:
         if not given.isdecimal() or int(given) >= len(addresses):
@@ -211,7 +213,7 @@ def run_node(node: Node, command: Sequence[str], port: int, timeout_minutes: flo
     # As torchrun sets it. One sum has the same bits in runs that either has started.
     if node.processes > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # What a process prints says what is wrong; torch's traceback of this one says nothing.
+    # The process's own output explains the error; torch's traceback of this one does not.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     several = len(node.addresses) > 1
     first = node.addresses[0] if several else "localhost"
@@ -273,8 +275,8 @@ def _forwarded_signals() -> Iterator[None]:
 
 def variables_of_scheduler(given: Mapping[str, str]) -> dict[str, str]:
     """Return the settings of torch.distributed, from the variables of a process of srun or mpirun;
-    those that are given already keep their values. Empty if neither has started this process.
-    Raises ConfigError where they do not say where the first process is."""
+    variables that are already set keep their values. Empty if neither started this process. Raises
+    ConfigError if they do not locate the first process."""
     if "SLURM_STEP_NODELIST" in given and "SLURM_PROCID" in given:
         variables = _slurm(given)
     elif "OMPI_COMM_WORLD_RANK" in given:

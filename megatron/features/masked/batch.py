@@ -122,7 +122,7 @@ class BertBatch(NamedTuple):
     position_ids_BS: Tensor | None = None
     """int64; None if they are 0 to S - 1."""
     document_ids_BS: Tensor | None = None
-    """int64; tokens see equal ids only, and padding has one of its own. None if samples are not
+    """int64; tokens see equal ids only, and padding has a separate id. None if samples are not
     packed."""
     weights_2: Tensor | None = None
     """Weights as in a `GPTBatch`, where micro batches differ: samples, and tokens to predict."""
@@ -233,7 +233,7 @@ def predicted_positions(loss_mask_BS: Tensor) -> Tensor:
 
 
 def positions_of(predictions: int, seq_length: int) -> int:
-    """Positions of each sample in a batch whose samples have up to so many predictions."""
+    """Return the positions per sample in a batch whose samples have up to this many predictions."""
     multiple = _PREDICTIONS_MULTIPLE
     return min(max(1, -(-predictions // multiple)) * multiple, seq_length)
 
@@ -255,7 +255,7 @@ SAMPLES = 2**16
 
 
 class MockTokenizer(Tokenizer):
-    """A tokenizer with all special tokens of BERT and T5: those that it lacks are its last ids."""
+    """A tokenizer with all special tokens of BERT and T5: missing ones get the last ids."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -269,7 +269,7 @@ class MockTokenizer(Tokenizer):
         super().__init__("--mock-data", size, SpecialIds(**ids, sentinels=sentinels))
         special = [i for i in (*ids.values(), *sentinels) if i is not None]
         self.plain_ids: npt.NDArray[np.int64] = np.setdiff1d(np.arange(size), special)
-        """The ids without a meaning of their own, ascending."""
+        """Return the ids without a meaning of their own, ascending."""
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self.tokenizer.detokenize(ids)
@@ -332,7 +332,7 @@ def mock_samples(
     recipe: SegmentRecipe[Any], tokenizer: MockTokenizer, num_samples: int, part: int
 ) -> SampleDataset[Any]:
     """Samples of a recipe with this tokenizer; ``part`` is 0 for training, 1 validation, 2 test.
-    After :data:`SAMPLES` they come again, however many a run asks for."""
+    After :data:`SAMPLES` they repeat, however many a run needs."""
     length = recipe.rules.max_tokens
     documents = MockDocuments(tokenizer.plain_ids, length, recipe.seed, part)
     units = range(recipe.units(documents))

@@ -158,7 +158,7 @@ class WordMasking:
     """Masking of tokens."""
 
     mask_prob: float
-    """Share of a sample's tokens, including special ones, that are to be predicted."""
+    """Share of a sample's tokens, including special ones, to be predicted."""
     max_predictions: int
     """Most tokens of a sample that are to be predicted."""
     max_ngrams: int
@@ -274,8 +274,8 @@ def begin_labelled(model: ModelConfig, batch: LabelledBatch) -> LayerState:
 def masks(
     model: ModelConfig, batch: BertBatch | LabelledBatch, documents_BS: Tensor | None = None
 ) -> AttentionMasks:
-    """Attention to all tokens but padding, or within packed samples. Kernels run without a mask
-    where a micro batch has no padding, which its collator knows: no device is asked."""
+    """Attention to all tokens but padding, or within packed samples. Kernels run without a mask if
+    a micro batch has no padding, which its collator records without a sync."""
     tokens_BS = batch.tokens_BS
     if documents_BS is None and batch.padded:
         documents_BS = batch.padding_mask_BS
@@ -308,7 +308,7 @@ class BertData(DataPipeline):
 
     def view(self, sample: BertSample, length: int) -> SampleView:
         """See `DataPipeline.view`; each input comes before the text to predict for it, and packed
-        samples are on lines of their own."""
+        samples are on separate lines."""
         batch = self.collator()([sample])
         tokens_S, labels_S, loss_mask_S, padding_mask_S = (
             values[0, :length].numpy()

@@ -26,10 +26,10 @@ class MaskedFeature(Feature):
             CAMEMBERT,
             DISTILBERT,
             ELECTRA,
+            MODERNBERT,
             ROBERTA,
             XLM_ROBERTA,
         )
-        from megatron.features.masked.hf_modernbert import MODERNBERT
         from megatron.features.masked.hf_t5 import MT5, T5, UMT5
 
         encoders = (ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, DISTILBERT, MODERNBERT)

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.data.loader import mapped
-from megatron.model.embedding import LM_LOSS
-from megatron.model.heads import precise
+from megatron.model.embedding import LM_LOSS, precise
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.parallel.collectives import start_all_reduce
 from megatron.parallel.layers import Dropout, WholeLinear
@@ -33,8 +32,8 @@ a span's first and last token."""
 
 
 class LabelledText(NamedTuple):
-    """One sample: the tokens of its text with their types or, of a question, one such text for each
-    choice; without padding. ``identity`` is what predictions are written under."""
+    """One sample: the tokens of its text with their types or, for a question, one such text per
+    choice; without padding. ``identity`` names the sample in predictions."""
 
     tokens: tuple[npt.NDArray[np.int64], ...]
     types: tuple[npt.NDArray[np.int64], ...]
@@ -69,8 +68,8 @@ class LabelledBatch(NamedTuple):
 def collate_labelled(
     samples: Sequence[LabelledText], length: int | None = None, *, pad: int, multiple: int = 8
 ) -> LabelledBatch:
-    """Stacks samples with as many texts each, filled up with the token ``pad`` to ``length`` or, if
-    it is None, to a multiple of ``multiple`` that holds the longest."""
+    """Stacks samples with the same number of texts, padded with the token ``pad`` to ``length`` or,
+    if it is None, to the next multiple of ``multiple``."""
     longest, choices = max(sample.length for sample in samples), len(samples[0].tokens)
     if length is None:
         length = -(-longest // multiple) * multiple
@@ -180,7 +179,7 @@ class ClassificationHead(SampleHead):
 
 
 class MultipleChoiceHead(SampleHead):
-    """A score of each choice; those of a question are consecutive samples."""
+    """A score of each choice; the choices of a question are consecutive samples."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__(model, 1, tp)

@@ -54,7 +54,7 @@ class Denoising(TextToText):
         return {"pad_token_id": 1, **dict.fromkeys(ends, end)}
 
     def fit_tokenizer(self, folder: Path, tokenizer: Any) -> bool:
-        """Leaves the tokenizer as it is: BART's puts tokens around a text."""
+        """Leave the tokenizer unchanged: BART's adds tokens around a text."""
         return False
 
 
@@ -66,7 +66,7 @@ def _stack(name: str, post_norm: bool) -> tuple[Entry, ...]:
     attention = tuple(f"self_attn.{part}_proj" for part in "qkv")
     names = ("self_attn_layer_norm", *["encoder_attn_layer_norm"] * decodes, "final_layer_norm")
     norms = ("attention_norm", *["cross_attention_norm"] * decodes, "mlp_norm")
-    # Of a stack whose norms follow the sums each is that before the next sublayer.
+    # In a stack whose norms follow the sums, each is the norm before the next sublayer.
     of_sums = zip(norms[1:] if post_norm else norms, names, strict=False)
     blocks = block(
         f"{theirs}.layers.{{n}}",
@@ -110,7 +110,7 @@ def _copies(model: ModelConfig) -> dict[str, str]:
 
 
 def _seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """A bias of the logits that is zero, or is missing, means a model without one."""
+    """A bias of the logits that is zero or missing means a model without one."""
     biased = _BIAS in tensors and bool(tensors.tensor(_BIAS).any())
     return content | {"_logits_bias": biased}
 

@@ -122,7 +122,7 @@ class LabelledTextTask(MaskedLM):
     unit = "texts"
 
     def inputs(self, model: ModelConfig, seed: int) -> Inputs:
-        """Two texts of two segments, the second padded; of questions two with as many choices."""
+        """Two texts of two segments, the second padded; or two questions with their choices."""
         choices = 3 if model.head == "multiple_choice" else 1
         theirs, positions_BS = _texts(model, seed, 2 * choices)
         tokens_BS, types_BS, padding_mask_BS, _ = theirs.values()
@@ -257,7 +257,7 @@ def read_bert(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("position_embedding_type", ("absolute", None), "positions must be learned")
     given.only("is_decoder", (False,), "a decoder that BERT has become cannot be represented")
     given.only("add_cross_attention", (False,), "cross-attention cannot be represented")
-    # Of the pooler of other tasks, in Google's multilingual models.
+    # Keys for the pooler of other tasks, in Google's multilingual models.
     given.unused(
         "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
         "pooler_size_per_head", "pooler_type", "type_vocab_size", "_second_head",
@@ -277,7 +277,7 @@ def read_bert(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 def read_labels(
     given: HFConfigReader, fields: dict[str, Any], classes: Sequence[str]
 ) -> dict[str, Any]:
-    """The flags of a head for labelled text; none of a model without one."""
+    """Return the flags of a head for labelled text; empty for a model without one."""
     tasks = {name.rpartition("For")[2] for name in classes}
     if tasks & {"TokenClassification", "NextSentencePrediction"}:
         given.refuse("architectures", classes, "its head cannot be represented")
@@ -305,7 +305,7 @@ def read_labels(
 
 
 def _unnamed(labels: int) -> tuple[str, ...]:
-    """The names of labels without one in `transformers`."""
+    """Default label names in `transformers`."""
     return tuple(f"LABEL_{label}" for label in range(labels))
 
 
@@ -322,7 +322,7 @@ def write_labels(model: ModelConfig) -> dict[str, Any]:
 
 
 def _nearest(model: ModelConfig) -> tuple[ModelConfig, str]:
-    """Megatron's head computes GELU exactly, whatever the MLP does."""
+    """Megatron's head computes GELU exactly, regardless of the MLP."""
     head, inner = model.head_activation, model.mlp.activation
     if not predicts(model) or head == inner or not {head, inner} <= {"gelu_erf", "gelu_tanh"}:
         return model, ""
@@ -343,7 +343,7 @@ _TASKS = {
     "MultipleChoice": "multiple_choice",
     "QuestionAnswering": "span",
 }
-"""Our heads by the part of the name of a class in `transformers` that says what it is for."""
+"""Our heads by the task suffix of the class name in `transformers`."""
 
 
 def class_named(prefix: str, model: ModelConfig) -> str:

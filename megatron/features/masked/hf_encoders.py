@@ -2,7 +2,11 @@
 DistilBERT. Their blocks equal BERT's; names and heads differ.
 
 A text's first position is the row after the row for padding in RoBERTa's embeddings of positions:
-``pad_token_id`` + 1. Its output head and ELECTRA's compute GELU exactly, whatever the MLP does.
+``pad_token_id`` + 1. Its output head and ELECTRA's compute GELU exactly, regardless of the MLP.
+
+ModernBERT in Hugging Face's form: an encoder with rotary positions, of which every N-th block,
+from the first on, attends to the whole text and the others to a window with another rotary base;
+pre-norm, a gated MLP, and embeddings that are normalised instead of the input of the first block.
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.config import ModelConfig
+from megatron.config.patterns import every_first, shortest
 from megatron.features.masked.hf_bert import (
     BERT,
+    MASKED_LM,
     class_named,
     copies_of,
     dense,
@@ -27,8 +33,39 @@ from megatron.features.masked.hf_bert import (
 )
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import Architecture
-from megatron.formats.huggingface.config_reader import ACTIVATIONS, HFConfigReader
-from megatron.formats.huggingface.entries import SEPARATE_QKV, Entry, block, linear, norm, weight
+from megatron.formats.huggingface.config_reader import (
+    ACTIVATION_NAMES,
+    ACTIVATIONS,
+    FULL,
+    GATES,
+    SLIDING,
+    HFConfigReader,
+    agreed,
+    layer_types,
+    read_biases,
+    read_scaling,
+    read_windows,
+    write_biases,
+    write_rope,
+)
+from megatron.formats.huggingface.entries import (
+    SEPARATE_QKV,
+    Entry,
+    attention_biased,
+    block,
+    linear,
+    norm,
+    qkv_biased,
+    weight,
+)
+from megatron.formats.huggingface.layer_norm_decoders import SIZES
+from megatron.formats.huggingface.llama import (
+    DIVISIBLE,
+    LOCAL_UNSCALED,
+    by_kind,
+    local_base,
+    read_kinds,
+)
 
 _ONE_HEAD = Requirement(
     lambda m: not predicts(m) or not m.bert_binary_head, "--bert-no-binary-head"
@@ -70,7 +107,7 @@ def _read_roberta(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
         given.refuse(
             "max_position_embeddings", rows, f"{offset} rows are before the first position"
         )
-    # Of files of transformers 2 and 3.
+    # Found in files of transformers 2 and 3.
     given.unused("output_past", "gradient_checkpointing")
     read = read_bert(given, fields)
     return read | {"position_embedding_offset": offset, "max_position_embeddings": rows - offset}
@@ -79,7 +116,7 @@ def _read_roberta(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
 def _write_roberta(model: ModelConfig) -> dict[str, Any]:
     positions = model.positions
     rows = positions.max_position_embeddings + positions.position_embedding_offset
-    # Of a tokenizer, if there is one; transformers assumes two of its own.
+    # The tokenizer's, if there is one; transformers assumes its own defaults.
     tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
     tokens["pad_token_id"] = positions.position_embedding_offset - 1
     return write_labels(model) | tokens | {"max_position_embeddings": rows}
@@ -175,7 +212,7 @@ ELECTRA = replace(
 
 def _read_distilbert(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     _only(given, "MaskedLM")
-    # Positions are of a table, whatever it was initialised with; heads for labels are not read.
+    # Positions come from a table, however it was initialised; heads for labels are not read.
     given.unused("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout", "tie_weights_")
     return {"bert_binary_head": False, "num_tokentypes": 0}
 
@@ -232,4 +269,139 @@ DISTILBERT = Architecture(
     copies=copies_of("vocab_projector"),
     family=BERT.family,
     task=BERT.task,
+)  # fmt: skip
+
+
+_EVERY, _WINDOW, _LOCAL_BASE = 3, 128, 10_000.0
+"""Defaults of the configuration class: blocks up to the next one without a window, the window, and
+the rotary base of blocks with one."""
+_HEAD: dict[str, dict[str, Any]] = {
+    "gelu": {},
+    "gelu_new": {"lm_head_activation": "gelu_tanh"},
+    "gelu_pytorch_tanh": {"lm_head_activation": "gelu_tanh"},
+    "relu": {"lm_head_activation": "relu"},
+    "relu2": {"lm_head_activation": "squared_relu"},
+}
+"""Flags by classifier_activation, which the masked-LM head has too."""
+
+
+def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    for name in given.names("architectures") or []:
+        if not name.endswith("ForMaskedLM"):
+            given.refuse("architectures", name, "such a class is read for MaskedLM")
+    biases = read_biases(given)
+    biased = biases["add_mlp_bias"] or biases["add_bias_linear"]
+    given.only("classifier_bias", (biased,), f"mlp_bias is {biased}, and the head is alike")
+    given.only("decoder_bias", (True,), "the logits have a bias")
+    same = fields["hidden_dropout"]
+    given.only("mlp_dropout", (same,), f"embedding_dropout is {same}; there is one dropout")
+    given.only("position_embedding_type", ("absolute", "rope"), "positions are rotary")
+    given.only("rope_scaling", (None,), "its scaling is in rope_parameters, by kind of block")
+    given.unused(
+        "initializer_cutoff_factor", "classifier_pooling", "classifier_dropout",
+        "deterministic_flash_attn", "sparse_prediction", "sparse_pred_ignore_index",
+        "reference_compile", "repad_logits_with_grad", "layer_norm_eps", "cls_token_id",
+        "sep_token_id",
+    )  # fmt: skip
+    bias_key, window_key = "norm_bias", "local_attention"
+    every = given.content.get("global_attn_every_n_layers", _EVERY)
+    given.unused("global_attn_every_n_layers")
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        given.refuse("global_attn_every_n_layers", every, "expected a positive integer")
+    kinds = [SLIDING if n % every else FULL for n in range(fields["num_layers"])]
+    windows = read_windows(given, given.whole(window_key), kinds)
+    wide, narrow = read_kinds(given)
+    if "local_rope_theta" in given.content:
+        given.number("local_rope_theta")
+    local = agreed(given, ("local_rope_theta",), narrow.get("rope_theta"), _LOCAL_BASE)
+    return {
+        **biases,
+        **given.choice("classifier_activation", _HEAD),
+        **windows,
+        "rotary_base": agreed(given, ("global_rope_theta",), wide.get("rope_theta"), 160_000.0),
+        "rotary_base_local": None if windows["sliding_window"] is None else local,
+        "rope_scaling": read_scaling(given, fields, wide),
+        "normalization": "LayerNorm" if given.flag(bias_key) else "UnbiasedLayerNorm",
+    }
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    rope, kinds = write_rope(model, "global_rope_theta"), layer_types(model)
+    local = _LOCAL_BASE if model.attention.sliding_window is None else local_base(model)
+    rope.pop("rope_scaling", None)  # transformers 5 would apply it to both kinds of blocks
+    every = shortest(tuple(kind == FULL for kind in kinds), every_first)
+    return {
+        **write_biases(model),
+        "classifier_bias": model.mlp.bias,
+        "decoder_bias": True,
+        "classifier_activation": ACTIVATION_NAMES[model.head_activation],
+        "norm_bias": model.norm.traits.biased,
+        "mlp_dropout": model.hidden_dropout,
+        "local_attention": model.attention.sliding_window or _WINDOW,
+        "layer_types": kinds,
+        **rope,
+        "local_rope_theta": local,
+        "rope_parameters": by_kind(rope["rope_parameters"], local),
+        # What transformers 4 reads instead of layer_types; it has no other patterns.
+        **({} if isinstance(every, str) else {"global_attn_every_n_layers": every}),
+        **dict.fromkeys(f"{token}_token_id" for token in ("bos", "eos", "cls", "sep")),
+    }
+
+
+MODERNBERT = Architecture(
+    title="ModernBERT",
+    model_type="modernbert",
+    model_class="ModernBertForMaskedLM",
+    entries=(
+        *weight("embedding.word_embeddings", "model.embeddings.tok_embeddings"),
+        *norm("embedding.norm", "model.embeddings.norm"),
+        *block(
+            "model.layers.{n}",
+            [replace(each, at=lambda model, n: n) for each in norm("attention_norm", "attn_norm")],
+            linear("attention.qkv", "attn.Wqkv", bias=qkv_biased),
+            linear("attention.proj", "attn.Wo", bias=attention_biased),
+            norm("mlp_norm", "mlp_norm"),
+            linear("mlp.up", "mlp.Wi"),
+            linear("mlp.down", "mlp.Wo"),
+        ),
+        *norm("final_norm.norm", "model.final_norm"),
+        *(
+            replace(each, when=lambda m: predicts(m) and m.mlp.bias)
+            if each.ours == "lm_head.dense.bias" else each
+            for each in lm_head("head.dense", "head.norm", "decoder")
+        ),
+    ),
+    keys={
+        **SIZES,
+        "intermediate_size": "ffn_hidden_size",
+        "hidden_activation": "activation",
+        "attention_dropout": "attention_dropout",
+        "embedding_dropout": "hidden_dropout",
+        "norm_eps": "norm_epsilon",
+        "initializer_range": "init_method_std",
+    },
+    fixed={
+        "position_embedding_type": "rope", "embed_layernorm": True, "first_norm": False,
+        "bert_binary_head": False,
+    },
+    gated=True,
+    activations=GATES,
+    features=frozenset(
+        {"lm_head_activation", "sliding_window", "window_attn_skip_freq", "rotary_base_local",
+         "rope_scaling", "add_attention_bias", "add_mlp_bias"}
+    ),
+    requirements=(
+        DIVISIBLE,
+        LOCAL_UNSCALED,
+        Requirement(lambda m: not m.token_types, "--num-tokentypes 0"),
+        Requirement(
+            lambda m: m.norm.normalization in ("LayerNorm", "UnbiasedLayerNorm"),
+            "--normalization LayerNorm or UnbiasedLayerNorm",
+        ),
+    ),
+    read=_read,
+    write=_write,
+    copies=copies_of("decoder"),
+    family="bert",
+    task=MASKED_LM,
 )  # fmt: skip

@@ -94,8 +94,8 @@ class TextToText(Task):
         return tokens | _cache(source.model)
 
     def fit_tokenizer(self, folder: Path, tokenizer: Any) -> bool:
-        """Puts the end of text after a text, and nothing before it, as samples have it; T5's own
-        files do so already."""
+        """Append the end-of-text token to a text, with nothing before it, as in samples; T5's own
+        files already do so."""
         path, end = folder / "tokenizer.json", tokenizer.eos_token
         plain = tokenizer("a", add_special_tokens=False)["input_ids"]
         if tokenizer("a")["input_ids"] == [*plain, tokenizer.eos_token_id] or not path.is_file():
@@ -108,7 +108,7 @@ class TextToText(Task):
         )
         write_whole(path, backend.to_str(pretty=True).encode())
         settings = read_json(folder / "tokenizer_config.json", lenient=True)
-        # BertTokenizer has a template of its own, and a T5 takes no token types.
+        # BertTokenizer has its own template, and T5 takes no token types.
         settings |= {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_input_names": ["input_ids", "attention_mask"],
@@ -118,8 +118,8 @@ class TextToText(Task):
 
 
 def _cache(model: ModelConfig) -> dict[str, bool]:
-    """The key for generation with a cache: that of `transformers` has as many layers as the
-    encoder, and fails where the decoder has more."""
+    """The key for generation with a cache: `transformers` sizes its cache by the encoder's layers,
+    and fails if the decoder has more."""
     return {"use_cache": (model.decoder_num_layers or 0) <= model.num_layers}
 
 
@@ -169,7 +169,7 @@ def _mlp(layer: int) -> tuple[Entry, ...]:
 
 
 def _stack(name: str, *parts: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """A stack of blocks, with what all blocks share: in their files the first one has it."""
+    """A stack of blocks; files store the parameters that blocks share in the first one."""
     attention = "layer.0.SelfAttention"
     bias = f"{name}.block.0.{attention}.relative_attention_bias"
     return (
@@ -244,7 +244,7 @@ STACKS: dict[str, Callable[[ModelConfig], int]] = {
         ("decoder", lambda model: model.decoder_num_layers or 0),
     )
 }
-"""Number of blocks, and of those that have biases of their own."""
+"""Number of blocks, and number of blocks with their own biases."""
 
 T5 = Architecture(
     title="T5",
@@ -261,7 +261,7 @@ T5 = Architecture(
     ),
     stacks=STACKS,
     keys={
-        # Nothing limits the length; it is what the model was trained with, if the file says so.
+        # Nothing limits the length; it is the training length, if the file records it.
         "n_positions": "max_position_embeddings",
         ("d_model", "hidden_size"): "hidden_size",
         ("d_kv", "head_dim"): "kv_channels",
@@ -311,8 +311,8 @@ T5 = Architecture(
 
 
 def _seen_mt5(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """A head is tied where it is not in the files, or repeats the token embedding: config.json says
-    so of all, or, by transformers 4, of none. Its input is never scaled."""
+    """A head is tied if the files lack it or it repeats the token embedding: config.json marks all
+    heads as tied or, with transformers 4, none. Its input is never scaled."""
     tied = _HEAD not in tensors
     tied = tied or torch.equal(tensors.tensor(_HEAD), tensors.tensor("shared.weight"))
     return content | {"tie_word_embeddings": tied, "scale_decoder_outputs": False}
@@ -331,7 +331,7 @@ MT5 = dataclasses.replace(
 
 
 class ScaledTextToText(TextToText):
-    """UMT5's: transformers 5 scales the input of every head, whatever the file says."""
+    """UMT5's: transformers 5 scales the input of every head, regardless of the file."""
 
     def outputs(self, state: LayerState, model: ModelConfig) -> dict[str, Tensor]:
         import transformers
@@ -363,4 +363,4 @@ UMT5 = dataclasses.replace(
     },
     task=ScaledTextToText(),
 )
-"""mT5 in which each block has biases of relative positions of its own."""
+"""mT5 in which each block has its own relative position biases."""

@@ -2,7 +2,7 @@
 
 BERT is an encoder with two heads, or with one for labelled text. Pre-norm blocks make it Megatron's
 BERT; with ``--apply-residual-connection-post-layernorm`` it is the original: the first block's
-first norm is that of the embeddings, the others follow the sums. T5 has an encoder and a decoder
+first norm normalises the embeddings, the others follow the sums. T5 has an encoder and a decoder
 whose blocks also read the encoder's output.
 
 Shapes: B batch, S sequence (a rank's slice of it where the region is split), H hidden, P

@@ -70,9 +70,9 @@ class SegmentRules:
     max_tokens: int
     """Tokens of the longest length, without special tokens."""
     short_seq_prob: float
-    """Share of samples that are made for a length drawn evenly from SHORTEST to `max_tokens`."""
+    """Share of samples with a target length drawn uniformly from SHORTEST to `max_tokens`."""
     pairs: Pairs
-    """Whether a sample is a pair of segments, and of which kind."""
+    """Kind of pairs of segments that samples are, if any."""
 
     @property
     def min_sentences(self) -> int:
@@ -94,7 +94,7 @@ def build_segments(
     exact_epochs: int | None = None,
 ) -> npt.NDArray[np.integer]:
     """The sentences of every sample, in the order in which samples are read; sample i does not
-    depend on how many are wanted. With ``exact_epochs`` all samples of so many epochs.
+    depend on how many are requested. With ``exact_epochs`` all samples of that many epochs.
 
     int32[num_samples, columns] (int64 from 2**31 sentences): first and stop sentence of segment A,
     then those of B. Raises ValueError if no sample can be made from the documents.
@@ -254,7 +254,7 @@ class _OtherDocuments:
         return first, np.minimum(stop, self._stop[other])
 
 
-# Of both errors about documents that make no pairs.
+# Ending of both errors about documents that make no pairs.
 _WITHOUT_PAIRS = (
     "preprocess the text with --split-sentences, or train without pairs (--bert-no-binary-head)"
 )
@@ -304,7 +304,7 @@ class SegmentRecipe(ABC, Generic[Sample]):
     cache_name: ClassVar[str]
     seed: int
     exact_epochs: int | None
-    """Epochs of the training samples, however many are wanted."""
+    """Epochs of the training samples, however many are requested."""
 
     @property
     @abstractmethod
@@ -320,7 +320,7 @@ class SegmentRecipe(ABC, Generic[Sample]):
     def sample(
         self, texts: Sequence[npt.NDArray[np.int64]], is_random: bool, rng: np.random.Generator
     ) -> Sample:
-        """The sample of one or two segments, the second of which may not follow the first."""
+        """A sample of one or two segments, the second of which may be unrelated."""
 
     @property
     def capacity(self) -> int | None:

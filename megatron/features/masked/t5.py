@@ -208,7 +208,7 @@ class SpanCorruption:
     def counts(self, tokens: int) -> SpanCounts:
         """The counts for `tokens` >= 1 tokens."""
         noise = min(max(1, round(tokens * self.noise_density)), max(1, tokens - 1))
-        # There is a token between two spans; and the longest span must not be exceeded.
+        # Two spans have a token between them, and the longest span must not be exceeded.
         spans = max(round(noise / self.mean_span), -(-noise // self.max_span), 1)
         spans = min(spans, noise, tokens - noise + 1)
         return SpanCounts(noise, spans, tokens - noise + spans + 1, noise + spans + 1)
@@ -333,7 +333,7 @@ class T5Data(DataPipeline):
 
     def view(self, sample: T5Sample, length: int) -> SampleView:
         """See `DataPipeline.view`: the encoder's input, without a loss, and the text to predict.
-        Tokens and loss mask are those of the decoder."""
+        Tokens and loss mask belong to the decoder."""
         batch = self.collator()([sample])
 
         def text(tokens: Any, mask: Any) -> str:

@@ -336,7 +336,7 @@ def _scanned(file: TFRecordFile, cache: IndexCache) -> StoredArrays:
 
 @dataclass(frozen=True)
 class TFRecordRecipe:
-    """Construction of BERT's samples from TFRecords: as they are, shuffled in each epoch."""
+    """Construction of BERT's samples from TFRecords: unchanged, shuffled in each epoch."""
 
     seq_length: int
     """Tokens of a sample, padding included."""

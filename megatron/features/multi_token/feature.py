@@ -26,7 +26,7 @@ class MultiTokenFeature(Feature):
     def model(self, spec: Any, config: Any) -> Any:
         if config.model.part(MultiTokenConfig).idle:
             return spec
-        from megatron.features.multi_token.targets import with_losses_ahead
+        from megatron.features.multi_token.layers import with_losses_ahead
 
         return with_losses_ahead(spec, config.model)
 

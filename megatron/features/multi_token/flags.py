@@ -13,8 +13,8 @@ _PREDICTING = needs_value("mtp_num_layers", refused=False)
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTokenConfig(ModelPart):
-    """Multi-token prediction: blocks after the last layer, each of which predicts the token after
-    that of the one before."""
+    """Multi-token prediction: blocks after the last layer, each of which predicts one token further
+    ahead than the block before."""
 
     # Not of the role "weights": where only weights are loaded, these blocks may differ.
     mtp_num_layers: int | None = option(None, bounds=NOT_NEGATIVE, role="results", megatron=True)

@@ -6,7 +6,11 @@ configuration of the last layer, a norm, and the model's own head. All of them a
 stage of the last layer, which has copies of the embedding; their gradients are summed as those of
 other tied layers are.
 
-Shapes: B micro batch, S sequence (a rank's slice of it where the region is split), H hidden.
+Tokens, positions and targets are shifted within whole sequences on every rank, before its part of a
+divided sequence is taken, so that nothing has to travel between the ranks of the context axis.
+
+Shapes: B micro batch, S sequence (in layers a rank's slice of it where the region is split), P
+predicted positions, H hidden.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.config.features import AHEAD
+from megatron.data.gpt_batch import GPTBatch
 from megatron.features.multi_token.flags import MultiTokenConfig, loss_name
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerSpec, LayerState
@@ -27,9 +32,72 @@ from megatron.model.norm import FinalNorm, build_norm
 from megatron.model.spec import ModelSpec
 from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.layers import WholeLinear
-from megatron.parallel.loss_head import HeadInput
+from megatron.parallel.loss_head import HeadInput, Targets
 from megatron.parallel.shard import initial
 from megatron.parallel.tensor_parallel import TensorParallel
+
+
+def with_losses_ahead(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
+    """The model of a run that is also trained on the losses of its further tokens. They have no
+    perplexity, and ``lm loss`` does not include them."""
+    weights = model.part(MultiTokenConfig).loss_weights
+
+    def begin(batch: GPTBatch) -> LayerState:
+        depths = map(partial(state_ahead, batch), range(1, len(weights) + 1))
+        return spec.begin(batch).changed(batch=batch, ahead=tuple(depths))
+
+    return replace(
+        spec,
+        begin=begin,
+        losses={**spec.losses, **weights},
+        no_perplexity=spec.no_perplexity | weights.keys(),
+        training_only=spec.training_only | weights.keys(),
+    )
+
+
+def state_ahead(batch: GPTBatch, shift: int) -> LayerState:
+    """The initial state of a micro batch ``shift`` tokens ahead: at each place the token so much
+    later, its position, and the target of that token; 0, which is not counted, where the sequence
+    has no such token.
+
+    Where attention is kept within documents, a place counts only if all that it reads and its
+    target are in its document, as in Megatron-LM's packed sequences: the model's own hidden state
+    there knows nothing of the next document. The label of the last token of a sample has that
+    token's document. Megatron-LM shifts samples cut from a stream across documents.
+    """
+    tokens_BS, documents_BS = batch.tokens_BS, batch.document_ids_BS
+    positions_BS = batch.position_ids_BS
+    if positions_BS is None:
+        positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
+    labels_BS, mask_BS = (shifted(x, shift) for x in (batch.labels_BS, batch.loss_mask_BS))
+    tokens_BS = shifted(tokens_BS, shift)
+    if documents_BS is not None:
+        last_B1 = documents_BS[:, -1:]
+        of_labels_BS = torch.cat((documents_BS[:, 1:], last_B1), dim=1)
+        read_BS = shifted(documents_BS, shift, -1) == documents_BS
+        tokens_BS = tokens_BS.masked_fill(~read_BS, 0)
+        same_BS = read_BS & (shifted(of_labels_BS, shift, -1) == documents_BS)
+        mask_BS = mask_BS * same_BS
+    targets = Targets(labels_BS, mask_BS)
+    if batch.positions_BP is not None:
+        targets = _at_positions(targets, batch.positions_BP, shift)
+    return LayerState(tokens_BS, position_ids=shifted(positions_BS, shift), targets=targets)
+
+
+def shifted(x_BS: Tensor, shift: int, fill: int = 0) -> Tensor:
+    """[B, S] with the values ``shift`` places later, and ``fill`` at the end."""
+    end_BS = x_BS.new_full((len(x_BS), shift), fill)
+    return torch.cat((x_BS[:, shift:], end_BS), dim=1)
+
+
+def _at_positions(targets: Targets, positions_BP: Tensor, shift: int) -> Targets:
+    """The shifted targets at the places from which the targets at these positions are that far
+    ahead; targets at the start of a row, with no such place, stay there and do not count."""
+    length = targets.labels_BS.shape[1]
+    before_BP = positions_BP % length >= shift
+    places_BP = positions_BP - shift * before_BP
+    labels_BP, mask_BP = targets.at(places_BP)[:2]
+    return Targets(labels_BP, mask_BP * before_BP, places_BP)
 
 
 class Merge(nn.Module):
@@ -54,7 +122,7 @@ class Merge(nn.Module):
 
 
 class BlockAhead(Block):
-    """A block with the configuration of the last layer and a number of its own."""
+    """A block with the configuration of the last layer and its own number."""
 
     def __init__(
         self, config: ModelConfig, depth: int, tp: TensorParallel, recompute_attention: bool
@@ -107,7 +175,7 @@ def _further_layers(
 
 
 def _with_keys(layers: list[LayerSpec]) -> list[LayerSpec]:
-    """The layers with keys for those that run several times: the embedding's and the head."""
+    """Return the layers, with keys for those that run several times: the embedding and the head."""
     keys = {0: "embed", 1: "inputs", len(layers) - 1: "head"}
     return [
         replace(layer, tied_key=layer.tied_key or keys.get(place))
@@ -159,7 +227,7 @@ class LossAhead:
     """Cross entropy of the tokens further ahead, the mean over those that count.
 
     Attributes:
-        weights_2: of the micro batch among those of its step, where the model's own loss has them.
+        weights_2: weights of the micro batch within its step, if the model's own loss has them.
     """
 
     depth: int
@@ -181,8 +249,8 @@ class LossAhead:
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Identity whose gradient is zero: a pipeline stage needs a gradient, if zero, of each copy of
-    a tied layer."""
+    """Identity whose gradient is zero: a pipeline stage needs a gradient, even if zero, for each
+    copy of a tied layer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from megatron.parallel.mesh import SHARDED
 from megatron.training.trainer import Callback, Step, Trainer
 
 MEMORY = 0.9
-"""Share of an estimate's weight at the next measurement: of about ten, since one is noise."""
+"""Decay of an estimate per measurement: about ten are averaged, as single ones are noisy."""
 
 
 class Estimate:
@@ -27,8 +27,7 @@ class Estimate:
         self._noise = self._signal = 0.0
 
     def add(self, small: int, small_square: float, large: int, large_square: float) -> None:
-        """Count a step: mean squared norm of gradients of ``small`` samples, and that of
-        ``large``."""
+        """Add a step: the mean squared gradient norms of ``small`` and of ``large`` samples."""
         signal = (large * large_square - small * small_square) / (large - small)
         noise = (small_square - large_square) / (1 / small - 1 / large)
         self._signal = MEMORY * self._signal + (1 - MEMORY) * signal

@@ -40,8 +40,8 @@ COEFFICIENTS: dict[str, tuple[Coefficients, bool]] = {
         False,
     ),
 }
-"""By name the coefficients of each step, and whether more steps begin again with the first; else
-they repeat the last. ``simple`` is from Jordan et al. 2024 (Muon), Moonlight and torch; ``quintic``
+"""Coefficients of each step by name, and True if further steps restart with the first instead of
+repeating the last. ``simple`` is from Jordan et al. 2024 (Muon), Moonlight and torch; ``quintic``
 Megatron-LM's default; ``polar_express`` of Amsel et al. 2025 (arXiv:2505.16932); ``cans`` of
 Grishina et al. 2025 (arXiv:2506.10935)."""
 

@@ -19,8 +19,8 @@ _VOCABULARY = ("embedding.", "output_layer.", "encoder_embedding.", "decoder_emb
 
 def is_matrix(name: str, shard: Shard) -> bool:
     """True for a parameter that Muon updates: a matrix, or one for each expert, that is no table of
-    tokens, positions or classes, no convolution of each channel by itself, and no scores of what to
-    prune, of which only the order matters."""
+    tokens, positions or classes, no convolution of each channel by itself, and no pruning scores,
+    of which only the order matters."""
     dimensions = 3 if ".experts." in name else 2
     fits = len(shard.full_shape) == dimensions and not name.endswith("_scores")
     return fits and ".conv." not in name and not name.startswith(_VOCABULARY)
@@ -54,7 +54,7 @@ def rows_of(name: str, shard: Shard, config: RunConfig) -> Sequence[Rows]:
 
 
 def _queries_and_gates(parts: Sequence[int], width: int) -> Sequence[Rows]:
-    """Rows of queries, gates, keys and values, where those of each head's gate follow its
-    queries'."""
+    """Return the rows of queries, gates, keys and values, where each head's gate follows its
+    queries."""
     heads = torch.arange(parts[0]).view(-1, 2, width)
     return heads[:, 0].flatten(), heads[:, 1].flatten(), *in_order(parts)[1:]

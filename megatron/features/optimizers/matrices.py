@@ -31,7 +31,7 @@ class OwnedPart(NamedTuple):
 
 
 class Deal:
-    """Parameters, dealt out among the ranks that have parts of them.
+    """Parameters, distributed over the ranks that have parts of them.
 
     Args:
         parts: this rank's parts of the parameters, in the same order on all ranks.
@@ -74,7 +74,7 @@ class Deal:
         return [(self.parts[n].param, only and alone) for n, only in items]
 
     def updates(self, pieces: Sequence[Tensor], update: Update) -> list[Tensor]:
-        """The parts, flat, of what ``update`` makes of the whole parameters with these parts."""
+        """Return the flat parts of ``update`` applied to the whole parameters with these parts."""
         gathered = self._over_replicas.gather(pieces)
         shares = {n: torch.cat(list(each)) if len(each) > 1 else each[0].reshape(-1)
                   for n, each in gathered.items()}  # fmt: skip
@@ -136,7 +136,7 @@ class PartExchange:
         return [lengths[item] for lengths in self._lengths]
 
     def gather(self, parts: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-        """From this rank's part of each item, the parts of its own items, by item and rank."""
+        """Exchange parts of all items for all parts of this rank's items, by item and rank."""
         if self._ranks.size == 1:
             return {item: [parts[item]] for item in self.mine}
         sent = [[parts[n] for n in items] for items in self._of]
@@ -145,7 +145,7 @@ class PartExchange:
         return {n: [of_rank[k] for of_rank in received] for k, n in enumerate(self.mine)}
 
     def scatter(self, parts: Mapping[int, Sequence[Tensor]], like: Tensor) -> list[Tensor]:
-        """From the parts of its own items, by rank, this rank's part of each item."""
+        """Exchange the parts of its own items, by rank, for this rank's part of each item."""
         own = self._lengths[self._ranks.rank]
         if self._ranks.size == 1:
             return [parts[item][0] for item in range(len(own))]
@@ -158,7 +158,7 @@ class PartExchange:
     def _exchanged(
         self, sent: list[list[Tensor]], sizes: list[list[int]], like: Tensor
     ) -> list[list[Tensor]]:
-        """Send parts to each rank; return those from each, cut into these sizes."""
+        """Send parts to each rank; return the received parts, split into these sizes."""
         empty = like.new_empty(0)
         out = torch.cat([part for of_rank in sent for part in of_rank] or [empty]).to(self._device)
         into = out.new_empty(sum(map(sum, sizes)))

@@ -20,9 +20,9 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 
 def states_per_parameter(config: RunConfig) -> float:
-    """Return the numbers (of 4 bytes) that the optimizer keeps next to a weight, the mean over the
-    trained parameters of a model on one process; 2 for AdamW. Ranks share them like weights: those
-    of whole matrices, which each has on one rank, on average."""
+    """Return the 4-byte numbers that the optimizer keeps per weight, averaged over the trained
+    parameters of a model on one process; 2 for AdamW. Ranks share them like weights; for whole
+    matrices, each on one rank, this is an average."""
     name = config.optimizer.optimizer
     if name not in OPTIMIZERS:
         return float(len(STATES[name]))

@@ -1,5 +1,5 @@
-"""Muon (Jordan et al. 2024): momentum, of which each matrix is orthogonalised as a whole; and its
-adaptive form, which divides the orthogonal matrix by the root of a second moment.
+"""Muon (Jordan et al. 2024): momentum, with each matrix orthogonalised as a whole; and its adaptive
+form, which divides the orthogonal matrix by the root of a second moment.
 
 Shapes: M rows, N columns of a matrix; E experts of a rank.
 """
@@ -101,8 +101,8 @@ class Muon(WholeRule):
         return x_MN * moment.clamp(min=eps).rsqrt_()
 
     def _orthogonal(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Orthogonalised matrices; of 16-bit products on CPUs, and all on GPUs, those of a shape
-        are computed in one batch. Batches of float32 are slower on CPUs (by 10 to 17 %)."""
+        """Return orthogonalised matrices. Matrices of one shape form a batch on GPUs and, for
+        16-bit products, on CPUs. Batches of float32 are slower on CPUs (by 10 to 17 %)."""
         settings, results = self._settings, list(matrices)
         by_shape: dict[tuple[int, ...], list[int]] = {}
         for n, each in enumerate(matrices):

@@ -33,8 +33,8 @@ def orthogonalise(
     x_MN: Tensor, steps: list[tuple[float, float, float]], dtype: torch.dtype
 ) -> Tensor:
     """Approximation of the nearest matrix whose singular values are 1, of a matrix [M, N] or each
-    of several [E, M, N], in the dtype of the input; products are computed in ``dtype``. A matrix of
-    zeros stays one."""
+    of several [E, M, N], in the dtype of the input; products are computed in ``dtype``. A zero
+    matrix stays zero."""
     wide = x_MN.shape[-2] > x_MN.shape[-1]
     x = x_MN.mT if wide else x_MN
     norm = torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_LEAST_NORM)

@@ -90,8 +90,8 @@ class UpdateRule(ABC):
 
 
 def descend(tensor: Tensor, update: Tensor, group: Group) -> None:
-    """Subtract an update times the learning rate, and the decay of the weights: with
-    ``--cautious-weight-decay`` only of those that the update makes smaller."""
+    """Subtract an update times the learning rate, and decay the weights: with
+    ``--cautious-weight-decay`` only weights that the update shrinks."""
     rate, decay = group["lr"], group["weight_decay"]
     if decay and group.get("cautious"):
         shrinks = update * tensor >= 0
@@ -218,13 +218,13 @@ class Lion(UpdateRule):
 
 
 class RuledOptimizer(torch.optim.Optimizer):
-    """Groups of tensors, each updated by the rule that ``rule`` of the group names.
+    """Groups of tensors, each updated by the rule named in its ``rule``.
 
     Args:
         groups: of ``torch.optim``, with ``rule``.
         rules: by name.
-        defaults: of groups; ``peak_lr``, where it is not None, is the learning rate in relation to
-            which that of a step multiplies the decay.
+        defaults: of groups; ``peak_lr``, where it is not None, is the learning rate relative to
+            which a step's rate multiplies the decay.
 
     Attributes:
         creators: functions that make the states of each parameter's tensor.

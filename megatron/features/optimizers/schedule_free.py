@@ -78,7 +78,7 @@ class ScheduleFree(UpdateRule):
 
 
 class MeanPartition:
-    """A tensor that is y, as a checkpoint has it: ``weight`` is x."""
+    """Convert a tensor y to its form in checkpoints, where ``weight`` is x."""
 
     def __init__(self, rule: ScheduleFree, main: Tensor, state: Mapping[str, Tensor]) -> None:
         self._rule, self._main, self._state = rule, main, state

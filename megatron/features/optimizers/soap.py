@@ -1,5 +1,5 @@
 """SOAP (Vyas et al. 2024, arXiv:2409.11321): Adam in the eigenbases of Shampoo's factors, which the
-owner of a whole matrix has with Adam's moments; as in Megatron-LM the bases are those of this step.
+owner of a whole matrix has with Adam's moments; as in Megatron-LM the bases are this step's.
 
 Shapes: M rows, N columns of a matrix; E experts of a rank. Factors are [M, M] and [N, N].
 """

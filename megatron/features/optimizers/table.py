@@ -18,9 +18,9 @@ class OptimizerEntry(NamedTuple):
     Attributes:
         rule: imports the class of its rule.
         states: names of the states of single elements: its rule's, and other parameters'.
-        matrices: whether its rule updates the matrices of blocks only; ``--muon-scalar-optimizer``
+        matrices: True if its rule only updates the matrices of blocks; ``--muon-scalar-optimizer``
             or Adam updates the rest.
-        more: whether it has further states, in files of their own.
+        more: True if it has further states, in separate files.
     """
 
     rule: Callable[[], type[UpdateRule]]

@@ -1,9 +1,7 @@
-"""Rules of whole matrices.
-
-A rank has a part of a matrix: its share of a tensor-parallel layer, and of that what ZeRO leaves to
-it. The parts come together on one of the ranks that have them (:mod:`matrices`), which computes the
-update of the whole matrix, and has the states that the update needs of it. So the result does not
-depend on the layout.
+"""Rules for whole matrices. A rank has a part of a matrix: its ZeRO partition of its share of a
+tensor-parallel layer. The parts come together on one of the ranks that have them (:mod:`matrices`),
+which computes the update of the whole matrix, and has the states that the update needs of it. So
+the result does not depend on the layout.
 
 Shapes: M rows, N columns of a matrix; E experts of a rank.
 """
@@ -72,7 +70,7 @@ class WholeRule(UpdateRule):
 
     @abstractmethod
     def direction(self, grad: Tensor, state: Group) -> Tensor:
-        """The tensor, new, of which matrices are updated as a whole."""
+        """Return the new tensor, updated by whole matrices."""
 
     @abstractmethod
     def updates(self, matrices: Sequence[Matrix]) -> list[Tensor]:

@@ -2,8 +2,7 @@
 
 The optimizer begins to gather a bucket as soon as this rank has updated its part of it, in the
 order in which layers use them. Each layer waits just before it first runs, outside of compiled
-code; who else reads weights comes by :attr:`ModelEngine.model`, ``names`` or ``trained``, which
-wait for all.
+code; other readers use :attr:`ModelEngine.model`, ``names`` or ``trained``, which wait for all.
 """
 
 from __future__ import annotations

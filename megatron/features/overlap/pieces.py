@@ -20,8 +20,8 @@ from megatron.util.processes import is_main_process
 
 
 def overlap_products(engine: TrainEngine) -> None:
-    """Let the compiler join collectives and products of an engine that has not run; where it
-    cannot, say why, and leave everything as it is. Every rank must call it."""
+    """Let the compiler fuse collectives and products of an engine that has not run; if it cannot,
+    report why and change nothing. Every rank must call it."""
     group, device = engine.mesh.tensor, engine.device
     reason = _why_not(engine.config, device) or _why_apart(group, device)
     reason = first_reason(reason, device)
@@ -53,16 +53,15 @@ def _why_not(config: RunConfig, device: torch.device) -> str | None:
         return f"the blocks are not compiled (--torch-compile {eager})"
     if paths.torch_compile_mode in GRAPH_MODES:
         return f"CUDA graphs (--torch-compile-mode {paths.torch_compile_mode}) leave it out"
-    if paths.fp8_format is not None:
-        return f"--fp8-format {paths.fp8_format} casts between collectives and products"
+    if paths.in_8_bits:
+        return f"--fp8-format {vars(paths)['fp8_format']} casts between collectives and products"
     return None
 
 
 def _why_apart(group: Group, device: torch.device) -> str | None:
     """The reason in the machine: GPUs of a group that do not reach each other. Every rank must
     call it."""
-    places: list[tuple[str, int | None]] = [("", None)] * group.size
-    dist.all_gather_object(places, (socket.gethostname(), device.index), group=group.handle)
+    places = group.gathered((socket.gethostname(), device.index))
     hosts = {host for host, _ in places}
     if len(hosts) > 1:
         return f"tensor-parallel ranks are on several nodes ({', '.join(sorted(hosts))})"

@@ -14,6 +14,7 @@ class PreferenceFeature(Feature):
     needs = ("evaluation", "inputs", "instruction")
     after = ("instruction",)
     sections = {"preference": PreferenceConfig}
+    heads = {"gpt": ("reward",)}
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
         config.section(PreferenceConfig).check(resolver)
@@ -39,6 +40,13 @@ class PreferenceFeature(Feature):
         from megatron.features.preference.kind import KIND
 
         return KIND
+
+    def network(self, spec: Any, model: Any, parallel: Any) -> Any:
+        if model.head != "reward":
+            return spec
+        from megatron.features.preference.reward_head import with_rewards
+
+        return with_rewards(spec, model)
 
     def model(self, spec: Any, config: Any) -> Any:
         if config.section(PreferenceConfig).preference is None:

@@ -1,4 +1,4 @@
-"""Prompts with answers of which some are better than others, instead of .bin/.idx."""
+"""Prompts with better and worse answers, instead of .bin/.idx files."""
 
 from __future__ import annotations
 

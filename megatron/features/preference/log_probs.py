@@ -62,7 +62,7 @@ def linear_log_probs(
 ) -> Tensor:
     """log softmax(x weight^T + bias)[label] of every target, [B, P], float32 or float64, 0 where
     its mask is 0; the same on every tensor-parallel rank, and so must be the gradient that it gets.
-    The arguments are those of :func:`linear_cross_entropy`."""
+    The arguments are the same as for :func:`linear_cross_entropy`."""
     if head.chunk_bytes is None and x_BPH.device.type == "cpu":
         head = dataclasses.replace(head, chunk_bytes=KEPT_MIB * 2**20)
     (log_probs_BP,) = token_values(HeadInput(x_BPH, weight_VH, bias_V, targets, head), _LogProbs)

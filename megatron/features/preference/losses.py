@@ -36,7 +36,7 @@ class Answers(NamedTuple):
         log_prob_R: log-probability of the answer, given its prompt.
         tokens_R: tokens of the answer.
         reference_R: its log-probability under the reference model, or None.
-        text_log_prob_R: log-probability of what the cross entropy is of: the answer, or the prompt
+        text_log_prob_R: log-probability of the text in the cross entropy: the answer, or the prompt
             too.
         text_tokens_R: tokens of that.
         desirable_R: whether an answer that is judged alone is good; None for pairs.
@@ -113,8 +113,8 @@ def simpo(options: PreferenceConfig, answers: Answers) -> dict[str, Tensor]:
 
 
 def orpo(options: PreferenceConfig, answers: Answers) -> dict[str, Tensor]:
-    """Hong et al. 2024, equations 6 and 7: the odds of an answer are those of the geometric mean of
-    its tokens' probabilities."""
+    """Hong et al. 2024, equations 6 and 7: the odds of an answer are the odds of the geometric mean
+    of its tokens' probabilities."""
     mean_R = answers.log_prob_R / answers.tokens_R
     log_odds_N = _margin(mean_R - _log_of_rest(mean_R))
     return {
@@ -151,12 +151,12 @@ LOSSES: dict[str, Loss] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo,
 
 
 def _margin(values_R: Tensor) -> Tensor:
-    """By how much the value of the better answer exceeds that of the worse, [N]."""
+    """The value of the better answer minus the value of the worse, [N]."""
     return values_R[0::2] - values_R[1::2]
 
 
 def _log_of_rest(log_p: Tensor) -> Tensor:
-    """log(1 - p), of the two forms the one without cancellation (Maechler 2012)."""
+    """log(1 - p), in the one of its two forms that avoids cancellation (Maechler 2012)."""
     near_one = log_p > -0.6931471805599453
     # Each form gets an argument for which its gradient is finite.
     of_small = torch.log1p(-log_p.masked_fill(near_one, -1.0).exp())

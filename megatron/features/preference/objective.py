@@ -104,8 +104,8 @@ def _begin(spec: ModelSpec, objective: PreferenceObjective, batch: PreferenceBat
     targets = state.targets
     assert targets is not None
     if with_prompts:
-        # The cross entropy of orpo is that of prompt and answer, as in trl: of all tokens up to the
-        # answer's last.
+        # As in trl, orpo's cross entropy covers prompt and answer: all tokens up to the answer's
+        # last.
         answered_RS = targets.mask_BS > 0
         text_RS = targets.mask_BS.flip(1).cummax(1).values.flip(1)
         targets = targets._replace(mask_BS=text_RS)
@@ -155,8 +155,8 @@ def _begin_pairs(spec: ModelSpec, batch: PreferenceBatch) -> LayerState:
 
 
 def compare_ahead(engine: TrainEngine) -> None:
-    """Begin every step of the engine with a forward pass, without gradients, of the answers that
-    are the reference point of kto, and train on the others: half of the rows then cost a third."""
+    """Begin every step of the engine with a forward pass, without gradients, over the answers that
+    form kto's reference point, and train on the others: half of the rows then cost a third."""
     engine.look_ahead = partial(_compared, engine)
 
 
@@ -180,5 +180,5 @@ def _compared(
 
 
 def _every_second(answers: Any, first: int) -> Any:
-    """Every second one, of a batch of the model's family."""
+    """Return every second row of a batch of the model's family."""
     return answers._make(None if part is None else part[first::2] for part in answers)

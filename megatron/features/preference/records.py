@@ -60,13 +60,13 @@ _LAYOUTS = (
 
 @dataclass(frozen=True)
 class Preference:
-    """A prompt and its answers: the better and the worse one, or one that is judged.
+    """A prompt and its answers: the better and the worse one, or a single judged one.
 
     Attributes:
-        answers: each one message or more.
-        is_text: prompt and answer are one text, not a conversation.
-        good: whether the judged answer is; None for a pair.
-        margin: of a pair, where the record says by how much the better answer is better.
+        answers: one or more messages each.
+        is_text: True if prompt and answer form one text, not a conversation.
+        good: True if the judged answer is good; None for a pair.
+        margin: for a pair, by how much the better answer is better, if recorded.
         variables: see :class:`Example`.
     """
 
@@ -78,7 +78,7 @@ class Preference:
     variables: tuple[tuple[str, Any], ...] = ()
 
     def judged(self) -> Iterator[Preference]:
-        """Each answer by itself: of a pair the better one is good, the worse one bad."""
+        """Return each answer separately: the better one of a pair is good, the worse one bad."""
         if self.good is not None:
             yield self
             return
@@ -96,7 +96,7 @@ def read_preferences(
 
 def parse_preference(record: Any, columns: RecordColumns = NO_FLAGS) -> Preference:
     """A record in any layout. Raises ValueError if the layout is unknown, there is no prompt or no
-    answer, or a key of it would be left out that may matter."""
+    answer, or a key that may matter would be ignored."""
     fields = columns.record(record)
     good = None
     if "chosen" in fields or "rejected" in fields:
@@ -267,9 +267,9 @@ def _checked(answer: Turns) -> Turns:
 
 
 def _shared_text(chosen: str, rejected: str) -> int:
-    """Characters of the prompt that both texts begin with, as trl's ``extract_prompt`` finds them:
-    up to the first difference, without a space before it. Of texts that are equal as far as both
-    go, the last character belongs to the answers."""
+    """Characters of the prompt that both texts begin with, as in trl's ``extract_prompt``: up to
+    the first difference, without a space before it. If one text is the start of the other, the last
+    common character belongs to the answers."""
     shortest = min(len(chosen), len(rejected))
     differ = (n for n in range(shortest) if chosen[n] != rejected[n])
     shared = next(differ, shortest - 1)

@@ -105,8 +105,8 @@ def reference_checkpoint(config: RunConfig) -> tuple[FoundCheckpoint, str]:
 
 
 def _reference_model(config: RunConfig, found: FoundCheckpoint, mesh: Mesh) -> Evaluator:
-    """The model with its weights; where a feature keeps those of the base in another form, these,
-    with additions that add nothing yet, so that training starts from it."""
+    """Return the model with its weights. If a feature stores the base's weights in another form,
+    use these, with additions that are still zero, so that training starts from it."""
     spec, form = _base(config)
     engine = build_evaluator(config, spec, mesh, training_device())
     if not form:
@@ -119,7 +119,7 @@ def _reference_model(config: RunConfig, found: FoundCheckpoint, mesh: Mesh) -> E
 
 
 def _base(config: RunConfig) -> tuple[ModelSpec, int]:
-    """The reference model, and the form of its weights; 0 for that of its checkpoint."""
+    """Return the reference model and the form of its weights; 0 for the checkpoint's form."""
     spec = spec_of(config.model, config.parallel)
     if config.section(PreferenceConfig).reference_checkpoint is not None:
         return spec, 0
@@ -195,15 +195,15 @@ def _depends_on(config: RunConfig, weights: str, part: PreferenceDataset) -> dic
         "weights": weights,
         "model": dataclasses.asdict(config.model.flags()),
         "dtype": str(training_dtype(config)),
-        "fp8": config.fast_paths.fp8_format,
+        "fp8": vars(config.fast_paths).get("fp8_format"),
         "4 bits": _base(config)[1] or False,  # the name and the value in caches that exist
         "answers": part.digest,
     }
 
 
 def weights_digest(found: FoundCheckpoint, cache: IndexCache) -> str:
-    """Identifies the content of a checkpoint's files. That of this project's checkpoints is in
-    their manifest; of others all bytes are read, once for each state of the files."""
+    """Identify the content of a checkpoint's files. This project's checkpoints have it in their
+    manifest; other files are read completely, once per version."""
     folder = found.folder
     manifest = folder / MANIFEST
     if manifest.is_file():

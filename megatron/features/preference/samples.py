@@ -1,4 +1,4 @@
-"""Batches of answers of which some are better than others.
+"""Batches of better and worse answers.
 
 Shape suffixes: R rows, two for each sample. A pair is a prompt with its better answer and then with
 its worse one. A judged answer (kto) is a prompt with that answer and then with the answer to
@@ -33,8 +33,8 @@ class PreferenceSample(NamedTuple):
 
     Attributes:
         reference: log-probabilities of both answers under the reference model; None without one.
-        desirable: kto: whether the first answer is good; None for pairs.
-        margin: by how much the better answer of a pair is better; None where the data do not say.
+        desirable: kto: True if the first answer is good; None for pairs.
+        margin: by how much the better answer of a pair is better; None if not in the data.
     """
 
     rows: Rows
@@ -49,7 +49,7 @@ class PreferenceSample(NamedTuple):
 
 
 class PreferenceBatch(NamedTuple):
-    """Answers and what is known of them.
+    """Answers with their labels and reference log-probabilities.
 
     Attributes:
         answers: the rows [R, S] as a batch of the model's family, padded on the right, in which the
@@ -273,7 +273,7 @@ class PreferenceDataset:
         return first, second
 
     def origin(self, index: int, /) -> list[Piece]:
-        """A piece for each row: the document of its answer, and how many tokens it has."""
+        """Return a piece for each row: the document of its answer, and its number of tokens."""
         place = int(self._index["order"][checked_index(index, len(self))])
         numbers = [int(self._index[name][place]) for name in ("usable", "others")]
         return [

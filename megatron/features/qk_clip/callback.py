@@ -35,7 +35,7 @@ class Projection(NamedTuple):
     """A parameter of a layer, with the exponent of its head's factor for each row of the whole.
 
     Attributes:
-        heads_R: numbers of the heads, in those that share a key their key's.
+        heads_R: numbers of the heads; for heads that share a key, the key's number.
         exponents_R: 0 for rows that are not scaled.
     """
 
@@ -54,8 +54,8 @@ class MeasuredLayer(NamedTuple):
 
 
 def _rows(parts: list[tuple[int, list[tuple[int, float]]]]) -> tuple[Tensor, Tensor]:
-    """Heads and exponents of the rows of a weight: for each part so many heads, each with rows of
-    some exponents."""
+    """Heads and exponents of the rows of a weight: for each part a number of heads, and the
+    exponents of a head's rows."""
     heads, exponents = [], []
     for count, of_head in parts:
         each = torch.cat([torch.full((rows,), power) for rows, power in of_head])
@@ -163,7 +163,7 @@ class QKClip(Callback):
 
     @torch.no_grad()
     def _scale(self, factors_LA: Tensor) -> None:
-        """Multiply main weights, then set those that the model computes with."""
+        """Multiply main weights, then update the model's weights from them."""
         factors: dict[nn.Parameter, Tensor] = {}
         for of_layer_A, layer in zip(factors_LA, self._layers, strict=True):
             of_keys = of_layer_A.view(-1, layer.shared).amin(1).cpu()

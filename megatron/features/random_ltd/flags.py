@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.config.features import KindConfig
 from megatron.config.flags import ConfigError, ConfigResolver, option
-from megatron.config.memory import States, memory_of
+from megatron.config.sections import States, memory_of
 from megatron.features.curriculum.flags import CurriculumConfig, Section, token_dropping
 
 _KEYS = (

@@ -58,8 +58,8 @@ class DroppingStep:
 
 @dataclass(frozen=True)
 class DroppingLayer:
-    """Runs a block on the tokens that it keeps in a step of training, and outside of training on
-    all; ``number`` is its place among those that drop tokens, ``forward`` how it runs otherwise."""
+    """Runs a block on the kept tokens in training steps, and on all tokens outside of training;
+    ``number``: its place among such blocks; ``forward``: its ordinary pass."""
 
     number: int
     step: DroppingStep
@@ -88,8 +88,8 @@ class DroppingLayer:
         return state.changed(hidden=put_BSH, pending=None, losses=after.losses)
 
     def _masks(self, masks: AttentionMasks | None, kept_BR: Tensor) -> AttentionMasks | None:
-        """The masks of the kept tokens. A sample of which no text is kept sees its padding: a query
-        must see a key, and padding reaches no loss."""
+        """Return the masks of the kept tokens. A sample without any kept text attends to its
+        padding: a query must see a key, and padding reaches no loss."""
         if masks is None:
             return None
         ids_BR = masks.document_ids
@@ -103,7 +103,7 @@ class DroppingLayer:
 
 
 def _at(values_BS: Tensor | None, kept_BR: Tensor) -> Tensor:
-    """Values of the kept tokens, of those of all tokens; by default their positions."""
+    """Return the kept tokens' values among all tokens' values; by default their positions."""
     if values_BS is None:
         return kept_BR
     return values_BS.expand(len(kept_BR), -1).gather(1, kept_BR)
@@ -148,8 +148,8 @@ def begin_step(layers: Sequence[LayerSpec], iteration: int) -> None:
 
 
 class LayerTokens(Callback):
-    """Tells the layers of each step, and counts the tokens that they have computed. ``state`` is
-    what DeepSpeed keeps of it in a checkpoint, under the same names."""
+    """Announces each step to the layers, and counts the tokens that they have computed. ``state``
+    is DeepSpeed's checkpoint state, under the same names."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The lengths of a run whose layers drop tokens: how many tokens count as consumed."""
+"""The lengths of a run whose layers drop tokens: the number of consumed tokens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from itertools import pairwise
 from megatron.config import RunConfig
 from megatron.data.pipeline import DataKind
 from megatron.data.samples import SequenceLengths
+from megatron.features.curriculum.lengths import GrowingLengths
 from megatron.features.random_ltd.flags import TokenDropping, dropping_of
 
 
-class DroppedLengths(SequenceLengths):
-    """The samples of other lengths, of which the mean over the layers counts as consumed, as in
-    Megatron-DeepSpeed; ``samples`` returns the samples consumed after a number of steps."""
+class DroppedLengths(GrowingLengths):
+    """The samples of other lengths. As in Megatron-DeepSpeed the mean over the layers is counted as
+    consumed; ``samples`` returns the samples consumed after a number of steps."""
 
     def __init__(
         self, read: SequenceLengths, dropping: TokenDropping, samples: Callable[[int], int]
@@ -29,8 +30,7 @@ class DroppedLengths(SequenceLengths):
 
     def reserved(self, iteration: int) -> int:
         """Tokens that a layer keeps in the step after ``iteration`` steps."""
-        kept: int = self._kept[bisect.bisect_right(self._changes, iteration) - 1]
-        return kept
+        return int(self._kept[bisect.bisect_right(self._changes, iteration) - 1])
 
     def shown(self, iteration: int) -> dict[str, int]:
         reserved, length = self.reserved(iteration), self.at(iteration)
@@ -45,8 +45,8 @@ class DroppedLengths(SequenceLengths):
 
 
 def layer_tokens(dropping: TokenDropping, steps: int, samples: Callable[[int], int]) -> int:
-    """Tokens that all layers have computed together after so many steps, as DeepSpeed counts them:
-    layers that drop none have its ``max_value``, whatever the length of the samples."""
+    """Return the tokens that all layers together have computed after this many steps, as DeepSpeed
+    counts: layers that drop none have ``max_value``, whatever the samples' length."""
     starts, kept = zip(*dropping.changes(), strict=True)
     consumed = [samples(min(start, steps)) for start in (*starts, steps)]
     count, others = len(dropping.layers), dropping.total - len(dropping.layers)

@@ -214,8 +214,8 @@ def open_raw_text(
 
 
 def read_texts(path: str, config: RawTextConfig) -> Iterator[str]:
-    """The texts of one data path, as they are in the files. Raises FileNotFoundError; ValueError if
-    a record is malformed."""
+    """Return the texts of one data path, unchanged. Raises FileNotFoundError; ValueError if a
+    record is malformed."""
     for records in text_records(path, config.text_key, _delim(config)):
         for span in records.ranges():
             for batch in batches(records, span):

@@ -153,7 +153,7 @@ class TextEncoder:
     settings."""
 
     def __init__(self, settings: TextSettings, tokenizer: Tokenizer | None = None) -> None:
-        """`tokenizer` is that of the settings, where it is loaded already."""
+        """`tokenizer`: the settings' tokenizer, if it is already loaded."""
         self.settings = settings
         if tokenizer is not None:
             self.tokenizer = tokenizer

@@ -191,7 +191,7 @@ class _Corpus:
             raise ValueError(f"{self}: {error}") from error
 
     def _own_classes(self) -> list[type]:
-        """Itself and what it is derived from, down to torch's and Python's own."""
+        """Return the class and its bases, up to torch's and Python's own."""
         return [c for c in self.cls.__mro__ if c.__module__.split(".")[0] not in _NOT_OURS]
 
     def _texts(self) -> Iterator[str]:

@@ -53,9 +53,9 @@ def read_lines(
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[tuple[int, bytes]]:
-    """Offset and content, without the line break, of the lines that begin in a range of bytes. Of a
-    line of more than `longest` bytes only the first `longest + 1` or so are read into memory and
-    given; the caller tells it by its length. With `start`, the stream must be seekable."""
+    """Offset and content, without the line break, of the lines that begin in a range of bytes. Only
+    about the first `longest + 1` bytes of a longer line are read and returned; the caller
+    recognises it by its length. With `start`, the stream must be seekable."""
     at = start
     if start:
         assert stop is not None
@@ -87,9 +87,9 @@ def lines_in(path: Path | str, stop: int) -> int:
 
 
 def texts_of_line(line: bytes, number: int, keys: Sequence[str]) -> list[str] | BadLine:
-    """The strings under `keys` in a line with a JSON object. orjson parses; what it refuses is
-    tried again with Python's parser, which accepts NaN and the like in other fields. Of a key that
-    occurs twice, the last value counts."""
+    """The strings under `keys` in a line with a JSON object. Lines that orjson refuses are parsed
+    again by Python's parser, which accepts NaN and the like in other fields. The last value of a
+    repeated key counts."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:

@@ -72,8 +72,8 @@ class TextFile(NamedTuple):
 
 
 def text_files(path: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[TextFile]:
-    """The files of a path: itself, or the sorted ones of a folder (those with one of `endings`) or
-    a glob. Raises FileNotFoundError; ValueError if a file is compressed, or the path is a URL."""
+    """Return the files of a path: itself, or the sorted files of a folder (with one of `endings`)
+    or glob. Raises FileNotFoundError; ValueError if a file is compressed, or the path is a URL."""
     files = [str(p) for p in expand(path, endings)]
     for name in files:
         if name.endswith(PACKED_ENDINGS) and not name.endswith(endings):
@@ -254,8 +254,8 @@ _SHOWN_BYTES = 60
 
 Range = tuple[TextRecords, tuple[int, int]]
 Scanned = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""The d documents of a range, those without a token left out: where their records begin in the
-file, int64[d]; tokens in each of n sequences, int32[n]; sequences per document, int32[d]."""
+"""The d nonempty documents of a range: the starts of their records in the file, int64[d]; tokens in
+each of n sequences, int32[n]; sequences per document, int32[d]."""
 
 
 def scan(

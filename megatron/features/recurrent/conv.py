@@ -1,4 +1,4 @@
-"""A causal convolution of each channel by itself, followed by SiLU.
+"""A causal convolution of each channel separately, followed by SiLU.
 
 Shapes: B samples, S tokens of this rank, P pieces of sequences, T tokens of a piece (see
 :mod:`megatron.features.recurrent.passing`), K tokens that an output depends on, C channels of this

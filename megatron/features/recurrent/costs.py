@@ -10,8 +10,8 @@ import torch
 
 from megatron.config import ModelConfig
 from megatron.config.features import features
-from megatron.config.memory import States, memory_of
-from megatron.features.recurrent.delta_flags import CHUNK, DeltaConfig
+from megatron.config.sections import States, memory_of
+from megatron.features.recurrent.flags import CHUNK, DeltaConfig
 from megatron.features.recurrent.pattern import ATTENTION, DELTA, MAMBA, NONE, PatternConfig
 from megatron.model.flops import TransformerShape
 from megatron.parallel.mesh import Group
@@ -47,7 +47,7 @@ class MeanBlock:
 
 
 def _mixers(model: ModelConfig) -> tuple[str, ...]:
-    """Mixers of all blocks, with those that predict further tokens, which are as the last."""
+    """Mixers of all blocks, including the multi-token prediction blocks, which equal the last."""
     mixers = model.part(PatternConfig).mixers
     return mixers + mixers[-1:] * model.blocks_ahead
 
@@ -95,8 +95,8 @@ def _weights(model: ModelConfig, mixer: str, tensor: int) -> int:
 
 
 def with_states(shape: TransformerShape, model: ModelConfig) -> TransformerShape:
-    """Return the shape with the products of layers with states instead of those of attention in
-    their blocks."""
+    """Return the shape with the products of layers with states instead of attention in their
+    blocks."""
     mixers, mean = _mixers(model), mean_block(model)
     if not mixers:
         return shape

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.features.recurrent.delta_flags import CHUNK
+from megatron.features.recurrent.flags import CHUNK
 from megatron.features.recurrent.passing import Pieces
 
 _EPSILON = 1e-6
@@ -256,8 +256,8 @@ def _shapes_backward(
     return tuple(x.new_empty(x.shape) for x in results)
 
 
-# Operators that compilers call as they are: the graph of a block then does not grow with the
-# number of chunks. torch.library.custom_op would import sympy when a run starts.
+# Operators that compilers treat as opaque: the graph of a block then does not grow with the number
+# of chunks. torch.library.custom_op would import sympy when a run starts.
 _LIBRARY = torch.library.Library("megatron", "FRAGMENT")
 _LIBRARY.define(
     "delta_scan(Tensor w, Tensor u, Tensor k, Tensor through, Tensor state) -> "

@@ -1,5 +1,5 @@
-"""Gated DeltaNet in place of attention (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, figure
-1), as Qwen3-Next has it.
+"""Gated DeltaNet instead of attention (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, figure
+1), as in Qwen3-Next.
 
 One projection gives queries, keys, values, a gate, and for each value head what share of a value is
 taken up and how fast the state decays. Queries, keys and values pass a short convolution. Heads are
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import ModelConfig
 from megatron.features.recurrent.conv import CausalConvolution
 from megatron.features.recurrent.delta import gated_delta_rule, one_step, passed_delta_rule
-from megatron.features.recurrent.delta_flags import DeltaConfig
+from megatron.features.recurrent.flags import DeltaConfig
 from megatron.features.recurrent.passing import Pieces
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
@@ -94,8 +94,8 @@ class GatedDeltaNet(nn.Module):
     def _continued(
         self, inputs: Tensor, states: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :meth:`LayerCache.recur`; the states are the last inputs of the convolution, and
-        those of the heads."""
+        """See :meth:`LayerCache.recur`; the states are the last inputs of the convolution and the
+        heads' states."""
         mixed_BSC, rates = inputs.split([self.widths[0], self.widths[2]], -1)
         last, state = (None, None) if states is None else states
         heads = self._heads(self.conv(mixed_BSC, Pieces(Context()), last))

@@ -7,8 +7,7 @@ from typing import Any
 
 from megatron.config.features import Feature
 from megatron.config.flags import ConfigResolver, Settings
-from megatron.features.recurrent.delta_flags import DeltaConfig
-from megatron.features.recurrent.mamba_flags import MambaConfig
+from megatron.features.recurrent.flags import DeltaConfig, MambaConfig
 from megatron.features.recurrent.pattern import DELTA, MAMBA, PatternConfig, with_pattern
 
 

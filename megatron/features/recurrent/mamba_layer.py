@@ -1,4 +1,4 @@
-"""Mamba-2 in place of attention (Dao and Gu 2024, arXiv:2405.21060, figure 6).
+"""Mamba-2 instead of attention (Dao and Gu 2024, arXiv:2405.21060, figure 6).
 
 One projection gives a gate, what enters the states, what each group writes to and reads from them,
 and each head's step. All but gate and steps pass a short convolution. Heads are cut over
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
 from megatron.features.recurrent.conv import CausalConvolution
-from megatron.features.recurrent.mamba_flags import MambaConfig
+from megatron.features.recurrent.flags import MambaConfig
 from megatron.features.recurrent.passing import Pieces
 from megatron.features.recurrent.scan import reached, scan, step
 from megatron.model.attention_masks import AttentionMasks

@@ -24,8 +24,8 @@ from megatron.parallel.context import Context
 
 
 class _Gathered(torch.autograd.Function):
-    """The parts of all ranks in the order of the sequence, of which each rank uses others; the
-    gradient of a part is the sum over the ranks."""
+    """Return the parts of all ranks in the order of the sequence. Ranks use different parts, so a
+    part's gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: Context, dim: int) -> Tensor:
@@ -40,11 +40,10 @@ class _Gathered(torch.autograd.Function):
 
 
 class Pieces:
-    """The pieces of a rank, and the borders of documents in them.
+    """A rank's pieces of sequences, and the document boundaries in them.
 
     Args:
-        masks: masks of the micro batch, whose ``document_ids`` [B, L] say where a token's document
-            ends; None for one document.
+        masks: masks of the micro batch, with ``document_ids`` [B, L]; None for a single document.
 
     Attributes:
         starts: bool [P, T], tokens whose document differs from the previous token's; None where all
@@ -73,8 +72,8 @@ class Pieces:
         return x if self.context.size == 1 else x.unflatten(0, (-1, 2)).flatten(1, 2)
 
     def connected(self, distance: int) -> Tensor | None:
-        """bool [P, T], whether a token's document began at least so many tokens before it or has
-        no border since the start of the sequence; None where all sequences are one document."""
+        """Return bool [P, T]: True if a token's document began at least ``distance`` tokens
+        earlier, or at the start of the sequence; None if all sequences are one document."""
         if self._runs_BL is None:
             return None
         runs_BL = self._runs_BL
@@ -82,8 +81,8 @@ class Pieces:
         return self.folded(self.context.take(runs_BL == earlier_BL, 1))
 
     def before(self, x_PTC: Tensor, count: int) -> Tensor:
-        """The last ``count`` tokens before each piece, [P, count, C], zeros where the sequence
-        begins; whatever their document."""
+        """Return the last ``count`` tokens before each piece, [P, count, C], of any document; zeros
+        before the sequence."""
         if self.context.size == 1:
             return x_PTC.new_zeros(x_PTC.shape[0], count, x_PTC.shape[2])
         width = min(count, x_PTC.shape[1])

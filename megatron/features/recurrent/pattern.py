@@ -135,8 +135,8 @@ def _check_experts(pattern: str, shown: str, resolver: ConfigResolver) -> None:
 
 
 def with_pattern(settings: Settings) -> Settings:
-    """The settings of a run with what its pattern says of others: the number of layers, and the
-    layers of experts."""
+    """Return the settings of a run with those that its pattern determines: the number of layers,
+    and the layers of experts."""
     given = settings.get("hybrid_layer_pattern")
     if given is None or not given.value:
         return settings

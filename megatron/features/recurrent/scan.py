@@ -93,7 +93,7 @@ def reached(
 
 @dataclass
 class _Chunks:
-    """A sequence in chunks, and what forward and backward pass compute of it.
+    """A sequence in chunks, and its intermediate results in the forward and backward pass.
 
     Attributes:
         taken: dt x, what the states take up.
@@ -255,7 +255,7 @@ def _gradients_within(parts: _Chunks, g_BCGLRP: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _padded(x: Tensor, chunk: int, replicate: bool = False) -> Tensor:
-    """Whole chunks of tokens along dimension 1; those that are added have no effect."""
+    """Pad dimension 1 to whole chunks of tokens; added tokens have no effect."""
     short = -x.shape[1] % chunk
     if not short:
         return x

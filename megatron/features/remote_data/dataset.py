@@ -184,7 +184,7 @@ class RemoteFile:
         return path
 
     def _connect(self) -> None:
-        # Connections do not survive a fork, such as that of a loader's worker.
+        # Connections do not survive a fork, such as a loader worker's.
         self._process = os.getpid()
         options: dict[str, Any] = {}
         with self._errors("cannot be reached"):
@@ -243,7 +243,7 @@ class RemoteFile:
             ) from error
         except PermissionError as error:
             raise PermissionError(f"{self.url} cannot be read: {error}; {_CREDENTIALS}") from error
-        except Exception as error:  # each library has classes of its own
+        except Exception as error:  # each library has its own classes
             name = type(error).__name__
             hint = f"; {_CREDENTIALS}" if "redential" in f"{name} {error}" else ""
             raise OSError(f"{self.url} {what}: {name}: {error}{hint}") from error

@@ -1,4 +1,4 @@
-"""Indexed files in object storage, read as they are needed."""
+"""Indexed files in object storage, read on demand."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def check_url(url: str) -> None:
 
 
 def host_of(url: str) -> str:
-    """The host that a URL of a web server names. Raises ValueError if it names none, or in letters
-    that a client would turn into others: those of a metadata service's name, or digits."""
+    """The host that a URL of a web server names. Raises ValueError if it names none, or uses
+    characters that a client would convert into a metadata service's name or digits."""
     host = urlsplit(url).hostname
     if not host:
         raise ValueError(f"{url} names no host")
@@ -55,8 +55,8 @@ def host_of(url: str) -> str:
 
 
 def web_client(url: str, longest: int) -> Callable[..., Awaitable[Any]]:
-    """Return the function by which fsspec makes aiohttp's session for a URL that :func:`check_url`
-    has accepted.
+    """Return the function with which fsspec creates aiohttp's session for a URL that
+    :func:`check_url` accepted.
 
     Its requests fail where the server, or what it redirects to, has the address of a metadata
     service; where a server outside of this machine's network redirects into it, or from https to
@@ -86,7 +86,7 @@ def web_client(url: str, longest: int) -> Callable[..., Awaitable[Any]]:
 
     async def redirected(session: Any, context: Any, request: Any) -> None:
         headers = request.response.headers
-        try:  # as aiohttp reads it, which may be another host than that of urlsplit
+        try:  # as aiohttp reads it, which may be another host than urlsplit's
             location = yarl.URL(headers.get("Location") or headers.get("URI", ""))
             target = str(request.url.join(location))
         except ValueError as error:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 class ResilienceFeature(Feature):
+    needs = ("agreement", "older_checkpoints")  # the latter deletes copies in memory
     training_flags = (ResilienceConfig,)
     sections = {"resilience": ResilienceConfig}
 
@@ -31,15 +32,15 @@ class ResilienceFeature(Feature):
         config.section(ResilienceConfig).check(config.checkpoint.save, processes, resolver)
 
     def start(self, settings: Settings, processes: int) -> int:
-        """Make this process the guardian of a rank, where flags say so, and return the number of
+        """Make this process the guardian of a rank, if flags ask for it, and return the number of
         processes in each trainer that it starts."""
         restart = settings.get("inprocess_restart")
         if restart is None or not restart.value or "explain_config" in settings:
             return processes
         from megatron.config import ConfigError, ParallelFlags
         from megatron.engine.environment import prepare_deepspeed
+        from megatron.features.agreement.facts import given_facts
         from megatron.features.resilience.restart.guardian import Rules, guard
-        from megatron.run.fingerprint import given_facts
 
         flags = build(ResilienceConfig, settings)
         least = flags.inprocess_min_world_size
@@ -101,7 +102,7 @@ class ResilienceFeature(Feature):
 
 
 def _compare_ranks(context: RunContext, flags: ResilienceConfig) -> None:
-    """Add what only a run of several ranks has."""
+    """Add the callbacks that only a run of several ranks has."""
     from megatron.features.resilience.steps.stragglers import Stragglers
     from megatron.training.context import Order
 
@@ -115,8 +116,8 @@ def _compare_ranks(context: RunContext, flags: ResilienceConfig) -> None:
 
 
 def _judge_steps(context: RunContext, flags: ResilienceConfig) -> None:
-    """Add what judges steps by those before them: the second look, before their update, and the
-    rule of spikes with what follows one."""
+    """Add the callbacks that judge steps by earlier ones: the second look, before their update, and
+    the spike rule with its consequences."""
     from megatron.features.resilience.steps.spikes import SpikeGuard, SpikeRule
     from megatron.training.context import Order
     from megatron.training.trainer import Callback
@@ -139,7 +140,7 @@ def _judge_steps(context: RunContext, flags: ResilienceConfig) -> None:
 
 
 def _on_spike(context: RunContext, flags: ResilienceConfig, rule: SpikeRule) -> OnSpike | None:
-    """Return what follows the warning of a spike, as ``--on-spike`` says."""
+    """Return the action after a spike warning, set by ``--on-spike``."""
     from megatron.features.resilience.steps.spikes import Rollback, stop_at_spike
 
     if flags.on_spike == "stop":

@@ -39,8 +39,8 @@ HEAD, PROJECTION = "head", "projection"
 
 
 class RetrieverBatch(NamedTuple):
-    """One micro batch. The label of a query is the number of its context among those of the batch;
-    that of a context is 1, or 0 for a row that replaces a missing one."""
+    """One micro batch. A query's label is the number of its context in the batch; a context's label
+    is 1, or 0 for a row that replaces a missing one."""
 
     query: LabelledBatch
     context: LabelledBatch
@@ -69,7 +69,7 @@ class VectorHead(nn.Module):
 
 
 class InBatchLoss(nn.Module):
-    """Cross entropy of each query's own context among those of all data-parallel ranks."""
+    """Cross entropy of each query's own context among the contexts of all data-parallel ranks."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class InBatchLoss(nn.Module):
 
 
 def accuracy_name(k: int) -> str:
-    """Name of the share of queries, in percent, whose context is among the best ``k``."""
+    """Return the name of the percentage of queries whose context is among the best ``k``."""
     return f"top{k}_acc"
 
 
@@ -120,15 +120,15 @@ def vectors_of(state: LayerState) -> tuple[Tensor, Tensor]:
 
 
 def places(scores_RA: Tensor, labels_R: Tensor) -> Tensor:
-    """Number of contexts before the right one, int64 [R]: those of a higher score, and those of
-    the same score and a smaller number."""
+    """Return the number of contexts ranked above the right one, int64 [R]: contexts with a higher
+    score, or the same score and a smaller number."""
     right_R1 = scores_RA.gather(1, labels_R[:, None])
     before = torch.arange(scores_RA.shape[1], device=scores_RA.device) < labels_R[:, None]
     return ((scores_RA > right_R1) | ((scores_RA == right_R1) & before)).sum(1)
 
 
 def all_rows(x: Tensor, ranks: Group) -> Tensor:
-    """The rows of all ranks, in their order; each has as many."""
+    """Return the rows of all ranks, in order; each has the same number."""
     if ranks.size == 1:
         return x
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in ranks.ranks]
@@ -138,7 +138,7 @@ def all_rows(x: Tensor, ranks: Group) -> Tensor:
 
 class _AllRows(torch.autograd.Function):
     """:func:`all_rows`. Every rank computes the whole loss, and gradients are averaged over ranks:
-    that of a rank's rows counts as often as there are ranks."""
+    so a rank's rows have their gradient multiplied by the number of ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Group) -> Tensor:

@@ -64,7 +64,7 @@ def document_blocks(
 ) -> Iterator[tuple[int, int]]:
     """First and stop sentence of the blocks of a document; ``starts_N``: number of the first token
     of each sentence, and of the end. A block ends when it has ``target`` tokens and ``fewest``
-    sentences, and as many are left."""
+    sentences, and at least ``fewest`` remain."""
     first, last = 0, len(starts_N) - 1
     while first < last:
         stop = int(np.searchsorted(starts_N, starts_N[first] + target))
@@ -176,7 +176,7 @@ class IctRecipe:
 
 class IctDataset:
     """Samples by number; made by `IctRecipe.build`. Every epoch has all blocks, in another order,
-    with queries of its own; sample i does not depend on how many are asked for."""
+    with different queries; sample i does not depend on the number requested."""
 
     def __init__(
         self,
@@ -254,8 +254,8 @@ class PairCollator:
         labels: Sequence[int],
         lengths: tuple[int, int] | None = None,
     ) -> RetrieverBatch:
-        """Queries, contexts, each with whether it counts, and for each query the number of its
-        context; ``lengths`` that they are padded to, by default those of the collator."""
+        """Queries, contexts, each with True if it counts, and for each query the number of its
+        context. They are padded to ``lengths``, by default the collator's."""
         rows = [text(ids, label) for ids, label in zip(queries, labels, strict=True)]
         others = [text(ids, int(counts)) for ids, counts in contexts]
         of_each: Sequence[int | None] = lengths or (self.length, self.length)
@@ -318,7 +318,7 @@ class IctData(DataPipeline):
         return recipe.build(documents, units, num_samples, PARTS[part], IndexCache(None))
 
     def view(self, sample: IctSample, length: int) -> SampleView:
-        """See `DataPipeline.view`: the query, and its context in brackets on a line of its own."""
+        """See `DataPipeline.view`: the query, and its context in brackets on a separate line."""
         query, context = (self.tokenizer.detokenize(ids[:length].tolist()) for ids in sample)
         tokens = sample.query[:length]
         return SampleView(tokens, np.ones(len(tokens), np.float32), f"{query}\n[[{context}]]")
@@ -345,7 +345,7 @@ class IctData(DataPipeline):
 def titles_input(path: str) -> dict[str, str]:
     """The input of a run that its titles are: a path and a digest of its files."""
     from megatron.features.inputs.compared import file_input
-    from megatron.run.fingerprint import digest_of_files
+    from megatron.formats.digests import digest_of_files
 
     folder = Path(path).parent
     files = [Path(f"{path}.{ending}") for ending in ("bin", "idx")]

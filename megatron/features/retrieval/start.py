@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
-
-from torch import Tensor
+from typing import cast
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import differences
@@ -16,20 +14,21 @@ from megatron.config import ModelConfig
 from megatron.features.masked.bert import HEAD_PARTS
 from megatron.features.retrieval.flags import BiencoderConfig
 from megatron.features.retrieval.layers import CONTEXT, QUERY, SHARED
-from megatron.training.resume_source import ResumeSource
+from megatron.formats.derived import RenamedSource
+from megatron.training.resume import ResumeSource
 
 BERT = "bert"
 
 
-class TowerSource(Source):
-    """A BERT as the encoders of a biencoder: each has all of its weights but those of its heads."""
+class TowerSource(RenamedSource):
+    """A BERT as the encoders of a biencoder: each has all of its weights except the heads'."""
 
     title = "BERT"
 
     def __init__(self, bert: Source, wanted: ModelConfig) -> None:
         """Raises CheckpointError if the BERT's network is another one than ``wanted`` has."""
         super().__init__(bert.folder)
-        self._bert, part = bert, wanted.part(BiencoderConfig)
+        self.original, part = bert, wanted.part(BiencoderConfig)
         differing = differences(_encoder(bert.model), _encoder(wanted))
         if differing:
             raise CheckpointError(
@@ -44,27 +43,11 @@ class TowerSource(Source):
         self._names = [name for name in bert.names() if not name.startswith(HEAD_PARTS)]
         self.notes = (*bert.notes, f"{' and '.join(self._towers)} start from {bert.folder}")
 
-    @classmethod
-    def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        return None  # it is made of another format's checkpoint
-
     def names(self) -> Sequence[str]:
         return [f"{tower}.{name}" for tower in self._towers for name in self._names]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._bert.shape(_of_bert(name))
-
-    def kinds(self, name: str) -> Sequence[str]:
-        return ["weight"]
-
-    def dtype(self, name: str, kind: str = "weight") -> str:
-        return self._bert.dtype(_of_bert(name), kind)
-
-    def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        return self._bert.tensor(_of_bert(name), kind)
-
-    def read(self, name: str, kind: str, wanted: Any) -> Tensor:
-        return self._bert.read(_of_bert(name), kind, wanted)
+    def original_name(self, name: str) -> str:
+        return name.partition(".")[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +85,8 @@ def towers_of(path: str, wanted: ModelConfig) -> ResumeSource:
     return ResumeSource(FoundCheckpoint(form, checkpoint.folder), flag, continues=False)
 
 
-def _of_bert(name: str) -> str:
-    return name.partition(".")[2]
-
-
 def _encoder(model: ModelConfig) -> ModelConfig:
-    """A network without its heads, and without what only a biencoder has."""
+    """A network without its heads and the parts of a biencoder."""
     parts = tuple(
         BiencoderConfig() if isinstance(part, BiencoderConfig) else part for part in model.parts
     )

@@ -1,5 +1,5 @@
-"""The chunks of a retrieval database with their tokens, and the numbers of those that are
-neighbours of the chunks of samples.
+"""The chunks of a retrieval database with their tokens, and the numbers of the neighbours of
+samples' chunks.
 
 Shape suffixes: N chunks, R tokens of a chunk with its continuation, L chunks of a sample.
 """
@@ -183,7 +183,7 @@ class NeighborTable:
         return array
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the files' content: a worker process opens those that it reads."""
+        """Pickled without the files' content: a worker process opens the files that it reads."""
         return self.__dict__ | {"_arrays": {}}
 
 

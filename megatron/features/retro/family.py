@@ -12,14 +12,15 @@ from torch import Tensor
 from megatron.config import ModelConfig, ParallelConfig, RunConfig, Settings
 from megatron.data.texts import ScoredText
 from megatron.families import gpt
-from megatron.families.family import BlockLengths, GenerationSpec, NeighborSpec
+from megatron.families.family import BlockLengths, GenerationSpec
 from megatron.families.gpt import GPT, GPTData
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.layers import ADDED_PARTS, encoder_travels, retro_layers
+from megatron.features.retro.neighbors import NeighborSpec
 from megatron.features.retro.project import retro_settings
 from megatron.features.retro.samples import RetroBatch, RetroData
 from megatron.model.caches import LayerCache
-from megatron.model.flops import TransformerShape, block_flops
+from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -62,15 +63,30 @@ def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> Lay
     return LayerState(tokens_1S, position_ids=positions_1S, cache=cache, batch=batch)
 
 
+def _block_flops(
+    model: ModelConfig, own: int, keys: int, other: int = 0, other_keys: int = 0
+) -> tuple[float, float]:
+    """Forward FLOPs of a sample in one block: in linear layers, and in scores and the mix of
+    values. Each of its ``own`` tokens attends to ``keys`` of them, and to ``other_keys`` of the
+    ``other`` tokens that cross-attention reads."""
+    attention, hidden = model.attention, model.hidden_size
+    query = attention.num_attention_heads * attention.kv_channels
+    kv = attention.num_query_groups * attention.kv_channels
+    mlp = (3 if model.mlp.gated else 2) * model.mlp.ffn_hidden_size
+    linear = 2 * hidden * own * (attention.query_rows + query + 2 * kv + mlp)
+    if other:
+        linear += 2 * hidden * (own * 2 * query + other * 2 * kv)
+    return float(linear), 4.0 * query * own * (keys + other_keys)
+
+
 _RETRIEVAL = {field.name for field in dataclasses.fields(RetrievalConfig)}
 
 
 class Retro(GPT):
     name = "retro"
     starts_from = frozenset({"gpt"})
-    # Neighbours are those of samples with certain numbers.
+    # Neighbours belong to samples with certain numbers.
     unused_flags = GPT.unused_flags - _RETRIEVAL | {"train_data_exact_num_epochs"}
-    heads = frozenset({"lm"})
     scoring_note = (
         "a Retro reads these texts without neighbours, its attention to them left out; "
         "tools/retro/evaluate.py measures it with those of its project"
@@ -87,7 +103,7 @@ class Retro(GPT):
 
     def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
         linear, scores = map(sum, zip(*self._blocks_flops(model), strict=True))
-        of_gpt = block_flops(model, model.seq_length, model.seq_length)
+        of_gpt = _block_flops(model, model.seq_length, model.seq_length)
         within = linear - model.num_layers * of_gpt[0], scores - model.num_layers * of_gpt[1]
         return dataclasses.replace(super().shape(model, run), within=within)
 
@@ -105,12 +121,12 @@ class Retro(GPT):
         return tuple(blocks)
 
     def _blocks_flops(self, model: ModelConfig) -> list[tuple[float, float]]:
-        """Forward FLOPs of a sample in each block, as :func:`block_flops` counts them, those of the
-        encoder with the block that has it."""
+        """Forward FLOPs of a sample in each block, as ``_block_flops`` counts them, with the
+        encoder's in the block that has it."""
         blocks = []
         for block in self.block_lengths(model):
             flops = [
-                block_flops(model, each.own, each.keys, each.other, each.other_keys)
+                _block_flops(model, each.own, each.keys, each.other, each.other_keys)
                 for each in block.whole
             ]
             blocks.append((sum(linear for linear, _ in flops), sum(scores for _, scores in flops)))

@@ -30,7 +30,7 @@ class RetroFeature(Feature):
         if project is None:
             return {}
         from megatron.features.inputs.compared import file_input
-        from megatron.run.fingerprint import digest_of_files
+        from megatron.formats.digests import digest_of_files
 
         folder = Path(project)
         files = [*folder.glob("db/merged/*.hdf5"), *folder.glob("query/*/*.hdf5")]

@@ -171,5 +171,5 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
         except ValueError as error:
             raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from None
-        except Exception as error:  # the library has no class of its own for damaged content
+        except Exception as error:  # the library has no separate class for damaged content
             raise ValueError(f"{damaged} ({type(error).__name__}: {error})") from error

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.features.retro.flags import RetrievalConfig
+from megatron.features.retro.neighbors import NeighborStore
 from megatron.model.block import Block
-from megatron.model.caches import NeighborStore
 from megatron.model.embedding import InputEmbedding, vocabulary_layers
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.norm import FinalNorm
@@ -39,8 +39,8 @@ ADDED_PARTS = frozenset(
 @dataclass(frozen=True)
 class PartsApart:
     """Attention of parts of a sequence, of ``queries`` tokens each, to the part with the same
-    number of its own or another sequence, of ``keys`` tokens: of every neighbour to itself, and of
-    the neighbours of a chunk together to the chunk."""
+    number, of ``keys`` tokens, in the same or another sequence: of every neighbour to itself, and
+    of the neighbours of a chunk together to the chunk."""
 
     queries: int
     keys: int
@@ -85,8 +85,8 @@ def _joined(x_PSND: Tensor, samples: int) -> Tensor:
 
 
 class RetrievalEncoder(nn.Module):
-    """Reads the neighbours of all chunks, each by itself; its first block attends to the states of
-    their chunk, too. It has no final norm, as Megatron's."""
+    """Reads the neighbours of all chunks separately; its first block also attends to the states of
+    their chunk. Like Megatron's, it has no final norm."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, recompute_attention: bool) -> None:
         super().__init__()

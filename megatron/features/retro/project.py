@@ -1,5 +1,5 @@
 """The folder of a retrieval project: its configuration, its files, its database and neighbours; and
-what the run of a Retro takes from it: data, sizes and numbers of samples."""
+what a Retro's run takes from it: data, sizes and numbers of samples."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RetroProject:
 
     def database(self, eod: int | None = None) -> ChunkDatabase:
         """The chunks of the training documents, padded with the end-of-document token ``eod``, by
-        default that of the project's tokenizer. ConfigError if db-build has not run."""
+        default the project tokenizer's. Raises ConfigError if db-build has not run."""
         if not self.database_file.is_file():
             raise ConfigError(
                 f"--retro-project-dir {self.folder} has no database ({self.database_file}); run "
@@ -195,8 +195,8 @@ class RetroProject:
         return str(Path(prefix).relative_to(self.data_folder)) if inside else prefix
 
     def check_unchanged(self, documents: Documents, info: Mapping[str, Any]) -> None:
-        """ConfigError if a dataset is not the one that the database was made of, of which ``info``
-        is the entry in the list of datasets."""
+        """Raises ConfigError if a dataset differs from the database's, described by ``info``, its
+        entry in the list of datasets."""
         for name, value in dataset_identity(documents).items():
             if info.get(name, value) != value:
                 raise ConfigError(
@@ -219,7 +219,7 @@ class RetroProject:
 
 
 def sample_fields() -> frozenset[str]:
-    """The fields that say which samples a GPT reads, and how many, besides its tokenizer's."""
+    """Fields, besides the tokenizer's, that determine a GPT's samples and their number."""
     kinds: list[Any] = [cls for cls in kind_classes().values() if cls is not RetroDataConfig]
     return _SAMPLE_FIELDS.union(field.name for cls in kinds for field in dataclasses.fields(cls))
 
@@ -297,8 +297,8 @@ def without_project() -> ConfigError:
 
 
 def _with_project(settings: Settings, project: RetroProject) -> Settings:
-    """The settings of a run after its project's have replaced some; the log says what contradicts
-    them. ConfigError if flags name other data."""
+    """Return the settings of a run, some replaced by its project's; the log reports contradictions.
+    ConfigError if flags name other data."""
     taken = project.data_settings()
     for name in ("mock_data", *SOURCE_FIELDS):
         given = settings.get(name)
@@ -347,8 +347,8 @@ def _cyclic_settings(settings: Settings) -> Settings:
 
 
 def project_counts(project: RetroProject) -> tuple[int, int, int]:
-    """The numbers of samples for training, validation and test that a project has neighbours for:
-    those of a run with its settings. Raises ConfigError if one is missing."""
+    """The numbers of samples for training, validation and test for which a project has neighbours:
+    a run with its settings reads as many. Raises ConfigError if one is missing."""
     taken = project.data_settings()
     names = ("train_samples", "global_batch_size", "eval_interval", "eval_iters")
     missing = [f"retro_gpt_{name}" for name in names if name not in taken]

@@ -1,5 +1,5 @@
 """The data of a run whose samples have neighbours: samples, batches, and the pipeline that makes
-them of those of a GPT.
+them from a GPT's samples.
 
 Shape suffixes: B micro batch, S sequence, L chunks of a sample, K neighbours of a chunk, R tokens
 of a neighbour with its continuation, D documents of a sample, 2 the dataset and document of each.
@@ -124,8 +124,8 @@ class RetroCollator:
 class RetroSamples:
     """The first ``count`` samples of a dataset of text, each with the ``neighbors`` (K) nearest
     neighbours of its chunks. Samples after the last of the table have none. ``retrieved`` chunks of
-    text are read of each neighbour: itself and what follows it. ``identified`` samples say what
-    documents they are from.
+    text are read of each neighbour: itself and what follows it. ``identified`` samples record their
+    documents.
     """
 
     text: SampleDataset[Any]
@@ -187,9 +187,8 @@ def neighbor_texts(
 
 @dataclass(frozen=True)
 class MockRetroSamples:
-    """Samples of ``--mock-data`` with neighbours that are of no database: like the samples they
-    count upwards (modulo the vocabulary) from random tokens, a function of (seed, part, index)
-    alone."""
+    """Samples of ``--mock-data`` with neighbours from no database: like the samples they count
+    upwards (modulo the vocabulary) from random tokens, a function of (seed, part, index) alone."""
 
     text: SampleDataset[Any]
     shape_LKR: tuple[int, int, int]
@@ -272,7 +271,7 @@ class RetroData(DataPipeline):
     def _unordered(self, sample_counts: tuple[int, int, int]) -> Datasets:
         if self.config.data.mock_data:
             return super()._unordered(sample_counts)
-        # The order of samples depends on their number: those of the project, whatever a run reads.
+        # The order of samples depends on their number, so the project's is used.
         known = project_counts(self.project)
         texts = super()._unordered(known)
         needed = dict(zip(PARTS, zip(known, sample_counts, strict=True), strict=True))
@@ -297,7 +296,7 @@ class RetroData(DataPipeline):
         self, part: str, text: SampleDataset[Any], known: int, needed: int
     ) -> SampleDataset[RetroSample]:
         """The samples of a part with their neighbours, ``needed`` of them at least; the project has
-        searched for those of the first ``known``, or of all as upstream."""
+        searched neighbours for the first ``known``, or for all as upstream."""
         table, retrieval = self.project.neighbors(part), self.config.model.part(RetrievalConfig)
         where = f"--retro-project-dir {self.project.folder}"
         if table.kept < retrieval.retro_num_neighbors:

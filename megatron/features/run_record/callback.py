@@ -23,17 +23,19 @@ from typing import Any
 import megatron
 from megatron.config import RunConfig
 from megatron.data.build import DataFile
-from megatron.features.run_record.hosts import RankPlace, by_host
+from megatron.features.agreement.facts import versions
 from megatron.features.run_record.source_tree import SourceTree, source_tree, without_values
 from megatron.features.run_record.surroundings import (
+    RankPlace,
+    by_host,
     installed_packages,
     launched_command,
     own_command,
     recorded_variables,
     shell_script,
 )
+from megatron.formats.digests import tokenizer_digest
 from megatron.parallel.mesh import Mesh
-from megatron.run.fingerprint import tokenizer_digest, versions
 from megatron.run.run import Run
 from megatron.training.report import say
 from megatron.training.resume import ResumePoint
@@ -50,8 +52,8 @@ FOLDER = "run"
 
 
 class StartRecord:
-    """The folder of this start, in the folder ``save`` of checkpoints; ``places`` are those of all
-    ranks, in their order. Raises OSError if it cannot be written."""
+    """The folder of this start, in the folder ``save`` of checkpoints; ``places`` lists all ranks,
+    in order. Raises OSError if it cannot be written."""
 
     def __init__(
         self,

@@ -8,14 +8,16 @@ from megatron.config.features import Feature
 
 
 class StartRecords(Feature):
+    needs = ("agreement",)
+
     def ready(self, context: Any) -> None:
         """Say where the ranks of a run are; record its start, if it saves."""
         several, saves = context.mesh.world.size > 1, bool(context.config.checkpoint.save)
         if not several and not saves:
             return
-        from megatron.features.run_record.hosts import places_of_ranks, rank_map
+        from megatron.features.run_record.surroundings import own_place, rank_map
 
-        places = places_of_ranks(context.mesh, context.device)
+        places = context.mesh.world.gathered(own_place(context.device))
         for line in rank_map(places) if several else ():
             context.report.say(line)
         if saves:

@@ -54,8 +54,8 @@ class SourceTree:
 
 
 def source_tree(folder: Path, private: Collection[Path] = ()) -> SourceTree | None:
-    """The working tree that a folder belongs to; None if git knows of none, or is not there. Files
-    in ``private`` folders are not read, nor those whose names begin with such a path."""
+    """The working tree that contains a folder; None outside of one or without git. Files in
+    ``private`` folders are not read, nor those whose names begin with such a path."""
     try:
         told = _git(folder, "rev-parse", "--show-toplevel", "HEAD", "--abbrev-ref", "HEAD")
         # A name of a folder may have line breaks.
@@ -93,7 +93,7 @@ def _changes(root: Path) -> Iterator[tuple[str, bytes]]:
 
 def _new_modules(root: Path) -> Iterator[tuple[str, bytes]]:
     """Modules that this process has imported and git does not have or ignore, as patches; installed
-    packages are no source, wherever their environment is."""
+    packages are not source, wherever their environment is."""
     files = {getattr(module, "__file__", None) for module in tuple(sys.modules.values())}
     installed = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib"))
     named = (
@@ -198,8 +198,8 @@ _KEY_OF_CODE = re.compile(r"(?=.*\d)[\w+/=.-]{16,}")
 
 
 def without_values(patch: str) -> str:
-    """A patch of git with ``***`` instead of the values of secret names: those in quotes, and in
-    files other than code also those without."""
+    """A patch of git with ``***`` instead of the values of secret names: quoted ones, and in files
+    other than code unquoted ones too."""
     return "".join(map(_section, re.split(r"^(?=diff --git )", patch, flags=re.M)))
 
 

@@ -1,20 +1,108 @@
 """Start of a process: its command line, variables of the environment, packages. Only
-what is listed here is recorded."""
+what is listed here is recorded.
+
+Places of the ranks of a run: hosts, their devices, processors and memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
+import platform
 import re
 import shlex
+import socket
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
 
 from megatron.config.command_line import parsed_words
 from megatron.util.json_text import parse_json
 from megatron.util.secrets import Redactor, is_secret_variable
+
+_MOST_LINES = 64
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Place of a rank. ``device`` is the name of its accelerator, or of its processor; ``number``
+    counts the accelerators of its host as :mod:`torch` does, None without one."""
+
+    host: str
+    device: str
+    number: int | None
+    processors: int
+    memory_bytes: int
+
+
+def own_place(device: torch.device) -> RankPlace:
+    """Return the place of this process."""
+    on_gpu = device.type == "cuda"
+    number = (device.index or 0) if on_gpu else None
+    return RankPlace(
+        socket.gethostname(),
+        torch.cuda.get_device_name(device) if on_gpu else _processor(),
+        number,
+        os.cpu_count() or 1,
+        psutil.virtual_memory().total,
+    )
+
+
+def rank_map(places: Sequence[RankPlace]) -> list[str]:
+    """Return a line for each host, for the log; the last hosts of very many are only counted."""
+    lines = []
+    for host in by_host(places):
+        devices = Counter(host["devices"])
+        what = ", ".join(f"{count} x {device}" for device, count in devices.items())
+        lines.append(f"{host['host']} has {_ranks(host['ranks'])}: {what}")
+    more = len(lines) - _MOST_LINES
+    return lines if more <= 0 else [*lines[:_MOST_LINES], f"and {more} hosts more"]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return words: rank 5, ranks 0 to 3, ranks 0, 2, 4."""
+    first, last = ranks[0], ranks[-1]
+    if first == last:
+        return f"rank {first}"
+    if list(ranks) == list(range(first, last + 1)):
+        return f"ranks {first} to {last}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def by_host(places: Sequence[RankPlace]) -> list[dict[str, Any]]:
+    """Return the ranks of each host, as JSON values."""
+    hosts: dict[str, dict[int, RankPlace]] = {}
+    for rank, place in enumerate(places):
+        hosts.setdefault(place.host, {})[rank] = place
+    return [
+        {
+            "host": host,
+            "ranks": list(here),
+            "devices": [place.device for place in here.values()],
+            "numbers": [place.number for place in here.values()],
+            "processors": next(iter(here.values())).processors,
+            "memory_bytes": next(iter(here.values())).memory_bytes,
+        }
+        for host, here in hosts.items()
+    ]
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
 
 _PREFIXES = tuple(
     """ATEN_ CUBLAS_ CUDA_ CUDNN_ DEEPSPEED_ DS_ FI_ GLOO_ GOMP_ HIP_ KMP_ MEGATRON_ MIOPEN_ MKL_

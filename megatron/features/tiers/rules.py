@@ -1,9 +1,8 @@
-"""Values of the keys of offloading and of ZeRO++, and those that are left for DeepSpeed.
-
-DeepSpeed has an Adam of its own for CPUs, which it compiles, and needs it for an optimizer that is
-partly on the device (Twin-Flow, ``ratio``), for SuperOffload and for ZenFlow. Files (``nvme``) it
-reads and writes by libaio, compiled too. The trainer's step is torch's AdamW, and needs neither:
-DeepSpeed offloads to main memory, and :mod:`megatron.features.tiers.places` moves it from there.
+"""Values of the keys of offloading and ZeRO++, and the ones left to DeepSpeed. DeepSpeed has its
+own Adam for CPUs, which it compiles, and needs it for an optimizer that is partly on the device
+(Twin-Flow, ``ratio``), for SuperOffload and for ZenFlow. Files (``nvme``) it reads and writes by
+libaio, compiled too. The trainer's step is torch's AdamW, and needs neither: DeepSpeed offloads to
+main memory, and :mod:`megatron.features.tiers.places` moves it from there.
 
 With an Adam in float32 a weight has 12 bytes of main weight and moments. DeepSpeed keeps two copies
 of gradients next to them: those of the update, in float32, and those that it accumulates (stage 3)
@@ -42,7 +41,7 @@ _INSTEAD = '"offload_optimizer": {"device": "cpu"} with a "ratio" divides the st
 
 
 def section_of(zero: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A section of ``zero_optimization``; empty without one."""
+    """Return a section of ``zero_optimization``, empty if missing."""
     section = zero.get(key)
     return section if isinstance(section, dict) else {}
 
@@ -181,17 +180,17 @@ ADAM = 12
 
 
 def gradient_bytes(layout: Layout) -> int:
-    """Bytes next to each main weight that is offloaded, of gradients and copies."""
+    """Bytes of gradients and copies per offloaded main weight."""
     size = 4 if layout.precision == "fp32" else 2
     return 4 + (4 if layout.zero == 3 and layout.grads_in_fp32 else size)
 
 
 def moved_bytes(layout: Layout, elements: float) -> float:
-    """Bytes that ``offload_optimizer`` moves of a partition of so many weights, padding included:
-    those of the files of a rank with device ``nvme``, and of host memory with ``cpu``."""
+    """Return the bytes that ``offload_optimizer`` moves for a partition of this many weights,
+    padding included: bytes of a rank's files with device ``nvme``, of host memory with ``cpu``."""
     return (ADAM + gradient_bytes(layout)) * elements
 
 
 def weight_bytes(layout: Layout, elements: float) -> float:
-    """Bytes that ``offload_param`` moves of a partition of so many weights."""
+    """Return the bytes that ``offload_param`` moves for a partition of this many weights."""
     return (4 if layout.precision == "fp32" else 2) * elements

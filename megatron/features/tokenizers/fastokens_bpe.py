@@ -26,7 +26,7 @@ WORTH_BUILDING = 2_000_000
 
 
 _COMPARED_EVERY = 64
-"""Batches of which one has a text that tiktoken encodes, too."""
+"""Interval of batches in which one text is also encoded by tiktoken."""
 
 
 def require_fastokens() -> None:

@@ -37,9 +37,9 @@ the byte alphabet's characters for white space (gpt2_bpe.py)."""
 
 
 class HFTokenizer(Tokenizer):
-    """The tokenizer of a folder, with its own settings. Ids are those of its tokenizer.json, or
-    without one those of `AutoTokenizer.from_pretrained(folder)(text)`: where the folder says that a
-    text begins with a beginning-of-sequence token (Llama), it does so here as well."""
+    """The tokenizer of a folder, with its own settings. Ids come from its tokenizer.json, or
+    without one from `AutoTokenizer.from_pretrained(folder)(text)`: if the folder sets a
+    beginning-of-sequence token at the start of texts (Llama), it is added here too."""
 
     def __init__(self, directory: str | Path) -> None:
         """Loads the folder, and nothing from the network. Raises FileNotFoundError; ValueError if
@@ -77,7 +77,7 @@ class HFTokenizer(Tokenizer):
 
     @property
     def transformers_tokenizer(self) -> Any:
-        """The tokenizer of `transformers`, for what only it has, such as a chat template."""
+        """The tokenizer of `transformers`, for features only it has, such as a chat template."""
         return self._tokenizer
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
@@ -175,7 +175,7 @@ class HFTokenizer(Tokenizer):
     def _refusing(self, texts: Sequence[str]) -> Iterator[None]:
         """Around a call of the library; ValueError if it cannot encode the texts, or must not."""
         for text in texts:
-            text.encode()  # a lone surrogate is a ValueError that says so, not a TypeError
+            text.encode()  # a lone surrogate raises a clear ValueError, not a TypeError
             if self._watched is not None:
                 self._watched.check(text)
         with rust_errors(f"{self.source} cannot encode a text"):

@@ -108,7 +108,7 @@ def train_wordpiece(
     counts: Counter[str] = Counter()
     for text in texts():
         counts.update(normalizer.normalize_str(text))
-    # tokenizers cuts the characters off by itself, but of equally frequent ones it keeps any.
+    # tokenizers limits the characters itself, but keeps arbitrary ones among equally frequent ones.
     by_frequency = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))
     characters = sorted(by_frequency[: min(_MOST_CHARACTERS, (vocab_size - 5) // 4)])
 

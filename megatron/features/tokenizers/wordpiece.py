@@ -96,7 +96,7 @@ class WordPieceTokenizer(Tokenizer):
         return cls.from_file(path, lower_case, config.vocab_extra_ids)
 
     def _encode(self, text: str) -> TokenIds:
-        text.encode()  # a lone surrogate is a ValueError that says so, not a TypeError
+        text.encode()  # a lone surrogate raises a clear ValueError, not a TypeError
         return self._cached.encode(text)
 
     def tokenize_with_offsets(self, text: str) -> tuple[TokenIds, Offsets]:
@@ -216,7 +216,7 @@ class _CachedWordPiece:
         return np.fromiter(chain.from_iterable(rows), np.int32)
 
     def _encode_part(self, part: str) -> list[int]:
-        # Of ASCII, words are runs of letters and digits, and all other characters.
+        # In ASCII, words are runs of letters and digits, and single other characters.
         if not (part.isascii() and part.isprintable()) or any(c in part for c in self._heads):
             return self._encoding.encode(part, add_special_tokens=False).ids
         ids: list[int] = []

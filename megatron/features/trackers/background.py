@@ -88,7 +88,7 @@ class BackgroundWriter:
                 call(writer)
                 self.taken = step
             writer.close()
-        except Exception as error:  # each library has classes of its own
+        except Exception as error:  # each library has its own classes
             self._error = error
 
 
@@ -178,7 +178,7 @@ class LastingWriter:
                 self._begin_again(step)
             assert self._writer is not None
             write(self._writer)
-        except Exception as error:  # each library has classes of its own
+        except Exception as error:  # each library has its own classes
             self._failed(error)
         self._written = step, samples
 

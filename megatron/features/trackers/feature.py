@@ -7,9 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config.features import Feature
+from megatron.config.flags import ConfigResolver
+from megatron.features.trackers.flags import TrackerFlags, resolve_trackers
 
 
 class Trackers(Feature):
+    flag_parts = {"logging": TrackerFlags}
+
+    def resolve(self, parts: dict[str, Any], processes: int, resolver: ConfigResolver) -> None:
+        parts["logging"] = resolve_trackers(parts["logging"], parts["checkpoint"].save, resolver)
+
     def writers(
         self, logging: Any, configuration: Mapping[str, Any], iteration: int, samples: int
     ) -> Sequence[Any]:

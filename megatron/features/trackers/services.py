@@ -15,8 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron.config.output import LoggingConfig
 from megatron.features.trackers.background import BackgroundWriter
+from megatron.features.trackers.flags import TrackerFlags
 from megatron.features.trackers.tags import as_markdown, flat, tagged
 from megatron.training.registry import WrittenText, WrittenTexts
 from megatron.training.writers import Values, Writer
@@ -42,7 +42,7 @@ _LONGEST_PARAM = 500
 
 
 def opener(
-    name: str, logging: LoggingConfig, configuration: Mapping[str, Any]
+    name: str, logging: TrackerFlags, configuration: Mapping[str, Any]
 ) -> Callable[[int, int], Writer]:
     """Return a function that opens the writer of a tracker, given the iteration and number of
     samples before what it gets. A new training waits for the program and raises its errors; one
@@ -51,7 +51,7 @@ def opener(
         from megatron.features.trackers.tensorboard import TensorBoardWriter
 
         return lambda iteration, samples: TensorBoardWriter(logging, iteration, samples)
-    services: dict[str, Callable[[LoggingConfig, Mapping[str, Any], int], Writer]]
+    services: dict[str, Callable[[TrackerFlags, Mapping[str, Any], int], Writer]]
     services = {"mlflow": MlflowWriter, "trackio": TrackioWriter, "wandb": WandbWriter}
     service = services[name]
     return lambda iteration, samples: BackgroundWriter(
@@ -78,11 +78,11 @@ def package(name: str, flag: str, remedy: str) -> Any:
 
 
 class MlflowWriter:
-    """MLflow: a database in the run's folder, or a server. The runs of one name have it as their
-    tag ``group``. Raises ValueError if it is not installed or does not start."""
+    """MLflow: a database in the run's folder, or a server. Runs with the same name share it as
+    their tag ``group``. Raises ValueError if it is not installed or does not start."""
 
     def __init__(
-        self, logging: LoggingConfig, configuration: Mapping[str, Any], iteration: int
+        self, logging: TrackerFlags, configuration: Mapping[str, Any], iteration: int
     ) -> None:
         package("mlflow", "--report-to mlflow", "leave out mlflow")
         from mlflow import MlflowClient
@@ -160,7 +160,7 @@ class TrackioWriter:
     it is not installed or does not start."""
 
     def __init__(
-        self, logging: LoggingConfig, configuration: Mapping[str, Any], iteration: int
+        self, logging: TrackerFlags, configuration: Mapping[str, Any], iteration: int
     ) -> None:
         self._trackio = package("trackio", "--report-to trackio", "leave out trackio")
         name = logging.run_name
@@ -171,7 +171,7 @@ class TrackioWriter:
                 group=name,
                 config=flat(configuration),
                 embed=False,
-                # They have steps of their own, and the log has the memory.
+                # They have separate steps, and the log contains the memory.
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
@@ -198,7 +198,7 @@ class WandbWriter:
     ``throughput/...``. Raises ValueError if it is not installed or does not start."""
 
     def __init__(
-        self, logging: LoggingConfig, configuration: Mapping[str, Any], iteration: int = 0
+        self, logging: TrackerFlags, configuration: Mapping[str, Any], iteration: int = 0
     ) -> None:
         project = logging.wandb_project
         flag = f"--wandb-project {project}" if project else "--report-to wandb"

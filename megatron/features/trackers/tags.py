@@ -20,7 +20,7 @@ _GROUPS = {"task": "tasks", "experts": "experts"}
 
 
 def tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
-    """The values of a row by their tags, without those that are None or have none."""
+    """Return the values of a row by tag, without values that are None or have no tag."""
     if kind == STEP:
         return
     kind, _, dataset = kind.partition(" ")  # one of several validation sets, or a task

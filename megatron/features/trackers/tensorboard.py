@@ -1,4 +1,9 @@
-"""TensorBoard's files of events, and the numbers of single steps that it shows."""
+"""TensorBoard's files of events, and the numbers of single steps that it shows.
+
+Numbers over all trained parameters of a model: norms of weights and optimizer states, and zeros
+in gradients. Every element counts once, whatever the layout: tensors that tensor-parallel ranks,
+pipeline stages or data-parallel ranks have in common are counted on one of them.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +16,93 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import ConfigError, RunConfig
-from megatron.config.output import LoggingConfig
 from megatron.engine.saving import check_writable
-from megatron.features.trackers.statistics import state_norms, zeros_in_gradients
+from megatron.engine.state import OwnedSlice, owned_gradients, owned_slices
+from megatron.engine.train_engine import TrainEngine
+from megatron.engine.update.optimizer import owned
+from megatron.features.trackers.flags import TrackerFlags
 from megatron.features.trackers.tags import as_markdown, evaluation_tagged, tagged
+from megatron.parallel.mesh import AXES, MODEL
 from megatron.training.intervals import numbers
 from megatron.training.plan import TrainingPlan
 from megatron.training.registry import WrittenTexts
 from megatron.training.report import Reporter
 from megatron.training.trainer import Callback, Step, Trainer
 from megatron.training.writers import STEP, RunWriter, Values
+
+KINDS = ("variance", "variance_sqrt", "momentum", "weight")
+"""Kinds of tensors that have norms; see :func:`state_norms`."""
+
+MEASURES = ("l2", "l1", "abs_max")
+"""Root of the sum of squares, sum of absolute values, largest absolute value."""
+
+_NAMES = {"exp_avg": "momentum", "momentum_buffer": "momentum", "exp_avg_sq": "variance"}
+"""From torch.optim's names of states."""
+
+_MOST_ON_CPU, _MOST_ON_DEVICE = 2**15, 2**24
+"""Number of elements copied to float64 at a time: on a CPU the copy stays in its cache."""
+
+
+@torch.no_grad()
+def state_norms(engine: TrainEngine, kinds: Sequence[str] = KINDS) -> dict[str, Tensor]:
+    """``KIND_MEASURE`` for each of ``kinds``: the weights in float32, the first moment (of Adam, or
+    the buffer of SGD), Adam's second moment and its root. Float64 scalars on the device; 0 of
+    states that do not exist. Every rank must call it; it does not wait for the device."""
+    totals = torch.zeros(len(kinds), 3, dtype=torch.float64, device=engine.device)
+    for piece in owned_slices(engine):
+        if not _counts(engine, piece):
+            continue
+        for state in piece.kinds:
+            kind = _NAMES.get(state, state)
+            if piece.slice.numel and {kind, f"{kind}_sqrt"}.intersection(kinds):
+                for name, numbers in _measured(kind, piece.get(state)[: piece.slice.numel]):
+                    if name in kinds:
+                        row, more = totals[kinds.index(name)], numbers.to(totals.device)
+                        row[:2] += more[:2]
+                        torch.maximum(row[2], more[2], out=row[2])
+    sums, maxima = totals[:, :2].contiguous(), totals[:, 2].contiguous()
+    world = engine.mesh.world
+    if world.size > 1:
+        dist.all_reduce(sums, group=world.handle)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=world.handle)
+    norms = torch.stack([sums[:, 0].sqrt(), sums[:, 1], maxima], dim=1)
+    names = [f"{kind}_{measure}" for kind in kinds for measure in MEASURES]
+    return dict(zip(names, norms.view(-1), strict=True))
+
+
+@torch.no_grad()
+def zeros_in_gradients(engine: TrainEngine) -> Tensor:
+    """Number of elements of the gradients, averaged over the replicas, that are zero; a float64
+    scalar on the device. Every rank must call it, between the backward pass and the update. Rows
+    that pad the vocabulary do not count."""
+    zeros = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for piece, grad in owned_gradients(engine):
+        if _counts(engine, piece):
+            zeros += (grad.numel() - grad.count_nonzero()).to(zeros.device)
+    if engine.mesh.world.size > 1:
+        dist.all_reduce(zeros, group=engine.mesh.world.handle)
+    return zeros
+
+
+def _counts(engine: TrainEngine, piece: OwnedSlice) -> bool:
+    """True if no other rank counts this slice. From stage 1 on replicas have different parts."""
+    return owned(piece.param, engine.mesh, MODEL if engine.stage else AXES)
+
+
+def _measured(kind: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Return sum of squares, sum of absolute values and their maximum, float64 [3], of each part;
+    also of a variance's root."""
+    for part in values.split(_MOST_ON_CPU if values.device.type == "cpu" else _MOST_ON_DEVICE):
+        wide = part.double()
+        squares, absolute = torch.dot(wide, wide), wide.abs_()
+        total, largest = absolute.sum(), absolute.max()
+        yield kind, torch.stack([squares, total, largest])
+        if kind == "variance":
+            yield "variance_sqrt", torch.stack([total, absolute.sqrt_().sum(), largest.sqrt()])
 
 
 class TensorBoardWriter:
@@ -32,7 +111,7 @@ class TensorBoardWriter:
     ``... vs tokens`` to ``vs_tokens``, as a resume purges a whole run from one step on."""
 
     def __init__(
-        self, logging: LoggingConfig, resume_iteration: int = 0, resume_samples: int = 0
+        self, logging: TrackerFlags, resume_iteration: int = 0, resume_samples: int = 0
     ) -> None:
         assert logging.tensorboard_dir is not None
         # Imported late: it takes seconds, and only one process of a run needs it.
@@ -56,7 +135,7 @@ class TensorBoardWriter:
         self._by_samples: Any = SummaryWriter(
             str(folder / "vs_samples"), purge_step=resume_samples + 1, max_queue=queue
         )
-        # A resume is the first that is written, and says how many tokens were before it.
+        # The first row after a resume tells the number of tokens before it.
         self._open_by_tokens = lambda tokens: SummaryWriter(
             str(folder / "vs_tokens"),
             purge_step=tokens + 1 if resume_iteration else 1,
@@ -87,8 +166,8 @@ class TensorBoardWriter:
             self._over_all("iteration-time/iteration-time", seconds, step, samples, tokens)
 
     def _point(self, step: int, values: Values, samples: int, tokens: int) -> None:
-        """Writes a step's values; those without an axis of samples and tokens where
-        Megatron-DeepSpeed's have none."""
+        """Write a step's values, without an axis of samples and tokens where Megatron-DeepSpeed has
+        none."""
         for axis, place, writer in (
             ("samples", samples, self._by_samples),
             ("tokens", tokens, self._by_tokens),
@@ -136,7 +215,7 @@ def _say_no_more_of_threads() -> None:
     threading.excepthook = hook
 
 
-def _values_left_out(logging: LoggingConfig) -> frozenset[str]:
+def _values_left_out(logging: TrackerFlags) -> frozenset[str]:
     switches = {
         "global_batch_size": logging.log_batch_size_to_tensorboard,
         "learning_rate": logging.log_learning_rate_to_tensorboard,
@@ -165,12 +244,13 @@ class StepPoints(Callback):
 
     def __init__(self, config: RunConfig, plan: TrainingPlan, report: Reporter) -> None:
         self._config, self._plan, self._report = config, plan, report
+        self._flags = TrackerFlags.of(config.logging)
         self._points: list[_Point] = []
         report.after_line.append(self.write)
 
     def before_step(self, trainer: Trainer) -> None:
         """Lets the engine count zeros where the step shows them."""
-        logging, following = self._config.logging, trainer.iteration + 1
+        logging, following = self._flags, trainer.iteration + 1
         counted = logging.log_num_zeros_in_grad and self._shown(following)
         trainer.engine.count_zeros = zeros_in_gradients if counted else None
         timed = logging.log_timers_to_tensorboard and logging.timing_log_level > 0
@@ -178,7 +258,7 @@ class StepPoints(Callback):
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """Measures what the step shows; communicates with the other ranks."""
-        logging, point = self._config.logging, self._is_point(step.iteration)
+        logging, point = self._flags, self._is_point(step.iteration)
         norms: Mapping[str, Tensor] = {}
         if point and logging.log_optimizer_states_to_tensorboard:
             norms = state_norms(trainer.engine)
@@ -212,7 +292,7 @@ class StepPoints(Callback):
         self._points = []
 
     def _is_point(self, iteration: int) -> bool:
-        logging = self._config.logging
+        logging = self._flags
         return (
             "tensorboard" in logging.trackers and not iteration % logging.tensorboard_log_interval
         )
@@ -224,7 +304,7 @@ class StepPoints(Callback):
     def _values(
         self, trainer: Trainer, step: Step, params_norm: Tensor | None
     ) -> Iterator[tuple[str, Tensor | float]]:
-        logging, result = self._config.logging, step.result
+        logging, result = self._flags, step.result
         for name, loss in result.losses.items():
             yield f"lm-loss-training/{name}", loss
         lengths = {"actual_seq_length": step.seq_length}
@@ -257,7 +337,7 @@ def _seconds(begin: Any, end: Any) -> float:
 
 
 def _memory(device: torch.device) -> Iterator[tuple[str, float]]:
-    """Memory in use: of torch's allocator on a GPU, of the whole process on a CPU."""
+    """Memory in use: by torch's allocator on a GPU, by the whole process on a CPU."""
     if device.type != "cuda":
         yield "mem-allocated-bytes", psutil.Process().memory_info().rss
         return

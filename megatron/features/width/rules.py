@@ -16,7 +16,7 @@ from functools import partial
 from torch import nn
 
 from megatron.config import ConfigError, ModelConfig, RunConfig
-from megatron.engine.update.groups import Factors
+from megatron.engine.update.optimizer import Factors
 from megatron.features.width.flags import WidthConfig, base_ratios
 from megatron.model.layer_list import LayerSpec
 from megatron.model.spec import ModelSpec

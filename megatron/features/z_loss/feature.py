@@ -21,7 +21,7 @@ class ZLossConfig(FlagSection):
     of the softmax: it keeps logits from drifting (1e-4 in PaLM, 1e-5 in OLMo 2)."""
 
     def check(self, config: Any, resolver: ConfigResolver) -> None:
-        """Refuse models and runs with losses of their own. Raises ConfigError."""
+        """Refuse models and runs with their own losses. Raises ConfigError."""
         shown = resolver.show("z_loss_coeff")
         model = config.model
         resolver.check(

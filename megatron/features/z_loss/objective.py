@@ -6,21 +6,41 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec
-from megatron.parallel.cross_entropy import linear_loss_and_z
-from megatron.parallel.loss_head import HeadInput
+from megatron.parallel.cross_entropy import LogitChunks, chunked_losses
+from megatron.parallel.loss_head import HeadInput, LossHead, Targets
 
 Z_LOSS = "z loss"
 """Name of the mean of log(Z)^2, without its coefficient."""
 
 
+class ChunksWithZ(LogitChunks):
+    """Chunks of a head with ``z_coeff``, whose second number is the mean over the tokens whose mask
+    is 1 of the squared logarithm of the softmax's denominator."""
+
+    def losses(self) -> tuple[Tensor, ...]:
+        self.log_T = torch.empty_like(self.mask_T)
+        return *super().losses(), self.log_T.square() @ self.mask_T / self.counted
+
+
+def linear_loss_and_z(
+    x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The cross entropy of :func:`~megatron.parallel.cross_entropy.linear_cross_entropy`, and the
+    number of :class:`ChunksWithZ`. The gradient of the first is that of the sum of the two, the
+    second times ``z_coeff`` of the head: one pass over the logits has both."""
+    loss, z = chunked_losses(ChunksWithZ, x_BSH, weight, targets, head, bias)
+    return loss, z
+
+
 class ZLoss:
-    """The cross entropy of a head's targets, and their z-loss: the gradient of both is that of the
-    first, so that it is exact for losses that are added with the weights ``losses`` only."""
+    """The cross entropy of a head's targets, and their z-loss: both have the first one's gradient,
+    which is exact only for losses added with the weights ``losses``."""
 
     def __init__(self, coeff: float) -> None:
         self.losses: Mapping[str, float] = {LM_LOSS: 1.0, Z_LOSS: coeff}

@@ -261,9 +261,9 @@ def import_hf(
     shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
 ) -> tuple[HuggingFaceFolder, Comparison]:
-    """Writes a model of Hugging Face as a checkpoint into the folder ``output`` of checkpoints, and
-    compares logits before it has its name; messages call the folders by the flags. Raises
-    CheckpointError if ``path`` has no model, ``output`` must not be replaced, or logits differ."""
+    """Write a Hugging Face model as a checkpoint into the folder ``output``, comparing logits
+    before it is published. Messages name the folders by their flags. Raises CheckpointError if
+    ``path`` has no model, ``output`` must not be replaced, or logits differ."""
     other = locate_checkpoint(path)
     form = HuggingFaceFolder if other is None else other.form
     theirs = getattr(form, "read_by_transformers", True)
@@ -283,7 +283,7 @@ def import_hf(
                 f"no tokenizer: {path} has no tokenizer files, so training needs --tokenizer-type "
                 "and its files"
             )
-        # The checkpoint uses its own copy of the tokenizer, wherever it is moved.
+        # The checkpoint uses its own copy of the tokenizer, even after a move.
         source.tokenizer = None
         written = write_checkpoint(
             folder, source, iteration=0, moments=False, max_file_bytes=shard_bytes, progress=say
@@ -330,7 +330,7 @@ def to_megatron(argv: Sequence[str]) -> None:
 
 
 def opened(checkpoint: LoadConfig) -> Source:
-    """Opens :func:`located`, and prints what was assumed where the checkpoint does not say."""
+    """Open :func:`located`, and print the assumptions made for missing facts."""
     source = located(checkpoint).open()
     for note in source.notes:
         print(f"{source.folder}: {note}")
@@ -354,7 +354,7 @@ def export_megatron(
     dtype = dtype or dtype_of(source)
     iteration = source.state.get("iteration")
     if iteration is None and isinstance(source, MegatronCheckpoint):
-        iteration = source.iteration  # weights only, of a run that had one
+        iteration = source.iteration  # weights only, from a run that had one
     if release:
         iteration = None
 
@@ -400,7 +400,7 @@ def required(config: Any, field: str) -> str:
 
 
 def parsed(argv: Sequence[str], command: str, description: str, *classes: type) -> list[Any]:
-    """The flags of a command, an object of each class."""
+    """Return the flags of a command, one object per class."""
     prog = f"convert_checkpoint.py {command}"
     return list(parse_configs(classes, argv, prog=prog, description=description))
 

@@ -25,6 +25,7 @@ from megatron.config import (
     Settings,
 )
 from megatron.config.flags import POSITIVE, build, names_of, option
+from megatron.config.output import check_output
 from megatron.formats.conversion.commands import (
     LoadConfig,
     export_hf,
@@ -36,7 +37,6 @@ from megatron.formats.conversion.commands import (
 from megatron.formats.conversion.output import need, published
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.formats.huggingface.weight_files import WeightFiles
-from megatron.run.process import check_output
 from megatron.run.run import RunToolParser
 from megatron.util.processes import is_main_process
 

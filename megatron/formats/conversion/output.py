@@ -155,7 +155,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
 
     try:
         url = api.create_repo(repository, private=private, exist_ok=True, repo_type="model")
-        # Creating one that exists changes nothing of it.
+        # Creating an existing one does not change it.
         is_open = private and not api.model_info(url.repo_id).private
         if not is_open:
             api.upload_folder(
@@ -232,7 +232,7 @@ def write_checkpoint(
 
 
 def run_of(source: Source, moments: bool = True) -> RunConfig:
-    """The configuration to save with a converted checkpoint: that of its run, as far as known."""
+    """Return the configuration to save with a converted checkpoint: its run's, as far as known."""
     run = source.run
     if run is None:
         # It will be exported in the dtype in which it is stored.

@@ -14,8 +14,8 @@ Model-parallel ranks count tensor ranks fastest, then pipeline stages. ZeRO stor
 slices of flat groups; ``param_slice_mappings`` (DeepSpeed 0.7.1 and later) lists them at stages 1
 and 2, and they follow from ``param_shapes`` at stage 3.
 
-Files of experts name each by its number among all; ZeRO's by that on its rank, of which every rank
-along the expert axis has others, and ranks with the same experts share their flat groups.
+Expert files number experts globally. ZeRO's files number them within a rank: ranks along the expert
+axis have different experts, and ranks with the same experts share their flat groups.
 """
 
 from __future__ import annotations
@@ -252,8 +252,8 @@ class EngineFiles:
             raise CheckpointError(f"{self._models[rank]}: param_shapes is malformed") from None
 
     def names(self) -> list[str]:
-        """All parameters by the folder's names; those of a layer file begin with its place in the
-        pipeline's list."""
+        """Return all parameters by the folder's names; names in a layer file start with its place
+        in the pipeline's list."""
         by_name: dict[str, None] = {}
         for rank in range(len(self._models)):
             with _refusing(self._models[rank]):
@@ -276,8 +276,8 @@ class EngineFiles:
     def shares(
         self, name: str, kind: str, registered: Callable[[int, str], str]
     ) -> list[Tensor] | None:
-        """A parameter's or a moment's share on each tensor rank; None if it does not exist.
-        ``registered`` gives the name of a parameter in a layer file, from its place and key. Raises
+        """Return a parameter's or a moment's share on each tensor rank, or None. ``registered``
+        gives the name of a parameter in a layer file, from its place and key. Raises
         CheckpointError if the ZeRO files lack it, or a part of it."""
         with _refusing(self.folder, f"{kind} of {name}"):
             parts = [self._share(each, name, kind) for each in range(self.tensor_size)]

@@ -4,6 +4,8 @@ any layout."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder
 from megatron.checkpoint.source import TOKENIZER
 from megatron.config import ConfigError
 from megatron.engine.deepspeed_json import Json
-from megatron.engine.deepspeed_patches import save_errors_at_end
 from megatron.engine.saving import CheckpointWriter, SaveJob, kernel_state, ruined, shareable
 from megatron.engine.state import holders
 from megatron.engine.train_engine import TrainEngine
@@ -101,3 +102,34 @@ def write_engine_folder(
     if history := kernel_state(engine):
         tensors = {key: values.contiguous() for key, values in history.items()}
         save_tensors(tensors, folder / f"{engine.kernels.file}-{rank:05d}.safetensors")
+
+
+@contextmanager
+def save_errors_at_end(engine: Any) -> Iterator[None]:
+    """Within it, the first error of a file that DeepSpeed's engine writes into a checkpoint is
+    raised at the end, and later files are left out. DeepSpeed's ranks wait for each other between
+    their files: one that raises at once, as on a full disk, leaves the others waiting."""
+    errors: list[tuple[str, Exception]] = []
+
+    def postponed(write: Callable[..., object]) -> Callable[..., None]:
+        def write_or_note(*args: Any, **options: Any) -> None:
+            if errors:
+                return
+            try:
+                write(*args, **options)
+            except (OSError, RuntimeError) as error:  # torch.save raises both
+                errors.append((str(options.get("path") or args[-1]), error))
+
+        return write_or_note
+
+    writer = engine.checkpoint_engine
+    places = [(writer, "save"), (writer, "makedirs"), (engine, "_copy_recovery_script")]
+    for place, name in places:
+        setattr(place, name, postponed(getattr(place, name)))
+    try:
+        yield
+    finally:
+        for place, name in places:
+            delattr(place, name)
+    for path, error in errors:
+        raise OSError(f"{path}: {error}") from error

@@ -1,5 +1,5 @@
-"""DeepSpeed's checkpoints: where they are, their network and counters, and the folders that engines
-save, of any layout and stage."""
+"""DeepSpeed's checkpoints: their location, network and counters, and the folders that engines save,
+at any layout and stage."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def is_engine_folder(folder: Path) -> bool:
 
 
 def is_of_transformers(folder: Path) -> bool:
-    """True for an engine's folder in one with the config.json of a Hugging Face model, as
-    transformers' Trainer and accelerate write them: neither arguments nor a configuration are in
-    it, as in those of other trainers."""
+    """True for an engine's folder next to a Hugging Face model's config.json, as written by
+    transformers' Trainer and accelerate. Unlike other trainers' it contains neither arguments nor a
+    configuration."""
     config = folder.parent / CONFIG
     if (folder / CONFIG).is_file() or (folder / "configs").is_dir() or not config.is_file():
         return False
@@ -131,7 +131,7 @@ class NamedFolder(Source):
 
     @classmethod
     def family(cls, folder: Path) -> str:
-        """See :meth:`Source.family`; the folders of other trainers are of GPTs."""
+        """See :meth:`Source.family`; the folders of other trainers contain GPTs."""
         run = own_run(folder, {})
         return super().family(folder) if run is None else run.model.family
 

@@ -27,8 +27,8 @@ from megatron.config import ModelConfig
 from megatron.formats.deepspeed_folders.universal import DEEPSPEED_VERSION
 from megatron.formats.features import whole_shards
 from megatron.formats.legacy_megatron.arguments import arguments_of_model
-from megatron.formats.legacy_megatron.expert_arguments import deepspeed_arguments_of_experts
-from megatron.formats.legacy_megatron.expert_names import (
+from megatron.formats.legacy_megatron.experts import (
+    deepspeed_arguments_of_experts,
     deepspeed_expert_name,
     is_of_experts,
     one_expert,
@@ -84,8 +84,8 @@ def write_megatron_deepspeed(
 
 
 def _their_name(name: str, model: ModelConfig) -> str:
-    """Their name of a parameter, of the first expert where it is of experts. Raises ValueError
-    without one."""
+    """Return their name of a parameter, or of its first expert. Raises ValueError without a
+    name."""
     layers, _, rest = name.partition(".")
     number, _, inner = rest.partition(".")
     if layers == "layers" and (theirs := deepspeed_expert_name(one_expert(inner, 0))):

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
 from megatron.formats.features import buffers_of, layers_of, parameters_of, whole_shards
-from megatron.formats.legacy_megatron.expert_names import (
+from megatron.formats.legacy_megatron.experts import (
     is_of_experts,
     join_expert,
     of_one_expert,
@@ -52,7 +52,7 @@ _QKV_VERSION = 3.0
 
 
 class Naming:
-    """The names of one folder: canonical ones, unless a subclass knows others. ``shapes`` are of
+    """The names in one folder: canonical ones, unless a subclass defines others. ``shapes`` are of
     whole parameters without padding, by canonical name."""
 
     def __init__(self, model: ModelConfig) -> None:

@@ -38,7 +38,7 @@ _NETWORK = {
     ).split()
 }
 """Settings that change the network in a way that cannot be represented, each with its harmless
-values besides that of one that was not given."""
+values other than the default."""
 
 _ADDED_ONCE = (".proj.bias", ".down.bias")
 _MLP = {
@@ -48,7 +48,7 @@ _MLP = {
     "mlp.w3": ("mlp.up", 1),
     "mlp.w2": ("mlp.down", 0),
 }
-"""Modules of a block with other names than Megatron's: canonical name, and the part of it."""
+"""Modules of a block named differently from Megatron: canonical name and part."""
 _DOWN = re.compile(r".*\.mlp\.(?:linear2|dense_4h_to_h|w2)\.weight")
 
 
@@ -62,7 +62,7 @@ class StoredTensors(NamedTuple):
 
 
 class NeoXNaming(ForeignNaming):
-    """The names of a folder of GPT-NeoX, and how its ranks divide parameters.
+    """The names in a folder of GPT-NeoX, and its division of parameters over ranks.
 
     Heads that share keys and values are stored as a rank's [queries, keys, values]. Files with the
     earlier names of an MLP have [queries, keys, values] of each query head, with its share of the
@@ -131,8 +131,8 @@ class NeoXNaming(ForeignNaming):
         return grouped and ".attention.qkv." in name
 
     def _per_head(self) -> bool:
-        """True if each query head has its share of the keys and values, as in GPT-NeoX until
-        November 2024; its modules of an MLP were renamed in July 2024."""
+        """True if keys and values are stored per query head, as in GPT-NeoX until November 2024;
+        its modules of an MLP were renamed in July 2024."""
         return ".mlp.linear1." not in self.parts("layers.0.mlp.up.weight")[0]
 
 

@@ -1,5 +1,5 @@
-"""DeepSpeed's universal checkpoints: a folder per parameter, from which stock DeepSpeed cuts what
-each rank of any layout needs. Reads those of this project and of DeepSpeed's ds_to_universal.
+"""DeepSpeed's universal checkpoints: a folder per parameter, from which stock DeepSpeed loads each
+rank's share at any layout. Reads checkpoints of this project and of DeepSpeed's ds_to_universal.
 
 ::
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import os
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ DEEPSPEED_VERSION = "0.19.8"
 MANIFEST = "universal.json"
 
 _GROUPS = 64
-"""More parameter groups than any script has: a loader leaves those without a partner unloaded."""
+"""More parameter groups than any script has: a loader skips groups without a counterpart."""
 
 
 class UniversalFolder(NamedFolder):
@@ -190,14 +190,9 @@ def save_universal(source: Source, save: Path, stage: int = 1) -> Path:
     return folder
 
 
-def write_universal(
-    source: Source,
-    folder: Path,
-    stage: int = 1,
-    progress: Callable[[str], None] = lambda line: None,
-) -> None:
-    """Writes any checkpoint as a universal one, one parameter at a time. It appears by a rename
-    when it is complete; then ``latest_universal`` names it. Loaders of ``stage`` 3 do not pad the
+def write_universal(source: Source, folder: Path, stage: int = 1) -> None:
+    """Writes any checkpoint as a universal one, one parameter at a time. It is renamed into place
+    when complete; then ``latest_universal`` names it. Loaders of ``stage`` 3 do not pad the
     vocabulary, so for them the token embedding has as many rows as in the run. Raises
     CheckpointError if the source is damaged, or has states of another optimizer than those that
     loaders know; OSError if a file cannot be written. Nothing is left behind then."""
@@ -206,7 +201,7 @@ def write_universal(
     with unfinished_folder(folder) as written:
         (written / "zero").mkdir()
         run = source.run or run_of(source)
-        facts = _write_files(source, run, written, stage, progress)
+        facts = _write_files(source, run, written, stage)
         write_json(written / MANIFEST, {"format": 1, "zero_stage": stage, "files": facts})
         replace_folder(written, folder, {UNIVERSAL_TRACKER: folder.name})
 
@@ -225,7 +220,7 @@ def _check_states(source: Source) -> None:
 
 
 def _write_files(
-    source: Source, run: RunConfig, written: Path, stage: int, progress: Callable[[str], None]
+    source: Source, run: RunConfig, written: Path, stage: int
 ) -> dict[str, dict[str, int | str]]:
     """Everything but the manifest, whose entries it returns."""
     facts: dict[str, dict[str, int | str]] = {}
@@ -256,7 +251,6 @@ def _write_files(
         if step is not None and len(kinds) > 1:
             save(step, place / "step.pt")
         sync_path(place)
-        progress(f"{name}: {', '.join(kinds)}")
     save(_optimizer_state(run, step, stage), written / "zero" / "optimizer_state.pt")
     sync_path(written / "zero")
     prefix = "zero_pp_rank_0_" if stage == 3 else ""

@@ -212,8 +212,8 @@ class ModuleTarget(LinearTarget):
 
 
 def linear_targets(model: ModelConfig) -> tuple[ModuleTarget, ...]:
-    """The linear modules of all blocks of a model in the architecture that its configuration fits,
-    in the order of a block; those of our layers, by our names, if it fits none."""
+    """Return the linear modules of all blocks of a model in the architecture that its configuration
+    fits, in block order; our layers' modules, by our names, if none fits."""
     try:
         entries = architecture_of(model).entries
     except ValueError:

@@ -53,7 +53,7 @@ class Ahead:
         return len([*takewhile(lambda depth: has(self._named(merge, model, depth)), depths)])
 
     def pattern(self, model: ModelConfig, depths: int = 16) -> str:
-        """A pattern of all of their names in files with so many further tokens."""
+        """Return a pattern of all of their names in files with this many further tokens."""
         first = self.block.partition("{")[0]
         if "{n}" not in self.block:
             return rf"{re.escape(first.partition('.')[0])}\..*"
@@ -61,8 +61,8 @@ class Ahead:
         return rf"{re.escape(first)}({later})\..*"
 
     def parameters(self, entries: Sequence[Entry], model: ModelConfig) -> Iterator[Parameter]:
-        """The table for one model, from the entries of its blocks, of which the last is as these
-        are."""
+        """Return the table for one model, from the entries of its blocks, which are like its last
+        block."""
         last = model.num_layers - 1
         for depth in range(model.blocks_ahead):
             for ours, theirs in self.parts.items():
@@ -84,7 +84,7 @@ class Ahead:
         )
 
     def copies_of(self, model: ModelConfig) -> dict[str, str]:
-        """Names of tensors that repeat a parameter of the model, and our name of it."""
+        """Return the names of tensors that repeat a parameter of the model, with our name."""
         return {
             self._named(name, model, depth): _TABLE if model.embedding.tied else ours
             for depth in range(model.blocks_ahead)
@@ -92,7 +92,7 @@ class Ahead:
         }
 
     def repeating(self, parameters: Iterable[Parameter], model: ModelConfig) -> Iterator[Parameter]:
-        """The parameters of a model as they are written, with the copies."""
+        """Yield the parameters of a model as written, including copies."""
         copies = self.copies_of(model)
         for each in parameters:
             more = [name for name, ours in copies.items() if ours == each.ours]

@@ -26,9 +26,9 @@ from megatron.formats.transformers_folder import quiet_transformers
 from megatron.model.layer_list import LayerStack
 
 BOUND = 2.0**-23
-"""Largest difference of logits in float64, as a share of the largest one: the last digit of it in
-float32. Two right models differ by rounding in float64, and by the digits of constants:
-0.79788456 in BLOOM's GELU makes 1e-9."""
+"""Largest difference of logits in float64, relative to the largest logit: its last digit in
+float32. Two right models differ by rounding in float64, and by the digits of constants: 0.79788456
+in BLOOM's GELU makes 1e-9."""
 MERGED = 100 * BOUND
 """The same where adapters were merged: their sums with the base's weights are rounded to float32,
 which a deep model makes larger."""
@@ -36,8 +36,8 @@ which a deep model makes larger."""
 
 @dataclass(frozen=True)
 class Comparison:
-    """Logits of two models on the same tokens: largest absolute difference, the largest that is
-    allowed, largest absolute logit, what was compared, and whether all agree."""
+    """Logits of two models on the same tokens: largest absolute difference, its bound, largest
+    absolute logit, compared quantity, and True if all agree."""
 
     largest: float
     allowed: float

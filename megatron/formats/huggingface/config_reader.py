@@ -22,7 +22,7 @@ from megatron.config.positions import RopeScaling
 from megatron.formats.features import harmless_names
 
 Names = str | tuple[str, ...]
-"""A key, or several that mean the same, of which the first is written."""
+"""A key, or several equivalent ones, of which the first is written."""
 Keys = Mapping[Any, str]
 """Fields of :class:`ModelFlags` by :data:`Names`; ``activation`` stands for the flags of the MLP's
 activation."""
@@ -69,7 +69,7 @@ _NULLABLE = (
     "num_query_groups", "kv_channels", "sliding_window", "attention_chunk_size",
     "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank",
 )  # fmt: skip
-"""Fields whose key can be null whatever its default is."""
+"""Fields whose key can be null regardless of its default."""
 
 
 class HFConfigReader:
@@ -154,11 +154,11 @@ class HFConfigReader:
             self.refuse(name, self.content[name], why)
 
     def unused(self, *names: str) -> None:
-        """Accepts keys that do not change what such a model computes."""
+        """Accept keys that do not affect the computation of such a model."""
         self._understood.update(names)
 
     def refuse(self, names: Names, value: Any, why: str) -> NoReturn:
-        """Raises a CheckpointError that says which value of which file is wrong."""
+        """Raise a CheckpointError that names the wrong value and its file."""
         name = names if isinstance(names, str) else names[0]
         text = f"{value!r}"
         text = text if len(text) < 200 else text[:197] + "..."
@@ -196,7 +196,7 @@ class HFConfigReader:
                 f"{self.path} has no {name}, and transformers {transformers.__version__} has no "
                 f"default for it ({model_type}); install a newer version, or add the key"
             )
-        # The signature has the defaults as they are before others are derived from them.
+        # The signature has the defaults before others are derived from them.
         known = CONFIG_MAPPING[model_type]
         parameters = inspect.signature(known).parameters
         return parameters[name].default if name in parameters else getattr(known(), name, None)
@@ -239,13 +239,13 @@ def read_rope(
 
     Args:
         fields: what was read already, ``kv_channels`` and ``max_position_embeddings`` included.
-        share_key: transformers 4's key of the rotated share of a head; None for whole heads.
+        share_key: transformers 4's key for the rotated share of a head; None for whole heads.
         types: the architecture's names of types of scaling, and the usual ones.
         base: the rotary base of a file that does not say it.
     """
     newer = given.table("rope_parameters")
     share_name = share_key or "partial_rotary_factor"
-    # transformers 4 also writes its own names next to those of the architecture.
+    # transformers 4 also writes its own names next to the architecture's.
     base = agreed(given, (theta_key, "rope_theta"), newer.get("rope_theta"), base)
     rotated = agreed(
         given, (share_name, "partial_rotary_factor"), newer.get("partial_rotary_factor"), share
@@ -373,9 +373,9 @@ BIASES = ("attention", "mlp")
 
 
 def read_biases(given: HFConfigReader, parts: tuple[str, ...] = BIASES) -> dict[str, Any]:
-    """The flags that ``attention_bias`` and ``mlp_bias`` mean: ``parts`` are linear layers that may
-    have biases, of which the first key is for all of ``attention`` or its ``qkv`` alone, and the
-    second for the ``mlp``. Raises CheckpointError for biases of others."""
+    """Return the flags for ``attention_bias`` and ``mlp_bias``: ``parts`` are linear layers that
+    may have biases, of which the first key is for all of ``attention`` or its ``qkv`` alone, and
+    the second for the ``mlp``. Raises CheckpointError for biases of other layers."""
     part = parts[0] if parts and parts[0] != "mlp" else None
     flags = {}
     if part is None:

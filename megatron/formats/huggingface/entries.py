@@ -25,8 +25,8 @@ Modules = tuple[str, tuple[int, ...], int, "Reordering"]
 
 @dataclass(frozen=True)
 class Reordering:
-    """A way to store one parameter in some tensors; ``from_hf`` is the exact inverse of
-    ``to_hf``. With ``of_rows`` it is another order of the rows of one matrix.
+    """A way to store one parameter in some tensors; ``from_hf`` is the exact inverse of ``to_hf``.
+    With ``of_rows`` it only reorders the rows of one matrix.
 
     Attributes:
         modules: for a weight of several fused matrices of which each tensor has some, in order:
@@ -110,21 +110,21 @@ INTERLEAVED = Reordering(
     "interleaved", 1, lambda values, model: (_neighbours(values, model),),
     lambda parts, model: _halves(parts[0], model),
 )  # fmt: skip
-"""Queries or keys of which RoPE rotates neighbouring channels of a head together; here channel i
-and channel i + D/2."""
+"""Queries or keys whose neighbouring channels in a head RoPE rotates together; here channels i and
+i + D/2."""
 INTERLEAVED_QKV = Reordering("separate q, k, v, interleaved", 3, _to_interleaved, _from_interleaved)
 """A tensor each for queries and keys, which are interleaved, and values."""
 TWICE = Reordering(
     "twice", 2, lambda values, _: (values, values.clone()), lambda parts, _: parts[0]
 )
-"""Two tensors of the same values, of which the first counts."""
+"""Two tensors with the same values; the first is used."""
 SEPARATE_KV = Reordering("separate k, v", 2, lambda values, _: values.chunk(2), _from_rows)
 """A tensor each for the keys and values of attention to another sequence."""
 GATE_AND_UP = Reordering("separate gate, up", 2, lambda values, _: values.chunk(2), _from_rows)
 """A tensor each for gate and up projection, which are [2F, H] here."""
 GROUPED_QKV = Reordering("q, k, v by group", 1, _to_grouped, _from_grouped)
-"""Each key and value head follows the queries that share it: [K, N/K + 2, D, H]. With as many key
-heads as query heads that is [N, 3, D, H], the order of Megatron, GPT-NeoX and BLOOM."""
+"""Each key and value head follows the queries that share it: [K, N/K + 2, D, H]. With equal numbers
+of key and query heads that is [N, 3, D, H], the order of Megatron, GPT-NeoX and BLOOM."""
 
 
 def always(model: ModelConfig) -> bool:
@@ -155,7 +155,7 @@ def untied(model: ModelConfig) -> bool:
 @dataclass(frozen=True)
 class Entry:
     """One kind of parameter in both forms: ``ours`` is the canonical name, with ``{n}`` for the
-    number of the block; ``when`` says whether a model has it.
+    number of the block; ``when`` is True for models that have it.
 
     Their names have ``{n}`` too, or ``{before}`` for the number of the block before it, where
     ``first`` are the names in the first block; outside of blocks ``{last}`` is the number of the
@@ -232,7 +232,7 @@ def norm(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...]:
 def linear(
     ours: str, *theirs: str, form: Reordering = SAME, bias: Condition = biased
 ) -> tuple[Entry, ...]:
-    """A linear layer; the bias of a transposed weight is stored as it is."""
+    """A linear layer; the bias of a transposed weight is stored unchanged."""
     bias_form = SAME if form.name == "transposed" else form
     return (
         Entry(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), form),
@@ -241,7 +241,7 @@ def linear(
 
 
 def head_bias(theirs: str) -> tuple[Entry, ...]:
-    """A bias of the logits, where the model has one and its head is that of a language model."""
+    """A bias of the logits, if the model has one and a language model's head."""
 
     def of_head(tied: bool) -> Condition:
         return lambda model: (
@@ -301,8 +301,8 @@ class Parameter:
         return dict(zip(self.theirs, (part.contiguous() for part in parts), strict=True))
 
     def from_hf(self, tensors: Iterable[Tensor]) -> Tensor:
-        """The inverse of :meth:`to_hf`: the whole parameter, from their tensors in order, of which
-        one slice after another is in memory."""
+        """The inverse of :meth:`to_hf`: the whole parameter, from their tensors in order, with one
+        slice in memory at a time."""
         form = self.entry.form
         if self.slices is None:
             return form.from_hf(list(tensors), self.model).contiguous()

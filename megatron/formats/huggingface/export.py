@@ -162,6 +162,6 @@ def _copy_tokenizer(
 
 
 def _tokenizer(folder: Path) -> Any:
-    """The tokenizer that AutoTokenizer makes of a folder: next to a config.json, transformers 5
-    chooses the class by model_type for some (Qwen2), whatever the files say."""
+    """Return the tokenizer that AutoTokenizer creates from a folder. Next to a config.json
+    transformers 5 chooses some classes by model_type (Qwen2), ignoring the tokenizer's files."""
     return load_folder(folder, "the tokenizer in")

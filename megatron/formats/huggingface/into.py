@@ -81,8 +81,8 @@ def _check(model: ModelConfig, home: HuggingFaceFolder) -> None:
 
 
 class _Parts:
-    """The parts of a checkpoint's parameters that replace tensors of a folder; one parameter is in
-    memory. ``written`` are the tensors of which a part was requested."""
+    """Yield the parts of a checkpoint's parameters that replace tensors of a folder, one parameter
+    at a time. ``written`` are the tensors of which a part was requested."""
 
     def __init__(self, source: Source, home: HuggingFaceFolder) -> None:
         self._source, self._home, self._places = source, home, home.places()

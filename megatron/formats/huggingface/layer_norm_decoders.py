@@ -40,7 +40,7 @@ _NO_POST_NORM = "the residual cannot be normalised"
 
 
 def write_gpt2(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of GPT-2 and its relatives next to those that equal a flag."""
+    """Return the keys of GPT-2 and its relatives beyond those that equal a flag."""
     inner = model.mlp.ffn_hidden_size
     return {
         "n_inner": None if inner == 4 * model.hidden_size else inner,
@@ -154,7 +154,7 @@ OPT = Architecture(
         "position_embedding_type": "learned_absolute",
         "position_embedding_offset": 2,
         "normalization": "LayerNorm",
-        "norm_epsilon": 1e-5,  # that of torch.nn.LayerNorm; config.json has no key for it
+        "norm_epsilon": 1e-5,  # torch.nn.LayerNorm's; config.json has no key for it
     },
     write=lambda model: {
         "word_embed_proj_dim": model.hidden_size,
@@ -215,7 +215,7 @@ sequence."""
 
 def _read_bloom(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("apply_residual_connection_post_layernorm", (False,), _NO_POST_NORM)
-    # How Megatron-DeepSpeed computed, which is in the first files; none of it changes the model.
+    # Megatron-DeepSpeed's settings, present in the first files; none of them changes the model.
     given.unused(
         "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion",
         "offset_alibi", "pretraining_tp", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact",
@@ -240,7 +240,7 @@ BLOOM = Architecture(
         further=norm("embedding.norm", "transformer.word_embeddings_layernorm"),
     ),
     keys={
-        # Nothing limits the length; it is what the model was trained with, if the file says so.
+        # Nothing limits the length; it is the training length, if the file records it.
         "seq_length": "max_position_embeddings",
         ("hidden_size", "n_embed"): "hidden_size",
         ("n_layer", "num_hidden_layers"): "num_layers",

@@ -159,7 +159,7 @@ def _write_qwen(model: ModelConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": SLIDING in kinds,
         "sliding_window": model.attention.sliding_window,
-        # Where layer_types is not read: the first block with a window, all later ones have it too.
+        # Where layer_types is not read: the first block with a window; all later ones have one too.
         "max_window_layers": kinds.index(SLIDING) if SLIDING in kinds else model.num_layers,
         "layer_types": kinds,
         **write_rope(model),

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_json
-from megatron.checkpoint.generation_settings import ends_of, read_generation, write_generation
 from megatron.checkpoint.source import Source, copy_tokenizer_files
 from megatron.config import ModelConfig, TokenizerConfig
 from megatron.formats.features import whole_shards
+from megatron.formats.generation_settings import ends_of, read_generation, write_generation
 from megatron.formats.huggingface import architecture_named
 from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.entries import Parameter
@@ -28,7 +28,7 @@ TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-"""Files of which at least one makes a tokenizer."""
+"""Files, at least one of which a tokenizer has."""
 _FIELD = "mtp_num_layers"
 _BUFFERS = re.compile(
     r"(.*\.)?(rotary_emb\.inv_freq|position_ids|(attn|attention|self_attn|self_attention)\.(bias|masked_bias))"
@@ -173,8 +173,8 @@ class HuggingFaceFolder(TableSource):
         return not self._weights.packed
 
     def places(self) -> dict[str, tuple[Parameter, str]]:
-        """By the names in the files of a text model alone: the parameter of which a tensor is a
-        part, and the table's name of that part."""
+        """By name in the files of a separate text model: the parameter that a tensor is part of,
+        and the table's name of that part."""
         return {
             self._stored[theirs]: (parameter, theirs)
             for parameter in self._parameters.values()

@@ -50,7 +50,7 @@ class Task(ABC):
         output of `transformers`."""
 
     def count(self, logits: Tensor) -> int:
-        """Number of :attr:`unit` that the compared logits are of."""
+        """Return the number of :attr:`unit` in the compared logits."""
         return logits.shape[:-1].numel()
 
     @abstractmethod
@@ -62,8 +62,8 @@ class Task(ABC):
         """The same keys where there is no tokenizer, and at most one token is known."""
 
     def fit_tokenizer(self, folder: Path, tokenizer: Any) -> bool:
-        """Changes a tokenizer's files so that its tokens of a text are those that such a model was
-        trained with; returns True if it did. ``tokenizer`` is an object of `transformers`."""
+        """Change a tokenizer's files so that it tokenizes texts as in the model's training. Return
+        True if files changed. ``tokenizer`` is an object of `transformers`."""
         return False
 
 
@@ -115,7 +115,7 @@ CAUSAL_LM = CausalLM()
 
 
 class RewardTask(CausalLM):
-    """A decoder that says how good a text is."""
+    """A decoder that scores a text's quality."""
 
     settings: ClassVar[dict[str, Any]] = {}
     unit = "texts"

@@ -12,11 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, read_json, unreadable
+from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.formats.huggingface.packed import PLAIN, Packing
 from megatron.formats.huggingface.packed.form import PackedForm, StoredParts
 from megatron.formats.huggingface.within import RenamedTensors, Renaming
 from megatron.formats.unpickle import load_pickle
+from megatron.formats.unreadable import unreadable
 
 WEIGHTS = (
     "model.safetensors",

@@ -18,7 +18,7 @@ MULTIMODAL = (
     "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
     "shieldgemma2", "smolvlm", "vipllava",
 )  # fmt: skip
-"""Values of model_type whose text model alone is one of those of its own folders."""
+"""Values of model_type whose text model has its own model_type."""
 
 _SAME = {
     "qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2",
@@ -26,7 +26,7 @@ _SAME = {
 }  # fmt: skip
 """Text models that compute, for text alone, the same as another architecture."""
 _FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
-"""Keys of those that the text model has no key for."""
+"""Their keys without an equivalent in the text model."""
 _FLAT = ("qwen2_vl", "qwen2_5_vl")
 """Types whose files of transformers 4 have the keys of the text model next to those of images, and
 whose tensors have the names of a text model alone."""
@@ -58,7 +58,7 @@ def text_content(content: dict[str, Any], path: Path) -> dict[str, Any]:
         inner = {key: value for key, value in content.items() if key not in _OF_IMAGES}
         inner["model_type"] = f"{outer}_text"
     elif inner is None and outer.startswith("qwen3_5") and "num_hidden_layers" in content:
-        return content  # of its text model alone, under the name of the whole
+        return content  # for its text model alone, under the name of the whole model
     if not isinstance(inner, dict):
         raise CheckpointError(
             f"{path}: model_type is {outer!r}, which sees images too, and text_config, which "
@@ -88,8 +88,8 @@ def _rotations(inner: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults(kind: str, path: Path, inner: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of keys that the keys ``inner`` of a text model leave out, where those of the
-    architecture that reads it can be others."""
+    """Return defaults for keys missing from a text model's keys ``inner``, where the defaults of
+    the architecture that reads it may differ."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if kind not in CONFIG_MAPPING:
@@ -127,8 +127,8 @@ def renaming(content: Mapping[str, Any]) -> Renaming | None:
 
 
 def head_tied(content: dict[str, Any], outer: Mapping[str, Any], has_head: bool) -> dict[str, Any]:
-    """The content of a text model with its tie: a head that is not in the files is tied, and one
-    that is there only if the whole model says so."""
+    """Return the content of a text model with its tie: a head missing from the files is tied, a
+    present one only if the whole model's config says so."""
     inner = content.get("tie_word_embeddings", False)
     return content | {
         "tie_word_embeddings": not has_head or outer.get("tie_word_embeddings", inner)

@@ -1,6 +1,6 @@
 """Megatron's arguments, saved in its checkpoints as a namespace, as our configuration.
 
-Most arguments mean the same as a flag, whose ``option(megatron=...)`` says so; the others are here.
+Most arguments correspond to a flag by its ``option(megatron=...)``; the others are here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.config import ModelConfig, ModelFlags, TokenizerConfig
 from megatron.config.flags import value_type
 from megatron.config.positions import llama3_scaling
 from megatron.formats.features import FEATURES, SavedArguments, buffers_of, features_of, without
-from megatron.formats.legacy_megatron.expert_arguments import (
+from megatron.formats.legacy_megatron.experts import (
     EXPERT_ARGUMENTS,
     arguments_of_experts,
     experts_of_arguments,
@@ -52,7 +52,7 @@ _NETWORK = {
     ).split()
 }
 """Arguments that change the network in a way that cannot be represented, each with its harmless
-values besides that of a flag that was not given."""
+values other than a flag's default."""
 
 _FEATURES = {
     "num_query_groups", "kv_channels", "add_qkv_bias", "rotary_percent", "rope_scaling",
@@ -175,7 +175,7 @@ def arguments_of_model(
         "group_query_attention": attention.num_query_groups != attention.num_attention_heads,
         "num_query_groups": attention.num_query_groups,
         "unpadded_vocab_size": model.vocabulary.size,
-        # A fused activation is GELU by tanh, whatever the other arguments are.
+        # A fused activation is GELU by tanh, regardless of the other arguments.
         "bias_gelu_fusion": activation == "gelu_tanh",
     }
 
@@ -204,8 +204,8 @@ def _checked(value: Any, kind: type, name: str, where: Path) -> Any:
 def _one_value(
     arguments: Mapping[str, Any], field: str, kind: type, names: tuple[str, ...], where: Path
 ) -> Any:
-    """The value of an argument with several names, None without one. Of two values, the one of the
-    later name counts if the other is the default: a program that has both reads its own."""
+    """Return the value of an argument with several names, or None. If two names have values and one
+    is the default, the other is returned: a program with both arguments reads its own."""
     values = {
         name: _checked(arguments[name], kind, name, where)
         for name in reversed(names)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.formats.features import Requirement
-from megatron.formats.legacy_megatron.expert_names import core_expert_name, rename_expert
+from megatron.formats.legacy_megatron.experts import core_expert_name, rename_expert
 
 OUTER = {
     "embedding.word_embeddings": "embedding.word_embeddings",

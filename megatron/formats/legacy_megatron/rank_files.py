@@ -1,4 +1,4 @@
-"""The files of an old Megatron checkpoint: where they are, and what a rank's file contains.
+"""The files of an old Megatron checkpoint: their places, and the content of a rank's file.
 
 ::
 
@@ -78,7 +78,7 @@ def rank_folder(rank: Rank, sizes: Rank) -> str:
 
 def find_megatron(path: Path, wanted: str | None) -> Path | None:
     """The checkpoint to read: ``wanted`` is ``release``, an iteration or ``iter_0000100``; None for
-    the newest. Raises CheckpointError if there are some, but not the wanted one."""
+    the newest. Raises CheckpointError if only other ones exist."""
     if path.name in MODEL_FILES and path.is_file():
         if _RANK.fullmatch(path.parent.name) is None:
             if wanted is not None:
@@ -211,7 +211,7 @@ def _is_model_file(name: PurePosixPath) -> bool:
 
 
 def _named_by_tracker(path: Path, found: set[Path]) -> str | None:
-    """The checkpoint that the tracker names; None without one."""
+    """Return the checkpoint that the tracker names, or None."""
     for root in {folder.parent for folder in found}:
         tracker = root / MEGATRON_TRACKER
         archive, inner = split_archive(tracker)
@@ -343,7 +343,7 @@ def adam_state(
 ) -> tuple[dict[Key, dict[str, Tensor]], int]:
     """``exp_avg``, ``exp_avg_sq`` and perhaps ``weight`` (float32) of every parameter, and Adam's
     number of steps, from a :class:`RankFile`. Raises UnusableError if they are missing, of another
-    optimizer, or cannot be assigned with certainty."""
+    optimizer, or cannot be assigned unambiguously."""
     if not isinstance(optimizer, dict):
         raise UnusableError("there is no optimizer state")
     inner = optimizer.get("optimizer", optimizer)

@@ -23,7 +23,7 @@ from megatron.formats.legacy_megatron.arguments import (
     tokenizer_of_arguments,
     unpadded_vocabulary,
 )
-from megatron.formats.legacy_megatron.expert_names import (
+from megatron.formats.legacy_megatron.experts import (
     is_of_experts,
     join_expert,
     of_one_expert,
@@ -70,8 +70,8 @@ class ParameterLocation(NamedTuple):
 class MegatronCheckpoint(DescribedSource):
     """A checkpoint of Megatron-LM before its core library (versions 0 to 3): ``iter_0000100``,
     ``release``, such a folder within a zip archive, or the file of the only rank. ``described`` is
-    the network of a file that has no arguments. ``vocabulary_is_guessed`` says that the checkpoint
-    does not tell how many rows of the token embedding are padding.
+    the network of a file that has no arguments. ``vocabulary_is_guessed`` is True if the checkpoint
+    does not record how many rows of the token embedding are padding.
 
     Files of one pipeline rank are open at a time. Raises CheckpointError if a file is missing,
     damaged, does not fit the others, or describes a network that cannot be represented.
@@ -145,7 +145,7 @@ class MegatronCheckpoint(DescribedSource):
         return shares
 
     def _experts(self, name: str, kind: str) -> Tensor:
-        """A parameter of all experts, each of which a file of every tensor rank has."""
+        """Return a parameter of all experts, each of which is in a file of every tensor rank."""
         experts, *shape = self.shape(name)
         here, gated, parts = experts // self.expert_size, self.model.mlp.gated, []
         for number in range(experts):
@@ -169,7 +169,7 @@ class MegatronCheckpoint(DescribedSource):
         return self._open[1]
 
     def _sizes(self, path: Path) -> None:
-        """The layout that wrote it, by the arguments where they have it, else by the folder."""
+        """The layout that wrote it, from the arguments if they record it, else from the folder."""
         tensor = self._argument("tensor_model_parallel_size", self._argument("model_parallel_size"))
         pipeline = self._argument("pipeline_model_parallel_size")
         experts = self._argument("expert_model_parallel_size")
@@ -259,7 +259,7 @@ class MegatronCheckpoint(DescribedSource):
         return complete(flags, path)
 
     def _check_parameters(self, path: Path) -> None:
-        """Compares the parameters with those that the arguments describe."""
+        """Compare the parameters with the ones that the arguments describe."""
         theirs = [location.key[1] for location in self._locations.values()]
         before_core = any(
             n.startswith("language_model.") and ".local_experts." in n for n in theirs

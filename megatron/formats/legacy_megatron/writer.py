@@ -21,7 +21,7 @@ from megatron.config import ModelConfig, TokenizerConfig
 from megatron.formats.conversion.output import unfinished_folder
 from megatron.formats.features import whole_shards
 from megatron.formats.legacy_megatron.arguments import arguments_of_model, divided_sizes
-from megatron.formats.legacy_megatron.expert_names import cut_expert, is_of_experts, one_expert
+from megatron.formats.legacy_megatron.experts import cut_expert, is_of_experts, one_expert
 from megatron.formats.legacy_megatron.names import (
     EMBEDDING,
     HEAD_COPY,
@@ -59,10 +59,10 @@ def write_megatron(
 ) -> Path:
     """Writes the weights as Megatron-LM's ranks would, into Megatron's ``--load``; returns the
     folder. One rank's file is in memory at a time. Without ``iteration`` it writes ``release``,
-    weights to start from. ``check`` gets the folder before it has its name, and undoes the export
-    by an error. Raises ValueError if Megatron has no such network, or the sizes do not divide it;
-    CheckpointError if the source is damaged, or the checkpoint exists already; OSError if a file
-    cannot be written. Nothing is left behind then."""
+    weights to start from. ``check`` is called with the folder before it is published, and cancels
+    the export by raising an error. Raises ValueError if Megatron has no such network, or the sizes
+    do not divide it; CheckpointError if the source is damaged, or the checkpoint exists already;
+    OSError if a file cannot be written. Nothing is left behind then."""
     model = source.model.with_vocabulary(source.model.vocabulary.size, max(tensor_size, 1))
     arguments = arguments_of_model(model)
     check_sizes(model, tensor_size, pipeline_size)

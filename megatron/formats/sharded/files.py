@@ -36,7 +36,7 @@ from megatron.util.phases import moved
 
 METADATA = ".metadata"
 _MOST_PAIRS = 2**11
-"""Chunks of which each is compared with each other, at most."""
+"""Maximum number of chunks that are compared pairwise."""
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """A member's header in a zip archive: the lengths of its name and of what follows it."""
 _MOST_OPEN = 64
@@ -207,8 +207,8 @@ class ShardedFiles:
         return self.read(name, Slice(shape, (), number * each, (number + 1) * each)).view(shape[1:])
 
     def read(self, name: str, wanted: Slice) -> Tensor:
-        """A slice of a tensor, flat, in the dtype of the files, of which only what is needed is
-        read. Raises CheckpointError if a chunk is malformed or not as the metadata says."""
+        """A slice of a tensor, flat, in the dtype of the files, reading only what is needed. Raises
+        CheckpointError if a chunk is malformed or contradicts the metadata."""
         moved()
         stored = self[name]
         if len(stored.chunks) == 1 and wanted.is_whole_share and not wanted.cuts:
@@ -369,8 +369,8 @@ def _tensor_in(view: _View, where: str) -> ArchivedTensor:
 
 
 def load_common(path: Path) -> dict[str, Any]:
-    """The content of Megatron-Core's common.pt: what every rank has alike. Raises CheckpointError
-    if it is missing or malformed."""
+    """Return the content of Megatron-Core's common.pt, the state common to all ranks. Raises
+    CheckpointError if it is missing or malformed."""
     content = load_pickle(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a dictionary")

@@ -1,7 +1,7 @@
 """Tensors of another trainer under the names of a Hugging Face model, whose table describes them.
 
-A trainer is a :class:`TrainerFolder`, which says what config.json would have, and which tensor of
-its files is which of Hugging Face's.
+A trainer is a :class:`TrainerFolder`, which defines the equivalent config.json and maps the tensors
+of its files to Hugging Face's.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import yaml
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_bytes, read_json
-from megatron.checkpoint.generation_settings import read_generation
 from megatron.config import ModelConfig
 from megatron.formats.features import buffers_of
+from megatron.formats.generation_settings import read_generation
 from megatron.formats.huggingface.source import HuggingFaceFolder
 
 CONFIG = "config.json"
@@ -86,8 +86,8 @@ class FileTensors:
 
 class TrainerStates(NamedTuple):
     """An optimizer's state: tensors by kind and Hugging Face's name of the weight, and counters as
-    those of :attr:`Source.state`. ``scheduler`` is the step of the learning-rate schedule, where it
-    is stored."""
+    in :attr:`Source.state`. ``scheduler`` is the step of the learning-rate schedule, where it is
+    stored."""
 
     tensors: Mapping[str, Mapping[str, FileTensor]]
     counters: Mapping[str, int]
@@ -219,8 +219,8 @@ def yaml_of(path: Path) -> dict[str, Any]:
 
 
 class Settings:
-    """Settings of another trainer, of which each that is read must be of its type. Raises
-    CheckpointError, which names the file and the setting."""
+    """Settings of another trainer; each is checked for its type when read. Raises CheckpointError,
+    which names the file and the setting."""
 
     def __init__(self, content: Mapping[str, Any], path: Path) -> None:
         self.content, self.path, self._read = content, path, set[str]()
@@ -298,8 +298,8 @@ def renamed(
 
 
 def halves_from_pairs(values: Tensor, heads: int) -> Tensor:
-    """Rows [heads D, ...] in Hugging Face's order, which rotates channels i and i + D/2 of a head,
-    from that which rotates 2i and 2i + 1."""
+    """Return rows [heads D, ...] reordered from rotating channels 2i and 2i + 1 of a head to
+    Hugging Face's order, which rotates i and i + D/2."""
     rows = values.shape[0]
     pairs = values.reshape(heads, rows // heads // 2, 2, *values.shape[1:])
     return pairs.transpose(1, 2).reshape(values.shape)
@@ -309,4 +309,4 @@ LLAMA_KEYS: Mapping[str, Any] = {
     "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
     "attention_dropout": 0.0, "initializer_range": 0.02,
 }  # fmt: skip
-"""Keys of config.json that Llamas of other trainers have alike."""
+"""Keys of config.json common to Llamas of other trainers."""

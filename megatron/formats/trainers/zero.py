@@ -47,7 +47,7 @@ class ZeroFolder(TrainerFolder):
         return self.folder, self._kind("weight")
 
     def _kind(self, kind: str) -> dict[str, FileTensor]:
-        """The weights, or a moment of those that are trained."""
+        """The weights, or a moment of the trained ones."""
         files, stored = self._files, {}
         shared = files.model_states().get("shared_params")
         copies = set(shared) if isinstance(shared, Mapping) else set()

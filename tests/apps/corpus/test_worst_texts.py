@@ -70,7 +70,7 @@ def batch(content: str) -> LineBatch:
     return LineBatch(Path("file"), 1, content.encode().splitlines(keepends=True), 0)
 
 
-language = functools.cache(cleaning.language_finder)
+language = cleaning.language_finder
 
 
 def array(content: str, tmp_path: Path) -> None:

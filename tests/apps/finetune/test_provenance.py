@@ -26,7 +26,7 @@ from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.keep_best.callback import stopped_early
 from megatron.features.preference.flags import PreferenceConfig
-from megatron.training.resume_source import ResumeSource
+from megatron.training.resume import ResumeSource
 
 FILE = DataFile("train", "a.json", None, (0.0, 1.0), {"bytes": 9, "sample": "ab"})
 OTHER = FILE._replace(path="b.json", content={"bytes": 8, "sample": "cd"})

@@ -6,9 +6,10 @@ import json
 import pytest
 
 from megatron.apps.parity.check import OF_LAYOUTS, CheckFlags, check_flags, smallest_batch
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, ParallelFlags
 from megatron.config.flags import flag_of
-from megatron.config.layouts import SCHEDULES, Layout, parse_layout
+from megatron.config.layouts import SCHEDULES, Layout
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16".split()
 
@@ -86,7 +87,7 @@ def test_every_flag_that_a_layout_stands_for_is_refused():
     named = [Layout(tensor=2, sequence=True, data=2, zero=3)]
     named += [Layout(pipeline=2, schedule=s, chunks=c) for s in SCHEDULES for c in (1, 2, 4)]
     named += [Layout(precision=p) for p in ("bf16", "fp16")]
-    asked = {name for layout in named for name in parse(*layout.flags())}
+    asked = {name for layout in named for name in parse(*flags_for(layout))}
     assert asked <= OF_LAYOUTS
     kept = {
         "pipeline_partition", "pipeline_model_parallel_split_rank", "recompute_activations",

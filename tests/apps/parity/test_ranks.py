@@ -1,18 +1,26 @@
 """Processes that hand over what they yield, and those that die instead."""
 
+import multiprocessing
 import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from megatron.apps.parity import ranks as module
 from megatron.apps.parity.ranks import RankError, Ranks, environment, interrupts_held
 
 JOBS = """
 import os, signal, sys, time
 
+def take_streams():
+    "A fork has those with which pytest catches output."
+    sys.stdout, sys.stderr = (open(file, "w", closefd=False) for file in (1, 2))
+
 def raising():
+    take_streams()
     yield os.getpid()
     if os.environ["RANK"] == "1":
         print("on standard output")
@@ -21,6 +29,7 @@ def raising():
     raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
 def killed():
+    take_streams()
     yield os.getpid()
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -44,6 +53,16 @@ def jobs(tmp_path, monkeypatch):
     return parity_jobs
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Ranks start as forks; an interpreter that imports torch takes two seconds."""
+    fork = multiprocessing.get_context("fork")
+    forking = SimpleNamespace(
+        get_context=lambda _: fork, parent_process=multiprocessing.parent_process
+    )
+    monkeypatch.setattr(module, "mp", forking)
+
+
 def ended(process):
     """True if a process has ended; waits a while for it."""
     for _ in range(100):
@@ -55,6 +74,7 @@ def ended(process):
     return False
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_rank_that_raised_is_named(jobs):
     with Ranks(2, jobs.raising) as ranks:
         ranks.results()
@@ -66,6 +86,7 @@ def test_the_rank_that_raised_is_named(jobs):
     assert lines[-1].strip() == "ValueError: no more of this"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_killed_rank_is_named(jobs):
     with Ranks(2, jobs.killed) as ranks:
         ranks.results()
@@ -74,6 +95,7 @@ def test_a_killed_rank_is_named(jobs):
 
 
 def test_results_come_as_they_are_yielded_and_leaving_ends_all(jobs):
+    """By interpreters, as programs start them."""
     with Ranks(2, jobs.hanging, 3) as ranks:
         assert ranks.results() == [0, 3]
         assert ranks.results() == [("2", "")] * 2

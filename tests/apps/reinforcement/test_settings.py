@@ -2,11 +2,13 @@
 
 import pytest
 
+from megatron.apps.reinforcement.feature import FEATURE
 from megatron.apps.reinforcement.flags import ALGORITHMS, ReinforcementConfig
 from megatron.apps.reinforcement.settings import PAPERS
 from megatron.config import ConfigError
 from megatron.config.flags import Setting
 from megatron.config.run import resolve
+from megatron.training.context import RunContext
 
 RUN = dict(
     num_layers=2, hidden_size=32, num_attention_heads=2, seq_length=64, max_position_embeddings=64,
@@ -27,6 +29,13 @@ def run_of(**given):
 
 def options_of(**given):
     return run_of(**given).config.section(ReinforcementConfig)
+
+
+def test_a_wrong_source_of_rewards_is_named_before_weights_are_loaded():
+    run = run_of(rl="grpo", reward_funcs=("nonsense",))
+    context = RunContext(run, None, None)
+    with pytest.raises(ConfigError, match="--reward-funcs nonsense must be FILE.py:FUNCTION"):
+        FEATURE.before_engine(context)
 
 
 PUBLISHED = {

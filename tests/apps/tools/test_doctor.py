@@ -44,6 +44,11 @@ def test_data_in_a_store_is_left_out(tool, capsys):
     )
 
 
+def test_a_folder_alone_is_examined(tool, place, capsys):
+    assert tool.main([str(place)]) == 0
+    assert f"✓ folders: {place} (" in capsys.readouterr().out
+
+
 def test_files_of_a_folder_and_of_a_pattern(tool, place):
     for name in ("a.jsonl", "b.jsonl", "other"):
         (place / "here" / name).touch()

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+from detoxifying.fine_tuning import FineTuneConfig
 from example_scripts import FOLDER, ROOT, printed, resolved, script
 
 from megatron.apps.corpus.preprocessing.inputs import PreprocessConfig
 from megatron.apps.generation.generation.config import GenerateConfig
 from megatron.apps.generation.server.config import ServerConfig
 from megatron.apps.tasks.config import TaskConfig
-from megatron.apps.tasks.detoxify.fine_tuning import FineTuneConfig
 from megatron.config import FLAG_CLASSES, FlagParser, TokenizerConfig, parse_configs
 from megatron.run.run import RunToolParser
 from tools.analyze_data import AnalysisConfig

@@ -41,6 +41,16 @@ def test_report(main, pair, capsys):
     assert f"\n  {total:,} parameters in " in output[: output.index("model: ")]
 
 
+def test_blocks_are_in_order_however_stages_hold_them(main, pair, capsys):
+    whole = json.loads((pair[0] / "index.json").read_text())
+    late = {name: place for name, place in whole.items() if name.startswith("layers.0.")}
+    rest = {name: place for name, place in whole.items() if name not in late}
+    (pair[0] / "index.json").write_text(json.dumps(rest | late))
+    main([str(pair[0]), "--no-norms"])
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "weight " in line]
+    assert shown == [name for name in whole if name.endswith("weight")]
+
+
 def test_without_norms_no_tensor_is_read(main, pair, capsys):
     (pair[0] / "weights-00000.safetensors").write_bytes(b"")
     assert main([str(pair[0]), "--no-norms"]) == 0

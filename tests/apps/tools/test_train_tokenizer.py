@@ -34,7 +34,7 @@ def corpus(tmp_path_factory) -> Path:
     lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in sources[:20])
     (folder / "a.jsonl").write_text(lines)
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    (folder / "c.txt.zst").write_bytes(zstandard.compress("".join(sources[20:]).encode()))
+    (folder / "c.txt.zst").write_bytes(zstandard.compress("".join(sources[20:200]).encode()))
     return folder
 
 
@@ -161,6 +161,15 @@ def test_errors(main, tmp_path, content, flags, message):
         main(["--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out"), *flags])
     assert str(stop.value).startswith("train_tokenizer.py: error: ") and message in str(stop.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("output", ["/proc/tokenizer", "a.txt"])
+def test_an_output_that_cannot_be_written_is_named_first(main, tmp_path, monkeypatch, output):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("ab ab ab")
+    flags = ["--input", "a.txt", "--output", output, "--vocab-size", "300"]
+    with pytest.raises(SystemExit, match=f"--output {output}.*: cannot write to .*; choose a"):
+        main(flags)
 
 
 def test_text_that_is_not_utf8(main, tmp_path):

@@ -86,7 +86,7 @@ def test_a_format_whose_folder_is_deleted_is_left_out(monkeypatch, tmp_path):
     deleted = Format("b", "megatron.formats.b:Folder", needs=(*there.needs, "megatron.formats.b"))
     assert available([there, deleted]) == (there,)
     (tmp_path / "file").touch()
-    monkeypatch.setattr("megatron.checkpoint.source.OTHERS", "megatron.deleted:FORMATS")
+    monkeypatch.setattr("megatron.checkpoint.source.OTHERS", "megatron.deleted")
     formats.cache_clear()
     try:
         assert list(formats()) == ["native", "adapters"]

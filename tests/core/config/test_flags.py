@@ -6,11 +6,13 @@ import os
 import typing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from megatron.config import FLAG_CLASSES, PART_FLAGS, FlagParser, ModelFlags, Setting, parse_configs
 from megatron.config.flags import ConfigError, check_value, field_help, flag_of, option
+from megatron.config.sections import FlagPart, with_parts
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "flags.json"
 """Every flag of the training commands. MEGATRON_REWRITE_GOLDEN=1 rewrites it."""
@@ -36,12 +38,7 @@ MEGATRON_FLAGS = """
 --vocab-extra-ids --save --load --save-interval --finetune --no-load-optim --no-load-rng
 --no-save-optim --no-save-rng --use-checkpoint-args --exit-interval --exit-duration-in-mins
 --exit-signal-handler --log-interval --eval-interval --eval-iters --skip-train
---tensorboard-dir --tensorboard-log-interval --tensorboard-queue-size --log-timers-to-tensorboard
---log-batch-size-to-tensorboard --no-log-learnig-rate-to-tensorboard
---no-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard
---log-memory-to-tensorboard --log-world-size-to-tensorboard --log-optimizer-states-to-tensorboard
---log-params-norm --log-num-zeros-in-grad --log-throughput --log-progress --timing-log-level
---timing-log-option --data-impl --wandb-project --wandb-exp-name --wandb-save-dir
+--log-throughput --log-progress --timing-log-option --data-impl
 --deepspeed --deepspeed_config --zero-stage --no-pipeline-parallel
 --tensor-model-parallel-size --pipeline-model-parallel-size --model-parallel-size
 --sequence-parallel --recompute-activations --recompute-granularity --recompute-method
@@ -75,6 +72,46 @@ class Small:
     """Take care."""
     inner: int = option(3, internal=True)
     """Filled by the program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(FlagPart):
+    before: ClassVar[str] = "names"
+
+    weight: float = option(1.5)
+    """Weight of a piece."""
+
+    @property
+    def known(self):
+        return f"{super().known}, {self.weight} each"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """Pieces: a class of the core."""
+
+    count: int = option(2)
+    """Number of pieces."""
+    names: tuple[str, ...] = option(())
+    """Names."""
+
+    @property
+    def known(self):
+        return f"{self.count} pieces"
+
+
+def test_a_part_stands_before_the_field_that_it_names_and_overrides():
+    whole = with_parts((Part,))(Pieces)
+    assert [field.name for field in dataclasses.fields(whole)] == ["count", "weight", "names"]
+    (flags,) = parse_configs((whole,), ["--weight", "2", "--count", "3"])
+    assert Part.of(flags).weight == 2 and flags.known == "3 pieces, 2.0 each"
+    assert list(dataclasses.asdict(flags)) == ["count", "weight", "names"]
+    help_text = " ".join(FlagParser(whole).format_help().split())
+    assert help_text.index("Weight of a piece.") < help_text.index("Names.")
+    each = type("Last", (Part,), {"before": {"weight": "count"}})
+    assert [f.name for f in dataclasses.fields(with_parts((each,))(Pieces))][0] == "weight"
+    with pytest.raises(AssertionError, match="weight"):
+        with_parts((type("Lost", (Part,), {"before": "missing"}),))(Pieces)
 
 
 def refusal(capsys, argv, *classes):

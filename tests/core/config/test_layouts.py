@@ -6,6 +6,7 @@ import itertools
 import pytest
 from samples import sampled
 
+from megatron.apps.parity.layouts import flags_for, parse_layout, short_name
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.config.layouts import (
     PRECISIONS,
@@ -15,7 +16,6 @@ from megatron.config.layouts import (
     Layout,
     StateDtypes,
     complete_schedule,
-    parse_layout,
     refusal,
 )
 from megatron.engine.deepspeed_json import complete, merge
@@ -35,7 +35,7 @@ def asked(layout, extra=()):
             key: {"device": d, "nvme_path": "/nvme"} for key, d in devices.items() if d
         }
     }
-    words = [*MODEL, *layout.flags(), *extra]
+    words = [*MODEL, *flags_for(layout), *extra]
     if layout.micro_batches:
         each = 2 * layout.data
         words += ["--global-batch-size", str(max(layout.micro_batches) * each)]
@@ -264,13 +264,13 @@ def test_every_rule_refuses_something_first_and_says_it_once():
 )
 def test_parses_short_names(name, layout):
     assert parse_layout(name) == layout
-    assert parse_layout(layout.name) == layout
+    assert parse_layout(short_name(layout)) == layout
 
 
 def test_names_and_flags_round_trip():
     for layout in cells():
         layout = dataclasses.replace(layout, offload_optimizer=None, offload_param=None)
-        assert parse_layout(layout.name) == layout, layout.name
+        assert parse_layout(short_name(layout)) == layout, short_name(layout)
     for recompute in RECOMPUTE:
         layout = Layout(recompute=recompute, grads_in_fp32=True, zero=1, precision="bf16")
         assert asked(layout) == layout

@@ -25,7 +25,6 @@ REFUSED = [
     ("--load-tag global_step10", "--load"),
     ("--exit-on-missing-checkpoint", "--load"),
     ("--finetune", "--load"),
-    ("--load-adapter folder", "--lora"),
     ("--tiktoken-pattern v2", "--tokenizer-type TikTokenizer or Llama3Tokenizer"),
 ]
 NOTED = [
@@ -38,8 +37,6 @@ NOTED = [
     ),
     ("--save-interval 1500", "--save-interval 1500", "--save"),
     ("--no-load-optim", "--no-load-optim", "--load"),
-    ("--wandb-entity us", "--wandb-entity us", "--report-to wandb"),
-    ("--tensorboard-queue-size 5", "--tensorboard-queue-size 5", "--report-to tensorboard"),
     (
         "--lr-decay-style constant --min-lr 1e-5",
         "--min-lr 1e-05",
@@ -54,8 +51,6 @@ EFFECTIVE = [
     "--finetune --load a",
     "--finetune --pretrained-checkpoint a",
     "--fp16 --hysteresis 4",
-    "--wandb-entity us --wandb-project p",
-    "--tensorboard-queue-size 5 --tensorboard-dir d",
     "--lr-warmup-init 1e-6 --lr-warmup-fraction 0.1",
     "--adam-beta2 0.95",
 ]

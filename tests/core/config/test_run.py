@@ -135,16 +135,6 @@ DERIVED = [
     ("--weight-decay 0.3", 1, "optimizer.end_weight_decay", 0.3),
     ("--save runs/x/", 1, "logging.metrics_file", "runs/x/metrics.jsonl"),
     ("--save runs/x --metrics-file m.jsonl", 1, "logging.metrics_file", "m.jsonl"),
-    ("--save runs/x", 1, "logging.trackers", ()),
-    ("--save runs/x --report-to tensorboard", 1, "logging.tensorboard_dir", "runs/x/tensorboard"),
-    ("--save /x --report-to mlflow", 1, "logging.mlflow_tracking_uri", "sqlite:////x/mlflow.db"),
-    ("--save x --report-to trackio,wandb", 1, "logging.trackers", ("wandb", "trackio")),
-    ("--save x --report-to trackio wandb", 1, "logging.trackers", ("wandb", "trackio")),
-    (
-        "--tensorboard-dir x --wandb-project y --report-to wandb",
-        1, "logging.trackers", ("tensorboard", "wandb"),
-    ),
-    ("--tensorboard-dir x --wandb-project y --report-to none", 1, "logging.trackers", ()),
 ]  # fmt: skip
 
 
@@ -428,11 +418,6 @@ REFUSED = [
     ("--data-path a --mock-data", 1, ["--mock-data", "--data-path"]),
     ("--train-data wiki --mock-data", 1, ["--mock-data", "--train-data"]),
     ("--num-workers -1", 1, ["--num-workers -1"]),
-    ("--report-to wanbd,mlflow", 1, ["--report-to wanbd,mlflow", "mean wandb?", "trackio, none"]),
-    ("--report-to none,wandb", 1, ["--report-to none,wandb", "contradicts"]),
-    ("--report-to tensorboard", 1, ["--report-to tensorboard", "--tensorboard-dir", "--save"]),
-    ("--report-to mlflow", 1, ["--report-to mlflow", "--mlflow-tracking-uri", "--save"]),
-    ("--mlflow-tracking-uri https://me:1@a", 1, ["MLFLOW_TRACKING_PASSWORD in the environment"]),
 ]
 
 

@@ -54,9 +54,6 @@ def refusal(capsys):
         ("--vocab v.json", "--vocab-file v.json"),
         ("--tokenizer-path m", "--tokenizer-model m"),
         ("--data-path a --val-data-path b", "--data-path a --valid-data-path b"),
-        (f"{SAVE} --epochs 3 --save-iters 10", f"{SAVE} --train-iters 300 --save-interval 10"),
-        ("--epochs 3 --model-parallel-size 1", "--train-iters 300"),
-        ("--eval-batch-size 2 --eval-seq-length 32", ""),
         ("--save-optim --save-rng --save-all-rng", ""),
         ("--load-optim --load-rng --load-all-rng", ""),
         ("--resume-dataloader --shuffle --deep-init", ""),
@@ -76,8 +73,6 @@ def refusal(capsys):
         # OneFlow.
         ("--optimizer adamw", "--optimizer adam"),
         ("--dataset data", "--data-path data"),
-        ("--num-accumulation-steps 3", "--global-batch-size 12"),
-        ("--num-accumulation-steps 3 --global-batch-size 12", "--global-batch-size 12"),
         ("--fp16 --initial-loss-scale 4294967296", "--fp16"),
         ("--multihead-attention-fusion --no-scale-tril-softmax-dropout-fusion --use-rdma", ""),
         ("--metric-print-format table --log output --save-last", ""),
@@ -110,17 +105,6 @@ def test_every_unused_flag_says_why():
 @pytest.mark.parametrize(
     "words, told",
     [
-        (
-            "--num-accumulation-steps 3 --global-batch-size 8",
-            ["--global-batch-size 8 contradicts --num-accumulation-steps 3", "12 = "],
-        ),
-        (
-            "--num-accumulation-steps 3 --rampup-batch-size 4 4 100",
-            ["--num-accumulation-steps 3", "--rampup-batch-size", "--global-batch-size"],
-        ),
-        ("--num-accumulation-steps 0", ["--num-accumulation-steps 0 must be positive"]),
-        ("--eval-batch-size 4", ["--eval-batch-size 4", "--micro-batch-size 2", "--skip-train"]),
-        ("--eval-seq-length 64", ["--eval-seq-length 64", "--seq-length 32", "--skip-train"]),
         ("--save-init", ["--save-init", "--save"]),
         (
             "--activations-checkpoint-method block --recompute-method uniform",
@@ -138,20 +122,6 @@ def test_contradictions_are_refused(words, told):
         config_of(f"{BASE} {words}")
     for part in told:
         assert part in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "length",
-    [
-        "--train-iters 8",
-        "--train-samples 8",
-        "--train-tokens 800",
-        "--train-samples 8 --save-iters 10 --save a",
-    ],
-)
-def test_epochs_contradict_another_length(length):
-    with pytest.raises(ConfigError, match=f"--epochs 2 and {length[:16]}.* both say how long"):
-        config_of(f"{MODEL} --micro-batch-size 2 --lr 1 {length} --epochs 2")
 
 
 @pytest.mark.parametrize(

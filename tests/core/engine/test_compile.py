@@ -30,12 +30,14 @@ from megatron.features.curriculum.flags import CurriculumConfig
 from megatron.features.float8 import mlp
 from megatron.features.float8.casts import cast
 from megatron.features.float8.linear import Float8
+from megatron.features.float8.operators import casts
 from megatron.features.float8.state import Float8State
-from megatron.kernels import casts
+from megatron.features.gpu_attention import kernels as gpu_kernels
+from megatron.features.gpu_attention.kernels import CUDNN_FIRST
 from megatron.kernels.compiler import missing_compiler
-from megatron.model import attention_backends, attention_flex
+from megatron.model import attention_flex
+from megatron.model.attention_backends import KernelOrder
 from megatron.model.layer_list import LayerStack, initialise
-from megatron.model.torch_kernels import CUDNN_FIRST, KernelOrder
 from megatron.parallel import softmax_loss
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.mesh import Mesh
@@ -149,8 +151,8 @@ RECOMPUTE = (None, "selective", "full", "mlp_act")
 @pytest.mark.parametrize(
     ("kind", "recompute"),
     in_sample(
-        ("bloom", None), ("gpt-oss", None), ("gpt2-dropout", "selective"),
-        ("llama-gqa-window", "full"), ("llama", "mlp_act"), of=product(KINDS, RECOMPUTE),
+        ("bloom", None), ("llama-gqa-window", "full"), ("gpt2-dropout", "selective"),
+        of=product(KINDS, RECOMPUTE),
     ),
 )  # fmt: skip
 @pytest.mark.usefixtures("without_generated_code")
@@ -175,7 +177,7 @@ def flex_on_the_cpu(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "recompute"),
     in_sample(
-        ("bloom", None), ("gemma2", "full"),
+        ("bloom", None),
         of=product(["llama-gqa-window", "bloom", "gemma2"], RECOMPUTE),
     ),
 )  # fmt: skip
@@ -193,7 +195,7 @@ def test_documents_are_part_of_a_blocks_graph(kind, recompute):
 @pytest.mark.usefixtures("without_generated_code")
 def test_blocks_share_a_graph_with_an_order_of_kernels(monkeypatch):
     order = KernelOrder(CUDNN_FIRST, any_length=False)
-    monkeypatch.setattr(attention_backends, "kernel_order", lambda name: order)
+    monkeypatch.setattr(gpu_kernels, "kernel_order", lambda name: order)
     eager, stack = build("llama"), compiled(build("llama"))
     assert_near(outcome(stack), outcome(eager), 4e-6)
     assert graphs() == (1, Counter())
@@ -269,8 +271,8 @@ def test_a_graph_with_symbols_for_sizes_is_seen():
 
 @pytest.mark.proof
 @pytest.mark.skipif(missing_compiler("cpu") is not None, reason="no compiler")
-@pytest.mark.usefixtures("casts_as_on_gpus")
-def test_generated_code_has_no_symbol_of_a_kept_weight():
+def test_generated_code_has_no_symbol_of_a_kept_weight(monkeypatch):
+    monkeypatch.setattr(casts, "uses", lambda name, x: True)
     torch.compiler.reset()
     weight = cast(torch.ones(96, 64), torch.float8_e4m3fn, "tensor", rows=True).rows
     assert weight is not None
@@ -325,7 +327,8 @@ def test_blocks_leave_their_last_sum_to_the_next():
 def test_a_memory_budget_keeps_a_share_of_the_activations(recompute):
     """Bytes that a block keeps for its backward pass, its weights apart."""
     kept = {}
-    for budget in (None, 0.5, 0.0):
+    budgets = (None, 0.5, 0.0) if recompute else (None, 0.0)
+    for budget in budgets:
         torch.compiler.reset()
         stack, eager = compiled(build("llama", recompute), budget), build("llama", recompute)
         own = {param.untyped_storage().data_ptr() for param in stack.parameters()}
@@ -341,7 +344,8 @@ def test_a_memory_budget_keeps_a_share_of_the_activations(recompute):
             found = outcome(stack)
         assert_near(found, outcome(eager), 4e-6)
         kept[budget] = sum(saved.values())
-    assert kept[0.0] < kept[0.5] < kept[None], kept
+    sizes = [kept[budget] for budget in budgets]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes), kept
 
 
 @pytest.mark.usefixtures("without_generated_code")

@@ -5,7 +5,6 @@ import platform
 import subprocess
 import sys
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -22,6 +21,7 @@ from megatron.engine.environment import (
     training_device,
     world_size,
 )
+from megatron.parallel.meeting import Meeting
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
@@ -194,8 +194,7 @@ def test_a_process_that_sees_one_gpu_takes_it(monkeypatch, visible, index):
         assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    alone = SimpleNamespace(compare=lambda facts: None)  # the other processes are not started
-    monkeypatch.setattr(environment, "Agreement", lambda timeout: alone)
+    monkeypatch.setattr(environment, "run_meeting", Meeting)  # the others are not started
     monkeypatch.setattr(environment, "prepare_deepspeed", lambda: None)
     monkeypatch.setattr("deepspeed.init_distributed", start_deepspeed)
     monkeypatch.setattr(environment, "own_cores", lambda where: nullcontext(seen.append(where)))

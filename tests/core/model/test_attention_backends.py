@@ -13,7 +13,8 @@ from configs import model_config
 from torch.nn.attention import SDPBackend
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from megatron.model.attention_backends import attention_backend, cudnn, eager, flash, sdpa
+from megatron.features.gpu_attention.kernels import cudnn, flash
+from megatron.model.attention_backends import attention_backend, eager, sdpa
 from megatron.model.attention_masks import (
     PLAIN,
     AttentionMasks,

@@ -4,8 +4,11 @@ plain products, and what it is chosen for.
 For a CPU torch generates code of the forward pass only; here its gradient runs by operators.
 """
 
+from itertools import product
+
 import pytest
 import torch
+from samples import sampled
 from small_gpts import KINDS, LENGTH, small_config
 from torch import Tensor
 from torch.nn.attention import flex_attention
@@ -42,12 +45,16 @@ def documents(length: int, kind: str) -> Tensor | None:
     return ids if kind == "mixed" else ids.sort().values
 
 
-@pytest.mark.parametrize("kind", ["none", "many", "blocks", "mixed"])
+WINDOWS = [None, 1, 100, 128, 129, 260, Chunk(90), Chunk(128), Chunk(260)]
+
+
 @pytest.mark.parametrize(
-    "window", [None, 1, 100, 128, 129, 260, Chunk(90), Chunk(128), Chunk(260)], ids=str
+    "causal, length, window, kind",
+    sampled(
+        product([True, False], [1, 100, 256, 400], WINDOWS, ["none", "many", "blocks", "mixed"]),
+        lambda case: case[1] == 400 and (case[0] or case[2] == 129) or case[:3] == (True, 100, 100),
+    ),
 )
-@pytest.mark.parametrize("length", [1, 100, 256, 400])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_block_masks_against_masks(causal, length, window, kind):
     """A block that is not looked at has no key that is seen, and one taken whole only such."""
     ids = documents(length, kind)

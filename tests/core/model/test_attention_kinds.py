@@ -12,9 +12,10 @@ from configs import model_config
 from torch import Tensor, nn
 
 from megatron.config import ConfigError, ModelConfig
+from megatron.features.gpu_attention.kernels import cudnn, flash
 from megatron.model import attention
 from megatron.model.attention import Attention
-from megatron.model.attention_backends import cudnn, eager, flash, sdpa
+from megatron.model.attention_backends import eager, sdpa
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring, alibi_slopes
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerState

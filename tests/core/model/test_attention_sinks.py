@@ -17,8 +17,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, eager_at
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.families import build_model
-from megatron.model import attention_backends, cpu_kernels
-from megatron.model.attention_backends import eager, flash, sdpa
+from megatron.features.gpu_attention.kernels import flash
+from megatron.kernels import cpu_kernels
+from megatron.model import attention_backends
+from megatron.model.attention_backends import eager, sdpa
 from megatron.model.attention_masks import (
     AttentionMasks,
     AttentionScoring,

@@ -24,10 +24,12 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.config import ModelConfig
 from megatron.features.float8.linear import NOTHING_KEPT, Float8, Kept
-from megatron.model import attention_backends, attention_flex
+from megatron.features.gpu_attention import kernels as gpu_kernels
+from megatron.features.gpu_attention.kernels import CUDNN_FIRST
+from megatron.model import attention_flex
+from megatron.model.attention_backends import KernelOrder
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerStack
-from megatron.model.torch_kernels import CUDNN_FIRST, KernelOrder
 from megatron.parallel import cross_entropy, softmax_loss
 from megatron.parallel.layers import VocabParallelEmbedding
 from megatron.parallel.linear import linear
@@ -202,7 +204,7 @@ def test_attention_kernels_stay_on_their_device(monkeypatch, kind, backend):
     package.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     order = KernelOrder(CUDNN_FIRST)
-    monkeypatch.setattr(attention_backends, "kernel_order", lambda name: order)
+    monkeypatch.setattr(gpu_kernels, "kernel_order", lambda name: order)
     walk(monkeypatch, build(attention_backend=backend, **KINDS[kind]))
 
 

@@ -6,6 +6,13 @@ from fractions import Fraction
 import pytest
 from samples import sampled
 
+from megatron.apps.planning.pipeline_times import (
+    peak_activations,
+    step_length,
+    theory,
+    waiting_ratio,
+    waiting_share,
+)
 from megatron.parallel.pipeline_schedules import INPUTS, WEIGHTS, Action, PipelineSchedule
 from megatron.parallel.timeline import (
     Exchange,
@@ -13,7 +20,6 @@ from megatron.parallel.timeline import (
     inputs,
     simulate,
     simulate_order,
-    theory,
     transfer_of,
     work_plan,
 )
@@ -56,15 +62,15 @@ def test_bubble_against_narayanan(schedules, name, chunks, times):
     for schedule in schedules(name, chunks):
         timeline = simulate(schedule, *times)
         ranks, micro_batches = schedule.ranks, schedule.micro_batches
-        assert timeline.bubble_ratio == theory(name, ranks, chunks, micro_batches)
+        assert waiting_ratio(timeline) == theory(name, ranks, chunks, micro_batches)
         ideal = micro_batches * (Fraction(times[0]) + Fraction(times[1]))
-        assert timeline.bubble_share == 1 - ideal / timeline.span
+        assert waiting_share(timeline) == 1 - ideal / step_length(timeline)
 
 
 def test_bubble_figures():
     """Interleaving divides the bubble by the number of chunks; DualPipeV lies between."""
     spans = {
-        (name, chunks): simulate(PipelineSchedule(name, 4, chunks, 8)).span
+        (name, chunks): step_length(simulate(PipelineSchedule(name, 4, chunks, 8)))
         for name, chunks in SHAPES
     }
     assert spans == {
@@ -90,10 +96,10 @@ def test_bubble_against_qi(schedules, times):
         if count < ranks:
             assert theory("zbh1", ranks, 1, count, exact) is None
             continue
-        assert timeline.bubble_ratio == theory("zbh1", ranks, 1, count, exact)
-        assert set(timeline.peak_activations) == {ranks}
+        assert waiting_ratio(timeline) == theory("zbh1", ranks, 1, count, exact)
+        assert set(peak_activations(timeline)) == {ranks}
         if forward >= weights <= backward:
-            waited = timeline.span - count * sum(exact)
+            waited = step_length(timeline) - count * sum(exact)
             assert waited == (ranks - 1) * (forward + backward - weights)
 
 
@@ -102,8 +108,8 @@ def test_dualpipev_zb_bubble_as_counted(ranks):
     """(p - 1) F / 2 with forwards, inputs and weights of equal times; docs/guides/planning.md."""
     for count in (2 * ranks, 2 * ranks + 1, 5 * ranks):
         timeline = simulate(PipelineSchedule("dualpipev_zb", ranks, 2, count))
-        assert timeline.bubble_ratio == Fraction(ranks - 1, 6 * count)
-        assert set(timeline.peak_activations) == {ranks + Fraction(1, 2)}
+        assert waiting_ratio(timeline) == Fraction(ranks - 1, 6 * count)
+        assert set(peak_activations(timeline)) == {ranks + Fraction(1, 2)}
 
 
 def test_dualpipev_bubble_as_counted(schedules):
@@ -111,14 +117,14 @@ def test_dualpipev_bubble_as_counted(schedules):
     for schedule in schedules("dualpipev", 2):
         ranks = schedule.ranks
         expected = Fraction(4 * ranks - 5, 6 * schedule.micro_batches) if ranks > 1 else 0
-        assert simulate(schedule).bubble_ratio == expected
+        assert waiting_ratio(simulate(schedule)) == expected
 
 
 def test_1f1b_holds_a_micro_batch_per_rank_that_follows(schedules):
     for schedule in schedules("1f1b", 1):
         ranks, micro_batches = schedule.ranks, schedule.micro_batches
         expected = [min(ranks - rank, micro_batches) for rank in range(ranks)]
-        assert list(simulate(schedule).peak_activations) == expected
+        assert list(peak_activations(simulate(schedule))) == expected
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])
@@ -127,7 +133,7 @@ def test_activations_of_interleaved_against_korthikanti(ranks, chunks):
     """The first rank holds 1 + (p-1)/(p v) times the p micro batches of 1F1B (arXiv:2205.05198,
     section 4.2.3)."""
     timeline = simulate(PipelineSchedule("interleaved", ranks, chunks, 3 * ranks))
-    first, *others = timeline.peak_activations
+    first, *others = peak_activations(timeline)
     assert first == ranks * (1 + Fraction(ranks - 1, ranks * chunks))
     assert all(other <= first for other in others)
 
@@ -135,12 +141,12 @@ def test_activations_of_interleaved_against_korthikanti(ranks, chunks):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_dualpipev_holds_the_same_on_all_ranks(ranks):
     timeline = simulate(PipelineSchedule("dualpipev", ranks, 2, 3 * ranks))
-    assert set(timeline.peak_activations) == {ranks + Fraction(1, 2)}
+    assert set(peak_activations(timeline)) == {ranks + Fraction(1, 2)}
 
 
 def test_evaluation_holds_one_stage_input():
     timeline = simulate(PipelineSchedule("interleaved", 4, 2, 5, forward_only=True))
-    assert set(timeline.peak_activations) == {Fraction(1, 2)}
+    assert set(peak_activations(timeline)) == {Fraction(1, 2)}
 
 
 def test_evaluation_pipelines():
@@ -150,7 +156,7 @@ def test_evaluation_pipelines():
             timeline = simulate(PipelineSchedule(name, ranks, chunks, 6 * ranks, True))
             both_ways = name.startswith("dualpipev")
             lead = Fraction(timeline.schedule.stages if both_ways else ranks, chunks)
-            assert timeline.span <= 6 * ranks + lead
+            assert step_length(timeline) <= 6 * ranks + lead
 
 
 def test_recorded_orders():
@@ -160,8 +166,8 @@ def test_recorded_orders():
     # All forwards first takes as long, but holds everything.
     gpipe = [sorted(order, key=lambda action: action.backward) for order in orders]
     timeline = simulate_order(gpipe, schedule)
-    assert timeline.peak_activations == (4, 4)
-    assert timeline.span == simulate(schedule).span
+    assert peak_activations(timeline) == (4, 4)
+    assert step_length(timeline) == step_length(simulate(schedule))
     orders[1].reverse()
     with pytest.raises(ValueError, match="rank 0 waits indefinitely: .*backward=True, stage=0"):
         simulate_order(orders, schedule)

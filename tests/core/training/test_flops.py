@@ -21,12 +21,13 @@ from megatron.features.adapters.report import with_additions
 from megatron.features.masked.batch import MockTokenizer, collate_bert
 from megatron.features.masked.bert import BertRecipe
 from megatron.features.masked.flags import MaskedDataConfig
+from megatron.features.measured_peak.products import measure_matmul_peak
 from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run, run_data
 from megatron.tokenizer import build_tokenizer
-from megatron.training.metrics import measure_matmul_peak, peak_flops, peak_flops_of
+from megatron.training.metrics import peak_flops, peak_flops_of
 
 SHAPES = {
     "gpt2": TransformerShape(2, 32, 128, 4, 4, 8, 16, 64),

@@ -42,7 +42,8 @@ def add(interval: IntervalMeter, loss: float | torch.Tensor = 2.0, **changes) ->
     )
     step = Step(result, 1, 0, samples, length, values["learning_rate"], 0.1)
     flops = samples * length * 1e9 if values["flops"] is None else values["flops"]
-    lengths = SequenceLengths(length, [(0, length)] * values["grows"])
+    lengths = SequenceLengths(length)
+    lengths.grows = values["grows"]
     interval.add(step, flops, values["again"], lengths)
 
 

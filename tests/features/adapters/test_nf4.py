@@ -7,8 +7,7 @@ import torch
 from megatron.features.adapters import nf4
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.adapters.layers import Addition, add_adapters
-from megatron.features.adapters.nf4 import bytes_of, quantise
-from megatron.features.adapters.quantised import quantise_layer, quantised_weights
+from megatron.features.adapters.nf4 import bytes_of, quantise, quantise_layer, quantised_weights
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     KVParallelLinear,

@@ -1,6 +1,7 @@
 """Lengths and tokens of a run, against a walk over its steps."""
 
 import json
+import math
 import random
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.data.gpt_batch import GPTCollator
-from megatron.data.samples import truncated
+from megatron.features.curriculum.lengths import GrowingLengths, truncated
 from megatron.features.curriculum.order import WithoutPadding
 from megatron.features.masked.batch import BertSample, T5Batch, collate_bert
 from megatron.training.plan import TrainingPlan
@@ -190,3 +191,29 @@ def test_batches_without_padding_stay():
 def test_batches_of_other_models_are_refused():
     with pytest.raises(ValueError, match="of every sample; a T5Batch is made of parts"):
         truncated(T5Batch(*[torch.zeros(1, 16)] * 6), 8)
+
+
+@pytest.mark.parametrize(("samples", "length"), [(4, 8), (3, 16), (1, 24), (2, 32), (5, 40)])
+def test_folded_against_the_formula_on_texts(samples: int, length: int) -> None:
+    """Rows of length + 1 tokens of each text, then the end of each; as many as the tokens make, an
+    even number. Masks, positions and documents are those of the rows, but documents of a row are
+    numbered as in its sample."""
+    whole = 40
+    text = np.random.default_rng(length).integers(0, 5, (samples, whole + 1))
+    collate = GPTCollator(0, True, True, True)
+    stages = [(0, length), (9, whole)]
+    lengths = GrowingLengths(whole, stages, lambda steps: steps * samples, samples)
+    (batch,) = lengths.cut(iter([collate(list(text))]), 0)
+    width = length + 1
+    keep = (whole + 1) // width * width
+    rows = np.concatenate([text[:, :keep].reshape(-1, width), text[:, -width:]])
+    count = min(math.ceil(text.size / width), len(rows))
+    count -= count % 2 if count > 1 and length < whole else 0
+    expected = collate(list(rows[: samples if length == whole else count]))
+    for name in ("tokens_BS", "labels_BS", "loss_mask_BS", "position_ids_BS"):
+        assert torch.equal(getattr(batch, name), getattr(expected, name)), name
+    first = batch.document_ids_BS[:, :1]
+    assert torch.equal(batch.document_ids_BS - first, expected.document_ids_BS)
+    assert lengths.tokens(samples) == batch.tokens_BS.numel()
+    assert lengths.tokens(9 * samples) == 9 * batch.tokens_BS.numel()
+    assert lengths.samples(8 * batch.tokens_BS.numel()) == 8 * samples

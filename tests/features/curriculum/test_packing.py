@@ -15,9 +15,8 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.sampler import SkippedSamples
 from megatron.data.samples import MadeSamples
 from megatron.features.curriculum.flags import CurriculumConfig
-from megatron.features.curriculum.packing.data import BinCollator, PackedLengths, pack
+from megatron.features.curriculum.packing.data import BinCollator, PackedLengths, StepsOfBins, pack
 from megatron.features.curriculum.packing.section import SamplePacking, packed, packing_of, picked
-from megatron.features.curriculum.packing.steps import StepsOfBins
 from megatron.features.masked.batch import BertSample, collate_bert
 
 PACKING = SamplePacking(

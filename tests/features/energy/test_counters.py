@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from megatron.features.energy.counters import NvmlCounter, RaplCounter
+from megatron.features.energy.callback import NvmlCounter, RaplCounter
 
 RANGE = 262143328850
 

@@ -1,14 +1,22 @@
 """Joules of counters to money and CO2, over the starts of a run; and the time that is left."""
 
 import json
-import types
 
 import pytest
 import torch
 
-from megatron.features.energy import counters as meter_module
-from megatron.features.energy.callback import FILE, Prices, Totals, read_totals, write_totals
-from megatron.features.energy.counters import EnergyMeter, Joules, RunEnergy
+from megatron.features.energy import callback as meter_module
+from megatron.features.energy.callback import (
+    FILE,
+    EnergyMeter,
+    Joules,
+    Prices,
+    RunEnergy,
+    Totals,
+    read_totals,
+    write_totals,
+)
+from megatron.parallel.mesh import Mesh
 from megatron.training.intervals import TimeLeft
 from megatron.training.registry import METRICS
 
@@ -39,7 +47,7 @@ def test_a_meter_counts_from_its_start_by_kind(caplog):
 
 
 def test_a_thread_reads_often_enough(monkeypatch):
-    monkeypatch.setattr(meter_module, "_SECONDS", 0.001)
+    monkeypatch.setattr(meter_module, "_BETWEEN_READINGS", 0.001)
     read = []
 
     class Watched(Counter):
@@ -55,16 +63,12 @@ def test_a_thread_reads_often_enough(monkeypatch):
     meter.close()
 
 
-def world(rank, size):
-    return types.SimpleNamespace(world=types.SimpleNamespace(rank=rank, size=size))
-
-
 def test_one_process_without_counters(monkeypatch):
     def denied():
         raise PermissionError(13, "Permission denied", "/sys/class/powercap/x")
 
     monkeypatch.setattr(meter_module, "RaplCounter", denied)
-    energy = RunEnergy(world(0, 1), torch.device("cpu"))
+    energy = RunEnergy(Mesh(), torch.device("cpu"))
     assert not energy.counted and energy.used() == Joules(None, None)
     assert energy.refused == [
         "energy of processors is not counted: only root may read /sys/class/powercap/x"
@@ -75,7 +79,7 @@ def test_one_process_without_counters(monkeypatch):
 def test_one_process_with_processors(monkeypatch):
     counter = Counter(50)
     monkeypatch.setattr(meter_module, "RaplCounter", lambda: counter)
-    energy = RunEnergy(world(0, 1), torch.device("cpu"))
+    energy = RunEnergy(Mesh(), torch.device("cpu"))
     counter.value = 60
     assert energy.used() == Joules(None, 10.0) and energy.used().total == 10.0
     energy.close()

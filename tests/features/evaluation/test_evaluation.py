@@ -14,9 +14,9 @@ from megatron.features.evaluation.checkpoints import (
     evaluated_run,
     evaluation_settings,
 )
+from megatron.features.use_checkpoint_args.settings import with_checkpoint
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer.plain import NullTokenizer
-from megatron.training.resume import with_checkpoint
 
 
 def test_tokenizer_next_to_the_checkpoint(tmp_path, gpt_config, random_gpt, write_checkpoint):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.features.experts import exchange, losses
+from megatron.features.experts import balance, exchange
 from megatron.features.experts.exchange import SharedTokens
 from megatron.parallel.mesh import Group
 
@@ -46,7 +46,7 @@ def collectives_of_threads() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "all_rows", all_rows)
-        for module in (exchange, losses):
+        for module in (exchange, balance):
             patch.setattr(module, "dist", SimpleNamespace(all_reduce=all_reduce))
         yield
 

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, RunConfig, resolve
-from megatron.config.layouts import parse_layout, refusal
+from megatron.config.layouts import refusal
 from megatron.config.patterns import every_first, layer_pattern
 from megatron.engine.deepspeed_json import complete, merge
 from megatron.families import family_of, refuse_unused
@@ -277,7 +278,7 @@ def test_expert_ranks_of_the_mesh(words, processes, axis, how):
 def test_a_layout_of_experts_is_what_a_run_with_its_flags_has(name):
     layout = parse_layout(name)
     assert refusal(layout) is None
-    words = [*BASE.split(), *layout.flags(), "--num-experts", "8", "--skip-train"]
+    words = [*BASE.split(), *flags_for(layout), "--num-experts", "8", "--skip-train"]
     words += ["--deepspeed_config", "ds.json"]
     settings = merge(PARSER.settings(words), {}, "ds.json", layout.processes)
     config = resolve(settings, layout.processes).config.with_vocabulary(100)

@@ -10,9 +10,9 @@ from deepspeed.moe import sharded_moe
 from routers import chosen_map, in_float64, random_logits, routed, router, weight_map
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
+from megatron.features.experts.balance import losses
 from megatron.features.experts.exchange import SharedTokens
 from megatron.features.experts.gates import _Draws, blended_bias, places, quantile_bias
-from megatron.features.experts.losses import losses
 
 TOKENS, EXPERTS = 80, 8
 CAPACITIES = [

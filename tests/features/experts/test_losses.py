@@ -12,9 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megatron.families import build_model
-from megatron.features.experts.balance import Balances, updated_bias
+from megatron.features.experts.balance import Balances, GlobalCounts, losses, updated_bias
 from megatron.features.experts.exchange import SharedTokens
-from megatron.features.experts.losses import GlobalCounts, losses
 from megatron.features.experts.router import Routing, route
 from megatron.model.layer_list import LayerState
 from megatron.parallel.mesh import Mesh

@@ -9,8 +9,8 @@ import torch
 from rank_threads import joined, on_ranks, part_of
 from routers import chosen_map, in_float64, random_logits, routed, router, weight_map
 
+from megatron.features.experts.balance import losses
 from megatron.features.experts.exchange import SharedTokens
-from megatron.features.experts.losses import losses
 from megatron.features.experts.router import logits, route
 
 HIDDEN, EXPERTS, TOKENS = 12, 16, 40

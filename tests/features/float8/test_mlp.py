@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.features.float8 import mlp as fused
 from megatron.features.float8.linear import NOTHING_KEPT, Float8, Kept
-from megatron.kernels import casts
+from megatron.features.float8.operators import casts
 from megatron.model.mlp import MLP
 from megatron.parallel.later_products import products_later
 from megatron.parallel.tensor_parallel import TensorParallel

@@ -17,7 +17,7 @@ from megatron.features.inputs.compared import compared_inputs
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.retro.flags import RetroDataConfig
-from megatron.training.resume_source import ResumeSource
+from megatron.training.resume import ResumeSource
 
 
 def save_model(folder, value):

@@ -11,9 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from megatron.config import RunConfig
-from megatron.data.gpt_batch import GPTCollator, Padding
+from megatron.data.gpt_batch import GPTCollator
 from megatron.data.samples import PackedSample
 from megatron.families import build_model, trained_spec
+from megatron.features.instruction.batches import ExampleCollator, Padding, example_lengths
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.keep_best.callback import BestEvaluation
 from megatron.formats.huggingface.source import HuggingFaceFolder
@@ -82,7 +83,7 @@ def step_of(examples, cut, by, head_multiple=4):
     """The micro batches of a step, with their weights."""
     is_packed = any(len(sample) > 1 for micro in cut for sample in micro)
     padding = None if is_packed else Padding(PAD)
-    collate = GPTCollator(padding=padding, weigh_by=by, head_multiple=head_multiple)
+    collate = ExampleCollator(GPTCollator(), padding, by, head_multiple)
     capacity = LENGTH if is_packed else None
     batches = [
         collate([packed([examples[n] for n in sample], capacity) for sample in micro])
@@ -190,9 +191,9 @@ def test_evaluations_do_not_depend_on_micro_batches(models, examples):
 def test_noise_is_that_of_the_paper_and_not_of_padding(models, examples):
     _, _, config = models
     batch = step_of(examples, CUTS["one micro batch"], "tokens")[0]
-    lengths_BS = batch.example_lengths()
+    lengths_BS = example_lengths(batch)
     assert lengths_BS[:, 0].tolist() == [n - 1 for n, _ in EXAMPLES]  # inputs
-    packed_lengths = step_of(examples, CUTS["packed"], "tokens")[0].example_lengths()
+    packed_lengths = example_lengths(step_of(examples, CUTS["packed"], "tokens")[0])
     assert packed_lengths[1, :15].tolist() == [3] * 3 + [5] * 5 + [7] * 7
     hidden = 64
     embeddings = torch.zeros(*lengths_BS.shape, hidden)
@@ -206,7 +207,7 @@ def test_noise_is_that_of_the_paper_and_not_of_padding(models, examples):
         # A uniform distribution's standard deviation.
         assert float(noise[row].std()) == pytest.approx(most / 3**0.5, rel=0.1)
     longer = batch.lengthened(LENGTH)
-    again = EmbeddingNoise(5.0, LENGTH, longer.example_lengths())
+    again = EmbeddingNoise(5.0, LENGTH, example_lengths(longer))
     same = again.drawn(torch.zeros(*longer.tokens_BS.shape, hidden), 7, TensorParallel())
     assert torch.equal(same[:, : noise.shape[1]], noise)
 

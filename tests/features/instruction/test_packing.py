@@ -17,6 +17,7 @@ from megatron.data.gpt_batch import GPTCollator, best_fit
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.samples import PackedSample
+from megatron.features.instruction.batches import ExampleCollator
 from megatron.features.instruction.example_encoder import EncodedExample, ExampleEncoder
 from megatron.features.instruction.examples import InstructionExamples, InstructionRecipe
 from megatron.features.instruction.flags import InstructionConfig
@@ -248,7 +249,7 @@ def test_blend_with_text_elsewhere(gpt2: Built, write, tmp_path: Path) -> None:
     there = pickle.loads(pickled)
     for number in range(0, 12, 4):
         batch, same = (
-            GPTCollator()([samples[i] for i in range(number, number + 4)])
+            ExampleCollator(GPTCollator())([samples[i] for i in range(number, number + 4)])
             for samples in (blend, there)
         )
         assert all(a.equal(b) for a, b in zip(batch[:5], same[:5], strict=True))
@@ -272,7 +273,7 @@ def test_packed_examples_train_as_if_alone(llama: bool, gpt_config, random_gpt) 
     model = random_gpt(config).double()
 
     def run(sample: PackedSample) -> tuple[float, dict[str, torch.Tensor], float]:
-        batch = GPTCollator()([sample])
+        batch = ExampleCollator(GPTCollator())([sample])
         model.zero_grad()
         loss = loss_of(model, batch)
         loss.backward()
@@ -298,7 +299,7 @@ def test_batch_without_a_counted_token_gives_zero(gpt_config, random_gpt) -> Non
     config = gpt_config()
     model = random_gpt(config)
     sample = PackedSample(np.arange(9), np.zeros(8, np.float32), np.zeros(8, np.int64))
-    batch = GPTCollator()([sample])
+    batch = ExampleCollator(GPTCollator())([sample])
     loss = loss_of(model, batch)
     loss.backward()
     assert loss.item() == 0

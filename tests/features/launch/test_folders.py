@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config import ConfigError
 from megatron.features.launch import folders
-from megatron.parallel import agreement
+from megatron.parallel import meeting
 
 MOUNTS = """\
 21 1 0:1 / / rw - overlay overlay rw
@@ -71,5 +71,5 @@ def test_ranks_are_named_with_their_node_where_there_are_several(monkeypatch, he
         monkeypatch.delenv(name, raising=False)
     if here is not None:
         monkeypatch.setenv("LOCAL_SIZE", here)
-    assert agreement.on_several_nodes() == several
-    assert agreement.own_name() == (f"rank 3 ({socket.gethostname()})" if several else "rank 3")
+    assert meeting.on_several_nodes() == several
+    assert meeting.own_name() == (f"rank 3 ({socket.gethostname()})" if several else "rank 3")

@@ -6,17 +6,20 @@ import pytest
 import torch
 
 from megatron.config.layouts import StateDtypes
-from megatron.features.low_bit_states.state_formats import (
+from megatron.features.low_bit_states.stored_states import (
     BLOCK,
     BFloat16,
     Blockwise,
     Float32Moments,
     Remainder,
     Rounded,
+    key_of,
+    more_bits,
+    random_bits,
     state_formats,
     to_bfloat16,
+    wrapped,
 )
-from megatron.features.low_bit_states.stored_states import key_of, more_bits, random_bits, wrapped
 from megatron.parallel.shard import Cut, Shard
 
 COUNT = 1 << 18

@@ -19,7 +19,7 @@ from megatron.config import ParallelConfig
 from megatron.data.gpt_batch import GPTBatch, GPTCollator
 from megatron.families import build_model, spec_of
 from megatron.features.multi_token.flags import MultiTokenConfig
-from megatron.features.multi_token.targets import with_losses_ahead
+from megatron.features.multi_token.layers import with_losses_ahead
 from megatron.model.layer_list import initialise
 from megatron.parallel.shard import Init
 

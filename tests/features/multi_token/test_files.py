@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from megatron.data.gpt_batch import GPTBatch
 from megatron.families import spec_of
 from megatron.features.experts.layer import Router
-from megatron.features.multi_token.targets import with_losses_ahead
+from megatron.features.multi_token.layers import with_losses_ahead
 from megatron.features.recurrent.costs import with_states
 from megatron.formats.conversion.commands import export_hf
 from megatron.formats.huggingface import architecture_named

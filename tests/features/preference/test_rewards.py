@@ -11,7 +11,7 @@ from megatron.data.gpt_batch import GPTBatch
 from megatron.families import build_model, spec_of
 from megatron.features.adapters.flags import AdapterConfig, is_adapter
 from megatron.features.adapters.model import with_adapters
-from megatron.model.heads import reward_losses
+from megatron.features.preference.reward_head import reward_losses
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.tensor_parallel import TensorParallel
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config import ConfigError, DataConfig
-from megatron.data.corpora import Corpora
-from megatron.data.sources import BlendReader, _corpora
+from megatron.data.sources import BlendReader
+from megatron.features.corpora.corpora import Corpora, NamedSources, corpora_of
 from megatron.features.raw_text import named_corpora
 from megatron.features.raw_text.flags import RawTextConfig
 from megatron.features.raw_text.named_corpora import NamedCorpora
@@ -173,8 +173,8 @@ def test_a_cache_that_cannot_be_written(folder):
 def parts(folder, reader=None, **fields):
     named = NamedCorpora(RawTextConfig())
     kind_of = lambda path: "text" if path.endswith("json") else "indexed"  # noqa: E731
-    corpora = _corpora(fields.pop("corpora_file", DataConfig.corpora_file), named, kind_of)
-    return BlendReader(kind_of, corpora=corpora).parts(DataConfig(**fields))
+    corpora = corpora_of(fields.pop("corpora_file", DataConfig.corpora_file), named, kind_of)
+    return BlendReader(kind_of, by_name=NamedSources(corpora, kind_of)).parts(DataConfig(**fields))
 
 
 def names(blend):

@@ -10,7 +10,7 @@ from routers import in_float64
 
 from megatron.features.recurrent.costs import _of_delta_rule
 from megatron.features.recurrent.delta import gated_delta_rule, one_step
-from megatron.features.recurrent.delta_flags import DeltaConfig
+from megatron.features.recurrent.flags import DeltaConfig
 
 K, N, D, V = 2, 4, 8, 6
 BORDERS = {"none": (), "some": ((0, 0), (0, 3), (0, 64), (0, 65), (1, 100), (1, 127), (1, 128))}

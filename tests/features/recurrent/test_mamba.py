@@ -8,8 +8,8 @@ from gpt_forward import forward
 
 from megatron.config import ConfigError
 from megatron.config.features import features
-from megatron.config.memory import States, memory_of
-from megatron.features.recurrent.mamba_flags import MambaConfig
+from megatron.config.sections import States, memory_of
+from megatron.features.recurrent.flags import MambaConfig
 from megatron.features.recurrent.pattern import PatternConfig
 from megatron.model.flops import TransformerShape
 from megatron.run.run import parse_run

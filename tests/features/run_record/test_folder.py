@@ -11,9 +11,8 @@ import pytest
 from megatron.config import RunConfig
 from megatron.data.build import DataFile
 from megatron.features.run_record.callback import RunRecorder, StartRecord
-from megatron.features.run_record.hosts import RankPlace, by_host, rank_map
 from megatron.features.run_record.source_tree import SourceTree
-from megatron.features.run_record.surroundings import launched_command
+from megatron.features.run_record.surroundings import RankPlace, by_host, launched_command, rank_map
 from megatron.run.run import parse_run
 from megatron.training.resume import ResumePoint
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron.config import ConfigError
 from megatron.features.tiers import places
-from megatron.features.tiers.files import MappedFiles
+from megatron.features.tiers.places import MappedFiles
 
 KEY = "zero_optimization.offload_param.nvme_path"
 

@@ -7,8 +7,7 @@ import pytest
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2 as model_pb2
 
-from megatron.features.tokenizers.sentence_piece import as_tokenizers
-from megatron.features.tokenizers.sentence_piece_model import ranked_pieces
+from megatron.features.tokenizers.sentence_piece import as_tokenizers, ranked_pieces
 
 SPACE = "\u2581"
 ALPHABET = ["a", "b", "é", "中", "\U0001f600", SPACE]

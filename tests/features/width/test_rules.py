@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.config import ConfigError
-from megatron.engine.update.groups import Factors, factors_of
+from megatron.engine.update.optimizer import Factors, factors_of
 from megatron.families import trained_spec
 from megatron.features.width.flags import WidthConfig
 from megatron.model.layer_list import LayerStack

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 
 from megatron.config import ConfigError
 from megatron.families import trained_spec
-from megatron.features.z_loss.objective import Z_LOSS
+from megatron.features.z_loss.objective import Z_LOSS, linear_loss_and_z
 from megatron.parallel import cross_entropy, softmax_loss
-from megatron.parallel.cross_entropy import linear_loss_and_z
 from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run

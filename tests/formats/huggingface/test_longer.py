@@ -10,9 +10,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser
+from megatron.features.rope_scaling.longer import check_scaling, dynamic_base, unscaled_note
 from megatron.formats.huggingface.export import write_model
 from megatron.run.run import run_of
-from megatron.training.longer import check_scaling, dynamic_base, unscaled_note
 from megatron.training.resume import locate
 
 SHORT, LONG = 24, 96

@@ -21,8 +21,7 @@ from megatron.config import ConfigError
 from megatron.features.adapters import peft as folders
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.adapters.model import additions_of
-from megatron.features.adapters.peft import PeftFolder, target_modules, write_peft
-from megatron.features.adapters.to_peft import write_adapters
+from megatron.features.adapters.peft import PeftFolder, target_modules, write_adapters, write_peft
 from megatron.formats.conversion.output import write_checkpoint
 from megatron.formats.inspection import model_of
 from megatron.run.run import parse_run

@@ -11,7 +11,7 @@ from samples import sampled
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import open_checkpoint
-from megatron.features.adapters.to_peft import write_adapters
+from megatron.features.adapters.peft import write_adapters
 from megatron.formats.conversion.commands import export_hf
 from megatron.formats.inspection import model_of
 from megatron.model.layer_list import LayerState

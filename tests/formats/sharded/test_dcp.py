@@ -17,9 +17,14 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import open_checkpoint
 from megatron.formats.conversion.output import write_checkpoint
-from megatron.formats.sharded.export import to_dcp, to_torch_dist, write_dcp
 from megatron.formats.sharded.files import METADATA, ShardedFiles
-from megatron.formats.sharded.writer import ShardedWriter, write_torch_dist
+from megatron.formats.sharded.writer import (
+    ShardedWriter,
+    to_dcp,
+    to_torch_dist,
+    write_dcp,
+    write_torch_dist,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -14,7 +14,7 @@ from gpt_forward import forward
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import open_checkpoint
 from megatron.formats.inspection import model_of
-from megatron.formats.legacy_megatron.expert_names import of_one_expert
+from megatron.formats.legacy_megatron.experts import of_one_expert
 from megatron.formats.legacy_megatron.names import qkv_from_megatron, rename
 from megatron.formats.sharded.writer import write_torch_dist
 

@@ -134,7 +134,7 @@ def test_a_malformed_description_is_refused_by_file(text, message, nemo):
 def test_a_tied_plain_network_of_nemo(nemo):
     """The table of names: what GPTConfig of 126M parameters says, without its tensors."""
     from megatron.formats.legacy_megatron.arguments import model_of_arguments
-    from megatron.formats.sharded.nemo import arguments_of_nemo
+    from megatron.formats.sharded.megatron_core import arguments_of_nemo
 
     path = nemo / "context" / "model.yaml"
     config = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -119,10 +120,10 @@ def _cleanup_step(config: CleanupConfig, tokenizer: TokenizerConfig | None) -> R
     return step
 
 
+@functools.cache
 def language_finder() -> Callable[[str], str]:
     """Return a function from a text to the code of its language (ISO 639-1 or -3), "zxx" without
-    words. The model is in the package py3langid; datatrove's language filter downloads
-    fastText's."""
+    words. The model is py3langid's: datatrove's language filter downloads fastText's."""
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
     return lambda text: identifier.classify(text[:_LANGUAGE_CHARACTERS])[0]
 
@@ -137,9 +138,8 @@ def short_finder(min_tokens: int, config: TokenizerConfig | None) -> Callable[[s
     def is_short(text: str) -> bool:
         # The rest of a text can change the last word of its beginning, no more: one to spare.
         beginning = text[: _CHARACTERS_PER_TOKEN * min_tokens]
-        if len(tokenizer.tokenize(beginning)) > min_tokens:
-            return False
-        return len(tokenizer.tokenize(text)) < min_tokens
+        may_be = len(tokenizer.tokenize(beginning)) <= min_tokens
+        return may_be and len(tokenizer.tokenize(text)) < min_tokens
 
     return is_short
 
@@ -181,7 +181,7 @@ def fix(config: FixConfig, running: LineJobConfig) -> JobReport:
 
 
 def _fix_step(config: FixConfig) -> RecordStep:
-    """Filters first, then repairs, whatever the order of the tasks."""
+    """Filters first, then repairs, regardless of the order of the tasks."""
     language_of = language_finder() if "remove_512_non_english" in config.tasks else None
     all_filters: dict[str, Callable[[str], bool]] = {
         "remove_512": lambda text: len(text) < 512,

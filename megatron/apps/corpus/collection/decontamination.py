@@ -69,8 +69,8 @@ class FilterConfig:
     max_ngram_size: int = option(13)
     """Words of an n-gram."""
     min_ngram_size: int = option(8)
-    """Evaluation texts of fewer words are skipped; those of more, up to --max-ngram-size, are one
-    n-gram."""
+    """Evaluation texts with fewer words are skipped; texts with more, up to --max-ngram-size, form
+    one n-gram."""
     filter_text_char_len: int = option(200)
     """Pieces of fewer characters are dropped."""
     key_threshold: int = option(10)
@@ -119,8 +119,8 @@ class FilterReport(NamedTuple):
     common: int  # in the corpus --key-threshold times or more
     filtered: JobReport | None
     sets: Mapping[str, tuple[int, int]] = MappingProxyType({})
-    """Of each evaluation set: texts that share an n-gram with the corpus which is no common phrase,
-    and all texts that are long enough to have one."""
+    """Counts for each evaluation set: texts that share an n-gram, other than a common phrase, with
+    the corpus, and all texts long enough to have one."""
 
     def __str__(self) -> str:
         head = (

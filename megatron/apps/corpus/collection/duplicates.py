@@ -65,7 +65,7 @@ class DuplicateConfig:
     threshold: float = option(0.7)
     """Least similarity of near-duplicates."""
     jaccard: str = option("union", choices=("union", "min", "max"))
-    """Shingles in common, over those of both together, of the smaller or of the larger set."""
+    """Shared shingles divided by the size of the union, of the smaller set or of the larger set."""
     num_seeds: int = option(252)
     """Values of a MinHash signature."""
     num_bands: int = option(42)
@@ -241,7 +241,7 @@ class GroupConfig:
     output: str | None = option(None)
     """File of the groups: a line {"number": ["id", ...]} each."""
     threshold: float = option(0.7)
-    """Least similarity of two documents of a group; not below that of the search."""
+    """Minimum similarity of two documents in a group; not below the search's minimum."""
 
 
 class GroupReport(NamedTuple):

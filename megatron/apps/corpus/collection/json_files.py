@@ -153,8 +153,8 @@ class OutputFile:
     checkpoint ends a gzip member or zstd frame, so that the bytes up to it are complete."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Open PATH.partial and cut it to `size` bytes, those of the last checkpoint. Raises
-        OSError if it cannot be written, or another process is writing it."""
+        """Open PATH.partial and truncate it to `size` bytes, its length at the last checkpoint.
+        Raises OSError if it cannot be written, or another process is writing it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_path(path)
         try:

@@ -152,7 +152,7 @@ class _Journal(JobReport):
 
 
 def run(job: LineJob, config: LineJobConfig) -> JobReport:
-    """Run a job, or the rest of it; the outputs appear when all is done. Raises ValueError for a
+    """Run a job, or the rest of it; the outputs appear once it is complete. Raises ValueError for a
     malformed line, unless they are skipped, or a damaged input; OSError if a file cannot be read or
     written."""
     config.check()

@@ -88,7 +88,7 @@ def _split_step(config: SplitConfig, bounds: Sequence[int]) -> RecordStep:
 
 
 def hash_of(record: JsonRecord, key: str, seed: int) -> int:
-    """Return 64 bits of BLAKE2b, keyed by the seed, of the value of a key. Raises
+    """Return 64 bits of the BLAKE2b hash, keyed with the seed, of the value of a key. Raises
     BadRecordError."""
     value = record.value(key)
     data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
@@ -108,8 +108,8 @@ def cumulative_shares(split: str) -> tuple[float, ...]:
 
 
 def exact_bounds(hashes: npt.NDArray[np.uint64], ends: Sequence[float]) -> tuple[int, ...]:
-    """Return bounds that cut the documents, of which `hashes` are [n], at cumulative shares, the
-    last of which is 1, as near as equal texts let them."""
+    """Return bounds that divide documents with `hashes` [n] at cumulative shares, ending with 1, as
+    closely as identical texts allow."""
     values, counts = np.unique(hashes, return_counts=True)
     below = np.concatenate(([0], np.cumsum(counts)))  # documents before each different hash
     bounds = []

@@ -1,7 +1,6 @@
-"""Lists of web addresses: leaves out those that lead to no prose, and keeps each page once.
-
-datatrove's URLFilter fetches the list of public suffixes, knows neither endings of files nor
-malformed addresses, and keeps duplicates.
+"""Lists of URLs: drops those that do not lead to prose, and keeps each page once. datatrove's
+URLFilter downloads the list of public suffixes, ignores file extensions and malformed URLs, and
+keeps duplicates.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from megatron.util.digests import hash64
 
 _LONGEST = 1 << 16  # characters of an address; servers and browsers accept no more
 _LONGEST_HOST = 512
-"""Characters of a host, of which names have 253, with user and port. Python normalises them in a
-time that grows with the square of their number."""
+"""Maximum characters of a host with user and port; host names have at most 253. Python normalises
+them in quadratic time."""
 _AFTER_HOST = re.compile(r"[/?#]")
 _LABEL = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)", re.IGNORECASE)
 _TRACKING = re.compile(r"(utm_\w+|fbclid|gclid|mc_cid|mc_eid|igshid|ref_src)", re.IGNORECASE)

@@ -204,8 +204,8 @@ def _has_start(lines: Iterable[bytes]) -> bool:
 
 
 def extracted_files(patterns: Iterable[str]) -> list[Path]:
-    """Return the files of WikiExtractor: those named wiki_* in a folder and its subfolders, or as
-    named. Raises FileNotFoundError if no file is found, ValueError if one is compressed with
+    """Return WikiExtractor's files: files named wiki_* in a folder and its subfolders, or the named
+    files. Raises FileNotFoundError if no file is found, ValueError if one is compressed with
     bzip2."""
     files: dict[Path, None] = {}
     for pattern in map(Path, patterns):

@@ -234,9 +234,9 @@ def _form(name: str, config: PreprocessConfig) -> Form:
 
 
 def expand_inputs(patterns: Sequence[str], endings: Sequence[str]) -> list[Path]:
-    """Return the files of paths, globs and folders, in this order, each once; those of a glob or
-    folder sorted by name. Of a folder, the files at any depth with one of `endings` are meant, also
-    with .gz or .zst after it. Raises FileNotFoundError if a pattern matches no file."""
+    """Return the files of paths, globs and folders, in this order, each once; matches of a glob or
+    folder are sorted by name. A folder stands for its files, at any depth, with one of `endings`,
+    optionally followed by .gz or .zst. Raises FileNotFoundError if a pattern matches no file."""
     names = tuple(ending + packed for ending in endings for packed in ("", *PACKED_ENDINGS))
     try:
         files = [path for pattern in patterns for path in expand(pattern, names)]

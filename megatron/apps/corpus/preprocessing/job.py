@@ -1,4 +1,4 @@
-"""The work on one partition, in a folder of its own, which a killed run can continue.
+"""The work on one partition, in a separate folder, which can be resumed if the run is killed.
 
     description.json   everything that the output depends on
     journal.json       place in the input and counts; replaced as a whole periodically
@@ -288,7 +288,7 @@ class PreprocessJob:
             }
 
     def _found(self, description: Description) -> JobState | None:
-        """Return the work of an interrupted run, if it can be continued; says so in `notice`."""
+        """Return an interrupted run's work if it can be continued; report it with `notice`."""
         journal = _read_json(self.folder / _JOURNAL)
         if journal is None:
             return None
@@ -327,8 +327,8 @@ def key_prefixes(folder: Path, keys: Sequence[str]) -> list[Path]:
 
 
 def lock_folder(folder: Path) -> Lock:
-    """Lock a folder, until the result is released or the process ends. Raises ValueError if another
-    process has it, OSError if it cannot be made."""
+    """Lock a folder until the result is released or the process ends. Raises ValueError if another
+    process holds the lock, OSError if it cannot be created."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         return Lock(folder / _LOCK)
@@ -341,7 +341,7 @@ def lock_folder(folder: Path) -> Lock:
 
 @lru_cache(maxsize=1)
 def _lines_before(file: InputFile) -> int:
-    """Return the lines of a file before those that a partition reads of it."""
+    """Return the number of lines of a file before the ones that a partition reads."""
     return 1 + lines_in(file.path, file.start - 1) if file.path and file.start else 0
 
 

@@ -29,7 +29,7 @@ _LONG_TEXT = _BATCH_BYTES // _ROWS_AT_A_TIME
 _ROW_BYTES = 64  # memory of a row, besides its texts
 
 Content = bytes | list[str | None] | BadLine
-"""A JSON record, a text in UTF-8, the strings of a row, or what makes a record unusable."""
+"""A JSON record, a text in UTF-8, a row's strings, or the reason a record is unusable."""
 Record = tuple[int, Content]
 """With the number of the record in its file, from 1: of its first line, its item or its row."""
 
@@ -210,8 +210,8 @@ def _rows_of_group(  # type: ignore[no-untyped-def]
 
 
 def _longest_shared(shared, group: int, columns: Sequence[str]) -> int:  # type: ignore[no-untyped-def]
-    """Return the bytes of the longest text of the dictionaries of a row group: it is in the file
-    once, and may be that of every row."""
+    """Return the bytes of the longest text in a row group's dictionaries. It is stored once, but
+    every row may contain it."""
     from pyarrow import compute
 
     longest = 1

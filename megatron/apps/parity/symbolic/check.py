@@ -1,4 +1,4 @@
-"""A check of a run at its own size: every part of it, and what it prints."""
+"""A check of a run at its full size: all of its parts, and its report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.run.run import run_of
 
 @dataclass
 class RunReport:
-    """Result of a check; ``fault`` is the first difference, None without one."""
+    """Result of a check; ``fault`` is the first difference, or None."""
 
     ranks: int
     axes: dict[str, int]
@@ -38,8 +38,8 @@ def check_run(
     most: int = MOST_RANKS,
     say: Callable[[str], None] = lambda line: None,
 ) -> RunReport:
-    """Check the run that ``settings`` describe on so many processes. Raises ValueError if they are
-    wrong."""
+    """Check the run that ``settings`` describe on this many processes. Raises ValueError if they
+    are wrong."""
     began = time.process_time()
     run = run_of(dict(settings), ranks)
     report = RunReport(ranks, axes_of(run.config))

@@ -59,9 +59,9 @@ def tensor_of(output: Any) -> Tensor | None:
 
 
 def placed(output: Tensor, whole: Tensor, at: Coordinates) -> float | None:
-    """Return how far a rank's activations are from their part of those of one process: all, or a
-    part along the sequence, or along the features, or both. None where the shapes do not say which
-    part it is."""
+    """Return how far a rank's activations are from their part of one process's activations: all, or
+    a part along the sequence, the features, or both. None if the shapes do not determine the
+    part."""
     place, places = at.get("context", (0, 1))
     if places > 1:
         if whole.shape[1] % (2 * places):
@@ -170,7 +170,7 @@ def _check_count(outcomes: Sequence[RankOutcome], reference: PlainStep) -> None:
     """Each element of a model counts once in the norm over the ranks of one replica."""
     first = {
         axis: 0 for axis in ("data", "context")
-    }  # other replicas of the model compute a norm of their own
+    }  # other replicas of the model compute their own norm
     for name, whole in reference.grads.items():
         total = 0
         for each in outcomes:
@@ -202,8 +202,8 @@ def _where(coordinates: Mapping[str, tuple[int, int]]) -> str:
 
 
 def check_slices(outcomes: Sequence[RankOutcome], reference: PlainStep) -> None:
-    """Compare the slices of a checkpoint with whole parameters, which they must cover, each element
-    once. Raises Fault with the first that does not."""
+    """Compare the slices of a checkpoint with whole parameters, which they must cover exactly once.
+    Raises Fault for the first that they do not."""
     for name, whole in {**reference.weights, **reference.buffers}.items():
         pieces: dict[str, list[Slice]] = {}
         for each in outcomes:

@@ -1,4 +1,4 @@
-"""Process groups of simulated ranks: what torch's collectives call, and what each of them computes.
+"""Process groups of simulated ranks: torch's interface for collectives, and their results.
 
 The collectives of ``torch.distributed`` and of ``torch.ops._c10d_functional`` reach them alike.
 """
@@ -48,8 +48,8 @@ class Fault(Exception):
 
 
 def source_line() -> str:
-    """Return where in the trainer the running call is: its line and that of its caller in another
-    file, relative to the repository."""
+    """Return the location of the running call in the trainer: its line and its caller's line in
+    another file, relative to the repository."""
     lines: list[str] = []
     frame, last = sys._getframe(1), ""
     while frame is not None and len(lines) < _FRAMES:
@@ -70,7 +70,7 @@ class Call:
         sends: copies of what the rank puts in, flat.
         into: tensors that get the result.
         splits: numbers of elements for and from each rank, of an exchange.
-        facts: what all members must have in common.
+        facts: values that must agree among all members.
         group: name of the group.
     """
 

@@ -1,8 +1,8 @@
 """A small model with the layers and the layout of a large one.
 
-Sizes along which nothing is cut become a few elements, and those that are cut a few elements for
-each rank. Layers, kinds of blocks, axes, schedule, partition and families stay as they are, so that
-every rank runs the same program.
+Undivided dimensions become a few elements, and divided ones a few elements per rank. Layers, kinds
+of blocks, axes, schedule, partition and families stay as they are, so that every rank runs the same
+program.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Miniature:
 
 
 def axes_of(config: RunConfig) -> dict[str, int]:
-    """Ranks along every axis of the mesh."""
+    """Return the number of ranks along every axis of the mesh."""
     axes = dict(config.parallel.axes)
     data = config.parallel.world_size // math.prod(axes.values())
     return {**axes, "data": data}
@@ -105,7 +105,7 @@ def miniature(settings: Settings, run: Run, most: int = MOST_RANKS) -> Miniature
 
 
 def _dropout(config: RunConfig) -> dict[str, float]:
-    """Dropout where the masks of the layout are those of one process."""
+    """Dropout where the layout has the same masks as one process."""
     same, model = config.layout().dropout, config.model
     return {
         "hidden_dropout": 0.0 if same == "none" else model.hidden_dropout,

@@ -1,9 +1,9 @@
 """The program of a rank: a step of the trainer's own code, without DeepSpeed's engine.
 
-Layers, losses, pipeline passes, norm, optimizer groups and the slices of a checkpoint are those of
-a training. DeepSpeed's engine is replaced by what it is asked for: it divides the loss by the
-number of micro batches, and sums gradients over the replicas: at ZeRO 1 and 2 by the trainer's own
-reduction, in buckets.
+Layers, losses, pipeline passes, norm, optimizer groups and the slices of a checkpoint are a
+training's own. DeepSpeed's engine is replaced by what the trainer needs from it: it divides the
+loss by the number of micro batches, and sums gradients over the replicas: at ZeRO 1 and 2 by the
+trainer's own reduction, in buckets.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from megatron.engine.pipeline_executor import PipelineExecutor
 from megatron.engine.pipeline_module import StageModule
 from megatron.engine.saving import own_slices
 from megatron.engine.train_engine import TrainEngine
-from megatron.engine.update.groups import factors_of
 from megatron.engine.update.optimizer import (
     average_gradients,
     build_optimizer,
+    factors_of,
     fewer_replicas,
     gradient_norm,
     owned,
@@ -57,7 +57,7 @@ NO_ZERO = {"zero_optimization": {"stage": 0}}
 
 
 class _Engine:
-    """The part of DeepSpeed's engine that a plain backend asks for."""
+    """The part of DeepSpeed's engine that a plain backend uses."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.count, self.last = model, 1, False
@@ -136,7 +136,7 @@ class ParameterShare:
 
     Attributes:
         options: values of its optimizer group.
-        owned: whether this rank counts it in the norm.
+        owned: True if this rank counts it in the norm.
     """
 
     name: str
@@ -171,7 +171,7 @@ class RankOutcome:
 
 
 class Program(TrainEngine):
-    """A rank's model and what trains it, at a ZeRO stage, whose reduction of gradients it has."""
+    """A rank's model and training state, with the gradient reduction of a ZeRO stage."""
 
     def __init__(self, config: RunConfig, spec: ModelSpec, mesh: Mesh, stage: int = 0) -> None:
         pipelined = config.parallel.pipeline_model_parallel_size > 1

@@ -21,7 +21,7 @@ from megatron.parallel.shard import shard_of
 
 
 class ReducedGradients:
-    """The gradients of a rank's buckets, each of which leaves in the backward pass.
+    """The gradients of a rank's buckets, each of which is sent during the backward pass.
 
     Attributes:
         reduction: the trainer's, which backward passes ask.
@@ -64,7 +64,7 @@ class ReducedGradients:
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Give every parameter its whole gradient, from the ranks that keep parts of it."""
+        """Give every parameter its full gradient, from the ranks that hold parts of it."""
         for bucket, grads in zip(self._buckets, self._parts, strict=True):
             if not isinstance(grads, GradientViews):
                 for param, grad in zip(bucket.params, grads, strict=True):

@@ -176,7 +176,7 @@ def batches_of(data: TrainingData, config: RunConfig, mesh: Mesh) -> Iterator[An
 
 @contextmanager
 def _deepspeed() -> Iterator[None]:
-    """Within it DeepSpeed's communication is torch.distributed as it is now."""
+    """Within this context DeepSpeed communicates through the current torch.distributed."""
     comm: Any = backend.deepspeed.comm.comm
     before, comm.cdb = comm.cdb, None
     try:

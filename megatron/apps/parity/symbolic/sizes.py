@@ -58,8 +58,8 @@ def _size(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
 
 def check_schedule(config: RunConfig) -> int:
     """Run the messages of a step's schedule, in which a rank continues when its partners have
-    posted what belongs to its own. Raises Fault where ranks wait for each other, an action is
-    missing or comes twice. Returns the number of actions."""
+    posted the matching messages. Raises Fault on a deadlock, or if an action is missing or
+    duplicated. Returns the number of actions."""
     parallel = config.parallel
     rounds = config.training.micro_batch_size * parallel.data_parallel_size
     schedule = PipelineSchedule(
@@ -116,7 +116,7 @@ def _matched(
     posted: Mapping[int, Exchange],
     arrived: set[tuple[bool, int, int]],
 ) -> bool:
-    """True if the partners of an exchange have posted theirs, at once or before."""
+    """True if the partners of an exchange have posted their messages."""
     for each in exchange.receives:
         key = (each.gradient, each.to_stage, each.micro_batch)
         theirs = posted.get(each.source)
@@ -158,7 +158,7 @@ def _check_ready(
 
 
 def check_shares(run: Run) -> dict[str, Any]:
-    """Check that the shares of every parameter cover it, each element once but for copies. Layers
+    """Check that the shares of every parameter cover it exactly once, apart from copies. Layers
     with the same parameters on one process, on the first and on the last rank are one kind, of
     which the other ranks have one each. Raises Fault with the first parameter that differs."""
     config, sizes = run.config, axes_of(run.config)

@@ -31,7 +31,7 @@ from megatron.families import trained_spec
 from megatron.features.evaluation.evaluator import default_dtype
 from megatron.features.experts import exchange
 from megatron.features.experts.flags import ExpertsConfig
-from megatron.model import cpu_kernels
+from megatron.kernels import cpu_kernels
 from megatron.model.layer_list import LayerSpec, layer_sequence
 from megatron.model.spec import training_dtype
 from megatron.parallel.collectives import all_gather_flat
@@ -248,8 +248,8 @@ def _watched(step: Any, name: str, trace: ProgramTrace, params: set[int]) -> Any
 
 
 def _one_of_each_kind(layers: Sequence[LayerSpec], trace: ProgramTrace) -> list[LayerSpec]:
-    """The first layer of each kind: those with the same parameters, of the same shapes and shards,
-    of one class. A layer that must be in front of a block stays with it."""
+    """Return the first layer of each kind: same class, and parameters of the same shapes and
+    shards. A layer that must be in front of a block stays with it."""
     chosen: dict[Any, LayerSpec] = {}
     order: list[LayerSpec] = []
     for layer in layers:
@@ -293,7 +293,7 @@ def sampled_places(config: RunConfig) -> list[dict[str, int]]:
 
 
 def check_program(run: Run, small: Run) -> dict[str, Any]:
-    """Trace the program of a run on sampled ranks, and that of the small model, and compare them.
+    """Trace the program of a run on sampled ranks and the small model's program, and compare them.
     Raises Fault where ranks call different collectives, or the small model other ones than the
     large one. Returns memory and bytes next to the planner's."""
     dtype = training_dtype(run.config)
@@ -334,7 +334,7 @@ def block_bytes(run: Run, trace: ProgramTrace) -> tuple[str, int, float]:
 
 
 def _compare(first: ProgramTrace, other: ProgramTrace, what: str, sizes: bool) -> None:
-    """Raise Fault with the first collective of another program that is not that of the first."""
+    """Raise Fault at the first collective in which another program differs from the first."""
     names = {
         name: place
         for trace in (first, other)

@@ -56,7 +56,7 @@ class World:
     """Ranks that run as threads, one at a time.
 
     Attributes:
-        values: whether tensors have values; without, a rank runs alone, and its collectives end at
+        values: True if tensors have values; if not, a rank runs alone, and its collectives end at
             once.
         rank: the rank that runs.
         calls: for each rank its collectives in order, with the ranks of their groups.
@@ -82,7 +82,7 @@ class World:
         self.failure: BaseException | None = None
 
     def group(self, ranks: Sequence[int], name: str) -> SimulatedGroup:
-        """The running rank's handle of a group; one of which it is no member has no handle."""
+        """Return the running rank's handle of a group that it belongs to."""
         key = self.rank, name
         if key not in self._groups:
             group = SimulatedGroup(self, tuple(ranks), self.rank, name)
@@ -213,7 +213,7 @@ class World:
                     results[rank] = program(rank)
             except Stopped:
                 pass
-            except BaseException as error:  # whatever it is, the others must end
+            except BaseException as error:  # for any error, the other ranks must end
                 if self.failure is None:
                     self.failure = error
                     error.add_note(f"on rank {rank} of {self.size}")

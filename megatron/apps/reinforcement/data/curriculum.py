@@ -1,7 +1,7 @@
 """The order of prompts by the share of good texts after each.
 
-Every second group, by a draw, keeps the prompt of the order of the data, so that all prompts come
-again and again. The others draw among the prompts that were answered before, by weights
+Every second group, by a draw, keeps the prompt of the order of the data, so that all prompts keep
+recurring. The others draw among the prompts that were answered before, by weights
 
     1 - ((share - target) / max(target, 1 - target)) ** 2
 
@@ -26,7 +26,7 @@ from megatron.apps.reinforcement.episodes import Episode, Prompt
 from megatron.apps.reinforcement.flags import ReinforcementConfig
 
 _OF_ORDER = 0.5
-"""Share of groups that keep the prompt of the data's order."""
+"""Share of groups that keep the data's next prompt."""
 _STREAM = zlib.crc32(b"curriculum")
 
 
@@ -87,7 +87,7 @@ class SuccessCurriculum:
         return {"records": len(self.shares_N), "shares": content}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take what a checkpoint has. Raises ValueError if it is of other data."""
+        """Restore the state in a checkpoint. Raises ValueError if it belongs to other data."""
         if state["records"] != len(self.shares_N):
             raise ValueError(
                 f"--rl-curriculum success: the checkpoint has the shares of {state['records']} "

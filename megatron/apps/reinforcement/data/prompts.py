@@ -54,7 +54,7 @@ _LAYOUTS = (
 
 
 class PromptRecord(NamedTuple):
-    """A prompt as conversation, and what rewards see of it; see :class:`Prompt`."""
+    """A prompt as a conversation, and its fields for rewards; see :class:`Prompt`."""
 
     example: Example
     text: str | tuple[Message, ...]
@@ -70,8 +70,8 @@ def read_prompts(
 
 
 def parse_prompt(record: Any, columns: RecordColumns = NO_FLAGS) -> PromptRecord:
-    """A record in any layout. All columns but that of the prompt are kept. Raises ValueError if
-    there is no prompt, or it ends with an answer."""
+    """A record in any layout. All columns except the prompt's are kept. Raises ValueError if there
+    is no prompt, or it ends with an answer."""
     fields = columns.record(record)
     variables = template_variables(fields)
     is_text = is_list = False
@@ -288,8 +288,8 @@ class PromptSample(NamedTuple):
 
 
 class RepeatedPrompts:
-    """Each prompt of a dataset ``group`` times in a row. Numbers of records are those of all files
-    together, in the order of the flags.
+    """Each prompt of a dataset ``group`` times in a row. Records are numbered over all files, in
+    the order of the flags.
 
     Attributes:
         parts: the same of each file of a blend.

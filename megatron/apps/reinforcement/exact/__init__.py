@@ -1,1 +1,1 @@
-"""Probabilities of training with the bits of those of generation."""
+"""Training probabilities that are bitwise equal to the probabilities of generation."""

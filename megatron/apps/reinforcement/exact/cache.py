@@ -10,6 +10,7 @@ head width, W width of a latent vector, X pages, P positions of a page.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,15 +24,11 @@ from megatron.model.attention_backends import AttentionBackend, eager, sdpa
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring
 
 
-class _ScratchShape:
-    positions = PAGE_SIZE
-
-
 class ScratchPages:
     """Pages of one block at a time, in the place of a
     :class:`~megatron.apps.generation.memory.PageMemory`: every block writes all that it reads."""
 
-    shape = _ScratchShape()
+    shape = SimpleNamespace(positions=PAGE_SIZE)
 
     def __init__(self, pages: int, device: torch.device) -> None:
         self._pages, self.device = pages, device
@@ -172,10 +169,5 @@ class _Attention(torch.autograd.Function):
         grad_BSND = grad_BSND * layout.first_BS[..., None, None]
         trained = [x for x in inputs if x is not None and x.requires_grad]
         grads = iter(torch.autograd.grad(y_BSND, trained, grad_BSND))
-        return (
-            None,
-            None,
-            None,
-            None,
-            *(next(grads) if x is not None and x.requires_grad else None for x in inputs),
-        )
+        of_inputs = (next(grads) if x is not None and x.requires_grad else None for x in inputs)
+        return *(None,) * 4, *of_inputs

@@ -1,7 +1,7 @@
-"""Log-probabilities of training by the function that computes those of drawn tokens.
+"""Training log-probabilities, computed by the function that computes them for sampled tokens.
 
 Shapes: B texts, P predicted tokens of a text, T tokens of the row, C tokens of a chunk, H hidden, V
-vocabulary, a P after a dimension of logits one rank's share of it.
+vocabulary, P after a dimension of logits: one rank's share.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FEWEST_ROWS = 32
 
 
 class DrawnTargets(Targets):
-    """Targets [B, P] whose ``positions_BP`` are those in texts, while the hidden states are those
-    of one row: ``places_BP`` are the tokens of the row that predict them."""
+    """Targets [B, P] with positions within texts (``positions_BP``), for hidden states of a single
+    row: ``places_BP`` are the tokens of the row that predict them."""
 
     @classmethod
     def of(cls, targets: Targets, rows_BP: Tensor) -> DrawnTargets:

@@ -207,7 +207,7 @@ def segments(episode: Episode) -> Iterator[tuple[int, int, bool]]:
             end = begin
             while end < last and episode.own_L[end + 1]:
                 end += 1
-            # The last one of several is read with what answers it.
+            # The last of several is read with its response.
             if end > begin:
                 yield begin, end, True
             begin = end

@@ -74,7 +74,7 @@ def inexact_layout(config: RunConfig, spec: ModelSpec, dtype: torch.dtype) -> st
         "routers draw numbers in training": spec.draws,
         "long sequences rotate otherwise (longrope)": scaling.rope_type == "longrope",
         "blocks are compiled for training": config.fast_paths.torch_compile == "on",
-        "products are in 8 bits": config.fast_paths.fp8_format is not None,
+        "products are in 8 bits": config.fast_paths.in_8_bits,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

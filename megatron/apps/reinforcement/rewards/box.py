@@ -1,4 +1,4 @@
-"""A confined process with all that it starts: begun, watched, and ended as a whole.
+"""A confined process and its descendants: started, watched, and ended as a whole.
 
 The keeper forks a warden in new namespaces, which forks the first process of these; that one forks
 the target, and reaps what loses its parent. When it dies, the kernel ends all processes of its
@@ -215,7 +215,7 @@ class Box:
     most_output: int = OUTPUT_BYTES
 
     def _drain(self) -> bool:
-        """Read what is there; True if there was something."""
+        """Read available data; return True if there was any."""
         some = False
         for number in (1, 2, 3):
             for _ in range(16):
@@ -289,7 +289,7 @@ class Box:
 
 
 def sweep(boxes: set[int]) -> None:
-    """Kill processes that lost their parents, and are of none of the boxes with these wardens."""
+    """Kill orphaned processes that belong to no box with these wardens."""
     _kill_all(
         lambda: [
             process
@@ -301,8 +301,8 @@ def sweep(boxes: set[int]) -> None:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder, whatever is in it: however deep, whatever its rights. What is in folders of
-    it moves to the top before they go, so that no path is long."""
+    """Remove a folder with any contents, depth and permissions. Contents of subfolders are moved to
+    the top before the subfolders are removed, so that no path gets long."""
     moved = 0
     for _ in range(1 << 16):
         with contextlib.suppress(OSError):
@@ -386,7 +386,7 @@ def _kill_all(processes: Callable[[], list[int]]) -> None:
 
 
 def _reap() -> None:
-    """Take the status of ended orphans; wardens are waited for by their boxes."""
+    """Reap ended orphans; boxes wait for their own wardens."""
     for child in _children(os.getpid()):
         if _state(child) == "Z":
             with contextlib.suppress(ChildProcessError):

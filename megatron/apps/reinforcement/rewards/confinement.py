@@ -1,4 +1,4 @@
-"""Limits of a process by which Linux keeps code of texts and of rewards from the rest of the node.
+"""Limits of a process by which Linux isolates untrusted and reward code from its node.
 
 The standard library is enough: the processes that use this import no other module of the trainer.
 
@@ -75,8 +75,8 @@ class Limits:
     Attributes:
         seconds: of wall time for one text.
         memory: bytes of address space of each process, and of resident memory of all together.
-        file_bytes: of a file; of all files of the folder four times as many.
-        processes: most at a time, threads included.
+        file_bytes: of one file; all files of the folder together may have four times as many.
+        processes: maximum at a time, threads included.
         allowed: those of :data:`LIMITS` that do not hold.
         unshares: have namespaces where the kernel allows them; limits hold without, too.
     """
@@ -108,8 +108,8 @@ def unshared(limits: Limits) -> list[str]:
 
 
 def confine(limits: Limits, folder: str, namespaces: Sequence[str]) -> None:
-    """Set all limits of this process, for good: ``folder`` is the one that it may write below,
-    ``namespaces`` those that it is in."""
+    """Set all limits of this process permanently: it may write below ``folder``; ``namespaces`` are
+    the ones it is in."""
     _LIBC.prctl(_PR_NO_PRIVILEGES, 1, 0, 0, 0)
     for name, most in (
         (resource.RLIMIT_CORE, 0),
@@ -131,9 +131,9 @@ def confine(limits: Limits, folder: str, namespaces: Sequence[str]) -> None:
 
 
 def _limit_processes(most: int, folder: str, namespaces: Sequence[str]) -> None:
-    """The system counts the processes of a real user, and those of root never. In a namespace of
+    """The system counts the processes of an ordinary user, never root's. In a namespace of
     processes, where they can be ended at once, root is watched instead; without one it becomes a
-    real user of its own, whose files are still those of root."""
+    separate real user whose files still belong to root."""
     is_root = os.geteuid() == 0 and "user" not in namespaces
     if is_root and "pid" not in namespaces:
         user = _PRIVATE_USERS + os.getpid() % 1_000_000
@@ -210,7 +210,7 @@ def _filter(limits: Limits, namespaces: Sequence[str]) -> None:
     for number in refused:
         program += [step(equal, number, 0, 1), step(end, fail)]
     program += [step(equal, calls["clone3"], 0, 1), step(end, 0x00050000 | errno.ENOSYS)]
-    # Namespaces of users would give privileges; limits of others are theirs.
+    # User namespaces would grant privileges; other users' limits are theirs.
     program += [step(equal, calls["clone"], 0, 4), step(load, 16), step(set_bits, _ANY_NEW, 0, 1)]
     program += [step(end, fail), step(end, allow)]
     program += [step(equal, calls["prlimit64"], 0, 4), step(load, 16), step(equal, 0, 1)]

@@ -87,7 +87,7 @@ class Episodes:
 
     def step(self, request: Mapping[str, Any]) -> list[Any]:
         """Messages, reward and end after the last of an episode's ``texts``; without one, messages
-        before the first. Where the process was lost, a new one has the texts before, too."""
+        before the first. A replacement for a lost process receives the earlier texts too."""
         texts, name = request["texts"], request["episode"]
         environment, known = self._running.get(name, (None, -1))
         answer: Any = None

@@ -1,7 +1,7 @@
 """Rewards by a model that was trained by ``--preference reward``, at the layout of the run.
 
-It is a second model in memory, in the dtype of training. It reads the tokens of prompt and text, so
-that it needs the tokenizer of the policy. Its rewards are of the last token, as of training.
+It is a second model in memory, in the training dtype. It reads the tokens of prompt and text, so it
+needs the policy's tokenizer. As in its training, rewards are taken at the last token.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RewardModel:
     @classmethod
     def start(cls, config: RunConfig, mesh: Mesh) -> RewardModel:
         """The model with its weights. Raises CheckpointError if there is no such checkpoint,
-        ConfigError if it is of another model or tokenizer than needed."""
+        ConfigError if its model or tokenizer is not the required one."""
         checkpoint, own = find_reward_model(config)
         spec = spec_of(own.model, own.parallel)
         engine = build_evaluator(own, spec, mesh, training_device())
@@ -57,7 +57,7 @@ class RewardModel:
         return cls(engine, config.section(ReinforcementConfig).reward_batch_size)
 
     def scores(self, episodes: Sequence[Episode]) -> npt.NDArray[np.float64]:
-        """Rewards [E] of the same episodes on every rank, of which each replica reads a share."""
+        """Return rewards [E] of the same episodes on every rank; each replica computes a share."""
         rows = [np.concatenate((each.prompt.tokens, each.tokens_L)) for each in episodes]
         lengths = np.array([len(row) for row in rows], np.int64)
         size = min(self._batch_size, max(1, len(rows)))

@@ -38,7 +38,7 @@ class Failures(NamedTuple):
 
 
 def add_failures(known: dict[str, Failures], more: Mapping[str, Failures]) -> None:
-    """Add failures, by the name of their source, to those before them."""
+    """Add failures, by the name of their source, to the earlier ones."""
     for name, each in more.items():
         before = known.get(name, Failures(0, each.first))
         known[name] = Failures(before.texts + each.texts, before.first)
@@ -186,13 +186,12 @@ class Rewards:
 
     @property
     def weights_R(self) -> npt.NDArray[np.float64]:
-        """Weights of the columns; that of an environment is 1."""
+        """Weights of the columns; an environment's weight is 1."""
         weights = list(self.options.reward_weights)
         return np.array((weights + [1.0] * len(self.names))[: len(self.names)], np.float64)
 
     def score(self, episodes: Sequence[Episode]) -> RewardTable:
-        """Rewards of the episodes of this rank; :func:`with_model` adds those of the reward
-        model."""
+        """Rewards of this rank's episodes; :func:`with_model` adds the reward model's rewards."""
         values_ER = np.full((len(episodes), len(self.names)), np.nan)
         failures: dict[str, Failures] = {}
         for place, source in enumerate(self.sources):

@@ -60,10 +60,10 @@ class RewardSource(ABC):
     def score(
         self, episodes: Sequence[Episode], keepers: Keepers, state: Mapping[str, Any]
     ) -> list[Reward]:
-        """Rewards of episodes; ``state`` is that of the training, as of trl's ``trainer_state``."""
+        """Return rewards of episodes; ``state`` is the training's, like trl's ``trainer_state``."""
 
     def check(self, keepers: Keepers) -> str | None:
-        """The reason for which the source cannot be used; None without one."""
+        """Return the reason why the source cannot be used, or None."""
         return None
 
 
@@ -135,7 +135,7 @@ class FunctionSource(RewardSource):
 
 @dataclass(frozen=True)
 class CodeSource(RewardSource):
-    """The share of its tests that the code of a text passes."""
+    """Return the share of its tests that a text's code passes."""
 
     column: tuple[str, tuple[str, ...], str]
 
@@ -226,7 +226,7 @@ def _prompt(episode: Episode) -> Any:
 
 
 def _completion(episode: Episode) -> Any:
-    """The text, or, of a conversation, its messages, as trl has it."""
+    """Return the text, or a conversation's messages, as in trl."""
     if episode.turns:
         return [dict(message) for message in episode.turns]
     if isinstance(episode.prompt.text, str):

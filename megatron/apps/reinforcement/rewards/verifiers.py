@@ -24,7 +24,7 @@ _LONGEST_JSON = 1 << 20
 
 
 def text_of(completion: Any) -> str:
-    """The text, or that of the last message of the model."""
+    """Return the text, or the text of the model's last message."""
     if isinstance(completion, str):
         return completion
     own = [m for m in completion if m.get("role", "assistant") == "assistant"]
@@ -32,7 +32,7 @@ def text_of(completion: Any) -> str:
 
 
 def number(completions: Completions, answer: Sequence[Any], **_: Any) -> list[float | None]:
-    r"""1 where the number of a text is that of the answer: the one in the last \\boxed{}, else the
+    r"""1 where the number of a text equals the answer's: the one in the last \\boxed{}, else the
     last one. Whole numbers must be equal, others within 1e-6 of the larger."""
     return [
         None if (right := last_number(_plain(expected))) is None else _equal(text, right)
@@ -90,8 +90,8 @@ def boxed(text: str) -> list[str]:
 
 
 def exact(completions: Completions, answer: Sequence[Any], **_: Any) -> list[float | None]:
-    r"""1 where a text, or its last \\boxed{}, is the answer, or one of a list of answers, but for
-    space around them."""
+    r"""1 where a text, or its last \\boxed{}, equals the answer, or one of a list of answers,
+    ignoring surrounding space."""
     rewards: list[float | None] = []
     for text, expected in zip(map(text_of, completions), answer, strict=True):
         if expected is None:
@@ -185,7 +185,7 @@ def think_format_reward(completions: Completions, **_: Any) -> list[float]:
 
 
 def repetition_penalty_reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """Minus the share of repeated triples of tokens, as trl (1.16) has it by default."""
+    """Return minus the share of repeated token trigrams, as in trl 1.16 by default."""
     rewards = []
     for ids in completion_ids:
         triples = list(zip(ids, ids[1:], ids[2:], strict=False))

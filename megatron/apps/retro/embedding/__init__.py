@@ -1,5 +1,5 @@
-"""Vectors of chunks of text, the distances of which make neighbours; and those without a model:
-words and pairs of words, hashed (Weinberger et al. 2009)."""
+"""Embeddings of chunks of text, whose distances determine neighbours; and embeddings without a
+model: hashed words and pairs of words (Weinberger et al. 2009)."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def build_embedder(config: EmbedderFlags, settings: Settings | None = None) -> E
 
 
 def completed_flags(config: F, settings: Settings) -> F:
-    """The flags with what they leave to those of training, and paths that are understood in every
-    folder: they make the same embedder without ``settings``."""
+    """Return the flags completed by the training flags, with absolute paths: they create the same
+    embedder without ``settings``."""
 
     def of_training(name: str) -> Any:
         return settings[name].value if name in settings else None
@@ -86,7 +86,7 @@ def completed_flags(config: F, settings: Settings) -> F:
 
 
 def embedder_type(config: EmbedderFlags, settings: Settings) -> str:
-    """The given type, or what the other flags mean without one."""
+    """Return the given type, or the one that the other flags imply."""
     if config.bert_embedder_type is not None:
         return config.bert_embedder_type
     return "megatron" if config.bert_load or "load" in settings else "hashing"

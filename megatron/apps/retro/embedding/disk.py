@@ -21,8 +21,8 @@ from megatron.apps.retro.config import EmbedderFlags
 from megatron.apps.retro.embedding import Embedder, build_embedder
 from megatron.config import ConfigError, Settings
 from megatron.config.flags import POSITIVE, option
+from megatron.config.output import check_output
 from megatron.features.retro.hdf5 import needed_h5py, read_array
-from megatron.run.process import check_output
 from megatron.run.run import RunToolParser, start_processes
 from megatron.util.digests import digest_of_parts
 from megatron.util.json_text import parse_json

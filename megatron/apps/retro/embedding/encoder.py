@@ -94,7 +94,7 @@ class EncoderEmbedder(ABC):
         return vectors
 
     def _batches(self, rows: Rows) -> Iterator[TokenBatch]:
-        """The longest texts come first: those for which memory might not suffice."""
+        """The longest texts come first: memory might not suffice for them."""
         first, special = len(self.before), len(self.before) + len(self.after)
         inner = np.minimum(np.fromiter(map(len, rows), np.int64, len(rows)), self.most - special)
         order = np.argsort(-inner, kind="stable")
@@ -127,7 +127,7 @@ def mean_inside(states_BSH: Tensor, lengths_B: Tensor, before: int = 1, after: i
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Digest of weights by name, in the dtype that they are used in, whatever their order."""
+    """Return a digest of weights by name, in their dtype of use, in any order."""
     parts: list[str | memoryview] = []
     for name, weight in sorted(weights, key=lambda item: item[0]):
         flat = weight.detach().cpu().contiguous().view(-1)

@@ -152,7 +152,7 @@ def _bert_settings(config: EmbedderFlags, settings: Settings) -> Settings:
 
 
 def _computed(flags: ModelFlags) -> dict[str, Any]:
-    """The flags that say what is computed with the weights, without a head's."""
+    """Return the flags that determine what is computed with the weights, without a head's flags."""
     names = {*names_of("weights", ModelFlags), *names_of("results", ModelFlags)} - _OF_HEADS
     return {name: getattr(flags, name) for name in names}
 

@@ -154,8 +154,8 @@ def build_transformers_embedder(config: EmbedderFlags, settings: Settings) -> Tr
 
 
 def _encoder(folder: Path, dtype: torch.dtype, flag: str) -> Any:
-    """The model without a head, of an encoder and decoder the encoder. ConfigError if the files
-    lack weights, which transformers would fill with random numbers."""
+    """Return the model without a head; the encoder of an encoder-decoder. Raises ConfigError if the
+    files lack weights, which transformers would initialise at random."""
     from transformers import AutoModel
 
     with quiet_transformers():

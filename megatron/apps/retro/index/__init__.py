@@ -42,7 +42,7 @@ def open_index(
     project: RetroProject, embedder: Embedder, flags: IndexFlags | None = None
 ) -> VectorIndex:
     """The finished index of a project that the flags describe, with their thoroughness of search.
-    ConfigError if no index, or more than one, is so, or it is of another embedder; ValueError if a
+    Raises ConfigError unless exactly one index matches, or if its embedder differs; ValueError if a
     file is damaged."""
     flags = flags or IndexFlags()
     files = existing_files(project.index_folder, flags, "index-add")
@@ -92,7 +92,7 @@ class IndexFiles:
 
     @property
     def codes(self) -> Path:
-        """The folder of what is added to the index, a file for each block."""
+        """The folder of additions to the index, one file per block."""
         fraction = "" if self.train_fraction == 1 else f"_{self.train_fraction:.3f}"
         return self.index_folder / f"add_codes{fraction}"
 
@@ -183,5 +183,5 @@ def _fits(files: IndexFiles, flags: IndexFlags, stage: str) -> bool:
 
 
 def _rounded(fraction: float | None) -> float | None:
-    """A fraction as names of files have it."""
+    """Return a fraction as it appears in file names."""
     return None if fraction is None else float(f"{fraction:.3f}")

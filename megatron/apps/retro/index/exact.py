@@ -38,8 +38,8 @@ _EXACT_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 
 
 class VectorIndex(Protocol):
-    """Vectors, numbered from 0 in the order in which they were added, and the search for those at
-    the smallest Euclidean distance. Files have the format of faiss."""
+    """Vectors, numbered from 0 in the order in which they were added, and nearest-neighbour search
+    by Euclidean distance. Files have the format of faiss."""
 
     def __len__(self) -> int: ...
 
@@ -210,7 +210,7 @@ class _Candidates:
         self._drop()
 
     def _drop(self) -> None:
-        """Drops those that are certainly farther than k others."""
+        """Drop vectors that are certainly farther away than k others."""
         largest_C = self._scores_C + self._errors_C
         order_C = largest_C.argsort()
         order_C = order_C[self._queries_C[order_C].argsort(stable=True)]

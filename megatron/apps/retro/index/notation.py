@@ -68,7 +68,7 @@ class IndexParts(NamedTuple):
         return max(self.clusters or 0, codes)
 
     def check_training(self, count: int) -> None:
-        """ValueError if so many training vectors are too few."""
+        """Raises ValueError if there are too few training vectors."""
         if count < self.learned_entries:
             raise ValueError(
                 f"--retro-index-str {self.text} learns from at least {self.learned_entries:,} "
@@ -131,7 +131,7 @@ def _large_indices(count: int, width: int) -> tuple[str, str]:
 
 
 def training_chunks(flags: IndexFlags, count: int, width: int) -> int:
-    """Chunks to learn from, of ``count`` in the database."""
+    """Return the number of chunks to learn from, given ``count`` in the database."""
     if flags.retro_index_ntrain is not None:
         return min(count, flags.retro_index_ntrain)
     entries = index_parts(flags, count, width).learned_entries

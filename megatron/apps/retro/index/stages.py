@@ -55,7 +55,7 @@ _CHUNKS_AT_ONCE = 4096
 RECALL_AT = (2, 20)
 """Neighbours that a model reads, and that the stage query-neighbors keeps."""
 SEARCHED = 4 * max(RECALL_AT)
-"""Exact neighbours that are kept, so that those at equal distances are known, too."""
+"""Exact neighbours that are kept, so that ties in distance are included."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ def chunk_vectors(
     chunks_N: npt.NDArray[np.int64],
     advance: Callable[[int], None] = lambda count: None,
 ) -> Vectors:
-    """The vectors [N, D] of chunks of the database, by number. ``advance`` is told how many have
-    just been embedded."""
+    """The vectors [N, D] of chunks of the database, by number. ``advance`` is called with the
+    number just embedded."""
     vectors_ND = np.empty((len(chunks_N), work.embedder.width), np.float32)
     for start in range(0, len(chunks_N), _CHUNKS_AT_ONCE):
         run = slice(start, start + _CHUNKS_AT_ONCE)
@@ -106,8 +106,8 @@ def train_index(work: Preprocessing) -> None:
 
 
 def _training_chunks(work: Preprocessing, fraction: float) -> npt.NDArray[np.int64]:
-    """The chunks to learn from, by their number in the database: of each dataset the first ones.
-    ValueError if they are of another database."""
+    """Return the chunks to learn from, by their numbers in the database: the first of each dataset.
+    Raises ValueError if they belong to another database."""
     database = work.database
     path = work.project.database_folder / "merged" / "sampled.hdf5"
     sampled = read_array(path, "chunks")
@@ -239,8 +239,8 @@ class _Adding:
         return index
 
     def _block_arrays(self, block: FileBlock) -> dict[str, np.ndarray]:
-        """Vectors or codes, and the exact neighbours of the queries among the block's chunks: these
-        cost no second reading of the database, and come from as many processes as embed it."""
+        """Return vectors or codes, and the queries' exact neighbours among the block's chunks: this
+        avoids a second pass over the database, and runs in all embedding processes."""
         chunks_N = np.arange(block.start, block.stop)
         vectors_ND = chunk_vectors(self._work, chunks_N, block.advance)
         encoded = self._files.type == INDEX_TYPES[0]
@@ -256,7 +256,7 @@ class _Adding:
         return arrays
 
     def _finish(self) -> None:
-        """Adds the blocks to the index, and measures how much it finds."""
+        """Add the blocks to the index, and measure its recall."""
         files, index = self._files, self._empty
         for block in progress_bar("index-add: adding", self._blocks, unit=" blocks"):
             data = read_array(block.path, _DATA)
@@ -272,7 +272,7 @@ class _Adding:
         say(f"index-add: {self._search(recall)}")
 
     def _recall(self, index: VectorIndex) -> dict[int, float]:
-        """The share of the exact neighbours of the queries that the index finds."""
+        """Return the share of the queries' exact neighbours that the index finds."""
         numbers, distances = (
             np.concatenate([read_array(block.path, name) for block in self._blocks], axis=1)
             for name in (_NEAREST, _DISTANCES)
@@ -316,7 +316,7 @@ class _Adding:
         say(f"index-add: {self._files.added} exists")
 
     def _validate(self, share: float, described: dict[str, Any] | None) -> None:
-        """Embeds a share of the blocks again. ValueError if the index has something else."""
+        """Embed a share of the blocks again. Raises ValueError if the index differs."""
         if described is None:  # killed before its end
             run_blocks(self._blocks, self._block_arrays, "index-add", validate=share)
             return
@@ -363,7 +363,7 @@ def recall_at(
     first_QK: npt.NDArray[np.int64],
 ) -> dict[int, float]:
     """The share of the k nearest that are among the first k of an index, for each k of
-    :data:`RECALL_AT`. One at the same distance as the k-th is as good; -1 is no neighbour."""
+    :data:`RECALL_AT`. A neighbour at the k-th distance counts too; -1 is no neighbour."""
     shares = {}
     for k in RECALL_AT:
         last_Q1 = distances_QN[:, min(k, exact_QN.shape[1]) - 1, None]

@@ -1,16 +1,18 @@
-"""Samples in bins of about as many tokens, and what a run does with them.
+"""Samples in bins of about the same number of tokens, and their use in a run.
 
 An item of the training data is a bin: its number is its place in the order of the run, so that
 sampler, resume and ``--skip-samples`` count bins. Micro batches have ``--micro-batch-size`` bins,
 whose samples are their rows. They differ in their tokens: each loss of a step is the mean over all
 tokens that count in it, on all data-parallel ranks.
+
+Steps of bins: losses that are means over whole steps, and learning rates by samples.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.sampler import SkippedSamples, position
 from megatron.data.samples import Piece, RepeatedSamples, SampleDataset, SequenceLengths
 from megatron.features.curriculum.analysis import (
     ANALYSED,
@@ -29,6 +32,11 @@ from megatron.features.curriculum.analysis import (
 )
 from megatron.features.curriculum.metric_files import read_values
 from megatron.features.curriculum.packing.section import PATH, SamplePacking, lengths_of, packed
+from megatron.model.embedding import LM_LOSS
+from megatron.model.layer_list import LayerSpec, LayerState
+from megatron.model.spec import ModelSpec
+from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.training.trainer import Callback, Step, Trainer
 from megatron.util.digests import digest_of_parts
 from megatron.util.json_text import parse_json
 
@@ -75,9 +83,9 @@ class PackedSamples:
 
 
 def needed(packing: SamplePacking, seq_length: int, items: int) -> int:
-    """Number of samples to make bins of: that in the files of their lengths, or without files as
-    many as fill the bins with whole samples. Raises FileNotFoundError or ValueError for files that
-    cannot be used."""
+    """Return the number of samples to pack into bins: the number in the files of lengths, or
+    without files enough to fill the bins with whole samples. Raises FileNotFoundError or ValueError
+    for files that cannot be used."""
     if packing.metrics_path is not None:
         return len(_metric_lengths(packing.metrics_path))
     each = packing.max_tokens // seq_length
@@ -168,8 +176,8 @@ def _check_metric(folder: Path, values: int, samples: int, known: str) -> None:
 
 @dataclass(frozen=True)
 class BinCollator:
-    """Collates the samples of bins by ``collate``, into rows as long as the longest, a multiple of
-    ``multiple``, where padding can be left out; and what is in no bin as it was."""
+    """Collates the samples of bins with ``collate``. Where padding can be trimmed, rows are as long
+    as the longest sample, rounded up to ``multiple``. Other items are collated unchanged."""
 
     collate: Callable[[Sequence[Any]], Any]
     multiple: int | None
@@ -187,8 +195,8 @@ class BinCollator:
 
 
 class PackedLengths(SequenceLengths):
-    """Lengths of a run whose items are bins: their tokens, once they are known, without padding;
-    until then those of items of ``seq_length`` tokens."""
+    """Lengths of a run whose items are bins: their tokens without padding, once they are known;
+    until then ``seq_length`` tokens per item."""
 
     consumed: Callable[[int], int] | None = None
     """Returns the tokens of the first items."""
@@ -197,3 +205,82 @@ class PackedLengths(SequenceLengths):
         if self.consumed is None:
             return super().tokens(consumed_samples)
         return self.consumed(consumed_samples)
+
+
+def _weighed(forward: Callable[[Any, LayerState], LayerState] | None, module: Any, state: LayerState
+             ) -> LayerState:  # fmt: skip
+    """The last layer. In training it multiplies the losses of a micro batch by its share of the
+    step's tokens or samples."""
+    batch = state.batch
+    state = module(state) if forward is None else forward(module, state)
+    if not module.training or not state.losses:
+        return state
+    samples, tokens = batch.weights_2
+    weights = {name: tokens for name in state.losses if name.startswith((LM_LOSS, "mtp_"))}
+    weights |= {name: samples for name in state.losses if name.startswith("sop")}
+    losses = {
+        name: loss * weights[name].to(loss.dtype) if name in weights else loss
+        for name, loss in state.losses.items()
+    }
+    return state.changed(losses=losses)
+
+
+def with_weights(spec: ModelSpec) -> ModelSpec:
+    """The model whose losses are means over the tokens and samples of whole steps."""
+
+    def started(batch: Any) -> LayerState:
+        return spec.begin(batch).changed(batch=batch)
+
+    def layers(tp: TensorParallel) -> list[LayerSpec]:
+        *others, last = spec.layers(tp)
+        return [*others, replace(last, forward=partial(_weighed, last.forward))]
+
+    return replace(spec, begin=started, layers=layers)
+
+
+class StepsOfBins(Callback):
+    """Sets the learning rate of every step by the samples in its bins, and counts their tokens."""
+
+    def __init__(self, packing: SamplePacking, context: Any) -> None:
+        self.packing, self._context, self._samples = packing, context, 0
+        self._bind(context.data, context.plan)
+
+    def _bind(self, data: Any, plan: Any) -> None:
+        self._data, dataset = data, data.datasets.train
+        self._skipped: tuple[range, ...] = ()
+        while dataset is not None and not isinstance(dataset, PackedSamples):
+            if isinstance(dataset, SkippedSamples):
+                self._skipped = dataset.skipped
+            dataset = dataset.dataset
+        self._bins = dataset
+        if isinstance(plan.lengths, PackedLengths) and dataset is not None:
+            plan.lengths.consumed = lambda items: self._before(items)[1]
+
+    def _before(self, items: int) -> tuple[int, int]:
+        """Samples and tokens of the first items of the run."""
+        assert self._bins is not None
+        reached = position(self._skipped, items)
+        samples, tokens = self._bins.before(reached)
+        for each in self._skipped:
+            if each.start < reached:
+                begin, end = self._bins.before(each.start), self._bins.before(each.stop)
+                samples, tokens = samples - end[0] + begin[0], tokens - end[1] + begin[1]
+        return samples, tokens
+
+    def before_step(self, trainer: Trainer) -> None:
+        if trainer.data is not self._data:
+            self._bind(trainer.data, trainer.plan)
+        first, plan = trainer.consumed_samples, trainer.plan
+        bins = plan.batch_size.batch_size(first)
+        before, after = self._before(first), self._before(first + bins)
+        samples, tokens = (end - start for start, end in zip(before, after, strict=True))
+        plan.rate_factor = self.packing.rate_factor(samples, bins)
+        self._samples = samples
+        if self.packing.verbose:
+            logger.info(
+                "step %d: %d bins of %d samples and %d tokens, learning rate times %.4g",
+                trainer.iteration + 1, bins, samples, tokens, plan.rate_factor,
+            )  # fmt: skip
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        self._context.report.record("samples_in_bins", float(self._samples))

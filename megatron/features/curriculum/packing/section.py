@@ -1,4 +1,4 @@
-"""Batches of samples with about as many tokens: ``data_sampling.dynamic_batching``.
+"""Batches of samples with about the same number of tokens: ``data_sampling.dynamic_batching``.
 
 The meaning of each key, the batches and the factors of the learning rate are from DeepSpeed 0.19's
 ``variable_batch_size_and_lr``, which its engine does not call: an item of ``--global-batch-size``
@@ -48,8 +48,8 @@ class SamplePacking:
     equal: bool = False
 
     def rate_factor(self, samples: int, bins: int) -> float:
-        """Factor of the learning rate of a step with so many samples in its bins: Goyal et al. 2017
-        (arXiv:1706.02677), or Krizhevsky 2014 (arXiv:1404.5997) with ``sqrt``."""
+        """Return the learning-rate factor of a step with ``samples`` samples in its bins: Goyal et
+        al. 2017 (arXiv:1706.02677), or Krizhevsky 2014 (arXiv:1404.5997) with ``sqrt``."""
         if self.scaling == "none":
             return 1.0
         return samples / bins if self.scaling == "linear" else math.sqrt(samples / bins)
@@ -93,8 +93,8 @@ def packing_of(config: CurriculumConfig, equal: bool = False) -> SamplePacking |
 
 
 class Bins(NamedTuple):
-    """Samples in bins: the numbers of all, bin after bin, int64[n]; the end of each bin in them,
-    int64[bins]; and how many samples are in none."""
+    """Samples in bins: all sample numbers, bin by bin, int64[n]; the end of each bin in them,
+    int64[bins]; and the number of samples in no bin."""
 
     numbers: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
@@ -113,7 +113,7 @@ def picked(lengths: _Lengths, packing: SamplePacking) -> npt.NDArray[np.int64]:
 
 def packed(lengths: _Lengths, packing: SamplePacking, bins_of_step: int) -> Bins:
     """The bins of one pass over samples with these lengths, a multiple of ``bins_of_step``. Raises
-    ValueError if there are not as many."""
+    ValueError if there are fewer."""
     order = picked(lengths, packing)
     order = order[lengths[order] <= packing.max_tokens]
     together = bins_of_step if packing.equal else 1

@@ -121,7 +121,7 @@ def read_scale(given: HFConfigReader) -> float | None:
 
 
 def read_groups(given: HFConfigReader, top: int) -> dict[str, Any]:
-    """Groups of experts, of which some are chosen; None for one group."""
+    """Groups of experts, only some of which are chosen; None for one group."""
     groups, kept = given.optional_whole("n_group"), given.optional_whole("topk_group")
     if groups in (None, 1):
         groups = kept = None

@@ -58,7 +58,7 @@ _NUMBER = ("num_experts", "num_local_experts")
 
 
 def _write_alike(model: ModelConfig, number: str) -> dict[str, Any]:
-    """The keys of a model whose blocks all have experts, of the width ``intermediate_size``."""
+    """The keys of a model with experts, of width ``intermediate_size``, in all blocks."""
     inner = model.part(ExpertsConfig).moe_ffn_hidden_size
     return {"intermediate_size": inner, **write_experts(model, number)}
 

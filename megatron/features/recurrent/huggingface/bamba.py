@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.patterns import pattern_text
-from megatron.features.recurrent.mamba_flags import MambaConfig, shortest_limits
+from megatron.features.recurrent.flags import MambaConfig, shortest_limits
 from megatron.features.recurrent.pattern import ATTENTION, DELTA, MAMBA, PatternConfig
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.config_reader import BIASES, HFConfigReader
@@ -73,7 +73,7 @@ def mamba_entries(theirs: str) -> tuple[Entry, ...]:
 
 
 def attention_entries(theirs: str, biased: Condition) -> tuple[Entry, ...]:
-    """The entries of attention in the blocks that have it."""
+    """Return the entries of attention in the blocks with attention."""
     names = [f"{theirs}.{name}_proj" for name in "qkv"]
     return at(
         with_mixer(ATTENTION),
@@ -93,7 +93,7 @@ MAMBA_LAYERS = (
 
 
 def read_limit(given: HFConfigReader, key: str) -> tuple[float, float]:
-    """The bounds of steps, two numbers of which the second can be infinite. Raises
+    """Return the bounds of steps: two numbers, the second of which can be infinite. Raises
     CheckpointError."""
     value = given.content.get(key)
     given.unused(key)

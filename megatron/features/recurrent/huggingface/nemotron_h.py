@@ -28,13 +28,13 @@ from megatron.features.experts.huggingface.parts import (
     router,
     write_experts,
 )
+from megatron.features.recurrent.flags import MambaConfig, shortest_limits
 from megatron.features.recurrent.huggingface.bamba import (
     MAMBA_LAYERS,
     at,
     attention_entries,
     mamba_entries,
 )
-from megatron.features.recurrent.mamba_flags import MambaConfig, shortest_limits
 from megatron.features.recurrent.pattern import PatternConfig
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import Architecture

@@ -31,7 +31,7 @@ from megatron.features.experts.huggingface.parts import (
     shared_experts,
     write_experts,
 )
-from megatron.features.recurrent.delta_flags import DeltaConfig
+from megatron.features.recurrent.flags import DeltaConfig
 from megatron.features.recurrent.huggingface.bamba import (
     CHANNELS,
     at,

@@ -32,7 +32,7 @@ from megatron.features.resilience.node_memory.folders import (
 from megatron.features.resilience.node_memory.loading import checkpoints_in, fetch
 from megatron.training.checkpoints import CheckpointManager
 from megatron.training.report import say
-from megatron.training.resume_source import ResumeSource
+from megatron.training.resume import ResumeSource
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.phases import phase
 
@@ -52,17 +52,17 @@ class NodeWriter(CheckpointWriter):
         folders: NodeFolders,
         factor: int,
     ) -> None:
+        retention: dict[str, Any] = {"keep_last": 1, "keep_every": None}
         options = replace(
             engine.config.checkpoint,
             save=str(folders.folder),
             async_save=True,
             save_universal=False,
-            keep_last=1,
-            keep_every=None,
+            **retention,
         )
         super().__init__(engine, content, save_tokenizer, data, options, main=folders.leads)
         self.folders, self.factor = folders, factor
-        # Of the background thread; those of training and of the start are others.
+        # The background thread's; training and startup have others.
         self._in_thread = replace(folders, group=self._group)
 
     def check(self, job: SaveJob) -> None:
@@ -139,8 +139,8 @@ class NodeCheckpoints(Callback):
 
     def newest(self, origin: ResumeSource | None) -> ResumeSource | None:
         """Return the newest checkpoint that is whole over the nodes, if it is newer than
-        ``origin``. Later ones in memory are deleted, and all if the run does not continue that of
-        ``--save``."""
+        ``origin``. Later checkpoints in memory are deleted, and all of them if the run does not
+        continue ``--save``."""
         options = self.engine.config.checkpoint
         begins = -1
         if continues(options):
@@ -199,7 +199,7 @@ class NodeCheckpoints(Callback):
         for result in [] if self._writer is None else self._writer.close():
             self._show(result)
         newest = None if self._writer is None else self._checkpoints.newest
-        # A run that only evaluates leaves what it has found.
+        # A run that only evaluates leaves existing checkpoints untouched.
         on_disk = 0 if newest is None else step_of(newest.name) or 0
         if error_type is None and on_disk >= self._last:
             self.folders.remove()

@@ -57,7 +57,7 @@ class NodeFolders:
         return next(node for node, ranks in enumerate(self.nodes) if rank in ranks)
 
     def copies_of(self, node: int, factor: int) -> list[int]:
-        """The nodes that keep copies of what a node saves, if so many nodes are to have it."""
+        """The nodes that keep copies of a node's files, given the number of nodes with them."""
         count = len(self.nodes)
         return [(node + further) % count for further in range(1, min(factor, count))]
 
@@ -266,7 +266,7 @@ def exchange(
 
 
 def rounds(transfers: Iterable[FileTransfer]) -> Iterator[list[FileTransfer]]:
-    """Yield transfers that can run at once: a rank sends one file at most and receives one at
+    """Yield transfers that can run concurrently: a rank sends one file at most and receives one at
     most."""
     waiting = list(transfers)
     while waiting:

@@ -1,5 +1,5 @@
-"""Checkpoints in memory that are whole over the remaining nodes, and the files that each node needs
-of others."""
+"""Checkpoints in memory that the remaining nodes have complete, and the files that each node needs
+from others."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _TENSORS = ".safetensors"
 
 
 class ComparedCheckpoint(FoundCheckpoint):
-    """A checkpoint of which a node has what its ranks read, already compared with the checksums."""
+    """A checkpoint whose files for a node's ranks are on the node, with verified checksums."""
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Compares what it is based on."""
@@ -65,7 +65,7 @@ class NodeCheckpoint:
     """A checkpoint in the memory of the nodes.
 
     Attributes:
-        files: those with tensors, by name.
+        files: files with tensors, by name.
         held: names and facts of the files that nodes have, by the first rank of the node.
     """
 
@@ -90,7 +90,7 @@ class _Held(NamedTuple):
 
 
 def checkpoints_in(folders: NodeFolders) -> list[NodeCheckpoint]:
-    """The checkpoints of which the nodes have something, newest first; every rank must call it."""
+    """Return the checkpoints of which any node has files, newest first; every rank must call it."""
     checkpoints: dict[tuple[int, str], NodeCheckpoint] = {}
     for rank, several in enumerate(folders.gather(_held(folders) if folders.leads else [])):
         for one in several:

@@ -1,7 +1,7 @@
-"""Decides when the trainers of a run start, why they failed, and how many start again.
+"""Decides when the trainers of a run start, why they failed, and how many restart.
 
-It runs in the guardian of rank 0 and never waits. Its time is that of the guardian's loop: while a
-whole job is suspended it does not pass.
+It runs in the guardian of rank 0 and never waits. Its clock is the guardian's loop: while a whole
+job is suspended it stands still.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Coordinator:
         return None
 
     def received(self, member: Member, message: Message) -> None:
-        """Handles a message of a guardian, unless it is of an earlier generation."""
+        """Handle a message of a guardian, unless it belongs to an earlier generation."""
         kind = message["kind"]
         if member in self._waiting:
             if kind == "stopping":
@@ -244,7 +244,7 @@ class Coordinator:
         self._send(member, {"kind": "finish", "status": USER_MISTAKE, "why": why})
 
     def _replace(self) -> None:
-        """Admits guardians that were started again, if those before them are gone by now."""
+        """Admit restarted guardians whose predecessors are gone."""
         for member in list(self._waiting):
             holder = self._holder(member.rank)
             if holder is None:
@@ -364,7 +364,7 @@ class Coordinator:
     # Starting and ending ------------------------------------------------------------------------
 
     def _usable(self) -> int | None:
-        """The most ranks that can train with those that are there; None if they are too few."""
+        """Return the largest number of ranks that can train with the available ones, or None."""
         there = min(sum(not member.barred for member in self.members), self._most)
         if self.rules.least is None:
             return self.size if there == self.size else None
@@ -457,8 +457,8 @@ def _consequence(status: int) -> int:
 
 
 def choose(members: Sequence[Member], size: int) -> list[Member]:
-    """Return the guardians that get a trainer, by rank: those of the fullest hosts first, so that
-    what tensor parallelism connects stays together."""
+    """Return the guardians that get a trainer, by rank: the fullest hosts come first, so that
+    tensor-parallel ranks stay together."""
     able = [member for member in members if not member.barred]
     on_host = Counter(member.host for member in able)
     preferred = sorted(able, key=lambda member: (-on_host[member.host], member.rank))

@@ -120,7 +120,7 @@ class Guardian:
         end = time.monotonic() + rules.patience
         while True:
             if store is not None and self._rank:
-                # It may still name that of an earlier start, where nothing listens.
+                # It may still name the address of an earlier start, where nothing listens.
                 entry = store.get(key).decode()
                 address, _, text = entry.rpartition(" ")
                 port = int(text)
@@ -300,7 +300,7 @@ class Guardian:
     # The trainer --------------------------------------------------------------------------------
 
     def _begin(self, start: Message) -> None:
-        """A generation, of which nothing is known yet."""
+        """Begin a generation, without knowledge of its state."""
         self._start, self._kill_at, self._killed, self._late = None, None, False, False
         self._generation, self._told = start["generation"], (0, 0)
         self._progress = TrainerProgress.shared()
@@ -317,7 +317,7 @@ class Guardian:
         if child:
             self._child = child
             with contextlib.suppress(OSError, AttributeError):
-                # Only to wake up at once when the trainer ends.
+                # Only to wake up immediately when the trainer ends.
                 handle = os.pidfd_open(child)
                 self._selector.register(handle, selectors.EVENT_READ, lambda: self._ended(handle))
             return None

@@ -60,7 +60,7 @@ class Refusal:
 def ask(
     names: Sequence[str], folder: str, python: str, seconds: int, options: Sequence[str] = ()
 ) -> list[Refusal]:
-    """Asks all nodes at once, and returns those that cannot take part, in their order. ``options``
+    """Check all nodes concurrently, and return those that cannot take part, in order. ``options``
     are further words for ssh. Raises FileNotFoundError without ssh."""
     if shutil.which("ssh") is None:
         raise FileNotFoundError(
@@ -102,7 +102,7 @@ def _on_all(
 
 
 def _question(folder: str, python: str) -> str:
-    """Sets a variable as pdsh's launcher does, in whatever the user's shell is."""
+    """Set a variable as pdsh's launcher does, for any shell of the user."""
     script = (
         f"cd {shlex.quote(folder)} || exit {_NO_FOLDER}; "
         f"command -v {shlex.quote(python)} || exit {_NO_PYTHON}; "

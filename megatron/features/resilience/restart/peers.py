@@ -105,7 +105,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def connect(address: str, port: int, seconds: float) -> Peer:
-    """A connection, tried again until it is there. Raises OSError after so many seconds."""
+    """Return a connection, retrying until it succeeds. Raises OSError after this many seconds."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -146,8 +146,8 @@ class TrainerProgress(ctypes.Structure):
     """Numbers in memory that a trainer shares with its guardian.
 
     Attributes:
-        iteration: the last step that is done.
-        saves: how many checkpoints this trainer has completed.
+        iteration: the last completed step.
+        saves: number of checkpoints that this trainer has completed.
         replica: processes of one replica of the model.
         micro_batch: samples that a replica computes at a time.
         global_batch: samples of a step.
@@ -175,9 +175,9 @@ class RunGeneration:
 
     Attributes:
         number: counts from 0.
-        progress: where this trainer says how far it is.
+        progress: progress reported by this trainer.
         started: when the guardian began, by ``time.monotonic``.
-        failure: why the trainers before it ended, in words; None for the first.
+        failure: reason why the previous trainers ended; None for the first.
         failed_at: when that was, by ``time.monotonic``.
         lost_iteration: the last step that they had done.
         batch: the global batch size of the first trainers; 0 where it is not known.

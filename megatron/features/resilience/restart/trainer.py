@@ -126,7 +126,7 @@ def is_elastic() -> bool:
 
 
 def given_nodes(words: Sequence[str]) -> str | None:
-    """The value of ``--nnodes`` in a command line, as torchrun reads it; None without one."""
+    """Return the value of ``--nnodes`` in a command line, as torchrun reads it, or None."""
     nodes = None
     for word, value in zip(words, [*words[1:], ""], strict=True):
         if word.endswith(".py"):  # what follows is the program's

@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bits, computed where the tensor is."""
+"""A checksum of a tensor's bits, computed on the tensor's device."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def bits_of(values: Tensor) -> Tensor:
 @torch.no_grad()
 def checksum(values: Tensor, start: int = 0) -> Tensor:
     """Return an int64 scalar on the tensor's device: the sum, modulo 2**64, of every element's bits
-    times an odd number that depends on its place. ``start`` is the place of the first element:
-    checksums of consecutive ranges add up to that of the whole, and zeros add nothing."""
+    times an odd number that depends on its place. ``start`` is the place of the first element: the
+    checksums of consecutive ranges add up to the checksum of the whole, and zeros add nothing."""
     bits = bits_of(values)
     if bits.dtype == torch.int64:  # the factor of a sign would always be the same, 2**63
         bits, start = bits.view(torch.int32), 2 * start

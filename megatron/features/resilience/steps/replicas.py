@@ -12,7 +12,6 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,7 @@ own main weights."""
 
 @dataclass(frozen=True)
 class Holder:
-    """A rank with a copy: the copy's checksum, and what the main weights say of it."""
+    """A rank with a copy: its checksum, and the verdict of the main weights."""
 
     rank: int
     host: str
@@ -59,13 +58,13 @@ class Holder:
 
 @dataclass(frozen=True)
 class ReplicaVerdict:
-    """Who has a wrong copy.
+    """Ranks with a wrong copy.
 
     Attributes:
         wrong: in the order of ranks.
         right: those that it differs from; no rank if a rank's main weights differ from the weights
             that it shares with all others.
-        sure: whether it is known that these are the wrong ones: of two copies it is not known.
+        sure: True if these are certainly the wrong ones: with two copies it is uncertain.
     """
 
     wrong: tuple[Holder, ...]
@@ -143,10 +142,7 @@ class Replicas:
         keys = [copied.key for copied in copies]
         assert len(set(keys)) == len(keys), "two tensors have one key"
         self._sharded = self._mesh.group(*SHARDED)
-        lists = [keys] * self._sharded.size
-        if self._sharded.size > 1:
-            dist.all_gather_object(lists, keys, group=self._sharded.handle)
-        count = Counter(key for of_rank in lists for key in of_rank)
+        count = Counter(key for of_rank in self._sharded.gathered(keys) for key in of_rank)
         places = {key: n for n, key in enumerate(sorted(k for k in count if count[k] > 1))}
         replicated = self._mesh.group("data", "context").size > 1
         self._copies = [
@@ -208,7 +204,7 @@ class Replicas:
             yield Copied(f"{key} {kind}", name, kind)
 
     def _others(self) -> Iterator[tuple[str, str, str, list[Tensor]]]:
-        """Key, name and kind of what belongs to no parameter, and its tensors."""
+        """Return key, name and kind of state that belongs to no parameter, and its tensors."""
         engine = self._engine
         stage = f"pipeline {self._mesh.pipeline.rank}"
         names = list(engine.trained.values()) if engine.stage == 0 else None
@@ -325,7 +321,7 @@ class Replicas:
             for n in bad
         }
         held: dict[tuple[str, str, str], list[Holder]] = {}
-        for found in self._gathered(own):
+        for found in self._mesh.world.gathered(own):
             for what, holder in found.items():
                 held.setdefault(what, []).append(holder)
         partitioned = self._engine.stage == 3
@@ -355,10 +351,10 @@ class Replicas:
         else:
             whole = None if copied is None or copied.param is None else self._whole(copied)
             right = verdict.right[0].rank
-            other = self._from(right, None if whole is None else whole.cpu())
+            other = self._mesh.world.shared(None if whole is None else whole.cpu(), right)
             if rank == wrong and whole is not None and copied is not None:
                 place = _compared(whole.cpu(), other, copied.param, 0)
-        place = self._from(wrong, place)
+        place = self._mesh.world.shared(place, wrong)
         if place is None:
             return verdict.words("")
         words, first = place
@@ -367,7 +363,7 @@ class Replicas:
             has = part is not None and part.slice.start <= first < part.slice.start + part.count
         else:
             has = True
-        having = [n for n, owns in enumerate(self._gathered(has)) if owns]
+        having = [n for n, owns in enumerate(self._mesh.world.gathered(has)) if owns]
         return verdict.among(having).words(words)
 
     def _whole(self, copied: Copied) -> Tensor:
@@ -389,25 +385,11 @@ class Replicas:
             whole = bits.to(bits_of(whole).dtype).view(dtype)
         return whole
 
-    def _gathered(self, mine: Any) -> list[Any]:
-        """Gather the values of every rank, in order."""
-        parts = [mine] * self._mesh.world.size
-        if self._mesh.world.size > 1:
-            dist.all_gather_object(parts, mine)
-        return parts
-
-    def _from(self, rank: int, mine: Any) -> Any:
-        """Return the values of one rank, on every rank."""
-        box = [mine]
-        if self._mesh.world.size > 1:
-            dist.broadcast_object_list(box, src=rank, device=self._device)
-        return box[0]
-
 
 def _compared(
     mine: Tensor, other: Tensor, param: nn.Parameter | None, start: int
 ) -> tuple[str, int]:
-    """Return how many elements differ, in words, and the place of the first."""
+    """Return text with the number of differing elements and the place of the first."""
     differ = (bits_of(mine) != bits_of(other.to(mine.device))).nonzero().view(-1)
     first = int(differ[0]) if len(differ) else 0
     place: tuple[int, ...] = (start + first,)
@@ -445,7 +427,7 @@ class ReplicaCheck(Callback):
         self._equal_after = None
 
     def check(self, iteration: int) -> None:
-        """Raises FaultError, on every rank, if copies differ after so many steps; once for each."""
+        """Raises FaultError, on every rank, if copies differ after this many steps; once each."""
         if self._interval == 0 or self._equal_after == iteration:
             return
         if self._replicas is None:

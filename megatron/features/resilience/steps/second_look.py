@@ -17,7 +17,6 @@ from statistics import median, median_low
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data.loader import TrainingData, mapped
@@ -38,8 +37,8 @@ TOLERANCE = 1e-3
 """Relative difference of two computations of one number: GPUs add up in orders that differ."""
 
 FAR, NEAR, TIMES = 0.5, 0.15, 6.0
-"""Distance of the logarithm of a micro batch's loss from the usual that stands out: more than
-:data:`NEAR` and :data:`TIMES` that of most of its step, or :data:`FAR`."""
+"""Distance of a micro batch's log loss from the usual value that stands out: more than :data:`NEAR`
+and :data:`TIMES` the distance of most of its step, or more than :data:`FAR`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Computed:
         return f"rank {self.rank} ({self.host})"
 
     def equals(self, other: Computed) -> bool:
-        """True if the numbers are the same, but for the order of sums."""
+        """True if the numbers are equal up to the order of summation."""
         mine, its = (*self.losses, self.squares), (*other.losses, other.squares)
         return len(mine) == len(its) and all(map(_close, mine, its))
 
@@ -82,7 +81,7 @@ def _close(a: float, b: float) -> bool:
 def _off(loss: float, usual: float) -> float:
     if not math.isfinite(loss) or loss <= 0 or usual <= 0:
         return 0.0 if loss == usual else math.inf
-    # Where a model knows its data by heart, noise of this size means nothing.
+    # If a model has memorised its data, noise of this size is meaningless.
     return abs(math.log((loss + 0.01) / (usual + 0.01)))
 
 
@@ -198,7 +197,7 @@ class SecondLook(Callback):
             return "the gradients are not finite"
         if self._rule is None:
             return None
-        # Without a norm of its own the step has the one that is expected.
+        # A step without a norm is given the expected one.
         spike = self._rule.check(loss, math.nan if norm is None else norm, self._seq_length)
         return None if spike is None else str(spike)
 
@@ -242,8 +241,8 @@ class SecondLook(Callback):
         """Says what the reason is. Raises FaultError if it is a rank."""
         what = f"iteration {self._iteration} is computed again before its update, since {why}"
         self._report.say(f"WARNING: {what}")
-        first = self._of_all(own)
-        again = self._of_all(self._again(batches, seeds)[1])
+        first = self._engine.mesh.world.gathered(own)
+        again = self._engine.mesh.world.gathered(self._again(batches, seeds)[1])
         wrong = self._suspects(changed(first, again), first)
         if wrong:
             self._blame(wrong, f"{what}: the second result is another one", "once")
@@ -251,7 +250,7 @@ class SecondLook(Callback):
         data, where = self._engine.mesh.samples, ""
         if data.size > 1:
             theirs, their_seeds, of = self._next_ranks(batches, seeds)
-            exchanged = self._of_all(self._again(theirs, their_seeds, of)[1])
+            exchanged = self._engine.mesh.world.gathered(self._again(theirs, their_seeds, of)[1])
             usual = odd_batches(first, self._usual).usual
             wrong = self._suspects(wrong_ranks(first, exchanged, usual), first)
             if wrong:
@@ -295,19 +294,10 @@ class SecondLook(Callback):
         """The micro batches and seeds of the next data-parallel rank, and its number."""
         data, device = self._engine.mesh.samples, self._engine.device
         mine = [mapped(batch, Tensor, lambda values: values.cpu()) for batch in batches], seeds
-        of_ranks: list[Any] = [mine] * data.size
-        dist.all_gather_object(of_ranks, mine, group=data.handle)
         number = (data.rank + 1) % data.size
-        theirs, their_seeds = of_ranks[number]
+        theirs, their_seeds = data.gathered(mine)[number]
         moved = [mapped(batch, Tensor, lambda values: values.to(device)) for batch in theirs]
         return moved, their_seeds, number
-
-    def _of_all(self, mine: Computed) -> list[Computed]:
-        world = self._engine.mesh.world
-        gathered = [mine] * world.size
-        if world.size > 1:
-            dist.all_gather_object(gathered, mine)
-        return gathered
 
     def _words(self, odd: OddBatches) -> str:
         resilience = self._run.config.section(ResilienceConfig)

@@ -17,16 +17,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import KEPT, tag
 from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
 from megatron.data.build import DataFile
 from megatron.training import resume
 from megatron.training.checkpoints import CheckpointManager
-from megatron.training.resume import SKIPPED, ResumePoint
-from megatron.training.resume_source import ResumeSource
+from megatron.training.resume import SKIPPED, ResumePoint, ResumeSource
 from megatron.training.stopping import NonFiniteGuard, TrainingStopped
 from megatron.training.trainer import Callback, GoBack, Step, Trainer
 from megatron.util.files import write_whole
@@ -43,7 +40,7 @@ TAIL = 2.0
 """The largest distance times this is still no spike, which a skewed distribution needs."""
 
 RARE = 3.5
-"""The same up to a limit: one batch in 10,000 is of a kind that none was before."""
+"""Treated as equal within this limit: one batch in 10,000 is unlike any before."""
 
 FORGETS = 0.9999  # what remains of the largest distance after a step: half after 7,000
 
@@ -91,7 +88,7 @@ class _Range:
         return math.log(shifted) if math.isfinite(value) and shifted > 0 else None
 
     def find(self, value: float) -> tuple[float, float] | None:
-        """The range, if the value is out of it."""
+        """Return the range if the value is outside of it."""
         at = self._scaled(value)
         if at is None or len(self.level) < LEVEL or len(self.distances) < self._armed_after:
             return None
@@ -114,8 +111,8 @@ class _Range:
         """Range of the next logarithm: from no trend in the last steps to their trend."""
         level = self.level
         middle = median(level)
-        # Between the middles of the first and the last steps are as many as from the middle of all
-        # to the next.
+        # The middles of the first and the last steps are as far apart as the middle of all and the
+        # next step.
         trend = median((level[-1], level[-2], level[-3])) - median((level[0], level[1], level[2]))
         return min(middle, middle + trend), max(middle, middle + trend)
 
@@ -355,14 +352,11 @@ class Rollback(Callback):
     def __call__(self, trainer: Trainer, step: Step, spike: Spike) -> None:
         """Raises GoBack, or TrainingStopped after too many rollbacks; returns without a
         checkpoint."""
-        world = trainer.engine.mesh.world
+        newest = self._checkpoints.settled()
+        if newest is not None and not newest.is_dir():  # of an earlier run, and deleted
+            newest = None
         # Where a save ended badly on one rank alone, the others know of another one.
-        folder = [self._checkpoints.settled()]
-        if folder[0] is not None and not folder[0].is_dir():  # of an earlier run, and deleted
-            folder = [None]
-        if world.size > 1:
-            dist.broadcast_object_list(folder, src=0, group=world.handle)
-        (newest,) = folder
+        newest = trainer.engine.mesh.world.shared(newest)
         report = self._checkpoints.report
         if newest is None:
             report.say(
@@ -424,8 +418,8 @@ class Rollback(Callback):
         return checkpoint._replace(base=base)
 
     def _first_skipped(self, step: Step, consumed_samples: int) -> int:
-        """First sample to skip: that of the step, or if the steps around it were spikes before, of
-        one, three, seven steps earlier."""
+        """Return the first sample to skip: the step's first, or one, three, seven steps earlier if
+        the steps around it were spikes before."""
         again = 0
         for one, next_one in zip(self._spikes[-2::-1], self._spikes[:0:-1], strict=True):
             if abs(next_one - one) > LEVEL:

@@ -20,12 +20,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.features.resilience.flags import ResilienceConfig
-from megatron.features.resilience.watch.processes import frames_of_others, where_it_waits
+from megatron.features.resilience.watch.processes import (
+    frames_of_others,
+    monitor_thread,
+    where_it_waits,
+)
 from megatron.parallel.mesh import Mesh, memberships
 from megatron.training.report import Reporter
 from megatron.training.stopping import DelayedReads
 from megatron.training.trainer import Callback, Trainer
-from megatron.util.errors import monitor_thread
 from megatron.util.phases import activity
 
 BLOCKS = 5
@@ -72,12 +75,12 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A rank has become slow, or no longer is.
+    """A rank that has become slow, or no longer is.
 
     Attributes:
-        slow: whether it is.
-        own, others: seconds of its own for a step, and those of the median rank; with ``by_device``
-            of a product of matrices on its GPU.
+        slow: True if it is.
+        own, others: its own seconds for a step, and the median rank's; with ``by_device`` of a
+            product of matrices on its GPU.
         reason: what most of ``own`` is; empty if that is not known.
         before: in a stage of a single rank, ``others`` is what it needed itself, in proportion to
             the other stages.
@@ -115,12 +118,12 @@ class _Stage:
 
 
 class StragglerRule:
-    """Finds ranks that are slower than others of their pipeline stage, and for long.
+    """Finds ranks that are persistently slower than others of their pipeline stage.
 
     Args:
         stages: the ranks of each pipeline stage; only those of one do the same work. One that is
             alone is compared with what it needed at first, relative to the other stages.
-        factor: how many times as long as the median of the others is slow; 0 names no rank.
+        factor: multiple of the others' median time that is slow; 0 names no rank.
         window: number of steps over which a rank must be; also :data:`SECONDS` at least.
     """
 
@@ -306,7 +309,7 @@ _PRODUCTS = 4  # together 69 GFLOP: a tenth of a millisecond on an H100, half of
 
 
 class DeviceProbe:
-    """Queues products of matrices, and reads later how long they took; on a CPU it does nothing."""
+    """Queues matrix products, and reads their times later; does nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -443,8 +446,7 @@ class Stragglers(Callback):
 
     def _tell(self, trainer: Trainer, changes: list[Change]) -> None:
         """Every rank has found the same changes."""
-        names: list[Any] = [None] * self._mesh.world.size
-        dist.all_gather_object(names, f"{socket.gethostname()}, process {os.getpid()}")
+        names = self._mesh.world.gathered(f"{socket.gethostname()}, process {os.getpid()}")
         for change in changes:
             kind = "WARNING: " if change.slow else ""
             rank = f"rank {change.rank} ({names[change.rank]})"

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.features.agreement import agreement
 from megatron.features.resilience.watch.processes import (
     GONE,
     Door,
@@ -34,7 +35,6 @@ from megatron.features.resilience.watch.processes import (
 )
 from megatron.features.resilience.watch.reports import Report, Silent
 from megatron.features.resilience.watch.verdict import LOST, HangQuestion, HangVerdict, judge
-from megatron.parallel import agreement
 from megatron.util.json_text import parse_json
 from megatron.util.phases import activity
 
@@ -301,7 +301,7 @@ class RankExchange:
             time.sleep(_PAUSE)
 
     def _look_around(self) -> None:
-        """Asks, if a process of this machine that belongs to the run has ended."""
+        """Ask other ranks if a process of the run on this machine has ended."""
         if not self._neighbours:
             self._neighbours = {
                 one.rank: one.pid
@@ -363,7 +363,7 @@ class StoreWatch:
         self.machine_gone = is_gone(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
     def judge_without(self, own: Report, question: HangQuestion) -> HangVerdict:
-        """Judge by this rank's report alone, and by what is known of the process with the store."""
+        """Judge by this rank's report alone and the state of the process with the store."""
         exchange = self._exchange
         alone = judge({own.rank: own}, [], question)
         if alone.ranks and not own.lost and not own.device:

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 
+from megatron.util.errors import one_line
 from megatron.util.phases import activity, background_groups
 
 _WORDS = {
@@ -139,7 +140,7 @@ _DEVICE_SECONDS = 1.0
 _WRAPPERS = ("wrapper", "log_wrapper")
 _IMPORT = "<frozen importlib"
 _INNERMOST = 4
-"""Frames between a call of those packages and the thread's innermost one, such as an operator's."""
+"""Maximum frames between a call of those packages and the innermost one, such as an operator's."""
 _PASSES_ON = (
     "/threading.py",
     "/queue.py",
@@ -227,7 +228,7 @@ def failed_to_meet(error: BaseException | None) -> bool:
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that called it."""
+    """Yield a frame and its callers."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -254,7 +255,7 @@ def _meets(frame: FrameType) -> FrameType | None:
             return None
         if _is_of_packages(inner.f_code.co_filename):
             return None if _is_imported(inner) else inner
-    # The handle of a transfer is torch's, without a frame of its own.
+    # The handle of a transfer is torch's, without a Python frame.
     return frame if _calls_wait(_Identity(frame.f_code), frame.f_lineno) else None
 
 
@@ -281,7 +282,7 @@ class _Identity:
 
 @lru_cache(4096)
 def _calls_wait(key: _Identity, line: int) -> bool:
-    """True if a line calls a method ``wait`` that has no frame of its own."""
+    """True if a line calls a method ``wait`` without a Python frame."""
     lines, here = dict(dis.findlinestarts(key.code)), None
     for instruction in dis.get_instructions(key.code):
         here = lines.get(instruction.offset, here)
@@ -352,12 +353,12 @@ def is_gone(host: str, port: int, seconds: float = SECONDS) -> bool:
 
 
 class SilentMachines:
-    """Finds machines that are gone. It costs nothing while they say something new."""
+    """Finds lost machines. It costs nothing while they send new messages."""
 
     def __init__(self, gone: Callable[[str, int], bool] = is_gone) -> None:
         self._gone = gone
         self._heard: dict[str, tuple[Hashable, int]] = {}
-        """Last message of each, and for how many looks."""
+        """Last message of each, and the number of looks without change."""
 
     def look(self, said: Mapping[str, tuple[Hashable, tuple[str, int]]]) -> str:
         """Return a machine that is gone, or an empty text. ``said``: the words of each machine, and
@@ -371,3 +372,18 @@ class SilentMachines:
                 looks = 0
             self._heard[name] = (words, looks)
         return ""
+
+
+def monitor_thread(work: Callable[[], None], name: str, lost: str) -> threading.Thread:
+    """Return a daemon thread that runs ``work`` and outlives no mistake in silence: an error is one
+    line of stderr with what is lost by it, such as "hangs are no longer found"."""
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            reason = one_line(f"{type(error).__name__}: {error}")
+            line = f"WARNING: the {name} thread of process {os.getpid()} ended by {reason}; {lost}"
+            print(line, file=sys.stderr, flush=True)
+
+    return threading.Thread(target=run, name=name, daemon=True)

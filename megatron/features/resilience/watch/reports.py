@@ -280,7 +280,7 @@ def record_collectives(save: str | None) -> None:
     wanted = {"TORCH_FR_BUFFER_SIZE": _RECORDED, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     if save is not None:
         wanted["TORCH_FR_DUMP_TEMP_FILE"] = str(_record_of(save, ""))
-        with contextlib.suppress(OSError):  # whoever saves first says what is wrong with it
+        with contextlib.suppress(OSError):  # the first rank to save reports what is wrong with it
             _record_of(save, "").parent.mkdir(parents=True, exist_ok=True)
     for name, value in wanted.items():
         if not any(known in os.environ for known in (name, *_OLDER_NAMES.get(name, ()))):

@@ -16,7 +16,7 @@ LIMIT, SIGNAL, LOST = "limit", "signal", "lost"
 
 _SHOWN = 4
 _SOON = 2  # ticks between questions at least
-_NO_LIMIT = 60  # ticks after which a rank without a limit is asked about again
+_NO_LIMIT = 60  # ticks before repeating a question about a rank without a limit
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class HangVerdict:
     """Result of a question.
 
     Attributes:
-        ranks: those that hold the run up; none if that is not known.
-        line: says so, for users.
-        ends: whether the run ends; if not, the ranks ask again after ``again`` ticks.
+        ranks: ranks that block the run; none if unknown.
+        line: message for users.
+        ends: True if the run ends; if not, the ranks ask again after ``again`` ticks.
         status: the exit status.
-        by_error: whether a rank has ended by an error of its own.
+        by_error: whether a rank has ended with its own error.
     """
 
     ranks: tuple[int, ...]
@@ -58,9 +58,9 @@ class HangVerdict:
 def judge(
     reports: Mapping[int, Report], silent: Sequence[Silent], question: HangQuestion
 ) -> HangVerdict:
-    """Judge who holds up a run of which some ranks report and the others are silent. In this order:
-    ranks that end by an error of their own; silent ones; those that work while others wait; those
-    behind the others; ranks that wait in different calls."""
+    """Judge which ranks block a run, given reports of some ranks and silence of others. In this
+    order: ranks that end with their own error; silent ranks; ranks that work while others wait;
+    ranks behind the others; ranks that wait in different calls."""
     failed = [r for r in reports.values() if r.error and not r.lost]
     if failed:
         line = _listed([f"{r.name} has ended: {r.error}" for r in failed])
@@ -91,7 +91,7 @@ def _left(report: Report, question: HangQuestion) -> int:
 
 
 def _lost(reports: Mapping[int, Report]) -> HangVerdict:
-    """Ranks that lost a connection to others, all of which answer."""
+    """Return ranks that lost a connection to others that all respond."""
     failed = [r for r in reports.values() if r.error]
     if not failed:  # what did not answer does so again
         return HangVerdict((), "", ends=False, again=_SOON)

@@ -30,6 +30,7 @@ from megatron.features.resilience.watch.processes import (
     collectives_begun,
     device_is_busy,
     failed_to_meet,
+    monitor_thread,
     where_it_waits,
 )
 from megatron.features.resilience.watch.reports import (
@@ -48,7 +49,7 @@ from megatron.features.resilience.watch.verdict import (
     HangVerdict,
     judge,
 )
-from megatron.util.errors import FaultError, monitor_thread, one_line
+from megatron.util.errors import FaultError, one_line
 from megatron.util.phases import PHASES, Activity, activity, background, phase
 
 START_SECONDS = 3600
@@ -93,7 +94,7 @@ def hang_limits(config: RunConfig) -> dict[str, int]:
 
 
 class Idleness:
-    """For how many ticks an activity has not advanced.
+    """Number of ticks since an activity advanced.
 
     Attributes:
         ticks: since it has.
@@ -133,8 +134,8 @@ class WatchState(Enum):
 
 class WatchEvent(Enum):
     ASK_LATER = auto()  # the ranks have answered, and nothing is wrong yet
-    RANK_ERROR = auto()  # a rank has ended by an error of its own
-    RUN_ENDS = auto()  # the ranks have found who holds the run up
+    RANK_ERROR = auto()  # a rank has ended with its own error
+    RUN_ENDS = auto()  # the ranks have found what blocks the run
     TIME_UP = auto()
     FAILURE = auto()  # the main thread raises an error
 
@@ -333,12 +334,12 @@ class Watchdog:
         self._state = WatchState.FAILED
 
     def _explain(self, verdict: HangVerdict) -> None:
-        """Tells the main thread, which ends by an error, what is the matter."""
+        """Report the problem to the main thread, which ends with an error."""
         self._state, self._verdict = WatchState.OVER, verdict
         self._explained.set()
 
     def _finish(self, verdict: HangVerdict) -> None:
-        """Says what is the matter, writes the report, and ends the process."""
+        """Print the problem, write the report, and end the process."""
         exchange, store = self._exchange, self._store
         if self._data_given_up(verdict):
             return
@@ -347,7 +348,7 @@ class Watchdog:
         note = f"{self._signal} cannot be obeyed: " if self._signal else ""
         line = f"{who}error: {note}{one_line(verdict.line)}; {_newest()}"
         body = ""
-        # One rank has the answers of all; without a store each has its own.
+        # One rank has the answers of all; without a store each only has its own.
         if answers or store is None or store.silent:
             silent = exchange.silent if exchange is not None else []
             body = described(answers or {self._rank: self._report()}, silent)
@@ -360,7 +361,7 @@ class Watchdog:
                     os.kill(helper, signal.SIGKILL)  # one that is stopped would stay
             if exchange is not None:
                 exchange.wait_until_heard()
-        finally:  # whatever a report fails by, the launcher must start the run again
+        finally:  # even if a report fails, the launcher must restart the run
             self._end(verdict.status)
             self._stopping, self._state = True, WatchState.OVER
 

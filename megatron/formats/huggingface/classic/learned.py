@@ -57,7 +57,7 @@ def _multi_query(model: ModelConfig) -> bool:
 
 
 def _in_two_orders() -> tuple[Entry, ...]:
-    """The fused projection of GPTBigCode: by head where each has its keys and values."""
+    """The fused projection of GPTBigCode: by head if each head has its own keys and values."""
     entries = linear("attention.qkv", "attn.c_attn")
     by_head = linear("attention.qkv", "attn.c_attn", form=GROUPED_QKV)
     return (

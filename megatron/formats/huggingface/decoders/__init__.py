@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron.formats.huggingface.architecture import Architecture
-from megatron.formats.huggingface.decoders.gemma import GEMMA, VAULTGEMMA
 from megatron.formats.huggingface.decoders.glm import COHERE, COHERE2, COHERE_COMPASS, GLM, GLM4
 from megatron.formats.huggingface.decoders.granite import (
     GRANITE,
@@ -15,6 +14,7 @@ from megatron.formats.huggingface.decoders.llamas import (
     BITNET,
     CWM,
     ERNIE4_5,
+    GEMMA,
     HELIUM,
     HUNYUAN_V1_DENSE,
     INTERNLM3,
@@ -23,6 +23,7 @@ from megatron.formats.huggingface.decoders.llamas import (
     MINISTRAL3,
     SEED_OSS,
     SMOLLM3,
+    VAULTGEMMA,
 )
 from megatron.formats.huggingface.decoders.olmo import EXAONE4, OLMO, OLMO2, OLMO3
 from megatron.formats.huggingface.decoders.ungated import APERTUS, ARCEE, JAIS2, NANOCHAT, NEMOTRON

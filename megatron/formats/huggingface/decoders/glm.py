@@ -163,7 +163,7 @@ def _read_compass(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
     if not set(kinds) <= set(nested) or not all(isinstance(v, dict | None) for v in forms.values()):
         each = " and ".join(sorted({*kinds}))
         given.refuse("rope_parameters", nested, f"expected an object or null for {each}")
-    # Sections are for positions in images, of which a text has none.
+    # Sections are for positions in images, which a text does not have.
     mrope = ("mrope_section", "mrope_interleaved")
     rotated = {
         kind: {key: value for key, value in form.items() if key not in mrope}

@@ -1,5 +1,7 @@
-"""Decoders that are Llama but for a few keys: IQuest-Coder, InternLM3, Ministral, CWM, Seed-OSS,
-HunYuan, ERNIE 4.5, Helium and SmolLM3."""
+"""Decoders that differ from Llama in a few keys only: IQuest-Coder, InternLM3, Ministral, CWM,
+Seed-OSS, HunYuan, ERNIE 4.5, Helium and SmolLM3; and Gemma 1 and VaultGemma, which are Gemma 2
+without norms after attention and MLP, the first also without windows and softcaps.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from megatron.formats.huggingface.decoders.relatives import (
     without_rope,
 )
 from megatron.formats.huggingface.entries import INTERLEAVED_QKV, norm
-from megatron.formats.huggingface.llama import DIVISIBLE, HEAD_DIM
+from megatron.formats.huggingface.llama import DIVISIBLE, GEMMA2, HEAD_DIM, read_gemma, write_gemma
 
 IQUEST_CODER = relative(
     "IQuest-Coder", "iquestcoder", "LlamaForCausalLM", biases=BIASES, requirements=(DIVISIBLE,)
@@ -102,7 +104,7 @@ HUNYUAN_FIXED = {"qk_layernorm": True, "qk_layernorm_after_rope": True}
 
 
 def read_alpha(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    """RoPE, of which dynamic scaling with ``alpha`` is another base: theta * alpha^(D / (D - 2))
+    """RoPE, where dynamic scaling with ``alpha`` means another base: theta * alpha^(D / (D - 2))
     for heads with D channels."""
     content, width = given.content, fields["kv_channels"]
     form = content.get("rope_parameters") or content.get("rope_scaling") or {}
@@ -156,7 +158,7 @@ ERNIE4_5 = relative(
     read=_read_ernie,
     rewards=False,
 )
-"""Llama of which neighbouring channels of a head are rotated together."""
+"""Llama with neighbouring channels of a head rotated together."""
 
 HELIUM = relative(
     "Helium",
@@ -209,7 +211,7 @@ SMOLLM3 = relative(
     read=_read_smollm3,
     write=_write_smollm3,
 )
-"""Llama that rotates no queries and keys in every fourth block."""
+"""Llama without RoPE in every fourth block."""
 
 
 def _read_ministral3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -296,3 +298,44 @@ BITNET = relative(
 )
 """Norms before the output projections. Files in two bits have a quantization_config, which is
 refused; the trainable ones are bfloat16."""
+
+
+_FIXED = {"apply_layernorm_1p": True, "scale_embeddings": True}
+
+
+def _read_gemma1(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    given.only("use_bidirectional_attention", (False, None), "attention must be causal")
+    given.only(
+        "hidden_activation", ("gelu_pytorch_tanh", None), "transformers reads hidden_act"
+    )  # fmt: skip
+    return {}
+
+
+GEMMA = relative(
+    "Gemma",
+    "gemma",
+    "GemmaForCausalLM",
+    # Files of the first releases say gelu for what transformers computes as gelu_pytorch_tanh.
+    fixed=_FIXED,
+    activations={
+        name: {"glu_activation": "geglu"} for name in ("gelu", "gelu_pytorch_tanh", "gelu_new")
+    }
+    | {"silu": {"glu_activation": "swiglu"}},
+    biases=("attention",),
+    read=_read_gemma1,
+)
+
+VAULTGEMMA = relative(
+    "VaultGemma",
+    "vaultgemma",
+    "VaultGemmaForCausalLM",
+    relative_entries(mlp_norm="pre_feedforward_layernorm"),
+    keys=GEMMA2.keys,
+    fixed=_FIXED,
+    features=GEMMA2.features,
+    requirements=GEMMA2.requirements,
+    rope=False,
+    read=lambda given, fields: {**read_gemma(given, fields, 2), **read_rope(given, fields)},
+    write=lambda model: write_gemma(model) | write_rope(model),
+    rewards=False,
+)

@@ -1,7 +1,6 @@
-"""Relatives of Llama: an architecture described by what it has otherwise.
-
-:func:`relative` reads and writes what they all have: sizes, RoPE of each kind, biases by
-``attention_bias`` and ``mlp_bias``, windows by ``layer_types``. A table then says the rest.
+"""Relatives of Llama: an architecture described by its differences. :func:`relative` reads and
+writes the common part: sizes, RoPE of each kind, biases by ``attention_bias`` and ``mlp_bias``,
+windows by ``layer_types``. A table then adds the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from megatron.formats.huggingface.llama import ACTIVATION, FIXED, HEAD_DIM, KEYS
 
 Fields = dict[str, Any]
 Kinds = Callable[[int], list[str]]
-"""The kind of each of so many blocks in a config.json without ``layer_types``."""
+"""Return the kind of each block for a config.json without ``layer_types``."""
 
 SIZES = KEYS | HEAD_DIM | ACTIVATION
 """Keys of most relatives."""
@@ -136,7 +135,7 @@ def all_but_every(n: int) -> Kinds:
 
 
 def without_rope(skipped: Iterable[bool]) -> Fields:
-    """``no_rope_freq`` for blocks of which some do not rotate queries and keys."""
+    """Return ``no_rope_freq`` for blocks some of which do not rotate queries and keys."""
     chosen = tuple(skipped)
     return {"no_rope_freq": shortest(chosen, every_last) if any(chosen) else None}
 
@@ -147,7 +146,7 @@ def rotating(model: ModelConfig) -> list[bool]:
 
 
 def rotates_in_windows(model: ModelConfig) -> bool:
-    """True if the blocks with a window are those that rotate queries and keys."""
+    """True if exactly the blocks with a window rotate queries and keys."""
     return rotating(model) == [window is not None for window in model.windows]
 
 

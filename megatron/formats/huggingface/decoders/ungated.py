@@ -102,7 +102,7 @@ APERTUS = relative(
 
 
 def _exchanged(rows: Tensor, model: ModelConfig) -> Tensor:
-    """Rows of heads of which the first and the second half are exchanged."""
+    """Rows of heads with the first and the second half exchanged."""
     return rows.unflatten(0, (-1, 2, model.attention.kv_channels // 2)).flip(1).flatten(0, 2)
 
 

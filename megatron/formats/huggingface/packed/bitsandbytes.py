@@ -26,7 +26,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 _STATE = ".weight.quant_state.bitsandbytes__"
 _LONGEST_STATE = 2**14
 _SHARE = 0.007874015718698502
-"""1 / 127 as bitsandbytes has it."""
+"""1 / 127 in bitsandbytes' precision."""
 
 
 def _int8_shape(parts: StoredParts) -> Shape:

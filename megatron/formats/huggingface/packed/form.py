@@ -17,8 +17,8 @@ Shape = tuple[int, ...]
 
 
 class StoredParts:
-    """The stored tensors of one weight by their role, of which those that are asked for are read.
-    A part that is missing raises ValueError."""
+    """The stored tensors of one weight by role, read on access. A missing part raises
+    ValueError."""
 
     def __init__(
         self, names: Mapping[str, str], shape: Callable[[str], Shape],

@@ -25,7 +25,7 @@ from megatron.formats.huggingface.packed.form import (
 )
 
 BITS = (2, 4, 8)
-"""Numbers of bits of which an int32 has a whole number of numbers."""
+"""Bit widths that divide an int32 evenly."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Places of eight neighbours in their int32."""
 

@@ -39,8 +39,8 @@ def _shape(parts: StoredParts) -> Shape:
 
 
 def unpacked(blocks_EOGB: Tensor, scales_EOG: Tensor) -> Tensor:
-    """The numbers [E, I, O] in bfloat16, which has all but those below 2^-133, from bytes
-    [E, O, G, 16] and [E, O, G]. Raises ValueError for tensors that are not such."""
+    """Return the numbers [E, I, O] in bfloat16, which is exact except below 2^-133, from bytes [E,
+    O, G, 16] and [E, O, G]. Raises ValueError for other tensors."""
     shape = tuple(blocks_EOGB.shape)
     fits = len(shape) == 4 and shape[3] == BLOCK // 2 and shape[:3] == tuple(scales_EOG.shape)
     if not fits or {blocks_EOGB.dtype, scales_EOG.dtype} != {torch.uint8}:
@@ -68,8 +68,7 @@ MXFP4 = PackedForm(
 
 
 def check_quantization(given: HFConfigReader) -> None:
-    """Accepts the ``quantization_config`` of such files. Raises CheckpointError for another
-    one."""
+    """Accept the ``quantization_config`` of such files. Raises CheckpointError for others."""
     method = given.table("quantization_config").get("quant_method", "mxfp4")
     if method != "mxfp4":
         given.refuse("quantization_config", method, "of quantised weights only mxfp4 is read")

@@ -37,8 +37,8 @@ def quantised(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 def linear_weights(form: Architecture, model: ModelConfig) -> set[str]:
     """The names, in files of an architecture, of the weights of linear layers of blocks, experts
-    included; not of routers and of the gate of shared experts, which servers compute in the dtype.
-    Raises ValueError if such weights are no tensors of linear modules there."""
+    included; not of routers or of the gate of shared experts, which servers compute unquantised.
+    Raises ValueError if such weights are not tensors of linear modules there."""
     layers = {target.layer for target in linear_targets(model)}
     names = set[str]()
     for parameter in form.parameters(model):
@@ -60,7 +60,7 @@ def linear_weights(form: Architecture, model: ModelConfig) -> set[str]:
 def quantise_folder(
     folder: Path, form: Architecture, model: ModelConfig, progress: Callable[[str], None]
 ) -> None:
-    """Replaces the linear weights in a folder of Hugging Face, one file at a time, and says so in
+    """Replaces the linear weights in a folder of Hugging Face, one file at a time, and record it in
     its config.json. Raises ValueError as :func:`linear_weights`; OSError if a file cannot be
     written."""
     chosen, kept = linear_weights(form, model), {"lm_head"}

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -69,10 +70,17 @@ def texts() -> list[str]:
     return [*found, "[]", "{}", " ", "\u2028", "x" * 9000, "last"]
 
 
-@pytest.fixture(params=[1 << 20, 300], ids=["one block", "many blocks"], autouse=True)
+@pytest.fixture(autouse=True)
 def block_bytes(request, monkeypatch):
-    monkeypatch.setattr("megatron.apps.corpus.preprocessing.readers.BLOCK_BYTES", request.param)
-    monkeypatch.setattr("megatron.features.raw_text.records._ARRAY_BYTES", request.param)
+    """Many blocks, but for tests of :data:`EACH_SIZE`."""
+    size = getattr(request, "param", 300)
+    monkeypatch.setattr("megatron.apps.corpus.preprocessing.readers.BLOCK_BYTES", size)
+    monkeypatch.setattr("megatron.features.raw_text.records._ARRAY_BYTES", size)
+
+
+EACH_SIZE = pytest.mark.parametrize(
+    "block_bytes", [1 << 20, 300], ids=["one block", "many blocks"], indirect=True
+)
 
 
 def run(paths: list[Path] | Path, prefix: Path, tokenizer: TokenizerConfig, **flags):
@@ -91,9 +99,14 @@ def decoded(prefix: Path, tokenizer: TokenizerConfig) -> list[str]:
 # Arrays
 
 
-@pytest.mark.parametrize("indent", [None, 1])
-@pytest.mark.parametrize("packing", PACKERS)
-@pytest.mark.parametrize("ascii_only", [True, False])
+@EACH_SIZE
+@pytest.mark.parametrize(
+    "indent, packing, ascii_only",
+    sampled(
+        product([None, 1], PACKERS, [True, False]),
+        lambda case: case in ((None, "", True), (1, "", False), (1, ".gz", True)),
+    ),
+)
 def test_array(tmp_path, tokenizer, texts, indent, packing, ascii_only):
     path = tmp_path / f"in.json{packing}"
     records = [{"n": [1.5, -3, None, {"a": i}], "text": text} for i, text in enumerate(texts)]
@@ -119,6 +132,7 @@ def test_array(tmp_path, tokenizer, texts, indent, packing, ascii_only):
         ("[" + '"' + "a" * 5000 + "]", "more than 4000 bytes long, or never ending"),
     ],
 )
+@EACH_SIZE
 def test_array_that_is_wrong(tmp_path, tokenizer, data, message):
     path = tmp_path / "in.json"
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
@@ -157,6 +171,7 @@ def test_array_of_alpaca(realdata, tmp_path, tokenizer):
 # Text
 
 
+@EACH_SIZE
 @pytest.mark.parametrize("packing", PACKERS)
 def test_text_file_is_a_document(tmp_path, tokenizer, texts, packing):
     folder = tmp_path / "in"
@@ -168,6 +183,7 @@ def test_text_file_is_a_document(tmp_path, tokenizer, texts, packing):
     assert decoded(tmp_path / "p_text_document", tokenizer) == texts
 
 
+@EACH_SIZE
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_documents_between_empty_lines(tmp_path, tokenizer, newline):
     documents = ["one line", "two\nlines", "  indented", "ż" * 500, "last"]
@@ -246,7 +262,8 @@ def paragraphs_of(path: Path, longest: int) -> list[tuple[int, bytes | BadLine]]
     return [record for block in read_blocks([file], (), longest) for record in block.records]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@EACH_SIZE
+@pytest.mark.parametrize("seed", sampled(range(60), lambda seed: seed < 30))
 def test_lines_and_paragraphs_against_splitting_at_once(tmp_path, seed):
     """Whole records whatever the pieces that are read; of a long one, the limit and no more."""
     chance = random.Random(seed)
@@ -312,8 +329,14 @@ def parquet():
     return write
 
 
-@pytest.mark.parametrize("rows_in_group", [1, 60, 100_000])
-@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
+@EACH_SIZE
+@pytest.mark.parametrize(
+    "kind, rows_in_group",
+    sampled(
+        product(["string", "large_string", "dictionary"], [1, 60, 100_000]),
+        lambda case: case in (("string", 60), ("large_string", 100_000), ("dictionary", 1)),
+    ),
+)
 def test_parquet(tmp_path, tokenizer, texts, parquet, rows_in_group, kind):
     import pyarrow
 
@@ -476,7 +499,7 @@ def piped(data: bytes, prefix: Path, tokenizer: TokenizerConfig, *flags: str):
 
 
 @pytest.mark.parametrize("packing", sampled(["", ".zst"], bool))
-def test_standard_input(tmp_path, tokenizer, texts, packing, block_bytes):
+def test_standard_input(tmp_path, tokenizer, texts, packing):
     data = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     done = piped(PACKERS[packing](data), tmp_path / "p", tokenizer)
     assert done.returncode == 0, done.stderr.decode()

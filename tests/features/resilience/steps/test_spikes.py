@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import KEPT, superseded, tag
+from megatron.checkpoint.folder import KEPT, tag
 from megatron.config import CheckpointConfig
 from megatron.data.sampler import continued_ranges
 from megatron.engine.saving import SaveResult
 from megatron.engine.train_engine import StepResult
+from megatron.features.older_checkpoints.retention import superseded
 from megatron.features.resilience.flags import ResilienceConfig
 from megatron.features.resilience.steps.spikes import (
     LEVEL,

@@ -1,0 +1,17 @@
+"""The processes of a run compare flags, code, data and checkpoints before it starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config.features import Feature
+
+
+class AgreementFeature(Feature):
+    def meeting(self) -> Any:
+        from megatron.features.agreement.agreement import RunMeeting
+
+        return RunMeeting()
+
+
+FEATURE = AgreementFeature()

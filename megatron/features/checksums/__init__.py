@@ -1,0 +1,1 @@
+"""Data files compared with checksums next to them."""

@@ -1,0 +1,1 @@
+"""Corpora by name."""

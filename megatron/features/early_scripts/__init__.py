@@ -1,0 +1,1 @@
+"""Scripts of 2019 and of OneFlow."""

@@ -1,0 +1,82 @@
+"""Flags of ranks that divide experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.config.features import FlagPart
+from megatron.config.flags import POSITIVE, ConfigResolver, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertAxisFlags(FlagPart):
+    """Ranks that divide experts."""
+
+    before: ClassVar[str] = "no_pipeline_parallel"
+
+    expert_model_parallel_size: int = option(
+        1, aliases=("--moe-expert-parallel-size",), bounds=POSITIVE, role="layout"
+    )
+    """Expert-parallel size: ranks that the experts of a layer are divided over, among the
+    data-parallel ranks; and among the tensor-parallel ranks too where experts are not cut."""
+    expert_tensor_parallel_size: int | None = option(
+        None,
+        bounds=POSITIVE,
+        derived="the tensor-parallel size; 1 with --moe-expert-parallel-size",
+        role="layout",
+    )
+    """Ranks that share the weight matrices of an expert: the tensor-parallel size, or 1 for whole
+    experts."""
+    enable_expert_tensor_parallelism: bool = option(False, role="layout")
+    """Same as --expert-tensor-parallel-size with the tensor-parallel size."""
+
+    def experts(self, replicas: int, resolver: ConfigResolver) -> dict[str, Any]:
+        """Division of experts, among ``replicas`` data-parallel ranks, by the fields of
+        :class:`~megatron.config.ParallelConfig`."""
+        tensor, how = resolver.values["tensor_model_parallel_size"], "expert and tensor sizes"
+        together, axis = _experts(self, tensor, replicas, resolver)
+        return {
+            "expert_tensor_parallel_size": None if together == tensor else together,
+            "expert_axis": resolver.put("expert_axis", axis, how),
+            "folded": resolver.put("folded", axis < self.expert_model_parallel_size, how),
+        }
+
+
+def _experts(
+    flags: ExpertAxisFlags, tensor: int, replicas: int, resolver: ConfigResolver
+) -> tuple[int, int]:
+    """Ranks that share an expert, and ranks along the mesh's expert axis."""
+    experts = flags.expert_model_parallel_size
+    name, together = "expert_tensor_parallel_size", flags.expert_tensor_parallel_size
+    shown, shown_experts = resolver.show(name), resolver.show("expert_model_parallel_size")
+    shown_tensor = resolver.show("tensor_model_parallel_size")
+    if flags.enable_expert_tensor_parallelism:
+        resolver.check(
+            together in (None, tensor),
+            f"{shown} contradicts --enable-expert-tensor-parallelism, which makes it {tensor}",
+        )
+        together = resolver.fill(name, together, tensor, "--enable-expert-tensor-parallelism")
+    elif resolver.origins["expert_model_parallel_size"] == "flag --moe-expert-parallel-size":
+        how = "--moe-expert-parallel-size without --enable-expert-tensor-parallelism"
+        together = resolver.fill(name, together, 1, how)
+    together = resolver.fill(name, together, tensor, "tensor-model-parallel-size")
+    resolver.check(
+        together in (1, tensor),
+        f"{shown} must be 1, for whole experts, or that of {shown_tensor}, for cut ones",
+    )
+    folded = together < tensor and experts > 1
+    resolver.check(
+        not folded or experts % tensor == 0,
+        f"{shown_experts} must be 1 or a multiple of {shown_tensor} where experts are whole "
+        f"(--expert-tensor-parallel-size 1); or cut them by --expert-tensor-parallel-size {tensor}",
+    )
+    axis = experts // tensor if folded else experts
+    resolver.check(
+        replicas % axis == 0,
+        f"{shown_experts}"
+        + (f" / {shown_tensor}" if folded else "")
+        + f" must divide the data-parallel size, {replicas}; choose another size, or start more "
+        "processes",
+    )
+    return together, axis

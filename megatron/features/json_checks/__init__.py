@@ -1,0 +1,1 @@
+"""DeepSpeed JSON files, checked by name."""

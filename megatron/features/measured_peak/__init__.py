@@ -1,0 +1,1 @@
+"""The peak rate of a processor."""

@@ -1,0 +1,1 @@
+"""Checkpoints before the newest: which are kept, and which a run falls back to."""

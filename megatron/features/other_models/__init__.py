@@ -1,0 +1,1 @@
+"""Runs that start from the weights of a model with other parts."""

@@ -1,0 +1,1 @@
+"""Groups of parameters that flags choose by name."""

@@ -1,0 +1,84 @@
+"""The head of a reward model.
+
+Shapes: B micro batch, S sequence (a rank's slice of it where the region is split), H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.config import ModelConfig
+from megatron.model.embedding import precise
+from megatron.model.layer_list import LayerSpec, LayerState
+from megatron.model.spec import ModelSpec
+from megatron.parallel.layers import WholeLinear
+from megatron.parallel.shard import initial
+from megatron.parallel.tensor_parallel import TensorParallel
+
+REWARD_HEAD = "score"
+"""Canonical name of the last layer."""
+
+
+class RewardHead(WholeLinear):
+    """Rates a text: a number, of its last token."""
+
+    def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
+        init = initial(model)
+        super().__init__(model.hidden_size, 1, bias=False, init=init, tp=tp)
+
+    def forward(self, state: LayerState) -> LayerState:  # type: ignore[override]
+        """Hidden states [B, S, H] to a number for every token, [B, S, 1]; where there are targets,
+        whose position is that of the last token, or or or to losses of pairs of texts."""
+        if state.targets is None:
+            return state.with_hidden(self.tp.whole_sequence(super().forward(state.hidden)))
+        last_B1 = state.targets.positions_BP
+        assert last_B1 is not None and last_B1.shape[1] == 1, "a reward is that of a last token"
+        x_BPH, targets = state.targets.taken(state.hidden, self.tp)
+        reward_BP = self.tp.whole_part(super().forward(x_BPH))[..., 0]
+        # One of the context's ranks has the last token.
+        reward_BP = reward_BP.masked_fill(targets.mask_BS == 0, 0.0)
+        reward_B = targets.gathered(reward_BP, self.tp.context)[:, 0]
+        margin_B = getattr(state.batch, "margin_R", None)
+        for name, loss in reward_losses(reward_B, margin_B).items():
+            state = state.with_loss(name, loss)
+        return state
+
+
+REWARD_LOSS = "reward loss"
+REWARD_LOSSES = {
+    REWARD_LOSS: 1.0, "rewards/chosen": 0.0, "rewards/rejected": 0.0, "rewards/margins": 0.0,
+    "rewards/accuracies": 0.0,
+}  # fmt: skip
+"""The loss of a reward model and what is reported next to it: means over pairs."""
+
+
+def reward_losses(reward_B: Tensor, margin_B: Tensor | None = None) -> dict[str, Tensor]:
+    """The numbers of :data:`REWARD_LOSSES`, float32 or float64, of texts in pairs, of which the
+    first is the better one: -log sigmoid of the difference (Ouyang et al. 2022, equation 1), less
+    the pair's margin, if any, in both of its places (Touvron et al. 2023, equation 2)."""
+    better, worse = precise(reward_B).view(-1, 2).unbind(1)
+    difference = better - worse
+    wanted = difference if margin_B is None else difference - margin_B[0::2]
+    right = (difference > 0).to(difference.dtype)
+    seen = [each.detach() for each in (better, worse, difference, right)]
+    numbers = (-F.logsigmoid(wanted), *seen)
+    return {name: each.mean() for name, each in zip(REWARD_LOSSES, numbers, strict=True)}
+
+
+def with_rewards(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
+    """The model with a last layer that gives a text its reward."""
+    return replace(
+        spec,
+        layers=partial(_rated_layers, spec, model),
+        losses=REWARD_LOSSES,
+        no_perplexity=frozenset(REWARD_LOSSES),
+        head_parts=("output_layer.", f"{REWARD_HEAD}."),
+    )
+
+
+def _rated_layers(spec: ModelSpec, model: ModelConfig, tp: TensorParallel) -> list[LayerSpec]:
+    return [*spec.layers(tp), LayerSpec(REWARD_HEAD, partial(RewardHead, model, tp))]

@@ -1,0 +1,1 @@
+"""Checkpoints continued with other RoPE scaling or longer sequences."""

@@ -1,0 +1,1 @@
+"""Settings that a run takes over from a checkpoint."""

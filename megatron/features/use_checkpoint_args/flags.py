@@ -1,0 +1,28 @@
+"""Flags of the settings that a run takes over from its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.config.features import FlagPart
+from megatron.config.flags import needs_value, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointArgsFlags(FlagPart):
+    """Settings that are not given again."""
+
+    before: ClassVar[Mapping[str, str]] = {"use_checkpoint_opt_param_scheduler": "finetune"}
+
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False,
+        flag="--use-checkpoint-opt_param-scheduler",
+        aliases=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
+        needs=needs_value("load"),
+    )
+    """Use the learning rate, the weight decay and their schedules of the loaded checkpoint's run
+    instead of those of the flags."""
+    use_checkpoint_args: bool = option(False)
+    """Use the model and tokenizer values of the checkpoint at --load where no flag is given."""

@@ -1,0 +1,48 @@
+"""Checkpoints that are derived from others and have no folder."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron.checkpoint.slices import Slice
+from megatron.checkpoint.source import Source
+
+
+class DerivedSource(Source):
+    """Weights that are computed from another checkpoint's weights."""
+
+    @classmethod
+    def locate(cls, path: Path, wanted: str | None) -> Path | None:
+        return None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensor(name).shape)
+
+    def kinds(self, name: str) -> Sequence[str]:
+        return ("weight",)
+
+
+class RenamedSource(DerivedSource):
+    """Weights of the checkpoint ``original`` under other names."""
+
+    original: Source
+
+    @abstractmethod
+    def original_name(self, name: str) -> str:
+        """Return the name of a parameter in the other checkpoint."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.original.shape(self.original_name(name))
+
+    def dtype(self, name: str, kind: str = "weight") -> str:
+        return self.original.dtype(self.original_name(name), kind)
+
+    def tensor(self, name: str, kind: str = "weight") -> Tensor:
+        return self.original.tensor(self.original_name(name), kind)
+
+    def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
+        return self.original.read(self.original_name(name), kind, wanted)
