@@ -12,8 +12,10 @@ REDUCTION, ZERO = "engine/update/reduction.py", "engine/update/zero_optimizer.py
 OPTIMIZER, STATE, SAVING = "engine/update/optimizer.py", "engine/state.py", "engine/saving.py"
 TRAIN, SLICES = "engine/train_engine.py", "checkpoint/slices.py"
 EXCHANGE, EXPERTS = "features/experts/exchange.py", "features/experts/linear.py"
-EXPERT_LOSS, BALANCE = "features/experts/losses.py", "features/experts/balance.py"
-RING, RING_ATTENTION = "features/context/exchange.py", "features/context/attention.py"
+EXPERT_LOSS = BALANCE = "features/experts/balance.py"
+RING, RING_ATTENTION, BLOCKS = (
+    f"features/context/{n}.py" for n in ("exchange", "attention", "blocks")
+)
 NORM, LATENT = "model/norm.py", "features/latent/attention.py"
 MASKED_HEADS = "features/masked/heads.py"
 

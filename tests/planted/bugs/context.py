@@ -3,9 +3,11 @@
 # ruff: noqa: E501  texts of the source
 
 from places import (
+    BLOCKS,
     CONTEXT_FILE,
     CROSS,
     CUT,
+    FORMULA,
     GROUP,
     HEAD,
     LOST,
@@ -38,12 +40,8 @@ BUGS = [
             "return torch.cat((*first, *second), dim)",
             "second halves are put together in the order of the ranks"),
     Planted("context-loss-of-rank", "context", LOST, CROSS,
-            "    (loss,) = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, "
-            "torch.is_grad_enabled())\n"
-            "    return loss if targets.whole is None else head.tp.context.sum(loss)",
-            "    (loss,) = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, "
-            "torch.is_grad_enabled())\n"
-            "    return loss",
+            "return numbers if targets.whole is None else tuple(map(head.tp.context.sum, numbers))",
+            "return numbers",
             "each rank has the loss of its own tokens"),
     Planted("context-divisor", "context", SCALE, CROSS,
             "counted = self.mask_T if targets.whole is None else targets.whole.mask_BS.to(self.work)",
@@ -102,4 +100,18 @@ BUGS = [
     Planted("recurrent-gathered-gradient", "context", MISSING, "features/recurrent/passing.py",
             "        dist.all_reduce(total, group=ctx.context.group.handle)\n", "",
             "states that pass between ranks have the gradient of one rank's use"),
+    Planted("ring-step-skipped", "context", MISSING, RING,
+            "for step in ranks[1:]\n", "for step in ranks[1:-1]\n",
+            "the last step of a ring is left out",
+            ("distributed/parallel/test_context.py::test_two_ranks_against_one_process[cp2-tp2-sp-p2p-answers]",)),
+    Planted("blocks-merged-by-maximum", "context", FORMULA, BLOCKS,
+            "both = torch.logaddexp(total, sums)", "both = torch.maximum(total, sums)",
+            "outputs of blocks are merged without the log-sum-exp",
+            ("distributed/parallel/test_context.py::test_two_ranks_against_one_process[cp2-tp2-sp-p2p-answers]",)),
+    Planted("window-ends-at-piece", "context", LOST, BLOCKS,
+            "                tiles += self._pair(rows, columns, row - rows[0], column - columns[0])\n",
+            "                if self.window is None or rows == columns:\n"
+            "                    tiles += self._pair(rows, columns, row - rows[0], column - columns[0])\n",
+            "a window sees no keys of the piece before",
+            ("distributed/parallel/test_context.py::test_four_ranks_against_one_process[mixed-window]",)),
 ]  # fmt: skip

@@ -9,7 +9,7 @@ LEGACY, DEEPSPEED, SHARDED, HF = (
     f"formats/{n}/" for n in ("legacy_megatron", "deepspeed_folders", "sharded", "huggingface")
 )
 NAMES, WRITER, FILES, EXPERTS = (
-    f"{LEGACY}{n}.py" for n in ("names", "writer", "rank_files", "expert_names")
+    f"{LEGACY}{n}.py" for n in ("names", "writer", "rank_files", "experts")
 )
 ENGINE, NAMING, UNIVERSAL = (f"{DEEPSPEED}{n}.py" for n in ("engine_files", "naming", "universal"))
 CHUNKS, CORE, TORCH = (f"{SHARDED}{n}.py" for n in ("files", "megatron_core", "writer"))

@@ -21,8 +21,8 @@ from places import (
 )  # fmt: skip
 from planted import Planted
 
-DISTILL, AHEAD = "features/distillation/divergence.py", "features/multi_token/layers.py"
-TARGETS = "features/multi_token/targets.py"
+DISTILL = "features/distillation/divergence.py"
+AHEAD = TARGETS = "features/multi_token/layers.py"
 REFERENCE = "features/preference/reference.py"
 LENGTHS = "distributed/evaluation/test_scores.py"
 HEADS = "core/parallel/test_cross_entropy.py"
@@ -68,7 +68,7 @@ BUGS = [
             "self.multiply(chunk, logits_CP, None if self.compiled else mask_C)", "self.multiply(chunk, logits_CP, None)",
             "tokens that do not count have gradients", (HEADS,)),
     Planted("counted-tokens-of-chunk", "losses", SCALE, CROSS,
-            "loss = total / self.counted\n", "loss = total / len(self.mask_T)\n",
+            "return (total / self.counted,)", "return (total / len(self.mask_T),)",
             "the loss is divided by all tokens", (HEADS,)),
     Planted("label-behind-vocabulary", "losses", OFFSET, CROSS,
             "labels_T = labels_T.masked_fill(labels_T >= self.columns.used, -1)", "labels_T = labels_T.masked_fill(labels_T > self.columns.used, -1)",

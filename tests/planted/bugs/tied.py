@@ -36,7 +36,7 @@ BUGS = [
             "        self._exec_reduce_grads()",
             "tied gradients are not reduced at all"),
     Planted("tied-head-bias-gradient", "tied", LOST, LAYERS,
-            "return found_BSH if self.bias is None else _WithZeroGradient.apply(found_BSH, "
+            "return found_BSH if self.bias is None else ZeroGradient.apply(found_BSH, "
             "self.bias)",
             "return found_BSH",
             "a stage that only looks tokens up has no gradient of the head's bias"),
