@@ -12,12 +12,14 @@ from _pytest.logging import catching_logs
 
 # importlib mode puts no folder on the path; what unit and distributed tests share is here.
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "examples_deepspeed/megatron/detxoify_lm"))
 
 from cost import Cost  # noqa: E402
 from forks import Forks  # noqa: E402
 from leaks import Leaks  # noqa: E402
 from ledger import Recorder  # noqa: E402
 from parts import parse_part, recorded, split  # noqa: E402
+from stem import SELDOM  # noqa: E402
 
 # torch's store asks for the names of its clients; a lost answer of a name server would take 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
@@ -77,14 +79,37 @@ def pytest_collection(session: pytest.Session) -> None:
     gc.disable()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Refuse a test that uses a fixture which does not exist: a long one would only fail when it
+    runs."""
+    if isinstance(item, pytest.Function):
+        known = {"request", *item._fixtureinfo.name2fixturedefs}
+        if unknown := {*item.fixturenames} - known:
+            raise pytest.UsageError(f"{item.nodeid}: no fixture {', '.join(sorted(unknown))}")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What tests leave behind is looked through without the modules and the tests themselves."""
     gc.enable()
     gc.freeze()
+    gc.set_threshold(*SELDOM)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make no tests of the cases that ``-m "not proof"`` leaves out: more than half of all."""
+    if metafunc.config.option.markexpr == "not proof":
+        calls = metafunc._calls
+        kept = [call for call in calls if all(mark.name != "proof" for mark in call.marks)]
+        calls[:] = kept or calls[:1]  # a function without a case would be a test without arguments
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of a part, the longest pieces first."""
+    if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
+        # It would parse all of this project's modules, to draw their constants.
+        providers.is_local_module_file = lambda path: False  # type: ignore[attr-defined]
     if not config.option.part:
         return
     number, parts = parse_part(config.option.part)

@@ -60,7 +60,7 @@ def without_others(rank: int, size: int) -> Iterator[None]:
     from deepspeed.runtime.zero import partitioned_param_coordinator
     from deepspeed.runtime.zero import utils as zero
 
-    from megatron.parallel import agreement
+    from megatron.features.agreement import agreement
 
     def gather(into: list[Any], own: Any, group: Any = None) -> None:
         into[:] = [own] * len(into)

@@ -13,8 +13,8 @@ from megatron.engine.environment import prepare_deepspeed
 
 prepare_deepspeed()
 
+from megatron.features.agreement.facts import versions  # noqa: E402
 from megatron.features.run_record.surroundings import installed_packages  # noqa: E402
-from megatron.run.fingerprint import versions  # noqa: E402
 from megatron.run.run import flag_parser  # noqa: E402
 
 MODULES = (
@@ -29,7 +29,6 @@ MODULES = (
     "megatron.apps.planning.extent",
     "megatron.apps.planning.fit",
     "megatron.apps.planning.memory",
-    "megatron.config.foreign_flags",
     "megatron.features.adapters.peft",
     "megatron.features.energy.callback",
     "megatron.features.experts.costs",
@@ -43,7 +42,7 @@ MODULES = (
     "megatron.features.resilience.watch.processes",
     "megatron.features.resilience.watch.watchdog",
     "megatron.features.run_record.callback",
-    "megatron.features.run_record.hosts",
+    "megatron.features.run_record.surroundings",
     "megatron.formats.deepspeed_folders.universal",
     "megatron.formats.gguf.source",
     "megatron.formats.huggingface.source",

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -47,6 +47,8 @@ MODULES = (
     "megatron.apps.parity.runs",
     "megatron.apps.parity.gradients",
 )
+SELDOM = (10_000, 20, 20)
+"""When the garbage collector looks: tests make objects by the thousand, and few circles."""
 PATIENCE = 10.0
 """Seconds within which a process that was killed has ended."""
 
@@ -100,9 +102,10 @@ class Stem:
 
     Args:
         root: the checkout whose modules it imports.
+        modules: what it imports before it forks.
     """
 
-    def __init__(self, root: Path = ROOT) -> None:
+    def __init__(self, root: Path = ROOT, modules: Sequence[str] = MODULES) -> None:
         self._root = root
         self._address = os.path.join(tempfile.mkdtemp(prefix="stem-"), "socket")
         environment = os.environ | SETTINGS
@@ -110,7 +113,7 @@ class Stem:
             environment.pop(name, None)
         # It ends when nothing has the other end of its input.
         self._process = subprocess.Popen(
-            [sys.executable, __file__, self._address],
+            [sys.executable, __file__, self._address, *modules],
             cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._process.stdout is not None
@@ -148,7 +151,7 @@ def shared() -> Stem:
     return Stem()
 
 
-def _serve(address: str) -> None:
+def _serve(address: str, modules: Sequence[str]) -> None:
     """Fork until the input ends."""
     sys.path[:0] = [str(Path.cwd()), str(TESTS)]
     running, statuses = dict[int, int](), dict[int, int]()
@@ -173,7 +176,7 @@ def _serve(address: str) -> None:
                     os.kill(pids[0], signal.SIGKILL)
                 pipe.send(statuses.get(asked))
             else:
-                imported = imported or _import()
+                imported = imported or _import(modules)
                 if (child := os.fork()) == 0:
                     listening.close()
                     _run(request, pipe)
@@ -184,12 +187,13 @@ def _serve(address: str) -> None:
             pipe.close()
 
 
-def _import() -> bool:
-    for name in MODULES:
+def _import(modules: Sequence[str]) -> bool:
+    for name in modules:
         import_module(name)
     import_module("torch").set_num_threads(1)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
     gc.freeze()  # what is imported is not looked through in the forks
+    gc.set_threshold(*SELDOM)
     return True
 
 
@@ -222,6 +226,6 @@ def _note_ends(running: dict[int, int], statuses: dict[int, int]) -> None:
 
 if __name__ == "__main__":
     try:
-        _serve(sys.argv[1])
+        _serve(sys.argv[1], sys.argv[2:])
     finally:
         shutil.rmtree(Path(sys.argv[1]).parent)

@@ -35,7 +35,7 @@ class WarmRuns:
         environment = os.environ | SETTINGS
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             environment.pop(name, None)
-        self._own = None if root == ROOT else Stem(root)
+        self._own = None if root == ROOT else Stem(root, ("preloaded",))
         self._process = (self._own or shared()).start(
             "warm_runs", "serve", program, *modules, environment=environment
         )

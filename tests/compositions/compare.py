@@ -19,6 +19,7 @@ from training_jobs import gradients, train
 
 from compositions.draw import Composition
 from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.layouts import flags_for
 from megatron.apps.parity.runs import Drift, RunRecord
 from megatron.families import spec_of
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -53,7 +54,7 @@ def _difference(pool: Pool, composition: Composition, folder: Path) -> str | Non
         pool.run(1, trained, [*base, "--save", alone, "--exit-interval", "1"], timeout=300)
         model += ["--pretrained-checkpoint", alone]
     size, precision = composition.parsed.processes, composition.precision_flags()
-    flags = [*model, *precision, *composition.parsed.flags()]
+    flags = [*model, *precision, *flags_for(composition.parsed)]
     # Gradients do not depend on the optimizer, and the reference has few.
     chosen = dict(composition.options).get("optimizer", "")
     wrong = _gradients_differ(pool, composition, " ".join(model).replace(chosen, "").split())
@@ -110,7 +111,7 @@ def _disturbed(seed: int) -> Iterator[None]:
 def _gradients_differ(pool: Pool, composition: Composition, flags: list[str]) -> str | None:
     size = composition.parsed.processes
     expected = reference_gradients(flags)
-    records = pool.run(size, gradients, [*flags, *composition.parsed.flags()], timeout=300)
+    records = pool.run(size, gradients, [*flags, *flags_for(composition.parsed)], timeout=300)
     config = parse_run(None, flags).config
     layers = spec_of(config.model, config.parallel).layers(TensorParallel())
     return first_difference(records, expected, layers)

@@ -8,9 +8,10 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.ranks import environment
 from megatron.config import ConfigError
-from megatron.config.layouts import Layout, parse_layout
+from megatron.config.layouts import Layout
 from megatron.run.run import parse_run
 
 BASE = (
@@ -214,7 +215,7 @@ class Composition:
 
     def flags(self) -> list[str]:
         """All flags of the run."""
-        return [*self.model_flags(), *self.precision_flags(), *self.parsed.flags()]
+        return [*self.model_flags(), *self.precision_flags(), *flags_for(self.parsed)]
 
     def precision_flags(self) -> list[str]:
         return PRECISIONS[self.precision][1].split()

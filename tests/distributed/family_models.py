@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from training_jobs import depth
 
-from megatron.config.layouts import Layout, parse_layout
+from megatron.apps.parity.layouts import parse_layout
+from megatron.config.layouts import Layout
 
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "

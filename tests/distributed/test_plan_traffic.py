@@ -8,6 +8,7 @@ from poisoned_group import Call, calls, poisoned
 from pool import Pool
 from training_jobs import TINY, train
 
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.planning.parameters import rank_shares
 from megatron.apps.planning.traffic import (
     Sent,
@@ -16,7 +17,6 @@ from megatron.apps.planning.traffic import (
     sent_over_pipeline,
     sent_over_tensor,
 )
-from megatron.config.layouts import parse_layout
 from megatron.engine.train_engine import TrainEngine
 from megatron.run.run import parse_run
 
@@ -64,7 +64,7 @@ def test_calls_and_bytes(pool: Pool, case: str) -> None:
     layout = parse_layout(case.split()[0])
     deep = ["--num-layers", str(2 * layout.pipeline * layout.chunks)]
     argv = [*FLAGS, *deep, *CASES[case], "--zero-stage", "0"]
-    config, flags = parse_run(None, argv).config, layout.flags()
+    config, flags = parse_run(None, argv).config, flags_for(layout)
     layout = replace(layout, recompute="uniform") if "full" in case else layout
     model, share = config.model, rank_shares(config.model, layout)[0]
     planned = (

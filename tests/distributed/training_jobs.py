@@ -11,8 +11,8 @@ from typing import Any
 from megatron.apps.parity import gradients as parity_gradients
 from megatron.apps.parity import runs
 from megatron.apps.parity.gradients import GradientRecord
+from megatron.apps.parity.layouts import parse_layout
 from megatron.apps.parity.runs import RunRecord
-from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
 from megatron.run.run import parse_run
 from megatron.training.checkpoints import CheckpointManager

@@ -83,6 +83,11 @@ LONGEST = {
     "docs/guides/bert-and-t5.md",
     "docs/guides/glue-race-squad.md",
     "docs/guides/llama.md",
+    "docs/how-to/which-layout.md",
+    "docs/how-to/first-run.md",
+    "docs/how-to/resume.md",
+    "docs/guides/instruction-data.md",
+    "docs/guides/long-context.md",
 }
 """Pages whose commands take the longest; `make proof` runs them."""
 

@@ -6,8 +6,9 @@ import pytest
 from programs import PROGRAMS, flags_of
 from upstream import STATES, UPSTREAMS, UpstreamFlag, errors_of, page, states_of, upstream_flags
 
+from megatron.apps.migration.advice import another_program
 from megatron.config import FLAG_CLASSES, FlagParser
-from megatron.config.foreign_flags import OWN_FLAGS, REFUSED, another_program
+from megatron.formats.refused_flags import OWN_FLAGS, REFUSED
 
 SIZES = {"megatron-deepspeed": 322, "megatron-lm-2023": 253, "megatron-lm": 807}
 EXAMPLES = {

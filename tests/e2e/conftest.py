@@ -6,6 +6,6 @@ from warm_runs import WarmRuns
 
 @pytest.fixture(scope="session")
 def warm():
-    runs = WarmRuns("pretrain_gpt", "megatron.run.fingerprint")
+    runs = WarmRuns("pretrain_gpt", "megatron.features.agreement.facts")
     yield runs
     runs.stop()

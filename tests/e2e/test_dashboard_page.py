@@ -461,6 +461,7 @@ def seeds(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.proof
 def test_runs_are_filtered_sorted_and_grouped(visit, seeds):
     with dashboard(seeds) as url:
         one = visit(f"{url}#smooth=0")

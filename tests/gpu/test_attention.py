@@ -21,12 +21,12 @@ from megatron.engine.compilation import compile_blocks
 from megatron.features.context.attention import block_rule, scoring_of
 from megatron.features.context.blocks import block_attention
 from megatron.features.context.exchange import KeyBlock
+from megatron.features.gpu_attention.kernels import cudnn, describe_attention
 from megatron.model import attention_flex
-from megatron.model.attention_backends import attention_backend, cudnn, eager
+from megatron.model.attention_backends import attention_backend, eager
 from megatron.model.attention_flex import block_mask
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring, alibi_slopes
 from megatron.model.layer_list import initialise
-from megatron.model.torch_kernels import describe_attention
 from megatron.parallel.loss_head import Targets
 
 BATCH, HEADS, KV_HEADS = 2, 4, 2

@@ -8,7 +8,7 @@ from torch.utils.benchmark import Timer
 
 from megatron.features.float8 import mlp as fused
 from megatron.features.float8.linear import NOTHING_KEPT, Float8, Kept
-from megatron.kernels import casts, gated_casts
+from megatron.features.float8.operators import casts, gated_casts
 from megatron.model.mlp import MLP
 from megatron.parallel.tensor_parallel import TensorParallel
 

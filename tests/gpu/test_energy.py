@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu_runs import DEVICE, needs_gpu
 
-from megatron.features.energy.counters import NvmlCounter, uuid_of
+from megatron.features.energy.callback import NvmlCounter, uuid_of
 
 
 @needs_gpu

@@ -8,11 +8,11 @@ import pytest
 import torch
 from family_models import FAMILIES, NO_DROPOUT
 
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.source import locate_checkpoint
-from megatron.config.layouts import parse_layout
 from megatron.engine.build import build_engine
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.loading import load_checkpoint
@@ -83,7 +83,7 @@ def saved(pool, tmp_path_factory):
     def save(family, layout, *more):
         folder = tmp_path_factory.mktemp("save")
         parsed = parse_layout(layout)
-        argv = [*FAMILIES[family], *RUN, *more, *parsed.flags(), "--exit-interval", str(STOP)]
+        argv = [*FAMILIES[family], *RUN, *more, *flags_for(parsed), "--exit-interval", str(STOP)]
         pool.run(parsed.processes, trained, [*argv, "--save", str(folder)])
         return folder
 
@@ -105,7 +105,7 @@ def test_continues_in_any_layout(family, source, target, pool, saved):
     parsed = parse_layout(target)
     argv = [*FAMILIES[family], *RUN, "--load", str(saved(family, source))]
     expected = pool.run(1, trained, [*argv, "--zero-stage", "1"])[0]
-    found = pool.run(parsed.processes, trained, [*argv, *parsed.flags()])[0]
+    found = pool.run(parsed.processes, trained, [*argv, *flags_for(parsed)])[0]
     assert len(found) == END - STOP
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
@@ -147,7 +147,7 @@ def test_another_head(case, pool, saved):
     source, more, target, fresh = LOADED[case]
     layout = parse_layout(PLACES.get(case, "dp1-zero1"))
     folder = saved(source, "dp1-zero1", *more)
-    argv = [*FAMILIES[target], *RUN, *layout.flags()]
+    argv = [*FAMILIES[target], *RUN, *flags_for(layout)]
     results = pool.run(layout.processes, loaded, argv, str(folder))
     assert set().union(*(drawn for _, drawn, _ in results)) == fresh
     ((line,),) = {notes for _, _, notes in results}

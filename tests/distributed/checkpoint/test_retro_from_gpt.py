@@ -6,10 +6,10 @@ import torch
 from family_models import ENCODER_DROPOUT, NO_DROPOUT
 from training_jobs import TINY
 
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
-from megatron.config.layouts import parse_layout
 from megatron.engine.build import build_engine
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.loading import load_checkpoint
@@ -93,7 +93,7 @@ def test_shared_weights_are_the_gpts(pool, saved, tmp_path, layout, form):
         folder = tmp_path / "hf"
         folder.mkdir()
         write_model(open_checkpoint(saved), folder, "float32", 10**9)
-    results = pool.run(parsed.processes, loaded, [*RETRO, *parsed.flags()], str(folder))
+    results = pool.run(parsed.processes, loaded, [*RETRO, *flags_for(parsed)], str(folder))
     read = set().union(*(result[0] for result in results))
     drawn = set().union(*(result[1] for result in results))
     assert read == set(open_checkpoint(saved).names())

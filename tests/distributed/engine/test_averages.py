@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from training_jobs import TINY, run, saved_again, train
 
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.checkpoint.source import locate_checkpoint
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
-from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
 from megatron.engine.update.adam import KeptState
@@ -89,7 +89,7 @@ def differing(argv: list[str]) -> tuple[list[str], int]:
 def flags_of(layout: str) -> list[str]:
     if layout == "zero0":
         return ["--zero-stage", "0"]
-    return [*parse_layout(layout).flags(), *(EXPERTS if "ep" in layout else [])]
+    return [*flags_for(parse_layout(layout)), *(EXPERTS if "ep" in layout else [])]
 
 
 PROOF = pytest.mark.proof
@@ -140,11 +140,12 @@ def test_any_layout_continues(pool, saved, loaded, tmp_path):
     """The averages of a whole run and of one that was interrupted: bitwise at the same layout, else
     to rounding. At the end they are those of one process."""
     first, second = parse_layout(saved), parse_layout(loaded)
-    to = [*FLAGS, *first.flags(), "--save", str(tmp_path / "a"), "--exit-interval", "3"]
+    to = [*FLAGS, *flags_for(first), "--save", str(tmp_path / "a"), "--exit-interval", "3"]
     pool.run(first.processes, train, to, timeout=300)
-    again = [*FLAGS, *second.flags(), "--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]
+    again = [*FLAGS, *flags_for(second), "--load", str(tmp_path / "a")]
+    again += ["--save", str(tmp_path / "b")]
     pool.run(second.processes, train, again, timeout=300)
-    whole = [*FLAGS, *first.flags(), "--save", str(tmp_path / "c")]
+    whole = [*FLAGS, *flags_for(first), "--save", str(tmp_path / "c")]
     pool.run(first.processes, train, whole, timeout=300)
     pool.run(1, train, [*FLAGS, "--save", str(tmp_path / "d")], timeout=300)
     continued, expected, one = (averages_of(tmp_path / name) for name in "bcd")
@@ -162,7 +163,7 @@ def test_averages_move_bitwise(pool, tmp_path):
     for number, layout in enumerate(("tp2-dp2-zero1", "dp2-zero3", "pp2", "dp2-zero2", "tp2")):
         parsed = parse_layout(layout)
         load = ["--load", str(tmp_path / f"{number - 1}")] if number else []
-        argv = [*FLAGS, *parsed.flags(), *load, "--save", str(tmp_path / f"{number}"),
+        argv = [*FLAGS, *flags_for(parsed), *load, "--save", str(tmp_path / f"{number}"),
                 "--exit-interval", "3"]  # fmt: skip
         pool.run(parsed.processes, saved_again if number else train, argv, timeout=300)
         states.append(averages_of(tmp_path / f"{number}"))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from training_jobs import TINY, train, train_plainly
 
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
-from megatron.config.layouts import parse_layout
 
 LLAMA = (
     "--num-layers 4 --swiglu --position-embedding-type rope --normalization RMSNorm "
@@ -45,7 +45,7 @@ def test_float32_as_plain_torch(pool, layout):
     """Hidden dropout is on where masks equal those of one process."""
     parsed = parse_layout(layout)
     flags, reference, noise = plain(parsed.dropout, 12)
-    records = pool.run(parsed.processes, train, [*flags, *parsed.flags()], timeout=300)
+    records = pool.run(parsed.processes, train, [*flags, *flags_for(parsed)], timeout=300)
     drift = Drift.between(records, reference)
     print(f"{layout}: loss {drift.losses.max():.1e}, norm {drift.norms.max():.1e}")
     assert drift.within(noise, reference)
@@ -64,7 +64,7 @@ def test_half_precision_follows_float32(pool, layout):
     parsed = parse_layout(layout)
     flags, reference, _ = plain(parsed.dropout, 4)
     scale = ["--initial-loss-scale", "4096"]
-    record = pool.run(parsed.processes, train, [*flags, *parsed.flags(), *scale], timeout=300)[0]
+    record = pool.run(parsed.processes, train, [*flags, *flags_for(parsed), *scale], timeout=300)[0]
     assert not any(record.skipped)
     np.testing.assert_allclose(record.losses, reference.losses, rtol=3e-3)
     assert record.norms[0] == pytest.approx(reference.norms[0], rel=5e-3)

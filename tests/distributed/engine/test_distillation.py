@@ -11,9 +11,9 @@ from family_models import FAMILIES
 from samples import sampled
 from training_jobs import TINY, train, train_plainly
 
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
 from megatron.checkpoint.source import open_checkpoint
-from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
 from megatron.run.run import parse_run
 from megatron.training.build import build_trainer
@@ -55,7 +55,7 @@ def test_trains_as_plain_torch_does(pool, teacher, layout):
     layers = str(max(2, parsed.pipeline * parsed.chunks))
     flags = [*STUDENT, "--num-layers", layers, *DROPOUT[parsed.dropout], *teacher]
     reference = train_plainly(flags)
-    record = pool.run(parsed.processes, train, [*flags, *parsed.flags()])[0]
+    record = pool.run(parsed.processes, train, [*flags, *flags_for(parsed)])[0]
     noise = rounding_noise(flags, reference)
     assert Drift.between([record], reference).within(noise, reference)
     assert np.ptp(reference.losses) > 0.05, "the weights must change"
@@ -224,7 +224,7 @@ def test_other_families(pool, tmp_path, family):
     reference = train_plainly(student)
     for layout in ("tp2", "pp2"):
         parsed = parse_layout(layout)
-        record = pool.run(parsed.processes, train, [*student, *parsed.flags()])[0]
+        record = pool.run(parsed.processes, train, [*student, *flags_for(parsed)])[0]
         np.testing.assert_allclose(record.losses, reference.losses, rtol=1e-5)
     assert np.isfinite(reference.losses).all() and torch.tensor(reference.losses).std() > 0
 
@@ -238,9 +238,9 @@ def test_a_mixture_of_students(pool, tmp_path):
     teacher = ["--mos", "--load-teacher", str(tmp_path), "--num-experts-teacher", "2", "4"]
     reference = train_plainly([*student, *teacher])
     layout = parse_layout("ep2-zero1")
-    record = pool.run(2, train, [*student, *teacher, *layout.flags()])[0]
+    record = pool.run(2, train, [*student, *teacher, *flags_for(layout)])[0]
     np.testing.assert_allclose(record.losses, reference.losses, rtol=1e-5)
     assert np.ptp(reference.losses) > 0.01, "the weights must change"
-    more = parse_layout("ep4").flags()
+    more = flags_for(parse_layout("ep4"))
     messages = pool.run(4, refusals, [[*student, *teacher, *more, "--global-batch-size", "8"]])
     assert "a layer of 2 experts, which --expert-model-parallel-size 4" in messages[0][0]

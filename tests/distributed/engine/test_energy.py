@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from training_jobs import TINY
 
-from megatron.features.energy import counters as meter
-from megatron.features.energy.counters import Joules, RunEnergy
-from megatron.parallel.mesh import Mesh
+from megatron.features.energy import callback as meter
+from megatron.features.energy.callback import Joules, RunEnergy
+from megatron.parallel.mesh import Group, Mesh
 from megatron.run.run import parse_run
 from megatron.training.build import train
 
@@ -50,7 +50,7 @@ def shared() -> tuple[Joules, Joules, list[str]]:
             raise PermissionError(13, "Permission denied", "/sys/x")
         return Clock(1.0)
 
-    world = mock.Mock(rank=rank, size=4)
+    mesh = Mesh(Group(tuple(range(4)), rank, dist.group.WORLD))
     with (
         mock.patch.object(meter, "uuid_of", lambda device: GPUS[rank]),
         mock.patch.object(socket, "gethostname", lambda: HOSTS[rank]),
@@ -58,7 +58,7 @@ def shared() -> tuple[Joules, Joules, list[str]]:
         mock.patch.object(meter, "RaplCounter", processors),
         mock.patch.object(torch.Tensor, "to", lambda self, device: self),
     ):
-        energy = RunEnergy(mock.Mock(spec=Mesh, world=world), device)
+        energy = RunEnergy(mesh, device)
         first, second = energy.used(), energy.used()
         energy.close()
     return first, second, made

@@ -25,7 +25,7 @@ from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
 from megatron.families import spec_of
 from megatron.features.resilience.steps.replicas import Replicas
-from megatron.features.trackers.statistics import state_norms
+from megatron.features.trackers.tensorboard import state_norms
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
 

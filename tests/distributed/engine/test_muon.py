@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch import nn
 from training_jobs import TINY, run, saved_again, train
 
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import watched_trainer
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import locate_checkpoint
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
-from megatron.config.layouts import parse_layout
 from megatron.config.optimizer import STATES as STATE_NAMES
 from megatron.engine.environment import distributed
 from megatron.engine.state import more_states
@@ -34,7 +34,7 @@ from megatron.features.optimizers.rules import RuledOptimizer
 from megatron.features.optimizers.soap import Soap, SoapSettings
 from megatron.features.optimizers.whole import Rows, in_order
 from megatron.formats.deepspeed_folders.universal import UniversalFolder, write_universal
-from megatron.formats.sharded.export import write_dcp
+from megatron.formats.sharded.writer import write_dcp
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.shard import Cut, Shard, shard_of
@@ -236,7 +236,8 @@ def test_layouts_train_alike(pool, layout):
     """The normal run has one of SOAP in test_any_layout_continues."""
     parsed = parse_layout(layout)
     layers = ["--num-layers", str(max(2, parsed.pipeline * parsed.chunks))]
-    record = pool.run(parsed.processes, train, [*FLAGS, *parsed.flags(), *layers], timeout=300)[0]
+    argv = [*FLAGS, *flags_for(parsed), *layers]
+    record = pool.run(parsed.processes, train, argv, timeout=300)[0]
     expected = reference(*layers)
     np.testing.assert_allclose(record.losses, expected.losses, rtol=2e-5)
     np.testing.assert_allclose(record.norms, expected.norms, rtol=1e-3)
@@ -249,7 +250,7 @@ def test_layouts_train_alike(pool, layout):
 @pytest.mark.parametrize("optimizer", OTHERS)
 def test_other_optimizers_train_alike(pool, optimizer, layout):
     parsed, flags = parse_layout(layout), of_optimizer(optimizer)
-    argv = [*FLAGS, *parsed.flags(), *flags]
+    argv = [*FLAGS, *flags_for(parsed), *flags]
     record = pool.run(parsed.processes, train, argv, timeout=300)[0]
     np.testing.assert_allclose(record.losses, reference(*flags).losses, rtol=TOLERANCE[optimizer])
 
@@ -273,7 +274,7 @@ def validation_losses(argv: list[str]) -> list[str]:
 def test_schedule_free_evaluates_the_mean(pool, layout, tmp_path):
     """Evaluations have the loss of the weights that a checkpoint has."""
     parsed = parse_layout(layout)
-    flags = [*FLAGS, *parsed.flags(), *FREE]
+    flags = [*FLAGS, *flags_for(parsed), *FREE]
     saving = [*flags, *EVALUATED, "--save", str(tmp_path), "--train-iters", "4"]
     (of_run, *_) = pool.run(parsed.processes, validation_losses, saving, timeout=300)
     alone = [*FLAGS, *EVALUATED, "--load", str(tmp_path), "--skip-train", "--no-load-optim"]
@@ -285,7 +286,7 @@ def test_schedule_free_evaluates_the_mean(pool, layout, tmp_path):
 @pytest.mark.parametrize("layout", ["dp2-zero1", "tp2", "pp2", "dp2-zero2", "dp2-zero3"])
 def test_evaluations_change_no_step_of_schedule_free(pool, layout):
     parsed = parse_layout(layout)
-    flags = [*FLAGS, *parsed.flags(), *FREE]
+    flags = [*FLAGS, *flags_for(parsed), *FREE]
     plain = pool.run(parsed.processes, train, [*flags, "--split", "8,2,0"], timeout=300)[0]
     stopped = pool.run(parsed.processes, train, [*flags, *EVALUATED], timeout=300)[0]
     np.testing.assert_array_equal(plain.losses, stopped.losses)
@@ -295,7 +296,7 @@ def test_evaluations_change_no_step_of_schedule_free(pool, layout):
 @pytest.mark.parametrize("layout", ["ep2", "ep2-tp2", "ep2-zero1", "ep2-zero2"])
 def test_experts_train_alike(pool, layout):
     parsed = parse_layout(layout)
-    flags = [*FLAGS, *EXPERTS, *parsed.flags()]
+    flags = [*FLAGS, *EXPERTS, *flags_for(parsed)]
     record = pool.run(parsed.processes, train, flags, timeout=300)[0]
     np.testing.assert_allclose(record.losses, reference(*EXPERTS).losses, rtol=2e-5)
 
@@ -328,7 +329,7 @@ def flags_of(kind: str) -> list[str]:
 def test_layers_of_every_kind_train_alike(pool, kind, layout):
     """Against one process; layers with fused matrices, and with key heads on several ranks."""
     parsed, flags = parse_layout(layout), flags_of(kind)
-    argv = [*FLAGS, *flags, *parsed.flags()]
+    argv = [*FLAGS, *flags, *flags_for(parsed)]
     record = pool.run(parsed.processes, train, argv, timeout=300)[0]
     np.testing.assert_allclose(record.losses, reference(*flags).losses, rtol=2e-5)
 
@@ -413,12 +414,12 @@ def test_any_layout_continues(pool, optimizer, saved, loaded, tmp_path):
     loaded and saved at another layout is the same bit for bit."""
     first, second = parse_layout(saved), parse_layout(loaded)
     FLAGS = [*ALL_FLAGS, *of_optimizer(optimizer)]
-    to = [*FLAGS, *first.flags(), "--save", str(tmp_path), "--exit-interval", "3"]
+    to = [*FLAGS, *flags_for(first), "--save", str(tmp_path), "--exit-interval", "3"]
     pool.run(first.processes, train, to, timeout=300)
-    again = [*FLAGS, *second.flags(), "--load", str(tmp_path)]
+    again = [*FLAGS, *flags_for(second), "--load", str(tmp_path)]
     record = pool.run(second.processes, train, again, timeout=300)[0]
     if saved == loaded:
-        flags = [*FLAGS, *first.flags()]
+        flags = [*FLAGS, *flags_for(first)]
         whole = pool.run(first.processes, train, flags, timeout=300)[0]
         np.testing.assert_array_equal(record.losses, whole.losses[3:])
     expected = reference(*of_optimizer(optimizer)).losses[3:]
@@ -437,7 +438,7 @@ def test_states_move_bitwise(pool, optimizer, experts, tmp_path):
     for number, (layout, _) in enumerate([*path, path[0]]):
         parsed = parse_layout(layout)
         load = ["--load", str(tmp_path / f"{number - 1}")] if number else []
-        argv = [*flags, *parsed.flags(), *load, "--save", str(tmp_path / f"{number}"),
+        argv = [*flags, *flags_for(parsed), *load, "--save", str(tmp_path / f"{number}"),
                 "--exit-interval", "3"]  # fmt: skip
         pool.run(parsed.processes, saved_again if number else train, argv, timeout=300)
         states.append(tensors_of(tmp_path / f"{number}"))

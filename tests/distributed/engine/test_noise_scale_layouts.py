@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from training_jobs import TINY, depth, train
 
-from megatron.config.layouts import parse_layout
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.features.noise_scale.callback import Estimate
 from megatron.run.run import parse_run
 
@@ -35,7 +35,7 @@ def test_layouts_measure_alike(pool, layout, tmp_path):
     argv = [*FLAGS, *NOISE, *depth(layout)]
     one, other = tmp_path / "one", tmp_path / "other"
     alone = train([*argv, "--metrics-file", str(one)])
-    flags = [*argv, *parsed.flags(), "--metrics-file", str(other)]
+    flags = [*argv, *flags_for(parsed), "--metrics-file", str(other)]
     pool.run(parsed.processes, train, flags, timeout=300)
     assert alone.losses == train([*FLAGS, *depth(layout)]).losses
     np.testing.assert_allclose(scales(other), scales(one), rtol=1e-3)

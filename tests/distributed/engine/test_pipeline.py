@@ -8,6 +8,7 @@ import pytest
 from samples import sampled
 from training_jobs import TINY, train, train_plainly
 
+from megatron.apps.planning.pipeline_times import step_length, theory, waiting_ratio
 from megatron.data.loader import MicroBatches
 from megatron.engine import pipeline_executor
 from megatron.engine.build import build_engine
@@ -15,7 +16,7 @@ from megatron.engine.environment import distributed, training_device
 from megatron.families import spec_of
 from megatron.parallel.later_products import add_products
 from megatron.parallel.pipeline_schedules import PipelineSchedule
-from megatron.parallel.timeline import simulate, simulate_order, theory
+from megatron.parallel.timeline import simulate, simulate_order
 from megatron.run.run import parse_run, run_data
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2".split()
@@ -68,9 +69,9 @@ def test_interleaving_shrinks_the_bubble(pool):
     """As theory says, (p - 1) / (v m), counted from what ran."""
     plain = executed_timeline(pool, "1f1b", 1)
     interleaved = executed_timeline(pool, "interleaved", 2)
-    print(f"bubble of 1f1b {plain.bubble_ratio}, of interleaved {interleaved.bubble_ratio}")
-    assert plain.bubble_ratio == theory("1f1b", 4, 1, 8) == 3 / 8
-    assert interleaved.bubble_ratio == theory("interleaved", 4, 2, 8) == 3 / 16
+    print(f"bubble of 1f1b {waiting_ratio(plain)}, of interleaved {waiting_ratio(interleaved)}")
+    assert waiting_ratio(plain) == theory("1f1b", 4, 1, 8) == 3 / 8
+    assert waiting_ratio(interleaved) == theory("interleaved", 4, 2, 8) == 3 / 16
 
 
 @pytest.mark.parametrize("name, chunks", sampled(OTHERS, OTHERS[0].__eq__))
@@ -112,7 +113,7 @@ def test_idle_time_of_runs(pool):
         layout = ["--pipeline-model-parallel-size", "4", "--pipeline-schedule", name]
         argv = [*FLAGS, "--train-iters", "2", *layout]
         seconds[name] = max(pool.run(4, slept, argv, unit, chunks))
-        spans[name] = float(simulate(PipelineSchedule(name, 4, chunks, 8)).span)
+        spans[name] = float(step_length(simulate(PipelineSchedule(name, 4, chunks, 8))))
         print(f"{name}: {seconds[name]:.2f} s, simulated {unit * spans[name]:.2f} s")
     for name, simulated in spans.items():
         assert unit * simulated < seconds[name] < 1.25 * unit * simulated

@@ -9,8 +9,8 @@ import pytest
 import torch
 from training_jobs import TINY, run
 
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
-from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices, set_trained_weights
 from megatron.features.latent.attention import LatentAttention
@@ -160,7 +160,7 @@ SAMPLE = {("groups", "tp2")}
 def test_weights_are_those_of_the_definition(pool, kind, layout):
     """Against one process that clips by the definition; and the clip is not without effect."""
     parsed, argv = parse_layout(layout), [*FLAGS, *KINDS[kind]]
-    parts = pool.run(parsed.processes, trained, [*argv, *CLIP, *parsed.flags()], timeout=300)
+    parts = pool.run(parsed.processes, trained, [*argv, *CLIP, *flags_for(parsed)], timeout=300)
     clipped = whole(parts)
     alone = [*argv, "--zero-stage", "0"]
     expected = whole(pool.run(1, trained, alone, True, timeout=300))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from training_jobs import TINY, depth, train, train_plainly
 
-from megatron.config.layouts import parse_layout
+from megatron.apps.parity.layouts import flags_for, parse_layout
 
 FLAGS = (
     "--train-iters 4 --decoupled-lr 2e-3 --lr-group layers.1.*=0.5 --wd-group embedding.*=0 "
@@ -29,7 +29,7 @@ def alone(*flags: str):
 def test_layouts_train_alike(pool, layout):
     """The normal run has one in test_width.py."""
     parsed = parse_layout(layout)
-    argv = [*TINY, *FLAGS, *parsed.flags(), *depth(layout)]
+    argv = [*TINY, *FLAGS, *flags_for(parsed), *depth(layout)]
     record = pool.run(parsed.processes, train, argv, timeout=300)[0]
     expected = alone(*depth(layout))
     np.testing.assert_allclose(record.losses, expected.losses, rtol=2e-6)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from training_jobs import train
 
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.checkpoint.source import locate_checkpoint
-from megatron.config.layouts import parse_layout
 from megatron.data.index_cache import IndexCache
 from megatron.engine.environment import distributed
 from megatron.features.preference import reference
@@ -124,7 +124,7 @@ def test_against_transformers(loss: str, layout: str, pool, theirs: str, pairs: 
     processes, more = 1, []
     if layout != "1":
         parsed = parse_layout(layout)
-        processes, more = parsed.processes, parsed.flags()
+        processes, more = parsed.processes, flags_for(parsed)
     results = pool.run(processes, found, flags(theirs, pairs, *more, loss=loss))
     for parts in results:
         assert [len(part[1]) for part in parts] == ([14, 6] if loss == "dpo" else [28, 12])
@@ -225,6 +225,6 @@ def test_adapters_start_from_the_reference(
     processes, more = 1, base_is.split()
     if layout != "1":
         parsed = parse_layout(layout)
-        processes, more = parsed.processes, [*more, *parsed.flags()]
+        processes, more = parsed.processes, [*more, *flags_for(parsed)]
     for record in pool.run(processes, train, flags(base, pairs, *more)):
         assert record.losses[0] == pytest.approx(np.log(2), abs=1e-5) != record.losses[1]

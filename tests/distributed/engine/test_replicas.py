@@ -11,8 +11,8 @@ from samples import sampled
 from training_jobs import LAYOUTS, TINY
 
 from megatron.apps.parity import runs
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.checkpoint.folder import complete_tags
-from megatron.config.layouts import parse_layout
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.features.resilience.steps.checksum import bits_of
@@ -264,12 +264,12 @@ def compared(argv):
 
 @pytest.mark.parametrize(
     ("layout", "number", "flags"),
-    sampled(EQUAL, [("tp2-sp-pp2", 0, []), ("tp2-dp2", 2, FP16)].__contains__),
+    sampled(EQUAL, [("tp2-sp-pp2", 0, []), ("dp2", 2, FP16)].__contains__),
 )
 def test_equal_copies_are_not_reported(pool, layout, number, flags):
     parsed = parse_layout(layout)
     batch = str(2 * parsed.fewest_micro_batches * parsed.data)
-    argv = [*TINY, "--num-layers", "8", "--global-batch-size", batch, *parsed.flags(), *flags]
+    argv = [*TINY, "--num-layers", "8", "--global-batch-size", batch, *flags_for(parsed), *flags]
     argv += ["--zero-stage", str(number), "--train-iters", "3", "--check-replicas-interval", "1"]
     found = pool.run(parsed.processes, compared, argv)
     # Stages that nobody has copies of share what is no parameter, and the outer ones an embedding.

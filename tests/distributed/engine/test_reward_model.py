@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import megatron.config  # noqa: F401
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.reinforcement.episodes import Episode, Prompt
-from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
 from megatron.run.run import parse_run
 
@@ -75,7 +75,7 @@ def test_rewards_against_transformers(layout: str, theirs: str, pool) -> None:
     processes, more = 1, []
     if layout != "single":
         parsed = parse_layout(layout)
-        processes, more = parsed.processes, parsed.flags()
+        processes, more = parsed.processes, flags_for(parsed)
     of_ranks = pool.run(processes, scores, [*FLAGS, "--reward-model", theirs, *more])
     model = transformers.AutoModelForSequenceClassification.from_pretrained(theirs).eval()
     with torch.no_grad():

@@ -12,8 +12,8 @@ from samples import sampled
 from training_jobs import TINY
 
 from megatron.apps.parity import runs
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.checkpoint.folder import complete_tags
-from megatron.config.layouts import parse_layout
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.engine.train_engine import TrainEngine
 from megatron.features.resilience.steps import second_look
@@ -43,7 +43,7 @@ SAME = [case for case in SAME if case not in OFF]
 def layout_flags(layout, stage, more=()):
     parsed = parse_layout(layout)
     batch = str(2 * parsed.fewest_micro_batches * parsed.data)
-    flags = [*TINY, "--num-layers", "8", "--global-batch-size", batch, *parsed.flags(), *more]
+    flags = [*TINY, "--num-layers", "8", "--global-batch-size", batch, *flags_for(parsed), *more]
     return parsed.processes, [*flags, "--zero-stage", str(stage)]
 
 

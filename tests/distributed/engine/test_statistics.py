@@ -16,7 +16,7 @@ from training_jobs import TINY, train
 from megatron.apps.parity.runs import PlainTraining, watched_trainer
 from megatron.engine.environment import deterministic_kernels, distributed
 from megatron.engine.train_engine import StepResult
-from megatron.features.trackers.statistics import state_norms
+from megatron.features.trackers.tensorboard import state_norms
 from megatron.parallel.shard import shard_of
 from megatron.run.run import parse_run
 from megatron.training.intervals import IntervalMeter

@@ -12,16 +12,15 @@ import pytest
 import torch
 from training_jobs import TINY
 
+from megatron.apps.parity.layouts import parse_layout
 from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.apps.planning.memory import state_bytes
 from megatron.config import ConfigError
-from megatron.config.layouts import parse_layout
 from megatron.engine import deepspeed_replacements
 from megatron.engine.environment import distributed
 from megatron.engine.state import holders, owned_slices
 from megatron.features.low_bit_states import stored_states
-from megatron.features.low_bit_states.state_formats import Remainder
-from megatron.features.low_bit_states.stored_states import key_of
+from megatron.features.low_bit_states.stored_states import Remainder, key_of
 from megatron.parallel.shard import shard_of
 from megatron.run.run import parse_run
 

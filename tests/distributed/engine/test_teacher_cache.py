@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from samples import sampled
 from training_jobs import TINY, train
 
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.config import ConfigError
-from megatron.config.layouts import parse_layout
 from megatron.features.distillation import teacher as teachers
 from megatron.features.distillation.teacher import TeacherCache, identity_of
 
@@ -73,7 +73,7 @@ def curriculum(folder):
 )
 def test_all_tokens_are_the_teacher(pool, teacher, tmp_path, layout, data):
     parsed = parse_layout(layout)
-    argv = [*STUDENT, *teacher, *parsed.flags()]
+    argv = [*STUDENT, *teacher, *flags_for(parsed)]
     if data == "curriculum":
         argv += curriculum(tmp_path)
     if data == "documents":

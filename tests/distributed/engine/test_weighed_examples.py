@@ -11,8 +11,8 @@ from samples import sampled
 from training_jobs import CONTEXT_LAYOUTS, TINY, gradients, train, train_plainly
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift
-from megatron.config.layouts import parse_layout
 
 LAYOUTS = {
     "alone": (1, "--zero-stage 1"),
@@ -29,7 +29,7 @@ LAYOUTS = {
     **{
         f"{layout}-zero{stage}": (
             parse_layout(layout).processes,
-            " ".join(parse_layout(f"{layout}-zero{stage}").flags()),
+            " ".join(flags_for(parse_layout(f"{layout}-zero{stage}"))),
         )
         for layout, stage in (("cp2", 1), ("cp2", 2), ("cp2", 3), ("cp2-dp2", 3), ("cp2-pp2", 1))
     },
@@ -90,7 +90,7 @@ def test_gradients_of_parts_of_sequences(pool, flags, layout, weights):
     argv = [*flags, "--sft-loss-weights", weights, *NOISE.split(), "--micro-batch-size", "2"]
     argv += ["--global-batch-size", str(2 * samples), "--num-layers", "4"]
     expected = one_process(*argv)
-    records = pool.run(parsed.processes, gradients, [*argv, *parsed.flags()])
+    records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed)])
     assert first_difference(records, expected, []) is None
 
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from training_jobs import TINY, depth, train, train_plainly
 
+from megatron.apps.parity.gradients import average_by
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import PlainTraining, RunRecord, watched_trainer
 from megatron.checkpoint.source import locate_checkpoint
-from megatron.config.layouts import parse_layout
-from megatron.engine.deepspeed_patches import average_by
 from megatron.engine.environment import deterministic_kernels, distributed
 from megatron.engine.update.optimizer import average_gradients
 from megatron.parallel.shard import shard_of
@@ -28,7 +28,7 @@ def test_all_factors_and_losses_at_once(pool):
     run's sample of this file, test_rate_groups.py and test_z_loss_layouts.py."""
     parsed = parse_layout("tp2-dp2-zero1")
     argv = [*PLAIN, *WIDE, *GROUPS.split()]
-    record = pool.run(parsed.processes, train, [*argv, *parsed.flags()], timeout=300)[0]
+    record = pool.run(parsed.processes, train, [*argv, *flags_for(parsed)], timeout=300)[0]
     alone = train_plainly(argv)
     np.testing.assert_allclose(record.losses, alone.losses, rtol=2e-6)
     np.testing.assert_allclose(record.norms, alone.norms, rtol=1e-4)
@@ -67,7 +67,7 @@ def test_weights_are_those_of_one_process_in_float64(pool, layout):
     plain = PlainTraining(EXACT, dtype=torch.float64)
     losses, norms = zip(*(plain.step() for _ in range(4)), strict=True)
     seen = set()
-    for record, places, weights in pool.run(2, trained_exactly, [*EXACT, *parsed.flags()]):
+    for record, places, weights in pool.run(2, trained_exactly, [*EXACT, *flags_for(parsed)]):
         np.testing.assert_allclose(record.losses, losses, rtol=1e-12)
         np.testing.assert_allclose(record.norms, norms, rtol=1e-12)
         for name, (shard, values) in weights.items():
@@ -87,7 +87,7 @@ def test_layouts_train_alike(pool, layout, optimizer):
     layout has more stages."""
     parsed = parse_layout(layout)
     argv = [*PLAIN, *WIDE, *(MUON if optimizer == "muon" else []), *depth(layout)]
-    record = pool.run(parsed.processes, train, [*argv, *parsed.flags()], timeout=300)[0]
+    record = pool.run(parsed.processes, train, [*argv, *flags_for(parsed)], timeout=300)[0]
     alone = train(argv) if optimizer == "muon" else train_plainly(argv)
     np.testing.assert_allclose(record.losses, alone.losses, rtol=2e-6)
     np.testing.assert_allclose(record.norms, alone.norms, rtol=1e-4)

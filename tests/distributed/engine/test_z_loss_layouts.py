@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from training_jobs import TINY, depth, train, train_plainly
 
-from megatron.config.layouts import parse_layout
+from megatron.apps.parity.layouts import flags_for, parse_layout
 
 FLAGS = [
     *TINY,
@@ -20,7 +20,7 @@ def test_layouts_train_alike(pool, layout):
     """The normal run has one in test_width.py."""
     parsed = parse_layout(layout)
     argv = [*FLAGS, *depth(layout)]
-    record = pool.run(parsed.processes, train, [*argv, *parsed.flags()], timeout=300)[0]
+    record = pool.run(parsed.processes, train, [*argv, *flags_for(parsed)], timeout=300)[0]
     alone = train_plainly(argv)
     np.testing.assert_allclose(record.losses, alone.losses, rtol=2e-6)
     np.testing.assert_allclose(record.norms, alone.norms, rtol=1e-4)

@@ -10,8 +10,8 @@ import torch
 from family_models import FAMILIES, NO_DROPOUT, RELATIVE
 from training_jobs import TINY, train
 
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.checkpoint.source import locate_checkpoint
-from megatron.config.layouts import parse_layout
 from megatron.data.texts import ScoredText
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.loading import load_checkpoint
@@ -108,7 +108,7 @@ def cases(layouts: list[str], sizes: list[int]):
 @pytest.mark.parametrize(("model", "layout", "size"), cases(LAYOUTS, [1, 3]))
 def test_scores_are_those_of_plain_torch(pool, model, layout, size):
     parsed = parse_layout(layout)
-    agree(pool.run(parsed.processes, scores, model, parsed.flags(), size), model)
+    agree(pool.run(parsed.processes, scores, model, flags_for(parsed), size), model)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_scores_are_those_of_plain_torch(pool, model, layout, size):
 )
 def test_scores_of_an_engine_in_training(pool, model, layout, size):
     parsed = parse_layout(layout)
-    agree(pool.run(parsed.processes, scores, model, parsed.flags(), size, True), model)
+    agree(pool.run(parsed.processes, scores, model, flags_for(parsed), size, True), model)
 
 
 def loaded(argv: list[str], folder: str):
@@ -149,7 +149,7 @@ def test_a_checkpoint_of_another_layout(pool, tmp_path, layout, precision, dtype
     pool.run(2, train, [*FLAGS["gpt"], *WIDE, *still])
     parsed = parse_layout(layout)
     log_prob, _ = plain_scores("gpt")
-    argv = [*parsed.flags(), *precision]
+    argv = [*flags_for(parsed), *precision]
     for found, dtypes in pool.run(parsed.processes, loaded, argv, str(tmp_path)):
         assert dtypes == {dtype}
         np.testing.assert_allclose(found["log_prob"], log_prob, rtol=tolerance)

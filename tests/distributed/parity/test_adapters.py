@@ -8,8 +8,8 @@ from samples import sampled
 from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, depth, gradients, train, train_plainly
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
-from megatron.config.layouts import parse_layout
 from megatron.families import trained_spec
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
@@ -91,7 +91,7 @@ def test_gradients_against_one_process(pool, layout, model, kind):
     trained = {each.name.rpartition(".")[2] for each in expected.gradients}
     assert trained and all(name.startswith("lora_") for name in trained)
     assert ("magnitude" in " ".join(trained)) == ("dora" in kind)
-    records = pool.run(processes, gradients, [*argv, *parse_layout(layout).flags()])
+    records = pool.run(processes, gradients, [*argv, *flags_for(parse_layout(layout))])
     layers = trained_spec(parse_run(None, argv).config).layers(TensorParallel())
     assert first_difference(records, expected, layers) is None
 
@@ -129,7 +129,7 @@ def test_training_against_plain_torch(pool, cell):
     parsed = parse_layout(layout)
     layers = max(2, parsed.pipeline * parsed.chunks)
     argv, expected, noise = plain(kind, layers, parsed.dropout)
-    records = pool.run(parsed.processes, train, [*argv, *parsed.flags()], timeout=300)
+    records = pool.run(parsed.processes, train, [*argv, *flags_for(parsed)], timeout=300)
     assert Drift.between([records[0]], expected).within(noise, expected)
     assert expected.losses[-1] < expected.losses[0] - 0.02, "the run must learn something"
     owned = {key.partition("/")[0] for record in records for key in record.state}

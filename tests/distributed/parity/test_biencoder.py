@@ -6,7 +6,7 @@ from family_models import FAMILIES, MODELS, NO_DROPOUT
 from training_jobs import gradients
 
 from megatron.apps.parity.gradients import reference_gradients
-from megatron.config.layouts import parse_layout
+from megatron.apps.parity.layouts import flags_for, parse_layout
 
 BATCH = ["--global-batch-size", "8", "--train-iters", "1", "--num-layers", "2", *NO_DROPOUT]
 proof = pytest.mark.proof
@@ -28,7 +28,7 @@ def test_contexts_of_all_ranks_count(pool, layout, model):
     argv = [*FAMILIES["biencoder"], *MODELS["biencoder"][model], *BATCH]
     size = 2 * parsed.data
     expected = reference_gradients([*argv, "--micro-batch-size", str(size)])
-    records = pool.run(parsed.processes, gradients, [*argv, *parsed.flags()])
+    records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed)])
     whole = {each.name: each for each in expected.gradients}
     top = max(float(each.values.abs().max()) for each in expected.gradients)
     for record in records:

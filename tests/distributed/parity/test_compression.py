@@ -10,7 +10,7 @@ from samples import sampled
 from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, depth, gradients, train
 
 from megatron.apps.parity.gradients import first_difference
-from megatron.config.layouts import parse_layout
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.families import trained_spec
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
@@ -65,7 +65,7 @@ def compared(pool, argv, layout):
     count = parsed.fewest_micro_batches * 2 * parsed.data
     argv = [*argv, "--global-batch-size", str(count)]
     (reference,) = pool.run(1, gradients, argv)
-    records = pool.run(parsed.processes, gradients, [*argv, *parsed.flags()])
+    records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed)])
     layers = trained_spec(parse_run(None, argv).config).layers(TensorParallel())
     assert first_difference(records, reference, layers) is None
     return reference
@@ -119,7 +119,7 @@ def test_several_steps(pool, layout):
     )
     parsed = parse_layout(layout)
     (reference,) = pool.run(1, train_in_float64, argv)
-    records = pool.run(parsed.processes, train_in_float64, [*argv, *parsed.flags()])
+    records = pool.run(parsed.processes, train_in_float64, [*argv, *flags_for(parsed)])
     assert records[0].losses == pytest.approx(reference.losses, rel=1e-12)
 
 

@@ -14,8 +14,8 @@ from training_jobs import LAYOUTS, TINY, gradients, train
 from transformers import AutoModelForCausalLM
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.checkpoint.source import open_checkpoint
-from megatron.config.layouts import parse_layout
 from megatron.families import spec_of
 from megatron.formats.conversion.commands import to_hf
 from megatron.formats.huggingface import architecture_of
@@ -68,7 +68,7 @@ def test_gradients_against_one_process(pool, layout, model):
     argv = [*TINY, "--num-layers", "8", "--micro-batch-size", "2", *MODELS[model], *NO_DROPOUT]
     batch = 2 * parsed.fewest_micro_batches * parsed.data
     argv += ["--global-batch-size", str(batch), "--train-iters", "1"]
-    records = pool.run(parsed.processes, gradients, [*argv, *parsed.flags()])
+    records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed)])
     config = parse_run(None, argv).config
     layers = spec_of(config.model, config.parallel).layers(TensorParallel())
     assert first_difference(records, reference(*argv), layers) is None
@@ -84,7 +84,7 @@ def test_what_ranks_have_trained_is_exported(pool, tmp_path, capsys, layout, mod
     """The exporter compares logits with transformers."""
     parsed = parse_layout(layout)
     argv = [*TINY, *MODELS[model], *NO_DROPOUT, "--train-iters", "2"]
-    pool.run(parsed.processes, train, [*argv, *parsed.flags(), "--save", str(tmp_path / "ours")])
+    pool.run(parsed.processes, train, [*argv, *flags_for(parsed), "--save", str(tmp_path / "ours")])
     assert architecture_of(open_checkpoint(tmp_path / "ours").model).model_type == model
     to_hf(["--load", str(tmp_path / "ours"), "--output", str(tmp_path / "theirs")])
     assert "tokens agree" in capsys.readouterr().out

@@ -10,8 +10,8 @@ import pytest
 from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, gradients, train, train_plainly
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
-from megatron.config.layouts import parse_layout
 from megatron.families import spec_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
@@ -60,7 +60,7 @@ def difference(pool, layout, model, *more):
     argv = [*TINY, "--num-layers", "8", "--micro-batch-size", "2", *DELTA, *MODELS[model]]
     argv += ["--global-batch-size", str(batch), "--train-iters", "1", *NO_DROPOUT]
     expected = reference(*argv)
-    records = pool.run(parsed.processes, gradients, [*argv, *parsed.flags(), *more])
+    records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed), *more])
     config = parse_run(None, argv).config
     layers = spec_of(config.model, config.parallel).layers(TensorParallel())
     return first_difference(records, expected, layers)
@@ -98,7 +98,7 @@ def plain(dropout: str):
 def test_training_against_plain_torch(pool, layout):
     parsed = parse_layout(layout)
     argv, expected, noise = plain(parsed.dropout)
-    records = pool.run(parsed.processes, train, [*argv, *parsed.flags()], timeout=300)
+    records = pool.run(parsed.processes, train, [*argv, *flags_for(parsed)], timeout=300)
     drift = Drift.between(records, expected)
     assert drift.within(noise, expected)
     assert expected.losses[-1] < expected.losses[0] - 0.1, "the run must learn something"

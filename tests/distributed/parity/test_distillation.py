@@ -5,7 +5,7 @@ from samples import sampled
 from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, gradients, train
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
-from megatron.config.layouts import parse_layout
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.families import trained_spec
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
@@ -51,7 +51,7 @@ def test_against_one_process(pool, teacher, layout, data):
     argv = [*STUDENT, "--global-batch-size", str(count), *TERMS, "--load-teacher", teacher]
     if data == "documents":
         argv += "--reset-position-ids --reset-attention-mask --eod-mask-loss".split()
-    records = pool.run(parsed.processes, gradients, [*argv, *parsed.flags()])
+    records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed)])
     config = parse_run(None, argv).config
     layers = trained_spec(config).layers(TensorParallel())
     assert first_difference(records, reference(argv), layers) is None

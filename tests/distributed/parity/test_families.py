@@ -17,9 +17,9 @@ from samples import sampled
 from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, train_plainly
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
 from megatron.checkpoint.source import open_checkpoint
-from megatron.config.layouts import parse_layout
 from megatron.families import spec_of
 from megatron.formats.conversion.commands import to_hf
 from megatron.formats.huggingface.source import HuggingFaceFolder
@@ -140,7 +140,7 @@ def test_gradients_against_one_process(pool, family, layout, split, model, times
     argv += ["--train-iters", "1", *NO_DROPOUT]
     expected = without_vanishing(reference(*argv), family)
     more = ["--pipeline-model-parallel-split-rank", str(split)] if split else []
-    records = pool.run(size, gradients, [*argv, *parse_layout(layout).flags(), *more])
+    records = pool.run(size, gradients, [*argv, *flags_for(parse_layout(layout)), *more])
     records = [without_vanishing(record, family) for record in records]
     assert first_difference(records, expected, layers_of(*argv)) is None
     print(f"largest difference: {family} {largest(records, expected):.1e}")
@@ -196,7 +196,7 @@ def test_training_against_plain_torch(pool, family, layout, model):
     parsed = parse_layout(layout)
     stages = parsed.pipeline * parsed.chunks
     argv, expected, noise = plain(family, model, max(2, stages), parsed.dropout)
-    record = pool.run(parsed.processes, train, [*argv, *parsed.flags()], timeout=300)[0]
+    record = pool.run(parsed.processes, train, [*argv, *flags_for(parsed)], timeout=300)[0]
     drift = Drift.between([record], expected)
     print(
         f"training: {family} {layout} {model}: loss drift {drift.losses.max():.1e} (noise "
@@ -223,7 +223,7 @@ def test_what_ranks_have_trained_is_exported(pool, tmp_path, capsys, layout, fam
     parsed = parse_layout(layout)
     argv = [*FAMILIES[family], *MODELS[family][model], *NO_DROPOUT, *blocks(family, 4)]
     argv += ["--global-batch-size", "8", "--train-iters", "2", "--save", str(tmp_path / "ours")]
-    pool.run(parsed.processes, train, [*argv, *parsed.flags()])
+    pool.run(parsed.processes, train, [*argv, *flags_for(parsed)])
     to_hf(["--load", str(tmp_path / "ours"), "--output", str(tmp_path / "theirs")])
     assert "tokens agree" in capsys.readouterr().out
     read = HuggingFaceFolder(tmp_path / "theirs")

@@ -11,7 +11,7 @@ import pytest
 from training_jobs import LAYOUTS, TINY, depth, gradients
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
-from megatron.config.layouts import parse_layout
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.families import spec_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
@@ -103,7 +103,7 @@ def difference(pool, layout: str, model: str, times: int):
     """What differs between a layout and one process."""
     processes, argv = flags(layout, model, times)
     expected = reference(*argv)
-    records = pool.run(processes, gradients, [*argv, *parse_layout(layout).flags()])
+    records = pool.run(processes, gradients, [*argv, *flags_for(parse_layout(layout))])
     config = parse_run(None, argv).config
     layers = spec_of(config.model, config.parallel).layers(TensorParallel())
     return first_difference(records, expected, layers)

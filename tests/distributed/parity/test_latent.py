@@ -10,8 +10,8 @@ import pytest
 from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, gradients, train, train_plainly
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
-from megatron.config.layouts import parse_layout
 from megatron.families import spec_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
@@ -63,7 +63,7 @@ def test_gradients_against_one_process(pool, layout, model):
     argv = [*TINY, "--num-layers", "8", "--micro-batch-size", "2", *LATENT, *MODELS[model]]
     argv += ["--global-batch-size", str(batch), "--train-iters", "1", *NO_DROPOUT]
     expected = reference(*argv)
-    records = pool.run(parsed.processes, gradients, [*argv, *parsed.flags()])
+    records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed)])
     config = parse_run(None, argv).config
     layers = spec_of(config.model, config.parallel).layers(TensorParallel())
     assert first_difference(records, expected, layers) is None
@@ -79,7 +79,7 @@ def test_experts_over_ranks_against_one_process(pool, layout):
     batch = 2 * parsed.fewest_micro_batches * parsed.data
     argv = [*TINY, "--num-layers", "8", "--micro-batch-size", "2", *LATENT, *RANKED, *EXPERTS]
     argv += ["--global-batch-size", str(batch), "--train-iters", "1", *NO_DROPOUT]
-    records = pool.run(parsed.processes, gradients, [*argv, *parsed.flags(), *EP2])
+    records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed), *EP2])
     config = parse_run(None, argv).config
     layers = spec_of(config.model, config.parallel).layers(TensorParallel())
     assert first_difference(records, reference(*argv), layers) is None
@@ -106,7 +106,7 @@ def plain(dropout: str, extra: tuple[str, ...]):
 def test_training_against_plain_torch(pool, layout):
     parsed = parse_layout(layout)
     argv, expected, noise = plain(parsed.dropout, ())
-    records = pool.run(parsed.processes, train, [*argv, *parsed.flags()], timeout=300)
+    records = pool.run(parsed.processes, train, [*argv, *flags_for(parsed)], timeout=300)
     drift = Drift.between(records, expected)
     assert drift.within(noise, expected)
     assert expected.losses[-1] < expected.losses[0] - 0.1, "the run must learn something"

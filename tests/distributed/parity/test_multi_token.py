@@ -7,7 +7,7 @@ import pytest
 from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, gradients
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
-from megatron.config.layouts import parse_layout
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.families import spec_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
@@ -72,7 +72,7 @@ def layout_of(name: str) -> tuple[int, list[str]]:
         }
         return EXPERT[name], ["--expert-model-parallel-size", "2", *others[name]]
     parsed = parse_layout(name)
-    return parsed.processes, parsed.flags()
+    return parsed.processes, flags_for(parsed)
 
 
 def batch(name: str) -> int:

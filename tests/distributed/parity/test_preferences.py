@@ -10,8 +10,8 @@ from family_models import FAMILIES, NO_DROPOUT, blocks
 from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, depth, train_plainly
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
-from megatron.config.layouts import parse_layout
 from megatron.families import trained_spec
 from megatron.features.preference.flags import PREFERENCES
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -101,7 +101,7 @@ def test_gradients_against_one_process(pool, layout, model, preference):
     unmoved = {each.name for each in expected.gradients if not each.values.any()}
     # It adds the same number to the rewards of all texts.
     assert unmoved <= ({"final_norm.norm.bias"} if preference == "reward" else set())
-    records = pool.run(processes, gradients, [*argv, *parse_layout(layout).flags()])
+    records = pool.run(processes, gradients, [*argv, *flags_for(parse_layout(layout))])
     layers = trained_spec(parse_run(None, argv).config).layers(TensorParallel())
     assert first_difference(records, expected, layers) is None
 
@@ -136,7 +136,7 @@ def test_training_against_plain_torch(pool, layout, stage, preference):
     which is gathered again."""
     parsed = parse_layout(layout)
     argv, expected, noise = plain(preference, max(2, parsed.pipeline * parsed.chunks))
-    argv = [*argv, *parsed.flags(), "--zero-stage", str(stage)]
+    argv = [*argv, *flags_for(parsed), "--zero-stage", str(stage)]
     record = pool.run(parsed.processes, train, argv, timeout=300)[0]
     drift = Drift.between([record], expected)
     assert drift.within(noise, expected)

@@ -11,8 +11,8 @@ from samples import sampled
 from training_jobs import LAYOUTS, TINY, gradients, train, train_plainly
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
-from megatron.config.layouts import parse_layout
 from megatron.families import trained_spec
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
@@ -71,7 +71,7 @@ def layout_of(name):
         return EXPERT[name], flags + tensor * (EXPERT[name] > 2), 8
     parsed = parse_layout(name)
     fewest = parsed.fewest_micro_batches
-    return parsed.processes, parsed.flags(), 2 * fewest * parsed.data * (1 + (fewest == 1))
+    return parsed.processes, flags_for(parsed), 2 * fewest * parsed.data * (1 + (fewest == 1))
 
 
 def depth(name):

@@ -11,8 +11,8 @@ from family_models import NO_DROPOUT
 from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, depth
 
 from megatron.apps.parity.gradients import INIT, first_difference, reference_gradients
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import PlainTraining
-from megatron.config.layouts import parse_layout
 from megatron.families import trained_spec
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
@@ -95,7 +95,7 @@ def test_gradients_against_one_process(pool, request, layout, model, algorithm):
     processes, argv = flags(layout, model, algorithm, teacher)
     expected = reference(*argv)
     assert all(each.values.any() for each in expected.gradients)
-    records = pool.run(processes, gradients, [*argv, *parse_layout(layout).flags()])
+    records = pool.run(processes, gradients, [*argv, *flags_for(parse_layout(layout))])
     layers = trained_spec(parse_run(None, argv).config).layers(TensorParallel())
     assert first_difference(records, expected, layers) is None
 

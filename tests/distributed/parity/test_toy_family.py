@@ -15,10 +15,10 @@ from samples import sampled
 from training_jobs import TINY
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise, train_plainly
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import open_checkpoint
-from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
 from megatron.families import spec_of
 from megatron.features.evaluation.checkpoints import measure_samples
@@ -97,7 +97,7 @@ def reference():
 )
 def test_gradients_against_one_process(pool, layout):
     parsed = parse_layout(layout)
-    records = pool.run(parsed.processes, gradients, [*FLAGS, *parsed.flags()])
+    records = pool.run(parsed.processes, gradients, [*FLAGS, *flags_for(parsed)])
     config = parse_run(None, FLAGS).config
     layers = spec_of(config.model, config.parallel).layers(TensorParallel())
     assert first_difference(records, reference(), layers) is None
@@ -118,7 +118,7 @@ def plain():
 )
 def test_training_through_deepspeed_against_plain_torch(pool, layout):
     parsed = parse_layout(layout)
-    record = pool.run(parsed.processes, train, [*FLAGS, *parsed.flags()])[0]
+    record = pool.run(parsed.processes, train, [*FLAGS, *flags_for(parsed)])[0]
     expected, noise = plain()
     assert Drift.between([record], expected).within(noise, expected)
 

@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 from training_jobs import LAYOUTS, TINY, train, train_plainly
 
+from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
-from megatron.config.layouts import parse_layout
 
 FLAGS = [*TINY, "--global-batch-size", "8", "--lr-decay-style", "cosine", "--lr-warmup-iters", "3"]
 MODELS = {
@@ -52,7 +52,7 @@ def drift_of(pool, layout: str, model: str, steps: int):
     flags, reference, noise = plain(model, layers, parsed.dropout, steps)
     # Several buckets of gradients: the default has room for the whole model.
     buckets = ["--zero-reduce-bucket-size", "20000"] if parsed.zero in (1, 2) else []
-    argv = [*flags, *parsed.flags(), *buckets]
+    argv = [*flags, *flags_for(parsed), *buckets]
     record = pool.run(parsed.processes, train, argv, timeout=300)[0]
     drift = Drift.between([record], reference)
     print(

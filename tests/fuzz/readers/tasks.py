@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from detoxifying.annotate import read_rows
 from fuzz.fuzzer import Fuzzer
 
 from megatron.apps.corpus.collection.decontamination import task_texts
 from megatron.apps.generation.generation.config import GenerateConfig, prompts_of
-from megatron.apps.tasks.detoxify.annotate import read_rows
 from megatron.apps.tasks.fine_tuning.examples import TABLES, answered, read_race
 from megatron.apps.tasks.fine_tuning.squad_files import read_questions
 from megatron.apps.tasks.zeroshot.tasks import Lambada, WikiText

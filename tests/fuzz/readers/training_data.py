@@ -11,11 +11,12 @@ from fuzz.wire import example, frame
 
 from megatron.config import DataConfig, TokenizerConfig
 from megatron.data.blend import BlendedDataset
-from megatron.data.corpora import INDEXED, read_corpora
+from megatron.data.corpora import INDEXED
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.sources import BlendReader
+from megatron.features.corpora.corpora import read_corpora
 from megatron.features.instruction.conversations import read_examples
 from megatron.features.masked.tfrecord import TFRecordRecipe, TFRecords
 from megatron.features.preference.records import read_preferences
