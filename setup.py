@@ -208,7 +208,7 @@ setup(
     ],
     package_data={
         "megatron": ["py.typed"],
-        "megatron.apps.migration": ["tables/*.txt"],
+        "megatron.apps.migration": ["*.txt", "tables/*.txt"],
         "megatron.config": ["*.txt"],
         "megatron.engine": ["*.txt"],
         "megatron.training": ["*.txt"],

@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 import torch.distributed as dist
 
 from megatron.config import FLAG_CLASSES, FlagParser
-from megatron.parallel.agreement import Agreement
-from megatron.run.fingerprint import checkpoint_facts, data_facts, run_facts
+from megatron.features.agreement.agreement import Agreement
+from megatron.features.agreement.facts import checkpoint_facts, data_facts, run_facts
 from megatron.run.run import run_of
 
 FLAGS = (

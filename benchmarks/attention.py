@@ -33,10 +33,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.features.gpu_attention.kernels import FLASH
 from megatron.model.attention_backends import AttentionBackend, eager, sdpa
 from megatron.model.attention_flex import block_mask
 from megatron.model.attention_masks import PLAIN, AttentionMasks
-from megatron.model.torch_kernels import FLASH
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q_BSND, k_BSKD, v_BSKD) -> [B, S, N, D]."""

@@ -31,12 +31,12 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.folder import apply_retention
 from megatron.checkpoint.source import locate_checkpoint
 from megatron.config import CheckpointConfig
 from megatron.engine.environment import distributed
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import CheckpointWriter, SaveResult, own_slices
+from megatron.features.older_checkpoints.retention import apply_retention
 from megatron.run.run import Run, parse_run
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer

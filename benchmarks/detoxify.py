@@ -27,9 +27,10 @@ from typing import Any
 from masked_language import ROOT, read
 from trainings import new_parser
 
-from megatron.apps.tasks.detoxify.measures import CONTINUATIONS
-
 EXAMPLE = "examples_deepspeed/megatron/detxoify_lm"
+sys.path.append(str(ROOT / EXAMPLE))
+from detoxifying.measures import CONTINUATIONS  # noqa: E402
+
 WHO = ("he", "she", "the man", "my brother", "that boy", "Tom", "the teacher", "his friend")
 PROFANE = (
     "{who} said it was a load of shit.",
@@ -134,7 +135,7 @@ def prompts(texts: Sequence[str], count: int, draws: random.Random) -> Iterator[
 
 
 def scores(texts: Sequence[str]) -> list[float]:
-    from megatron.apps.tasks.detoxify.scorers import profanity
+    from detoxifying.scorers import profanity
 
     return profanity(texts)
 

@@ -171,13 +171,16 @@ class Worker:
         def exchanged(x: torch.Tensor, sent: Sequence[int], *_: Any) -> int:
             return x.element_size() * (sum(sent) - sent[rank])
 
-        def gathered(whole: torch.Tensor, part: torch.Tensor) -> int:
-            return whole.nbytes - part.nbytes
+        def gathered(x: torch.Tensor, group: Any) -> int:
+            return x.nbytes * (group.size - 1)
+
+        def scattered(x: torch.Tensor, group: Any) -> int:
+            return x.nbytes - x.nbytes // group.size
 
         with (
             counting("start_exchange", exchanged),
-            counting("all_gather_flat", gathered),
-            counting("reduce_scatter_flat", lambda part, whole: whole.nbytes - part.nbytes),
+            counting("start_gather", gathered),
+            counting("start_scatter", scattered),
         ):
             self.step()
         return sum(counted)

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu_suite.device import attend, attention_inputs, attention_shapes
 from gpu_suite.shapes import SHAPES, products
-from megatron.training.metrics import measure_matmul_peak
+from megatron.features.measured_peak.products import measure_matmul_peak
 
 REPEATS = 5
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
