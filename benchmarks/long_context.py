@@ -50,7 +50,7 @@ TRAINING = (
 ).split()
 AT_LONG = ["--seq-length", LONG, "--max-position-embeddings", LONG]
 SHARES = 0.3, 0.25, 0.45
-"""Of the samples: text, copies, questions."""
+"""Shares of text, copies and questions in the samples."""
 YARN = json.dumps(
     {"rope_type": "yarn", "factor": LONG / SHORT, "original_max_position_embeddings": SHORT}
 )

@@ -90,7 +90,7 @@ def needed(feature: Path) -> set[str]:
 
 @pytest.mark.parametrize("feature", sorted((ROOT / "megatron").glob("*/*/feature.py")))
 def test_a_feature_imports_those_that_it_needs(feature):
-    """Of programs with hooks that is what their hooks lead to, in whatever program."""
+    """Programs with hooks need the features that their hooks lead to, in any program."""
     folder, files = feature.parent, feature.parent.rglob("*.py")
     if (apps := folder.parent).name == "apps":
         files = (path for path in closure(feature) if apps in path.parents)

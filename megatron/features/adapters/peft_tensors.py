@@ -48,7 +48,7 @@ _PIECES = {
     "A": re.compile(r"^(.+)\.lora_(?:embedding_)?A(?:\.\w+)??(?:\.weight)?()"),
     "B": re.compile(r"^(.+)\.lora_(?:embedding_)?B(?:\.\w+)??(?:\.weight)?()"),
 }
-"""What a file holds of a whole tensor, by the form of its name: the trained values, the base's
+"""Contents of a file for a whole tensor, by the form of its name: the trained values, the base's
 values, some rows, or an addition."""
 
 

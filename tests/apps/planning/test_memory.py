@@ -374,6 +374,12 @@ def test_state_against_megatron_in_what_they_share():
     assert state_bytes(mixed).total == 6 + 12 / 4  # as Megatron's
 
 
+def of_formula(text, ranks):
+    """The value of a sum such as ``2+4/d`` for ``d`` ranks."""
+    terms = [term.strip().partition("/") for term in text.split("+")]
+    return sum(float(number) / (ranks if divided else 1) for number, divided, _ in terms)
+
+
 def test_the_page_has_the_states():
     """Each row of the table in docs/guides/planning.md, for several numbers of ranks."""
     page = (Path(__file__).parents[3] / "docs/guides/planning.md").read_text()
@@ -390,8 +396,7 @@ def test_the_page_has_the_states():
                     data=data, zero=int(zero), precision=precision, grads_in_fp32=accumulated
                 )
                 state = state_bytes(layout)
-                # The page writes its formulas as Python does: "6/d".
-                expected = [eval(text, {"d": data}) for text in formulas]
+                expected = [of_formula(text, data) for text in formulas]
                 actual = [state.weights, state.gradients, state.optimizer]
                 assert actual == pytest.approx(expected), (zero, words, data)
     sums = {(zero, half, True) for zero in (1, 2, 3) for half in ("bf16", "fp16")}

@@ -148,7 +148,7 @@ table, or a mechanism, of its own."""
 
 
 def is_read(case):
-    """Whether a case runs by default: see ``OTHERS``."""
+    """True if a case runs by default: see ``OTHERS``."""
     model_type, name = case
     first = name == next(iter(CASES[model_type]))
     return is_sampled(case) and (first or model_type not in FIRST_ALONE or case in OTHERS)

@@ -120,7 +120,7 @@ def test_a_closed_port_can_be_used_again():
 
 
 def test_a_rank_that_still_loads_ends_with_the_main_one(monkeypatch):
-    """Which a signal ends at once while it loads: it would wait for that one until the timeout."""
+    """A signal ends it at once while it loads, not after the timeout."""
     handled = []
 
     def opened(*_):
