@@ -153,9 +153,6 @@ class PlainBackend(Backend):
         set_partition(param, values.data.view(-1)[start:end])
 
     def start(self, optimizer: torch.optim.Optimizer, settings: Json) -> Any:
-        supported = deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS
-        if type(optimizer) not in supported:
-            supported.append(type(optimizer))  # else DeepSpeed warns of an untested optimizer
         with fetching_whole(self.model.blocks() if self.stage == 3 else ()):
             self._engine, *_ = deepspeed.initialize(
                 model=self.model, optimizer=optimizer, config=settings, mpu=Mpu(self._mesh)

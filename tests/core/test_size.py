@@ -12,8 +12,8 @@ from .test_imports import LEVEL
 CORE = sorted(set(LEVEL) - {"kernels", "formats", "features", "apps"})
 
 # Ceilings, which may only fall.
-CORE_LINES, CORE_FILES = 29_632, 135
-ALL_LINES, ALL_FILES = 113_791, 598
+CORE_LINES, CORE_FILES = 29_629, 135
+ALL_LINES, ALL_FILES = 113_788, 598
 SUBJECTS = {
     "apps/migration": (2_117, 12),
     "apps/msdp": (707, 4),
@@ -49,7 +49,7 @@ SUBJECTS = {
     "kernels": (1_571, 11),
 }
 """Lines and files of subjects that came after the house was turned."""
-SPINE_LINES, SPINE_FILES = 9_035, 35
+SPINE_LINES, SPINE_FILES = 9_032, 35
 LONGEST, SHORTEST, MOST_IN_A_FOLDER = 500, 60, 19
 SHORT = {"megatron/util/collector.py"}
 """Programs, which other processes run as they are."""

@@ -66,7 +66,6 @@ def test_launchers_train_alike(tmp_path):
         assert done.returncode == 0, done.stderr
         losses[launcher] = losses_of(save)
         assert "ZeRO stage 1" in done.stdout
-        assert "untested" not in done.stdout + done.stderr
         assert ("layout: 2 processes" in done.stdout) == (launcher != "python")
     assert losses["torchrun"] == pytest.approx(losses["python"], rel=1e-6)
     for launcher in ("oneflow", "deepspeed", "launch"):
