@@ -1,1 +1,1 @@
-"""Trainings of a student with a teacher; imported for runs with ``--kd`` only."""
+"""Training of a student with a teacher. Imported only by runs with ``--kd``."""

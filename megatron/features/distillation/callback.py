@@ -1,4 +1,4 @@
-"""A training with a teacher."""
+"""Callback that adds a teacher to a training run."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from megatron.util.processes import return_freed_memory
 
 
 class Distillation(Callback):
-    """Adds the teacher of a run to its first ``--kd-iters`` steps. Raises ConfigError or
-    CheckpointError, before any slow work, if it is missing or its model cannot teach this one.
+    """Callback that trains the model with a teacher in the first ``--kd-iters`` steps of a run.
+    Raises ConfigError or CheckpointError, before any slow work, if the teacher is missing or
+    unsuitable for this model.
 
     Attributes:
-        teacher: None if --kd-cache has its outputs.
+        teacher: the teacher; None if its outputs come from ``--kd-cache``.
     """
 
     def __init__(self, run: Run) -> None:
@@ -50,12 +51,12 @@ class Distillation(Callback):
     def start(
         self, engine: TrainEngine, data: TrainingData, plan: TrainingPlan, consumed: int
     ) -> None:
-        """Load the teacher, or its cached outputs, and attach it to the model of ``engine``, which
-        has consumed ``samples`` samples."""
+        """Load the teacher, or its cached outputs, and attach it to the model of ``engine``, whose
+        training has consumed ``consumed`` samples."""
         engine.teach = self.teach
         self._evaluates_otherwise = engine.spec.evaluated is not None
         parallel = engine.config.parallel
-        # The schedule determines the stages of a process.
+        # A process can have several pipeline stages, depending on the schedule.
         sequences = getattr(engine.model, "sequences", {parallel.stages - 1: None})
         self._has_head = parallel.stages - 1 in sequences
         if self._flags.kd_cache is None:
@@ -74,7 +75,7 @@ class Distillation(Callback):
                 torch.cuda.empty_cache()
 
     def _samples(self, data: TrainingData, plan: TrainingPlan, consumed: int) -> Iterator[Sampled]:
-        """Return the samples for which the losses of this run need the teacher."""
+        """Yield the samples of this run for which a loss needs the teacher's outputs."""
         steps = min(plan.train_iters, self._flags.kd_iters or plan.train_iters)
         wanted, evaluated, tested = plan.sample_counts
         train, last = data.datasets.train, plan.batch_size.samples(steps)
@@ -91,12 +92,12 @@ class Distillation(Callback):
         self._active = last is None or trainer.iteration < last
 
     def went_back(self, trainer: Trainer) -> None:
-        """The following samples differ, and --kd-cache may lack them."""
+        """Fill ``--kd-cache`` again, because it may lack some of the next samples."""
         if self._cache is not None:
             self.start(trainer.engine, trainer.data, trainer.plan, trainer.consumed_samples)
 
     def teach(self, batches: Iterator[Any], count: int) -> Iterator[TaughtBatch]:
-        """``count`` micro batches with what the teacher says of them."""
+        """Yield ``count`` micro batches, with the teacher's outputs until ``--kd-iters``."""
         if not self._active:
             return (TaughtBatch(next(batches)) for _ in range(count))
         if self._cache is not None:
@@ -105,8 +106,8 @@ class Distillation(Callback):
         return self.teacher.teach(batches, count)
 
     def flops(self, step: Step) -> float:
-        """FLOPs of the teacher in a step: a forward pass has a third of the FLOPs of a model that
-        is trained."""
+        """Return the FLOPs of the teacher in a step. It only runs the forward pass, which takes a
+        third of the FLOPs of training."""
         if self.teacher is None or not self._active:
             return 0.0
         config = self._found.config

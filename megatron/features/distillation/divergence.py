@@ -1,12 +1,12 @@
-"""Divergence of a linear map's softmax over a vocabulary from a teacher's, next to cross entropy.
+"""Distillation loss of a linear output head: cross entropy, plus the divergence of its softmax over
+the vocabulary from a teacher's.
 
-Hinton et al. 2015: both distributions are softened by a temperature, and their divergence is
-multiplied by its square, so that its gradients keep their size. As in cross_entropy.py only one
-chunk's logits are in memory, the teacher's and the student's, and the forward pass computes the
-gradients.
+As in Hinton et al. 2015, a temperature softens both distributions. Their divergence is multiplied
+by its square, so that the size of gradients hardly depends on it. As in cross_entropy.py, only one
+chunk of each model's logits is in memory, and the forward pass computes the gradients.
 
-Shapes: those of cross_entropy.py; V columns of a rank that are tokens, N those of them that the
-teacher has too, K tokens that are kept of a teacher, R rows at a time.
+Shapes: as in cross_entropy.py; V columns of a rank that are tokens, N of them that the teacher also
+has, K most probable tokens of a teacher, R rows that are processed at a time.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.softmax_loss import capped, of_ranks, slices
 
 DEVICE_WORK_BYTES = 64 * 2**20
-"""Size of one of the float32 work spaces on GPUs."""
+"""Size in bytes of a float32 tensor of rows that are processed at a time on GPUs."""
 
 
 class TeacherHead(NamedTuple):
-    """Input of a teacher's output head.
+    """Teacher's output head with its input.
 
     Attributes:
-        x_BPH: its hidden states at the student's targets, sliced as the student's are.
-        weight_VH: this rank's rows of the teacher's vocabulary, which begin at the same token as
+        x_BPH: the teacher's hidden states at the student's targets, sliced as the student's are.
+        weight_VH: this rank's rows of the teacher's output weight. They begin at the same token as
             the student's.
-        bias_V: of the logits, or None.
+        bias_V: bias of the logits, or None.
     """
 
     x_BPH: Tensor
@@ -47,12 +47,12 @@ class TeacherHead(NamedTuple):
 
 
 class TopTokens(NamedTuple):
-    """The most probable tokens of a teacher, at its temperature.
+    """Most probable tokens of a teacher, with their probabilities at its temperature.
 
     Attributes:
-        tokens_BPK: their ids, int32.
+        tokens_BPK: token ids, int32.
         probs_BPK: their probabilities, float32.
-        rest_BP: the probability of all others together, float32.
+        rest_BP: total probability of all other tokens, float32.
     """
 
     tokens_BPK: Tensor
@@ -62,7 +62,7 @@ class TopTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Distilling:
-    """The minimised loss: alpha x cross entropy + beta x temperature^2 x divergence."""
+    """Weights of the minimised loss: alpha x cross entropy + beta x temperature^2 x divergence."""
 
     alpha: float = 1.0
     beta: float = 1.0
@@ -70,8 +70,8 @@ class Distilling:
 
 
 class DistilledLosses(NamedTuple):
-    """Means over the tokens whose mask is 1, scalars, float32 or float64; ``divergence`` is
-    multiplied by the square of the temperature. Only ``total`` has a gradient."""
+    """Mean losses over the tokens whose mask is 1, as scalars, float32 or float64. ``divergence``
+    includes the factor temperature^2. Only ``total`` has a gradient."""
 
     total: Tensor
     cross_entropy: Tensor
@@ -87,11 +87,12 @@ def linear_distillation(
     terms: Distilling,
     bias: Tensor | None = None,
 ) -> DistilledLosses:
-    """Cross entropy of the targets, and the Kullback-Leibler divergence KL(teacher || student) at
-    each of them, with the arguments of :func:`linear_cross_entropy`; the same on every rank.
+    """Return the mean cross entropy of the targets, the mean Kullback-Leibler divergence KL(teacher
+    || student) at the targets, and their weighted sum. The other arguments are those of
+    :func:`linear_cross_entropy`. The result is the same on every rank.
 
     If the teacher has more tokens than the student, only shared tokens count, with renormalised
-    probabilities. The tokens that :class:`TopTokens` leave out count as one."""
+    probabilities. All tokens that :class:`TopTokens` omits count as a single token."""
     make = partial(_Distilled, targets=targets, head=head, teacher=teacher, terms=terms)
     losses = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
     return DistilledLosses(*map(head.tp.context.sum, losses))
@@ -100,7 +101,7 @@ def linear_distillation(
 @torch.no_grad()
 def linear_top_tokens(teacher: TeacherHead, count: int, temperature: float) -> TopTokens:
     """Return the ``count`` most probable tokens of a teacher at each position of the whole
-    sequence, the same on every rank."""
+    sequence. The result is the same on every rank."""
     run, whole = teacher_chunks(teacher), teacher.head.tp.context.whole
     parts = [_top_of_chunk(run, chunk, count, temperature) for chunk in run.chunks]
     shape = (teacher.x_BPH.shape[0], -1)
@@ -119,7 +120,8 @@ def _top_of_chunk(run: LogitChunks, chunk: slice, count: int, temperature: float
     tokens_CK[:, : top.values.shape[1]] = top.indices + run.first
     group = run.group
     if group.size > 1:
-        # Integers and the bits of numbers in one collective; float64 has every float32.
+        # Exchange the values as integers (their bits), so that one collective suffices. float64
+        # represents every float32 exactly.
         bits = values_CK.double().view(torch.int64)
         both = of_ranks(group, bits.flatten(), tokens_CK.flatten())
         bits, tokens_CK = (x.unflatten(1, (rows, count)).transpose(0, 1).flatten(1) for x in both)
@@ -142,7 +144,7 @@ def _top_of_chunk(run: LogitChunks, chunk: slice, count: int, temperature: float
 
 
 class _Distilled(LogitChunks):
-    """The tokens of a micro batch, chunk by chunk, with the gradients of both terms."""
+    """Computation of a micro batch's losses and their gradients, chunk by chunk."""
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class _Distilled(LogitChunks):
             self._teaching = teacher_chunks(teacher, self.chunks)
 
     def losses(self) -> DistilledLosses:
-        """Means over the tokens that count; fills in the gradients."""
+        """Return the mean losses over the tokens that count, and accumulate the gradients."""
         zero = torch.zeros((), dtype=self.work, device=self.x_TH.device)
         cross_entropy, divergence = zero, zero.clone()
         gradients = self.x_needs or self.weight_needs or self.bias_needs
@@ -188,7 +190,7 @@ class _Distilled(LogitChunks):
         return DistilledLosses(total, cross_entropy, divergence)
 
     def _join(self, student: _Student, taught: _Taught) -> None:
-        """Combine a chunk's statistics over the columns of all ranks, in one collective."""
+        """Combine a chunk's statistics of all vocabulary shards, in one collective."""
         student.sums_3C[2].masked_fill_(student.absent_C, 0.0)
         if self.group.size == 1:
             return
@@ -210,7 +212,7 @@ class _Distilled(LogitChunks):
 
 
 def teacher_chunks(teacher: TeacherHead, chunks: list[slice] | None = None) -> LogitChunks:
-    """The teacher's tokens, in given chunks."""
+    """Return the computation of a teacher's logits in the given chunks."""
     x_BPH, weight_VH, bias_V, head = teacher
     if head.tp.split:
         x_BPH = start_gather_sequence(x_BPH, head.tp.group)()
@@ -219,7 +221,7 @@ def teacher_chunks(teacher: TeacherHead, chunks: list[slice] | None = None) -> L
     targets, dtype = Targets(unused, unused), weight_VH.dtype
     x_TH = x_BPH.flatten(0, 1).to(dtype)
     if chunks is not None:
-        # Memory for the student's chunks.
+        # Set the memory limit so that this head is computed in chunks of the student's size.
         size = chunks[0].stop * len(weight_VH) * weight_VH.element_size()
         head = LossHead(head.vocab_size, head.softcap, size, head.tp)
     run = LogitChunks(x_TH, weight_VH, bias_V, targets, head, compiled=False)
@@ -229,9 +231,9 @@ def teacher_chunks(teacher: TeacherHead, chunks: list[slice] | None = None) -> L
 
 
 class _Student:
-    """A chunk of the student's logits on this rank, and statistics of each token's softmax: the
-    largest logit, the sums of exp(logit - largest) as it is and at the temperature, and the label's
-    logit, each [C]."""
+    """Chunk of the student's logits on this rank, with statistics of each token's softmax:
+    ``largest_C``, the largest logit; ``sums_3C``, the sum of exp(logit - largest), the same sum
+    with the temperature, and the label's logit."""
 
     def __init__(
         self, logits_CV: Tensor, labels_C: Tensor, softcap: float | None, terms: Distilling
@@ -245,7 +247,8 @@ class _Student:
         self.sums_3C = logits_CV.new_zeros((3, count), dtype=self.work)
 
     def rows(self) -> Iterator[slice]:
-        """Rows that are worked on at a time; none where the rank has no token."""
+        """Yield slices of rows to process at a time. A rank without vocabulary columns yields
+        nothing."""
         count, columns = self.logits_CV.shape
         if not columns:
             return iter(())
@@ -255,7 +258,7 @@ class _Student:
         return slices(count, rows)
 
     def read(self, at: slice) -> Tensor:
-        """Notes what these rows are; returns their logits [R, V]."""
+        """Compute the statistics of these rows, and return their logits [R, V]."""
         logits_RV = capped(self.logits_CV[at].to(self.work), self.softcap)
         largest_R = self.largest_C[at] = logits_RV.amax(-1)
         shifted_RV = logits_RV - largest_R[:, None]
@@ -267,8 +270,8 @@ class _Student:
         return logits_RV
 
     def join(self, parts: Sequence[Tensor]) -> None:
-        """Combine the statistics over the columns of all ranks, from their ``largest_C`` and
-        ``sums_3C``, [ranks, C] each."""
+        """Combine the statistics of all vocabulary shards. ``parts`` are ``largest_C`` and the rows
+        of ``sums_3C`` of every rank, [ranks, C] each."""
         largest_TC, total_TC, softened_TC, target_TC = parts
         self.largest_C = largest_TC.amax(0)
         lower_TC = largest_TC - self.largest_C
@@ -277,15 +280,15 @@ class _Student:
         self.sums_3C[2] = target_TC.sum(0)
 
     def cross_entropy(self) -> Tensor:
-        """[C]."""
+        """Return the cross entropy of each token, [C]."""
         return self.largest_C - self.sums_3C[2] + self.sums_3C[0].log()
 
     def log_total(self) -> Tensor:
-        """Logarithm of the sum of exp(logit / temperature): [C]."""
+        """Return the logarithm of the sum of exp(logit / temperature), [C]."""
         return self.largest_C / self.terms.temperature + self.sums_3C[1].log()
 
     def write(self, at: slice, taught: _Taught) -> None:
-        """Replaces the logits of these rows by the gradient of each token's loss."""
+        """Overwrite the logits of these rows with the gradients of their losses."""
         alpha, beta, temperature = self.terms.alpha, self.terms.beta, self.terms.temperature
         logits_RV = capped(self.logits_CV[at].to(self.work), self.softcap)
         total_R1, softened_R1, _ = (sums[at, None] for sums in self.sums_3C)
@@ -303,33 +306,33 @@ class _Student:
 
 
 class _Taught(Protocol):
-    """The probabilities of a teacher for a chunk."""
+    """Teacher's distributions over the vocabulary for the tokens of a chunk."""
 
     def read(self, at: slice, logits_RV: Tensor) -> None:
-        """Notes how the student's logits of these rows compare."""
+        """Compute the statistics of these rows, given the student's logits."""
         ...
 
     def known(self) -> tuple[Tensor, ...]:
-        """Return numbers of the columns of this rank, [C] each in the dtype of the work."""
+        """Return the statistics of this rank's shard, [C] each, in the working dtype."""
         ...
 
     def join(self, parts: Sequence[Tensor], student: _Student, largest_TC: Tensor) -> None:
-        """Combine the statistics over the columns of all ranks, from each rank's :meth:`known`,
-        [ranks, C]; ``largest_TC`` are the student's largest logits on each rank."""
+        """Combine the statistics of all vocabulary shards. ``parts`` are each rank's :meth:`known`,
+        [ranks, C], and ``largest_TC`` the student's largest logits on each rank."""
         ...
 
     def divergence(self, student: _Student) -> Tensor:
-        """KL(teacher || student) of each token, [C]."""
+        """Return KL(teacher || student) of each token, [C]."""
         ...
 
     def gradient(self, at: slice, soft_RV: Tensor, total_R1: Tensor, scale: float) -> None:
-        """Replaces the exponentials of the student, whose sum is given, by ``scale`` x (student's
-        probability - teacher's)."""
+        """Replace the student's exponentials ``soft_RV``, whose sum is ``total_R1``, by ``scale`` x
+        (student's probability - teacher's)."""
         ...
 
 
 class _WholeTeacher:
-    """All logits of a teacher."""
+    """Teacher given by all its logits."""
 
     def __init__(
         self, logits_CN: Tensor, softcap: float | None, terms: Distilling, work: torch.dtype
@@ -338,11 +341,11 @@ class _WholeTeacher:
         self.temperature = terms.temperature
         count = len(logits_CN)
         self.largest_C = logits_CN.new_full((count,), torch.finfo(work).min, dtype=work)
-        # Sums of exp(logit - largest) and its product with the difference from the student's.
+        # Sums of exp(logit - largest), and of the same times the difference to the student's logit.
         self.sums_2C = logits_CN.new_zeros((2, count), dtype=work)
 
     def _softened(self, at: slice) -> Tensor:
-        # Not in place: a tensor already in the working dtype is not copied.
+        # Not in place: ``to`` returns the tensor itself if it already has the working dtype.
         return capped(self.logits_CN[at].to(self.work), self.softcap) / self.temperature
 
     def read(self, at: slice, logits_RV: Tensor) -> None:
@@ -378,8 +381,8 @@ class _WholeTeacher:
 
 
 class _TopTeacher:
-    """The most probable tokens of a teacher, and the probability of all others, which count as one
-    token: the divergence of the distributions over them is at most that over all tokens."""
+    """Teacher given by its most probable tokens and the total probability of all others, which
+    count as a single token. The result is at most the divergence over all tokens."""
 
     def __init__(
         self, columns_CK: Tensor, probs_CK: Tensor, rest_C: Tensor, run: _Distilled
@@ -387,7 +390,7 @@ class _TopTeacher:
         self.terms, self.probs_CK, self.rest_C = run.terms, probs_CK, rest_C
         self.here_CK = (columns_CK >= 0) & (columns_CK < run.columns.used)
         self.columns_CK = columns_CK.masked_fill(~self.here_CK, 0)
-        # Sums of p x logit / temperature, and of the exponentials of the student's other logits.
+        # Sums of p x logit / temperature, and of the student's exponentials at other tokens.
         self.sums_2C = probs_CK.new_zeros((2, len(rest_C)))
 
     def read(self, at: slice, logits_RV: Tensor) -> None:
@@ -399,8 +402,8 @@ class _TopTeacher:
         self.sums_2C[1, at] = self._others(at, exponentials_RV).sum(-1)
 
     def _others(self, at: slice, values_RV: Tensor) -> Tensor:
-        """The values with zeros at the teacher's tokens, in place."""
-        # Not by writing zeros: columns of other ranks are 0 here, as one of this rank may be.
+        """Set the values of the teacher's most probable tokens to zero, in place."""
+        # Zeros cannot be scattered: tokens of other ranks have column 0, which this rank may need.
         taken_RV = torch.zeros_like(values_RV)
         taken_RV.scatter_add_(1, self.columns_CK[at], self.here_CK[at].to(values_RV.dtype))
         return values_RV.masked_fill_(taken_RV > 0, 0.0)

@@ -1,4 +1,4 @@
-"""Training of a student on the probabilities of a teacher."""
+"""Feature that trains a student on the probabilities of a teacher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distillation: a student learns from the probabilities of a teacher."""
+"""Flags of distillation, which trains a student on the probabilities of a teacher."""
 
 from __future__ import annotations
 
@@ -13,40 +13,39 @@ TOP_TOKENS = 64
 
 @dataclass(frozen=True)
 class DistillationConfig(FlagSection):
-    """Distillation: a student learns from the probabilities of a teacher."""
+    """Distillation: train a student on the probabilities of a teacher."""
 
     kd: bool = option(False, aliases=("--mos",))
-    """Train the model as a student of --load-teacher."""
+    """Train the model as the student of --load-teacher."""
     load_teacher: str | None = option(None)
     """Checkpoint of the teacher, in any format."""
     kd_alpha_ce: float = option(1.0, bounds=NOT_NEGATIVE)
     """Weight of the cross entropy of the labels."""
     kd_beta_ce: float = option(1.0, bounds=NOT_NEGATIVE)
-    """Weight of the Kullback-Leibler divergence of the student from the teacher."""
+    """Weight of the Kullback-Leibler divergence between teacher and student."""
     kd_temp: float = option(1.0, bounds=POSITIVE)
-    """Temperature of both distributions; their divergence is multiplied by its square (Hinton et
+    """Temperature of both distributions. Their divergence is multiplied by its square (Hinton et
     al. 2015)."""
     kd_iters: int | None = option(None, bounds=POSITIVE)
-    """Learn from the teacher in the first N iterations only, and from the labels alone after
-    them."""
+    """Number of iterations with the teacher. Later iterations only use the labels."""
     kd_cache: str | None = option(None)
-    """Folder with the teacher's most probable tokens at every position of the samples. What it
-    lacks is computed before training; the teacher is then not in memory while the student
-    trains."""
+    """Folder for the teacher's most probable tokens at every position of the samples. Missing
+    samples are computed before training, which then runs without the teacher in memory."""
     kd_top_k: int | None = option(None, derived=str(TOP_TOKENS), bounds=POSITIVE)
-    """Tokens that --kd-cache keeps of a position; all others count as one token."""
+    """Number of tokens per position in --kd-cache. All others count as one token."""
     num_layers_teacher: int | None = option(None, bounds=POSITIVE)
-    """Layers of the teacher, compared with its checkpoint, which says so by itself."""
+    """Number of layers of the teacher. It must match the checkpoint, and has no other effect."""
     hidden_size_teacher: int | None = option(None, bounds=POSITIVE)
-    """Hidden size of the teacher, compared with its checkpoint."""
+    """Hidden size of the teacher. It must match the checkpoint, and has no other effect."""
     num_attention_heads_teacher: int | None = option(None, bounds=POSITIVE)
-    """Attention heads of the teacher, compared with its checkpoint."""
+    """Number of heads of the teacher. It must match the checkpoint, and has no other effect."""
     num_experts_teacher: tuple[int, ...] = option(())
-    """Experts of the teacher's layers, 1 without any, compared with its checkpoint."""
+    """Number of experts of the teacher's layers, 1 if dense. It must match the checkpoint, and has
+    no other effect."""
 
     @property
     def top_tokens(self) -> int:
-        """--kd-top-k, or its default."""
+        """Value of --kd-top-k, or its default."""
         return TOP_TOKENS if self.kd_top_k is None else self.kd_top_k
 
     @property
@@ -58,12 +57,12 @@ class DistillationConfig(FlagSection):
         return self.kd_cache is not None
 
     def check(self, resolver: ConfigResolver) -> None:
-        """Refuses values that contradict each other, and the loss of another feature."""
+        """Raise ConfigError if flags contradict each other, or others replace the loss."""
         if not self.kd:
             for field in dataclasses.fields(self):
-                # Scripts of dense models pass a teacher's experts, 1, without a teacher.
+                # Scripts pass --num-experts-teacher 1 for dense models, even without a teacher.
                 dense = field.name == "num_experts_teacher" and set(self.num_experts_teacher) <= {1}
-                # Reinforcement learning may have a teacher for the texts that it writes.
+                # Reinforcement learning can use a teacher on the student's own completions.
                 other = field.name == "load_teacher" and resolver.values.get("rl") == "distill"
                 if field.name != "kd" and not dense and not other:
                     resolver.check_unused(field.name, "--kd")

@@ -1,4 +1,4 @@
-"""The loss of a student: cross entropy of the labels, and divergence from its teacher."""
+"""Loss of a student: cross entropy of the labels, plus divergence from its teacher."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.loss_head import HeadInput
 
 KD_LOSS, TOTAL_LOSS = "kd loss", "total loss"
-"""Names of the divergence, times the squared temperature, and of the minimised total."""
+"""Names of the divergence (times temperature^2) and of the minimised total."""
 
 
 class TaughtBatch(NamedTuple):
-    """A micro batch with a teacher's outputs.
+    """Micro batch with a teacher's outputs.
 
     Attributes:
         batch: the family's batch.
-        teacher: None on pipeline stages without the output head, and after ``--kd-iters``
-            iterations.
+        teacher: the outputs; None on pipeline stages without the output head, and after
+            ``--kd-iters`` iterations.
     """
 
     batch: Any
@@ -45,8 +45,9 @@ class TaughtBatch(NamedTuple):
 
 
 def with_teacher(spec: ModelSpec, config: RunConfig) -> ModelSpec:
-    """A language model that is trained on :class:`TaughtBatch`; other batches are evaluated as
-    without a teacher. Raises ConfigError if the model predicts no tokens."""
+    """Return the specification of a language model that can be trained on :class:`TaughtBatch`.
+    The losses of other batches do not change. Raises ConfigError if the model does not predict
+    tokens."""
     if LM_LOSS not in spec.losses:
         raise ConfigError(
             f"--kd: a model with {config.model.head_shown} has no probabilities of tokens, which a "
@@ -74,10 +75,10 @@ def _beginning(begin: Callable[[Any], LayerState], terms: Distilling) -> Callabl
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """alpha x cross entropy + beta x temperature^2 x divergence, of a micro batch.
+    """Objective of a micro batch: alpha x cross entropy + beta x temperature^2 x divergence.
 
     Attributes:
-        teacher: None for the cross entropy alone, with weight 1.
+        teacher: the teacher's outputs; if None, the loss is the cross entropy, with weight 1.
         weights_2: weights of the micro batch within its step, as in a batch of instructions.
     """
 

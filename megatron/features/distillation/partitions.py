@@ -1,4 +1,4 @@
-"""A teacher's weights, divided over the ranks that have the same ones."""
+"""Partitioning of a teacher's weights over the ranks that would otherwise have copies of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron.parallel.shard import shard_of
 
 
 def partition_blocks(blocks: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Each replica then has an equal share of every block's weights, and all of them only while the
-    block runs. Every rank must run it equally often."""
+    """Partition the weights of blocks over their replicas. Each rank keeps one partition, and has
+    all of a block's weights only while the block runs. Running a block is collective."""
     for block in blocks:
         by_group: dict[Group, list[nn.Parameter]] = {}
         for param in block.parameters():
@@ -25,8 +25,8 @@ def partition_blocks(blocks: Iterable[nn.Module], mesh: Mesh) -> None:
 
 
 class _Partitioned:
-    """A block's weights with the same replicas, concatenated in a flat tensor, of which this rank
-    has ``own``."""
+    """Weights of a block that have the same replicas, concatenated into a flat tensor. ``own`` is
+    this rank's partition."""
 
     def __init__(self, block: nn.Module, params: list[nn.Parameter], data: Group) -> None:
         self._params, self._data = params, data

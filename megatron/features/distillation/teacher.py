@@ -1,4 +1,5 @@
-"""The teacher of a student: a model that is neither trained nor saved, at the student's layout."""
+"""Teacher of a student: a model that has the student's layout and is neither trained nor saved, and
+the cache of its outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, save_tensors
+from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint, nothing_at
 from megatron.config import CheckpointConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron.config.engine import FastPathsConfig
@@ -28,6 +29,7 @@ from megatron.features.distillation.objective import TaughtBatch
 from megatron.features.distillation.partitions import partition_blocks
 from megatron.features.evaluation.evaluator import Evaluator, build_evaluator
 from megatron.formats.digests import checkpoint_digest
+from megatron.formats.tensors import save_tensors
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.parallel.loss_head import HeadInput
@@ -41,7 +43,7 @@ from megatron.util.progress import progress_bar
 
 @dataclass(frozen=True)
 class FoundTeacher:
-    """The checkpoint of ``--load-teacher``, and the run of its model at the student's layout."""
+    """Checkpoint of ``--load-teacher``, and its model's configuration in the student's layout."""
 
     found: FoundCheckpoint
     config: RunConfig
@@ -49,8 +51,8 @@ class FoundTeacher:
     notes: tuple[str, ...] = ()
 
     def start(self, mesh: Mesh, device: torch.device, in_step: bool = True) -> Teacher:
-        """The model with its weights; ``in_step``: every data-parallel rank passes it the same
-        number of micro batches, so that they can share its blocks at ZeRO stage 3. Raises
+        """Load the teacher. Set ``in_step`` if every data-parallel rank runs the same number of
+        micro batches; only then can blocks be partitioned, as at ZeRO stage 3. Raises
         CheckpointError if the weights are damaged."""
         spec = spec_of(self.config.model, self.config.parallel)
         engine = build_evaluator(self.config, spec, mesh, device)
@@ -58,7 +60,7 @@ class FoundTeacher:
         if is_main_process():
             for note in (*self.notes, *source.notes):
                 print(f"teacher: {note}", flush=True)
-        del source  # and with it the mapped files
+        del source  # also closes the mapped files
         if self.partitions and in_step and mesh.dense.size > 1:
             blocks = [block for sequence in engine.sequences for block in sequence.blocks]
             partition_blocks(blocks, mesh)
@@ -67,9 +69,9 @@ class FoundTeacher:
 
 
 def find_teacher(config: RunConfig, token_count: int | None = None) -> FoundTeacher:
-    """The teacher of a run, before anything that takes time; ``token_count`` is the size of the
-    student's tokenizer. Raises CheckpointError if there is no such checkpoint, ConfigError if its
-    model cannot teach this one at this layout."""
+    """Find the teacher of a run, before any slow work. ``token_count`` is the number of tokens of
+    the student's tokenizer. Raises CheckpointError if the checkpoint does not exist, and
+    ConfigError if its model does not suit the student and its layout."""
     flags, student = config.section(DistillationConfig), config.model
     assert flags.load_teacher is not None
     shown = f"--load-teacher {flags.load_teacher}"
@@ -90,7 +92,7 @@ def find_teacher(config: RunConfig, token_count: int | None = None) -> FoundTeac
     parallel = config.parallel
     if parallel.pipeline_partition not in ("blocks", "parameters"):
         parallel = dataclasses.replace(parallel, pipeline_partition="blocks")
-    # Values for each of the student's blocks say nothing of the teacher's.
+    # Values per block are those of the student's blocks; the teacher uses only the first.
     parallel = dataclasses.replace(parallel, cp_comm_type=parallel.cp_comm_type[:1])
     partitions = config.engine.zero_stage == 3
     compiling = "off" if partitions else config.fast_paths.torch_compile
@@ -100,7 +102,7 @@ def find_teacher(config: RunConfig, token_count: int | None = None) -> FoundTeac
         model=model,
         parallel=parallel,
         checkpoint=CheckpointConfig(load=flags.load_teacher),
-        # In the dtype of training, without CUDA graphs, whose memory the student's would share.
+        # The defaults: training dtype, and no CUDA graphs, which would share the student's memory.
         fast_paths=FastPathsConfig(torch_compile=compiling),
         engine=dataclasses.replace(config.engine, zero_stage=min(1, config.engine.zero_stage)),
     )
@@ -108,7 +110,7 @@ def find_teacher(config: RunConfig, token_count: int | None = None) -> FoundTeac
 
 
 def _compare(flags: DistillationConfig, model: ModelConfig, shown: str) -> None:
-    """Refuse flags that contradict the teacher's checkpoint."""
+    """Raise ConfigError if flags contradict the teacher's checkpoint."""
     for flag, given, has in (
         ("--num-layers-teacher", flags.num_layers_teacher, model.num_layers),
         ("--hidden-size-teacher", flags.hidden_size_teacher, model.hidden_size),
@@ -135,15 +137,16 @@ def _compare(flags: DistillationConfig, model: ModelConfig, shown: str) -> None:
 
 
 def _layer_experts(model: ModelConfig) -> tuple[int, ...]:
-    """Number of experts of each layer that has them, by a feature's field, absent without it."""
+    """Return the number of experts of each layer that has experts. The field belongs to another
+    feature, which may be missing."""
     return tuple(filter(None, getattr(model.flags(), "layer_experts", ())))
 
 
 def _fitted(
     model: ModelConfig, config: RunConfig, token_count: int | None, shown: str
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """Return the teacher's network with the student's length and vocabulary division, and lines for
-    the user."""
+    """Return the teacher's configuration, with the student's sequence length and vocabulary
+    sharding, and notes to print."""
     student, ranks = config.model, config.parallel.tensor_model_parallel_size
     size, tokens = model.vocabulary.size, student.vocabulary
     if model.head != "lm":
@@ -187,7 +190,7 @@ def _fitted(
 
 
 def _check_layout(model: ModelConfig, parallel: ParallelConfig, shown: str) -> None:
-    """Refuses a teacher that the student's layout cannot cut."""
+    """Raise ConfigError if the student's layout cannot shard the teacher."""
     ranks, stages = parallel.tensor_model_parallel_size, parallel.stages
     heads, groups = model.attention.num_attention_heads, model.attention.num_query_groups
     inner = getattr(model.flags(), "moe_ffn_hidden_size", None) or 0
@@ -218,14 +221,14 @@ def _check_layout(model: ModelConfig, parallel: ParallelConfig, shown: str) -> N
 
 
 class Teacher:
-    """A teacher at work."""
+    """Loaded teacher, which computes its outputs for the student's micro batches."""
 
     def __init__(self, engine: Evaluator) -> None:
         self.engine = engine
 
     def teach(self, batches: Iterator[Any], count: int) -> Iterator[TaughtBatch]:
-        """Yield ``count`` micro batches with the teacher's hidden states. A pipeline runs the
-        teacher on all of them first; otherwise it runs lazily."""
+        """Yield ``count`` micro batches with the teacher's hidden states. In a pipeline the teacher
+        runs on all of them first; otherwise it runs on each when that is requested."""
         rounds = [count] if self.engine.mesh.pipeline.size > 1 else [1] * count
         for size in rounds:
             device = self.engine.device
@@ -235,8 +238,8 @@ class Teacher:
                 yield TaughtBatch(batch, head)
 
     def heads(self, batches: list[Any]) -> list[TeacherHead]:
-        """The teacher's output head and its input, of every micro batch; nothing on pipeline stages
-        without it."""
+        """Return the teacher's output head with its input, for every micro batch. The list is empty
+        on pipeline stages without the head."""
         measure = _HeadInputs()
         with torch.no_grad():
             self.engine.prepare_evaluation()
@@ -250,7 +253,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class _HeadInputs(Measure):
-    """Ends before the head's logits, with its input [B, P, H] in place of numbers."""
+    """Measure that returns the input of the head [B, P, H] and computes no logits."""
 
     names: tuple[str, ...] = ()
     take: Any = None
@@ -259,7 +262,7 @@ class _HeadInputs(Measure):
 
     @property
     def taken(self) -> HeadInput | None:
-        """The last input of the head."""
+        """Most recent input of the head, or None before the first run."""
         return self.kept[-1] if self.kept else None
 
     def __call__(self, inputs: HeadInput, batch: Any) -> dict[str, Tensor]:
@@ -275,13 +278,13 @@ class _HeadInputs(Measure):
 
 IDENTITY = "teacher.json"
 BLOCK_BYTES = 64 * 2**20
-"""Bytes of a file, about."""
+"""Approximate size of a cache file in bytes."""
 _DIGESTED = 8
-"""Tensors of a teacher whose values are part of its identity, the smallest: its norms."""
+"""Number of a teacher's smallest tensors, such as norms, whose values enter its identity."""
 
 
 class Sampled(NamedTuple):
-    """Samples of a data set whose losses need the teacher."""
+    """Dataset, and indices of its samples whose losses need the teacher."""
 
     dataset: SampleDataset[Any]
     numbers: range
@@ -294,9 +297,8 @@ class _Place(NamedTuple):
 
 
 class TeacherCache:
-    """The folder ``--kd-cache`` of one teacher, with the samples that were there when it was
-    opened. Raises ConfigError if it has what another teacher says, or at another temperature;
-    CheckpointError if a file is damaged."""
+    """Outputs of one teacher in the folder ``--kd-cache``. Raises ConfigError if the folder belongs
+    to another teacher or temperature, and CheckpointError if a file is damaged."""
 
     def __init__(self, folder: str, identity: Mapping[str, Any], collate: Any) -> None:
         self._folder, self._identity, self._collate = Path(folder), dict(identity), collate
@@ -313,7 +315,7 @@ class TeacherCache:
         except ValueError as error:
             raise CheckpointError(f"{error}; remove --kd-cache {self._folder}") from None
         for name, value in self._identity.items():
-            # Folders of earlier versions do not record what the files were.
+            # Folders of earlier versions have no digest of the teacher's files.
             if written.get(name) != value and not (name == "files" and name not in written):
                 raise ConfigError(
                     f"--kd-cache {self._folder} is of another teacher: {name} is "
@@ -321,7 +323,7 @@ class TeacherCache:
                 )
 
     def look(self) -> None:
-        """Finds all samples that are there now."""
+        """Open all new files in the folder, and record their samples."""
         for path in sorted(self._folder.glob("*.safetensors")):
             if path in self._open:
                 continue
@@ -334,7 +336,7 @@ class TeacherCache:
                 self._places[key] = _Place(path, start, stop)
 
     def missing(self, samples: Iterable[Sampled], mesh: Mesh) -> list[Any]:
-        """The samples that are not there, each once, the same on every rank."""
+        """Return the samples that the cache lacks, each once. The same on every rank."""
         seen, missing = mesh.world.shared(set(self._places)), []
         for dataset, numbers in samples:
             for number in numbers:
@@ -346,15 +348,18 @@ class TeacherCache:
         return missing
 
     def fill(self, teacher: Teacher, samples: Sequence[Any], micro_batch_size: int) -> None:
-        """Adds samples; the data-parallel ranks share them. Every rank must call it."""
+        """Compute and store the outputs for ``samples``, divided over data-parallel ranks.
+        Collective: every rank must call this."""
         mesh, count = teacher.engine.mesh, int(self._identity["tokens"])
         temperature = float(self._identity["temperature"])
         if mesh.world.rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / IDENTITY
             write_whole(path, json.dumps(self._identity, indent=1).encode())
-        # Equally often on every data-parallel rank, although some may have no work left.
         own = samples[mesh.samples.rank :: mesh.samples.size]
+        # The ranks of an expert-parallel teacher exchange tokens in every batch: all of them must
+        # compute as many, so some compute a sample of another rank again.
+        own = [*own, *samples[: -(-len(samples) // mesh.samples.size) - len(own)]]
         at_once = micro_batch_size * (2 * mesh.pipeline.size if mesh.pipeline.size > 1 else 1)
         block = _Block()
         bar = progress_bar("teacher", total=len(own), unit=" samples")
@@ -363,7 +368,7 @@ class TeacherCache:
                 group = own[first : first + at_once]
                 parts = range(0, len(group), micro_batch_size)
                 batches = [self._collate(group[at : at + micro_batch_size]) for at in parts]
-                # A pipeline takes micro batches of one shape.
+                # In a pipeline all micro batches must have the same shape.
                 lengths = [batch.tokens_BS.shape[1] for batch in batches]
                 size = len(batches[0].tokens_BS)
                 if mesh.pipeline.size > 1:
@@ -382,8 +387,8 @@ class TeacherCache:
         self.look()
 
     def teach(self, batches: Iterator[Any], count: int, has_head: bool) -> Iterator[TaughtBatch]:
-        """``count`` micro batches with what the teacher says of them, which only a pipeline stage
-        with the output head needs."""
+        """Yield ``count`` micro batches with the teacher's cached outputs. Without ``has_head``, on
+        other pipeline stages, they have none."""
         for _ in range(count):
             batch = next(batches)
             if not has_head:
@@ -395,8 +400,7 @@ class TeacherCache:
             yield TaughtBatch(batch, TopTokens(*parts))
 
     def _of(self, key: int, length: int) -> tuple[Tensor, ...]:
-        """Return the teacher's numbers for the first positions of a sample, and zeros after its
-        last."""
+        """Return the outputs for the sample ``key``, cut or padded with zeros to ``length``."""
         place = self._places.get(key)
         if place is None:
             raise CheckpointError(
@@ -410,7 +414,7 @@ class TeacherCache:
 
 
 class _Block:
-    """Samples that are not yet written."""
+    """Teacher's outputs for samples that have not been written to a file yet."""
 
     def __init__(self) -> None:
         self._found: dict[int, TopTokens] = {}
@@ -424,7 +428,7 @@ class _Block:
                 self.bytes += sum(each.nbytes for each in own)
 
     def write(self, folder: Path) -> None:
-        """Writes them to a new file of the folder, which appears when it is complete."""
+        """Write the outputs to a new file in the folder, atomically, and clear the block."""
         if not self._found:
             return
         keys, rows = list(self._found), self._found.values()
@@ -440,7 +444,7 @@ class _Block:
 
 
 def _repeated(batch: Any, size: int) -> Any:
-    """Return the batch, filled up to ``size`` samples with copies of its last one."""
+    """Return the batch extended to ``size`` samples with copies of its last one."""
     missing = size - len(batch.tokens_BS)
     if not missing:
         return batch
@@ -450,8 +454,8 @@ def _repeated(batch: Any, size: int) -> Any:
 
 
 def identity_of(source: Source, top_tokens: int, temperature: float) -> dict[str, Any]:
-    """Record of a folder about its teacher: digests of its smallest weights, and of blocks of its
-    files, in which teachers with the same norms differ."""
+    """Return the identity of a teacher for its cache folder. It has digests of the smallest weights
+    and of blocks of the checkpoint's files; the latter distinguish teachers with equal norms."""
     shapes = {name: source.shape(name) for name in source.names()}
     smallest = sorted(shapes, key=lambda name: (torch.Size(shapes[name]).numel(), name))
     read = (source.tensor(name).contiguous().numpy().data for name in smallest[:_DIGESTED])

@@ -34,10 +34,12 @@ def teacher(pool, tmp_path_factory):
     return [*TERMS, "--load-teacher", folder]
 
 
-def examples(folder):
+def examples(folder, count=40):
     """Instructions of several lengths, and a tokenizer of bytes."""
     path = folder / "alpaca.json"
-    rows = [{"instruction": "x" * (3 + n % 5), "output": f"{n} " * (1 + n % 4)} for n in range(40)]
+    rows = [
+        {"instruction": "x" * (3 + n % 5), "output": f"{n} " * (1 + n % 4)} for n in range(count)
+    ]
     path.write_text(json.dumps(rows))
     mine = ["--data-path", str(path), "--sft", "--tokenizer-type", "ByteLevelTokenizer"]
     mine += [
@@ -97,6 +99,22 @@ def test_instructions(pool, tmp_path, more):
     online = pool.run(1, train, argv)[0]
     cache = ["--kd-cache", str(tmp_path / "cache"), "--kd-top-k", "300"]
     (cached,) = pool.run(1, train, [*argv, *cache])
+    np.testing.assert_allclose(cached.losses, online.losses, rtol=2e-6)
+
+
+@pytest.mark.proof
+def test_experts_of_a_teacher_meet_in_every_batch(pool, tmp_path):
+    """33 samples do not divide among two ranks, whose experts exchange tokens."""
+    experts = "--num-experts 2 --disable-moe-token-dropping --moe-loss-coeff 0".split()
+    argv = [word for word in STUDENT if word != "--mock-data"] + examples(tmp_path, 33)
+    argv += [*experts, "--split", "100,0,0", "--eval-iters", "0", "--train-iters", "10"]
+    teacher = str(tmp_path / "teacher")
+    pool.run(1, train, [*argv, "--hidden-size", "48", "--train-iters", "2", "--save", teacher])
+    argv += [*TERMS, "--load-teacher", teacher, "--num-experts-teacher", "2", "2", "2", "2"]
+    argv += flags_for(parse_layout("ep2"))
+    online = pool.run(2, train, argv, timeout=300)[0]
+    cache = ["--kd-cache", str(tmp_path / "cache"), "--kd-top-k", "300"]
+    cached = pool.run(2, train, [*argv, *cache], timeout=300)[0]
     np.testing.assert_allclose(cached.losses, online.losses, rtol=2e-6)
 
 
