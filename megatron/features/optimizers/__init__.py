@@ -1,1 +1,1 @@
-"""Optimizers next to the core's AdamW and SGD."""
+"""Optimizers in addition to the core's AdamW and SGD."""

@@ -1,9 +1,9 @@
-"""Adam-mini (Zhang et al. 2024, arXiv:2406.16793): Adam with one second moment for each block of a
-parameter: a head of queries or keys, else an output row; a norm; and each element of a bias.
+"""Adam-mini (Zhang et al. 2024, arXiv:2406.16793): Adam with one second moment per block of a
+parameter. A block is a head of queries or keys, an output row of another matrix, a whole norm, or
+one element of a bias. Ranks sum the squared gradients of their shards of each block, so that
+results do not depend on the layout.
 
-Ranks sum the squares of their parts of every block, so that blocks do not depend on the layout.
-
-Shapes: R rows of a rank's share of a parameter, W elements of a row; B blocks of the parameter.
+Shapes: R rows of a rank's shard of a parameter, W elements of a row; B blocks of the parameter.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.features.optimizers.fused import parts_of
 from megatron.features.optimizers.matrices import expert_numbers, of_own_experts
 from megatron.features.optimizers.rules import Group, RuleContext, UpdateRule, descend, rooted
 from megatron.parallel.mesh import Group as Ranks
@@ -24,12 +25,12 @@ from megatron.parallel.shard import Shard, shard_of
 
 
 class Division(NamedTuple):
-    """Rows of a parameter in blocks.
+    """Division of a parameter's rows into blocks.
 
     Attributes:
-        shape: of the rows: all dimensions but the last, which is 1, or is kept where each element
-            is a row.
-        first: number of rows at the start that are in blocks of ``length``; others are one each.
+        shape: shape of the parameter, with 1 as the last dimension unless each element is a row.
+        first: number of rows at the start that form blocks of ``length`` rows. Each of the
+            remaining rows is a block.
     """
 
     shape: tuple[int, ...]
@@ -43,10 +44,10 @@ class Division(NamedTuple):
 
 
 def division(name: str, shape: Sequence[int], parts: Sequence[int], width: int) -> Division:
-    """The blocks of a parameter of this name and shape.
+    """Return the division of a parameter into blocks, by its name and shape.
 
     Args:
-        parts: rows of queries, keys and values where they are one parameter.
+        parts: numbers of rows of queries, keys and values if the parameter fuses them.
         width: channels of a head.
     """
     if len(shape) == 1 and not name.endswith(".bias"):
@@ -59,13 +60,8 @@ def division(name: str, shape: Sequence[int], parts: Sequence[int], width: int) 
     return Division(rows, 0, 1)
 
 
-def parts_of(shard: Shard) -> tuple[int, ...]:
-    """Lengths of the matrices that are fused in a parameter."""
-    return next((cut.parts for cut in shard.cuts if cut.parts), ())
-
-
 class MomentBlocks:
-    """The blocks of a parameter, of this rank's experts, and its second moments."""
+    """Blocks of a parameter, restricted to this rank's experts, and their second moments."""
 
     def __init__(self, param: nn.Parameter, name: str, width: int, mesh: Mesh) -> None:
         shard = of_own_experts(shard_of(param), mesh.coordinates)
@@ -88,7 +84,7 @@ class MomentBlocks:
 
 
 class _Piece(NamedTuple):
-    """A rank's part of a parameter in a tensor that the optimizer updates."""
+    """Location of this rank's partition of a parameter, in a tensor that the optimizer updates."""
 
     param: nn.Parameter
     offset: int
@@ -97,10 +93,11 @@ class _Piece(NamedTuple):
 
 
 class AdamMini(UpdateRule):
-    """Adam-mini over parts of parameters.
+    """Adam-mini for parameters that may be sharded or partitioned.
 
     Args:
-        widths: channels of a head of each parameter's layer.
+        names: canonical names of the parameters.
+        width: channels of an attention head.
     """
 
     states = ("exp_avg",)
@@ -153,7 +150,7 @@ class AdamMini(UpdateRule):
             descend(tensor, update, group)
 
     def _squares(self, tensor: Tensor, piece: _Piece) -> Tensor:
-        """Sums of the squares of this part of the gradient in each block."""
+        """Return the sums of squared gradients of this partition, by block."""
         blocks, (first, last) = self.blocks[piece.param], self._rows(piece)
         assert tensor.grad is not None
         sums_B = tensor.new_zeros(blocks.count)
@@ -166,7 +163,7 @@ class AdamMini(UpdateRule):
         return sums_B
 
     def _of_elements(self, values_B: Tensor, piece: _Piece) -> Tensor:
-        """The number of the block of each element of a part."""
+        """Expand per-block values to the elements of this partition."""
         blocks, (first, last) = self.blocks[piece.param], self._rows(piece)
         rows = values_B[blocks.ids_R[first:last], None].expand(-1, blocks.row)
         return rows.reshape(-1).narrow(0, piece.start - first * blocks.row, piece.length)
@@ -176,7 +173,7 @@ class AdamMini(UpdateRule):
         return (piece.start // row, -(-end // row)) if piece.length else (piece.start // row,) * 2
 
     def _add_over_ranks(self, params: Sequence[nn.Parameter], sums: Sequence[Tensor]) -> None:
-        """Sum over the ranks that have other parts of the same blocks, in place."""
+        """Sum in place over the ranks that have other shards or partitions of the same blocks."""
         among: dict[Ranks, list[Tensor]] = {}
         for param, sums_B in zip(params, sums, strict=True):
             if self.divided:
@@ -188,7 +185,7 @@ class AdamMini(UpdateRule):
             over = of_own_experts(shard_of(param), places).over("tensor")
             if over is not None:
                 cut.append(sums_B)
-                if over.of(places)[0] % over.copies:  # another rank has the same share
+                if over.of(places)[0] % over.copies:  # another rank has the same shard
                     sums_B.zero_()
         _add(cut, self._mesh.tensor)
 
@@ -208,7 +205,7 @@ class AdamMini(UpdateRule):
             blocks.moment_B = values * blocks.kept_B
 
     def _writes(self, shard: Shard) -> bool:
-        """True if no rank before this one has the same moments."""
+        """Return whether this rank saves these moments: it is the first of those that have them."""
         places, over = self._mesh.coordinates, shard.over("tensor")
         spread = over is not None and "expert" in over.axes
         first = self._mesh.tensor.rank == 0 or spread
@@ -234,7 +231,8 @@ def _add(tensors: Sequence[Tensor], ranks: Ranks) -> None:
 
 
 def _kept(shard: Shard, ids: Tensor, count: int) -> Tensor:
-    """1 for blocks of the parts that this parameter has, 0 for another parameter's blocks."""
+    """Return 1 for the blocks of this parameter. Blocks of fused matrices that another parameter
+    holds get 0."""
     kept = torch.zeros(count)
     cut = next((cut for cut in shard.cuts if cut.held is not None), None)
     if cut is None:

@@ -1,5 +1,5 @@
-"""AdEMAMix (Pagliardini et al. 2024, arXiv:2409.03137): Adam with a second, slow mean of the
-gradients, which is not corrected for the zeros that it starts from."""
+"""AdEMAMix (Pagliardini et al. 2024, arXiv:2409.03137): Adam with a second, slow moving average of
+the gradients, which has no bias correction."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron.features.optimizers.rules import Group, RuleContext, UpdateRule, d
 
 
 class AdEMAMix(UpdateRule):
-    """AdEMAMix over single elements.
+    """AdEMAMix, which updates each element separately.
 
     Args:
-        betas: decay rates of the fast mean, of the second moment and of the slow mean.
-        alpha: factor of the slow mean.
-        warmup: updates over which ``alpha`` grows from 0, and the half-life of the slow mean from
-            that of the fast one; 0 for none.
+        betas: decay rates of the fast average, of the second moment and of the slow average.
+        alpha: factor of the slow average.
+        warmup: number of updates over which ``alpha`` grows from 0, and the half-life of the slow
+            average grows from that of the fast one; 0 for no warm-up.
     """
 
     states = ("exp_avg", "exp_avg_slow", "exp_avg_sq")
@@ -47,12 +47,12 @@ class AdEMAMix(UpdateRule):
             descend(tensor, mixed.div_(rooted(squares, beta2, step, self._eps)), group)
 
     def alpha(self, step: float) -> float:
-        """Factor of the slow mean in an update."""
+        """Return the factor of the slow average at update number ``step``."""
         return self._alpha * (min(1.0, step / self._warmup) if self._warmup else 1.0)
 
     def slow_beta(self, step: float) -> float:
-        """Decay rate of the slow mean in an update: its half-life, ln 0.5 / ln beta - 1, is linear
-        in the updates of the warm-up."""
+        """Return the decay rate of the slow average at update number ``step``. During the warm-up
+        its half-life, ln 0.5 / ln beta - 1, grows linearly."""
         first, _, last = self._betas
         if step >= self._warmup:
             return last

@@ -1,4 +1,4 @@
-"""Optimizers of a run: which rule updates each parameter."""
+"""Construction of a run's optimizer: which rule updates each parameter."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatron.parallel.shard import shard_of
 
 
 def plan(config: RunConfig, trained: Mapping[nn.Parameter, str], mesh: Mesh) -> OptimizerPlan:
-    """The rules of ``--optimizer`` for these parameters. Raises ConfigError where ranks cannot keep
-    a projection whole."""
+    """Return the optimizer plan of ``--optimizer``: the rule and learning rate factor of each
+    parameter. Raises ConfigError if ranks cannot keep a fused projection whole."""
     flags, name = config.section(OptimizersConfig), config.optimizer.optimizer
     kinds, factors = dict.fromkeys(trained, name), dict[str, float]()
     if name in OPTIMIZERS and OPTIMIZERS[name].matrices:
@@ -53,7 +53,8 @@ def plan(config: RunConfig, trained: Mapping[nn.Parameter, str], mesh: Mesh) -> 
 
 
 def attach(engine: TrainEngine) -> None:
-    """Let rules find this rank's parts of parameters, and evaluations their weights."""
+    """Tell the rules where this rank's partitions of parameters are, and set up the schedule-free
+    weights of evaluations and checkpoints."""
     optimizer = engine.optimizer
     if not isinstance(optimizer, RuledOptimizer):
         return

@@ -1,4 +1,4 @@
-"""Coefficients of Newton-Schulz iterations, and names of the rules for the size of updates."""
+"""Coefficients of Newton-Schulz iterations, and names of the rules that scale updates."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ COEFFICIENTS: dict[str, tuple[Coefficients, bool]] = {
         False,
     ),
 }
-"""Coefficients of each step by name, and True if further steps restart with the first instead of
-repeating the last. ``simple`` is from Jordan et al. 2024 (Muon), Moonlight and torch; ``quintic``
-Megatron-LM's default; ``polar_express`` of Amsel et al. 2025 (arXiv:2505.16932); ``cans`` of
-Grishina et al. 2025 (arXiv:2506.10935)."""
+"""Coefficients (a, b, c) of each Newton-Schulz step by name, and whether further steps start again
+with the first instead of repeating the last. ``simple`` is from Jordan et al. 2024 (Muon),
+Moonlight and torch; ``quintic`` is Megatron-LM's default; ``polar_express`` is from Amsel et al.
+2025 (arXiv:2505.16932); ``cans`` is from Grishina et al. 2025 (arXiv:2506.10935)."""
 
 SCALES = ("spectral", "unit_rms_norm", "shape_scaling")
-"""Rules of ``newton_schulz.scale``."""
+"""Rules that scale updates, implemented by ``newton_schulz.scale``."""

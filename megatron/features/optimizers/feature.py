@@ -1,4 +1,4 @@
-"""Optimizers next to the core's AdamW and SGD."""
+"""Optimizers in addition to the core's AdamW and SGD."""
 
 from __future__ import annotations
 

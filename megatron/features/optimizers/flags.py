@@ -1,4 +1,4 @@
-"""Flags of the optimizers."""
+"""Flags of the optimizers in addition to the core's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SOAP = needs_value("optimizer", "soap", refused=False)
 _ADEMAMIX = needs_value("optimizer", "ademamix", refused=False)
 _OF_CORE = ("adam", "sgd")
 OF_ADAM = 0.2
-"""Root mean square of AdamW's updates, about, relative to the learning rate."""
+"""Approximate root mean square of AdamW's updates, divided by the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -36,82 +36,81 @@ class OptimizersConfig(FlagSection):
     muon_momentum: float = option(0.9, bounds=FRACTION, needs=_MUON)
     """Muon: decay rate of the momentum (0.95 in most publications)."""
     muon_nesterov: bool = option(False, needs=_MUON)
-    """Muon: Nesterov's momentum, as in most publications."""
+    """Muon: use Nesterov momentum, as in most publications."""
     muon_coefficient_type: str = option("quintic", choices=tuple(COEFFICIENTS), needs=_MUON)
-    """Muon: coefficients of the Newton-Schulz steps; simple are those of its authors, of Moonlight
-    and of torch."""
+    """Muon: coefficients of the Newton-Schulz steps. Muon's authors and torch use simple."""
     muon_num_ns_steps: int = option(5, bounds=POSITIVE, needs=_MUON)
     """Muon: number of Newton-Schulz steps."""
     muon_scale_mode: str = option("spectral", choices=SCALES, needs=_MUON)
-    """Muon: factor of an update of m outputs and n inputs: spectral is sqrt(max(m, n)),
-    unit_rms_norm sqrt(m / n), shape_scaling sqrt(max(1, m / n))."""
+    """Muon: rule that scales an update with m outputs and n inputs, by sqrt(max(m, n)) for
+    spectral, sqrt(m / n) for unit_rms_norm, and sqrt(max(1, m / n)) for shape_scaling."""
     muon_extra_scale_factor: float = option(1.0, bounds=POSITIVE, needs=_MUON)
-    """Muon: further factor of updates; with spectral 0.2 makes them as large as AdamW's, whose
-    learning rate and weight decay then fit."""
+    """Muon: additional factor of updates. With spectral, 0.2 makes updates as large as AdamW's, so
+    that AdamW's learning rate and weight decay can be used."""
     muon_fp32_matmul_prec: str = option(
         "medium", choices=("low", "medium", "high", "highest"), needs=_MUON
     )
-    """Muon: precision of the Newton-Schulz products of float32 matrices: bfloat16 with low and
-    medium, float32 with high and highest."""
+    """Muon: precision of the matrix products in Newton-Schulz steps of float32 matrices: bfloat16
+    for low and medium, float32 for high and highest."""
     muon_split_qkv: bool = option(True, off="--muon-no-split-qkv", needs=_MATRICES)
     """Muon, SOAP: treat the fused projection of queries, keys and values as one matrix."""
     muon_split_mlp: bool = option(True, off="--muon-no-split-mlp", needs=_MATRICES)
-    """Muon, SOAP: treat gate and up projection as one matrix, as Megatron-LM, not two."""
+    """Muon, SOAP: treat the fused gate and up projections as one matrix, as in Megatron-LM."""
     muon_scalar_optimizer: str = option("adam", choices=("adam", "lion"), needs=_MUON)
-    """Muon: optimizer of embeddings, output layer, norms and biases."""
+    """Muon: optimizer for embeddings, the output layer, norms and biases."""
     muon_scalar_lr_factor: float = option(1.0, bounds=NOT_NEGATIVE, needs=_MATRICES)
-    """Muon, SOAP: factor of the learning rate of embeddings, output layer, norms and biases."""
+    """Muon, SOAP: factor of the learning rate of embeddings, the output layer, norms and biases."""
     muon_tp_mode: str = option(
         "duplicated", choices=("duplicated", "distributed", "blockwise"), needs=_MUON
     )
-    """Muon: accepted for Megatron's sake; whole matrices are orthogonalised, each on one of the
-    ranks that divide it. blockwise, which changes the result with the layout, is refused."""
+    """Muon: accepted for compatibility with Megatron-LM. Each matrix is always orthogonalised as a
+    whole, on one rank. blockwise is refused, because its result depends on the layout."""
     lion_beta1: float = option(0.95, bounds=FRACTION, needs=_LION)
-    """Lion: share of the momentum in an update."""
+    """Lion: weight of the momentum in an update."""
     lion_beta2: float = option(0.98, bounds=FRACTION, needs=_LION)
     """Lion: decay rate of the momentum."""
     adaptive_muon_moment2_method: str = option(
         "adamuon", choices=("adamuon", "normuon"), needs=_ADAPTIVE
     )
-    """adaptive_muon: second moment of every element of the orthogonal matrices (adamuon), or
-    its mean over each row of tall and each column of wide ones (normuon)."""
+    """adaptive_muon: keep a second moment of every element of the orthogonalised matrices
+    (adamuon), or one for each row of a tall matrix and each column of a wide one (normuon)."""
     adaptive_muon_beta2: float = option(0.95, bounds=FRACTION, needs=_ADAPTIVE)
-    """adaptive_muon: decay rate of the second moment."""
+    """adaptive_muon: decay rate of the second moments."""
     adaptive_muon_eps: float = option(1e-8, bounds=POSITIVE, needs=_ADAPTIVE)
-    """adaptive_muon: epsilon of the second moment."""
+    """adaptive_muon: epsilon added to the second moments."""
     soap_shampoo_beta: float = option(0.95, bounds=FRACTION, needs=_SOAP)
-    """SOAP: decay rate of the factors whose eigenvectors are the basis of Adam."""
+    """SOAP: decay rate of Shampoo's factors, whose eigenvectors are the basis for Adam."""
     soap_precondition_frequency: int = option(10, bounds=POSITIVE, needs=_SOAP)
-    """SOAP: updates from one change of the basis to the next."""
+    """SOAP: number of updates between changes of the basis."""
     soap_use_kl_shampoo: bool = option(True, off="--no-soap-use-kl-shampoo", needs=_SOAP)
-    """SOAP: use the factors of Shampoo, as its publication, not those that leave out what the
-    other factor explains, as Megatron-LM."""
+    """SOAP: use Shampoo's factors as in the publication. By default, as in Megatron-LM, each factor
+    excludes what the other one explains (KL-Shampoo)."""
     ademamix_beta3: float = option(0.9999, bounds=FRACTION, needs=_ADEMAMIX)
-    """AdEMAMix: decay rate of the slow mean."""
+    """AdEMAMix: decay rate of the slow moving average."""
     ademamix_alpha: float = option(5.0, bounds=NOT_NEGATIVE, needs=_ADEMAMIX)
-    """AdEMAMix: factor of the slow mean."""
+    """AdEMAMix: factor of the slow moving average."""
     ademamix_warmup_iters: int = option(0, bounds=NOT_NEGATIVE, needs=_ADEMAMIX)
-    """AdEMAMix: updates over which the slow mean's factor and half-life grow to their values."""
+    """AdEMAMix: number of updates over which the slow average's factor and half-life grow."""
     cautious_update: bool = option(False)
-    """AdamW: leave out the elements of an update that the gradient opposes, and divide the others
-    of each parameter by their share (C-AdamW)."""
+    """AdamW: zero elements of an update whose sign differs from the gradient's, and divide the
+    others by the fraction of the parameter's elements that remains (C-AdamW)."""
     cautious_weight_decay: bool = option(False)
-    """Decay only those weights that the update makes smaller."""
+    """Apply weight decay only to weights that the update shrinks."""
     weight_decay_follows_lr: bool = option(False)
-    """Multiply the weight decay by the learning rate over --lr (AdamC)."""
+    """Multiply the weight decay by the current learning rate divided by --lr (AdamC)."""
 
     @property
     def _own_decay(self) -> bool:
         return self.cautious_weight_decay or self.weight_decay_follows_lr
 
     def updates(self, optimizer: str) -> bool:
-        """True if a run with this ``--optimizer`` is updated by rules of the feature."""
+        """Return whether this feature's rules apply to a run with this ``--optimizer``."""
         own = self._own_decay or self.cautious_update
         return optimizer not in _OF_CORE or (optimizer == "adam" and own)
 
     def check(self, config: Any, resolver: ConfigResolver) -> None:
-        """Refuse combinations that have no meaning, and note values that differ from the
-        publications. Raises ConfigError."""
+        """Raise ConfigError if flags contradict each other, and add notes about values that differ
+        from published ones."""
         optimizer, precision = config.optimizer.optimizer, config.precision
         signs = ("muon", "lion", "adaptive_muon")
         resolver.check(
@@ -140,7 +139,7 @@ class OptimizersConfig(FlagSection):
             )
 
     def _check_states(self, config: Any, resolver: ConfigResolver) -> None:
-        """Refuse what cannot have the states of an optimizer."""
+        """Raise ConfigError if other flags are incompatible with the optimizer's states."""
         optimizer, checkpoint = config.optimizer, config.checkpoint
         name = optimizer.optimizer
         resolver.check(

@@ -1,4 +1,4 @@
-"""Whole matrices from the parts that ranks have of them, each on one rank, and back.
+"""Exchange of whole matrices, each gathered on one rank from several ranks and scattered back.
 
 Shapes: see :class:`Deal`.
 """
@@ -17,12 +17,13 @@ from megatron.parallel.mesh import SINGLE, Coordinates, Group, Mesh
 from megatron.parallel.shard import Shard, shard_of
 
 Update = Callable[[Sequence[tuple[nn.Parameter, Tensor]]], list[Tensor]]
-"""From parameters, each with a whole tensor of its shape (of its experts on this rank), to others
-of these shapes."""
+"""Function that receives parameters with whole tensors (for experts, those of this rank), and
+returns new tensors of the same shapes."""
 
 
 class OwnedPart(NamedTuple):
-    """Part of a parameter in a tensor that the optimizer updates, from ``offset`` on."""
+    """This rank's partition of a parameter, at ``offset`` of a tensor that the optimizer
+    updates."""
 
     param: nn.Parameter
     holder: Tensor
@@ -31,11 +32,12 @@ class OwnedPart(NamedTuple):
 
 
 class Deal:
-    """Parameters, distributed over the ranks that have parts of them.
+    """Assignment of whole parameters to the ranks that have partitions or shards of them.
+    Collective: all ranks must create it.
 
     Args:
-        parts: this rank's parts of the parameters, in the same order on all ranks.
-        replicas: the ranks that have the same share of these parameters, which ZeRO divides.
+        parts: this rank's partitions of the parameters, in the same order on all ranks.
+        replicas: ranks that have the same shard of these parameters, which ZeRO partitions.
     """
 
     def __init__(self, parts: Sequence[OwnedPart], replicas: Group, mesh: Mesh) -> None:
@@ -48,7 +50,7 @@ class Deal:
         whole = [math.prod(shape) for shape in self._shapes]
         self._is_first = replicas.rank == 0
         lengths = _of_all([part.length for part in parts], replicas, self._device)
-        if lengths == [whole] * replicas.size:  # ZeRO divides nothing
+        if lengths == [whole] * replicas.size:  # ZeRO does not partition these parameters
             replicas, lengths = SINGLE, [whole]
         self._divides = replicas.size > 1
         self._over_replicas = PartExchange(replicas, lengths, costs, self._device)
@@ -62,8 +64,7 @@ class Deal:
 
     @property
     def owned(self) -> list[tuple[nn.Parameter, bool]]:
-        """Parameters that this rank updates whole, each with True if no other rank updates the
-        same."""
+        """Whole parameters that this rank updates, each with True if this rank saves its states."""
         mine, first = self._over_replicas.mine, self._tensor.rank == 0
         spread = [shard_of(part.param).over("tensor") is not None for part in self.parts]
         cut = [self._cut[k] for k in self._over_tensor.mine]
@@ -74,7 +75,7 @@ class Deal:
         return [(self.parts[n].param, only and alone) for n, only in items]
 
     def updates(self, pieces: Sequence[Tensor], update: Update) -> list[Tensor]:
-        """Return the flat parts of ``update`` applied to the whole parameters with these parts."""
+        """Update whole parameters, and return this rank's partitions. All ranks must call this."""
         gathered = self._over_replicas.gather(pieces)
         shares = {n: torch.cat(list(each)) if len(each) > 1 else each[0].reshape(-1)
                   for n, each in gathered.items()}  # fmt: skip
@@ -110,13 +111,15 @@ class Deal:
 
 
 class PartExchange:
-    """Items whose parts come together on one rank each: dealt out by cost, the largest first.
+    """Exchange that gathers all parts of an item on one rank. Items are assigned to ranks by cost,
+    starting with the most expensive.
 
     Args:
-        lengths: by rank, of its part of each item.
+        lengths: for each rank, the lengths of its parts of the items.
+        costs: relative cost of each item.
 
     Attributes:
-        mine: numbers of the items of this rank.
+        mine: indices of the items of this rank.
     """
 
     def __init__(
@@ -132,11 +135,11 @@ class PartExchange:
         self.mine = self._of[ranks.rank]
 
     def lengths_of(self, item: int) -> list[int]:
-        """Lengths of its parts, by rank."""
+        """Return the lengths of an item's parts, by rank."""
         return [lengths[item] for lengths in self._lengths]
 
     def gather(self, parts: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-        """Exchange parts of all items for all parts of this rank's items, by item and rank."""
+        """Send parts of all items, and return all parts of this rank's items, by item and rank."""
         if self._ranks.size == 1:
             return {item: [parts[item]] for item in self.mine}
         sent = [[parts[n] for n in items] for items in self._of]
@@ -145,7 +148,7 @@ class PartExchange:
         return {n: [of_rank[k] for of_rank in received] for k, n in enumerate(self.mine)}
 
     def scatter(self, parts: Mapping[int, Sequence[Tensor]], like: Tensor) -> list[Tensor]:
-        """Exchange the parts of its own items, by rank, for this rank's part of each item."""
+        """Send each rank its parts of this rank's items, and return the own part of every item."""
         own = self._lengths[self._ranks.rank]
         if self._ranks.size == 1:
             return [parts[item][0] for item in range(len(own))]
@@ -158,7 +161,7 @@ class PartExchange:
     def _exchanged(
         self, sent: list[list[Tensor]], sizes: list[list[int]], like: Tensor
     ) -> list[list[Tensor]]:
-        """Send parts to each rank; return the received parts, split into these sizes."""
+        """Send tensors to each rank, and return those received from each, of the given sizes."""
         empty = like.new_empty(0)
         out = torch.cat([part for of_rank in sent for part in of_rank] or [empty]).to(self._device)
         into = out.new_empty(sum(map(sum, sizes)))
@@ -170,8 +173,7 @@ class PartExchange:
 
 
 def of_own_experts(shard: Shard, places: Coordinates) -> Shard:
-    """The shard of a parameter in a model that has this rank's experts only: cut over
-    tensor-parallel ranks alone."""
+    """Return a parameter's shard of this rank's experts, cut only over tensor-parallel ranks."""
     shape = list(shard.full_shape)
     others = [cut for cut in shard.cuts if cut.axes != ("tensor",)]
     for cut in others:
@@ -180,13 +182,13 @@ def of_own_experts(shard: Shard, places: Coordinates) -> Shard:
 
 
 def over_tensor(shard: Shard, places: Coordinates) -> Shard:
-    """The same, whole on a single tensor-parallel rank."""
+    """Return :func:`of_own_experts`, without cuts if there is only one tensor-parallel rank."""
     own = of_own_experts(shard, places)
     return own if places.get("tensor", (0, 1))[1] > 1 else Shard(own.full_shape)
 
 
 def expert_numbers(shard: Shard, places: Coordinates) -> list[int] | None:
-    """Numbers of the experts that a rank has of a parameter; None for one without experts."""
+    """Return the indices of a parameter's experts on a rank, or None if it has no experts."""
     cut = shard.over("expert")
     if cut is None:
         return [*range(shard.full_shape[0])] if len(shard.full_shape) == 3 else None
@@ -195,13 +197,13 @@ def expert_numbers(shard: Shard, places: Coordinates) -> list[int] | None:
 
 
 def _cost(shape: Sequence[int]) -> int:
-    """Work of orthogonalising a parameter, compared with others."""
+    """Return the relative cost of orthogonalising a parameter."""
     *experts, rows, columns = shape
     return math.prod(experts) * min(rows, columns) ** 2 * max(rows, columns)
 
 
 def _of_all(numbers: list[int], ranks: Group, device: torch.device) -> list[list[int]]:
-    """The numbers of every rank; all must call it."""
+    """Gather the numbers of every rank. Collective: all ranks must call this."""
     if ranks.size == 1:
         return [numbers]
     own = torch.tensor(numbers, device=device)

@@ -1,4 +1,4 @@
-"""Memory of the states of an optimizer, counted parameter by parameter of the model."""
+"""Memory of optimizer states, computed parameter by parameter."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from megatron.config import RunConfig
 from megatron.config.optimizer import STATES
 from megatron.families import trained_spec
-from megatron.features.optimizers.adam_mini import division, parts_of
+from megatron.features.optimizers.adam_mini import division
 from megatron.features.optimizers.flags import OptimizersConfig
-from megatron.features.optimizers.fused import is_matrix, rows_of
+from megatron.features.optimizers.fused import is_matrix, parts_of, rows_of
 from megatron.features.optimizers.table import OPTIMIZERS
 from megatron.features.optimizers.whole import length_of
 from megatron.model.layer_list import LayerStack
@@ -20,9 +20,9 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 
 def states_per_parameter(config: RunConfig) -> float:
-    """Return the 4-byte numbers that the optimizer keeps per weight, averaged over the trained
-    parameters of a model on one process; 2 for AdamW. Ranks share them like weights; for whole
-    matrices, each on one rank, this is an average."""
+    """Return the number of 4-byte state values that the optimizer keeps per weight, averaged over
+    the trained parameters of a model on one process; 2 for AdamW. States are distributed like
+    weights, except that those of a whole matrix are on one rank, for which this is an average."""
     name = config.optimizer.optimizer
     if name not in OPTIMIZERS:
         return float(len(STATES[name]))
@@ -60,8 +60,8 @@ def _states_of(config: RunConfig, name: str, param: torch.nn.Parameter) -> float
 
 
 def _of_matrix(optimizer: str, rows: int, columns: int) -> int:
-    """States of a matrix next to a number for each element: NorMuon's of the longer side, or
-    SOAP's second moment, factors, bases and eigenvalues."""
+    """Return the number of a matrix's state values besides its momentum: NorMuon's for the longer
+    side, or SOAP's second moment, factors, bases and eigenvalues."""
     if optimizer == "adaptive_muon":
         return max(rows, columns)
     return rows * columns + sum(2 * side * side + side for side in (rows, columns))

@@ -1,5 +1,5 @@
-"""Muon (Jordan et al. 2024): momentum, with each matrix orthogonalised as a whole; and its adaptive
-form, which divides the orthogonal matrix by the root of a second moment.
+"""Muon (Jordan et al. 2024): momentum, with each whole matrix orthogonalised. Its adaptive form
+divides the orthogonalised matrix by the root of a second moment.
 
 Shapes: M rows, N columns of a matrix; E experts of a rank.
 """
@@ -19,17 +19,18 @@ from megatron.features.optimizers.rules import Group, RuleContext
 from megatron.features.optimizers.whole import Matrix, WholeRule
 
 _MOST = 2**24
-"""Largest number of elements in a batch of products: more gain nothing, and are copies."""
+"""Maximum number of elements in a batch of products. Larger batches copy more, but are not
+faster."""
 
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """Values of the flags.
+    """Muon settings from the flags.
 
     Attributes:
-        coefficients: of each Newton-Schulz step.
-        product_dtype: of the products of float32 matrices.
-        second_moment: ``adamuon``, ``normuon``, or None for Muon.
+        coefficients: coefficients (a, b, c) of each Newton-Schulz step.
+        product_dtype: dtype of the products of float32 matrices.
+        second_moment: ``adamuon``, ``normuon``, or None for plain Muon.
     """
 
     momentum: float
@@ -44,7 +45,7 @@ class MuonSettings:
 
 
 class Muon(WholeRule):
-    """Muon over parts of matrices."""
+    """Muon for matrices that may be sharded or partitioned."""
 
     states = ("momentum_buffer",)
     _adaptive = False
@@ -81,7 +82,7 @@ class Muon(WholeRule):
         return {"moment2_buffer": torch.zeros_like(values)}
 
     def updates(self, matrices: Sequence[Matrix]) -> list[Tensor]:
-        """Orthogonal matrices times the factors of the settings."""
+        """Orthogonalise the matrices, and scale them by the factors set by the flags."""
         settings, results = self._settings, self._orthogonal([each.values for each in matrices])
         for each, result in zip(matrices, results, strict=True):
             if settings.second_moment is not None:
@@ -90,9 +91,10 @@ class Muon(WholeRule):
         return results
 
     def _divided(self, x_MN: Tensor, moment: Tensor) -> Tensor:
-        """An orthogonal matrix by the root of its second moment: of every element (AdaMuon, Si et
-        al. 2025, arXiv:2507.11005), or the mean over the shorter side (NorMuon, Li et al. 2025,
-        arXiv:2510.05491), as Megatron-LM's emerging_optimizers compute them."""
+        """Divide an orthogonalised matrix by the root of its second moment, which is updated in
+        place: of every element (AdaMuon, Si et al. 2025, arXiv:2507.11005), or the mean over the
+        shorter side (NorMuon, Li et al. 2025, arXiv:2510.05491), as in Megatron-LM's
+        emerging_optimizers."""
         weight, eps = 1 - self._settings.beta2, self._settings.eps
         if self._settings.second_moment == "adamuon":
             moment.lerp_(x_MN.square(), weight)
@@ -101,8 +103,8 @@ class Muon(WholeRule):
         return x_MN * moment.clamp(min=eps).rsqrt_()
 
     def _orthogonal(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Return orthogonalised matrices. Matrices of one shape form a batch on GPUs and, for
-        16-bit products, on CPUs. Batches of float32 are slower on CPUs (by 10 to 17 %)."""
+        """Orthogonalise the matrices. Matrices of the same shape are batched on GPUs, and on CPUs
+        with bfloat16 products; float32 batches are 10 to 17 % slower on CPUs."""
         settings, results = self._settings, list(matrices)
         by_shape: dict[tuple[int, ...], list[int]] = {}
         for n, each in enumerate(matrices):
@@ -124,12 +126,12 @@ class Muon(WholeRule):
 
 
 class AdaptiveMuon(Muon):
-    """Muon with a second moment of the orthogonal matrices."""
+    """Muon with a second moment of the orthogonalised matrices."""
 
     _adaptive = True
 
 
 def _shorter(x_MN: Tensor) -> int:
-    """The dimension over which a second moment is averaged, so that it has a number for each row of
-    a tall matrix, and for each column of a wide one."""
+    """Return the dimension over which NorMuon averages the second moment. The result has one value
+    per row of a tall matrix, or per column of a wide one."""
     return -1 if x_MN.shape[-2] >= x_MN.shape[-1] else -2

@@ -1,10 +1,10 @@
-"""Newton-Schulz iterations: the nearest matrix with equal singular values, approximately.
+"""Newton-Schulz iterations, which approximate the nearest matrix whose singular values are all 1.
 
-One step maps X to a X + (b A + c A^2) X with A = X X^T, which changes each singular value s to
-a s + b s^3 + c s^5 and keeps the singular vectors. The coefficients decide how fast small values
-grow, and how close to 1 all of them end.
+One step maps X to a X + (b A + c A^2) X with A = X X^T. It keeps the singular vectors, and maps
+each singular value s to a s + b s^3 + c s^5. The coefficients a, b, c determine how fast small
+values grow, and how close to 1 the final values are.
 
-Shapes: M rows, N columns of a matrix; E matrices that are one tensor.
+Shapes: M rows, N columns of a matrix; E matrices stacked in one tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LEAST_NORM = 1e-15
 
 
 def steps_of(name: str, count: int) -> list[tuple[float, float, float]]:
-    """Coefficients of ``count`` steps."""
+    """Return the coefficients (a, b, c) of ``count`` steps."""
     coefficients, again = COEFFICIENTS[name]
     if again:
         return [coefficients[n % len(coefficients)] for n in range(count)]
@@ -32,9 +32,9 @@ def steps_of(name: str, count: int) -> list[tuple[float, float, float]]:
 def orthogonalise(
     x_MN: Tensor, steps: list[tuple[float, float, float]], dtype: torch.dtype
 ) -> Tensor:
-    """Approximation of the nearest matrix whose singular values are 1, of a matrix [M, N] or each
-    of several [E, M, N], in the dtype of the input; products are computed in ``dtype``. A zero
-    matrix stays zero."""
+    """Approximate the nearest matrix whose singular values are 1, for a matrix [M, N] or for each
+    of several, [E, M, N]. The result has the input's dtype; products are computed in ``dtype``. A
+    zero matrix remains zero."""
     wide = x_MN.shape[-2] > x_MN.shape[-1]
     x = x_MN.mT if wide else x_MN
     norm = torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_LEAST_NORM)
@@ -51,12 +51,12 @@ def orthogonalise(
 
 
 def scale(rule: str, rows: int, columns: int) -> float:
-    """Factor of an orthogonalised update of this shape.
+    """Return the factor of an orthogonalised update of a matrix of this shape.
 
-    ``spectral`` is sqrt(max(M, N)), after which its root mean square is 1 (Liu et al. 2025,
-    arXiv:2502.16982, multiply by 0.2 for that of AdamW); ``unit_rms_norm`` sqrt(M / N), after which
-    outputs of the update grow alike at any width (Bernstein 2025); ``shape_scaling``
-    sqrt(max(1, M / N)), as Jordan et al. and torch."""
+    ``spectral`` is sqrt(max(M, N)), which gives the update a root mean square of 1; Liu et al. 2025
+    (arXiv:2502.16982) multiply by a further 0.2 to match AdamW. ``unit_rms_norm`` is sqrt(M / N),
+    with which an update changes the outputs equally at any width (Bernstein 2025).
+    ``shape_scaling`` is sqrt(max(1, M / N)), as in Jordan et al. and torch."""
     if rule == "spectral":
         return math.sqrt(max(rows, columns))
     if rule == "unit_rms_norm":

@@ -1,17 +1,22 @@
-"""An optimizer of groups that are updated by different rules, and rules for single elements."""
+"""Optimizer that updates groups by different rules, and rules that update elements separately."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.manifest import MORE_STATES
 from megatron.parallel.mesh import AXES, Mesh
 from megatron.parallel.shard import shard_of
 
@@ -22,17 +27,18 @@ if TYPE_CHECKING:
 Group = dict[str, Any]
 
 Place = tuple[int, Tensor, int, int]
-"""Start of a rank's part in its share of a parameter, the tensor that the optimizer updates, the
-part's start in that, and its length (nothing below 1)."""
+"""Location of this rank's partition of a parameter: its start in the rank's shard of the parameter,
+the tensor that the optimizer updates, its start in that tensor, and its length. A length below 1
+means that the rank has no partition."""
 
 PlaceOf = Callable[[nn.Parameter], Place]
 
 
 class RuleContext(NamedTuple):
-    """The run that a rule is made for.
+    """Run and parameters for which a rule is built.
 
     Attributes:
-        flags: of the feature.
+        flags: flags of this feature.
         names: canonical name of each parameter that the rule updates.
     """
 
@@ -43,22 +49,23 @@ class RuleContext(NamedTuple):
 
     @property
     def betas(self) -> tuple[float, float]:
-        """``--adam-beta1`` and ``--adam-beta2``."""
+        """Values of ``--adam-beta1`` and ``--adam-beta2``."""
         return self.config.optimizer.adam_beta1, self.config.optimizer.adam_beta2
 
     @property
     def eps(self) -> float:
-        """``--adam-eps``."""
+        """Value of ``--adam-eps``."""
         return self.config.optimizer.adam_eps
 
 
 class UpdateRule(ABC):
-    """Update of the tensors of a group, whose learning rate and decay are in the group.
+    """Rule that updates the tensors of a group, which has the learning rate and weight decay.
 
     Attributes:
-        states: names of the states of a tensor, each of its shape and dtype.
-        place_of: finds this rank's part of a parameter, once the engine exists.
-        divided: whether processes have parts of the tensors (ZeRO 1 to 3), then.
+        states: names of the states that have the shape and dtype of their tensor.
+        place_of: function that locates this rank's partition of a parameter; set with the engine.
+        divided: True if the tensors are partitioned across ranks (ZeRO 1 to 3); set with the
+            engine.
     """
 
     states: ClassVar[tuple[str, ...]] = ()
@@ -68,30 +75,31 @@ class UpdateRule(ABC):
     @classmethod
     @abstractmethod
     def of(cls, context: RuleContext) -> Self:
-        """The rule of a run."""
+        """Build the rule of a run."""
 
     @abstractmethod
     def update(self, tensors: Sequence[Tensor], states: Sequence[Group], group: Group) -> None:
-        """Update tensors by their gradients; ``step`` of each state has counted this update."""
+        """Update tensors in place by their gradients. ``step`` in each state counts this update."""
 
     def create(self, tensor: Tensor) -> Group:
-        """The states of a tensor before its first update."""
+        """Return the initial states of a tensor."""
         return {name: torch.zeros_like(tensor) for name in self.states}
 
     def more_states(self, groups: Sequence[Group]) -> dict[str, Tensor]:
-        """States of this rank that have other shapes than tensors, by a name that does not depend
-        on the layout; every rank must call it. ``groups`` are this rule's."""
+        """Return this rank's optimizer states whose shapes differ from their parameters'. Names do
+        not depend on the layout. ``groups`` are those of this rule. Every rank must call this."""
         return {}
 
     def load_more(  # noqa: B027
         self, read: Callable[[str], Tensor], groups: Sequence[Group]
     ) -> None:
-        """Load them; ``read`` raises KeyError for what a checkpoint lacks."""
+        """Load the states of :meth:`more_states`. ``read`` raises CheckpointError for a missing
+        name."""
 
 
 def descend(tensor: Tensor, update: Tensor, group: Group) -> None:
-    """Subtract an update times the learning rate, and decay the weights: with
-    ``--cautious-weight-decay`` only weights that the update shrinks."""
+    """Subtract an update times the learning rate from ``tensor``, and apply weight decay, in place.
+    With ``--cautious-weight-decay`` only weights that the update shrinks are decayed."""
     rate, decay = group["lr"], group["weight_decay"]
     if decay and group.get("cautious"):
         shrinks = update * tensor >= 0
@@ -102,13 +110,13 @@ def descend(tensor: Tensor, update: Tensor, group: Group) -> None:
 
 
 def rooted(mean_of_squares: Tensor, beta: float, step: float, eps: float) -> Tensor:
-    """The root of a second moment, corrected for the zeros that it started from, plus epsilon."""
+    """Return the square root of a second moment after bias correction, plus epsilon."""
     return mean_of_squares.sqrt().div_((1 - beta**step) ** 0.5).add_(eps)
 
 
 class Adam(UpdateRule):
-    """AdamW, by torch's kernel; with ``among``, the names of parameters and the ranks that have
-    parts of them, updates are cautious."""
+    """AdamW with torch's kernel. If ``among`` is given, updates are cautious. It contains the names
+    of the parameters, and the mesh whose ranks have shards or partitions of them."""
 
     states = ("exp_avg", "exp_avg_sq")
 
@@ -134,7 +142,7 @@ class Adam(UpdateRule):
             for tensor, direction in zip(tensors, directions, strict=True):
                 descend(tensor, direction, group)
             return
-        counted = [state["step"] - 1 for state in states]  # the kernel counts, too
+        counted = [state["step"] - 1 for state in states]  # The kernel increments the step, too.
         adamw(
             list(tensors),
             [tensor.grad for tensor in tensors],  # type: ignore[misc]
@@ -166,9 +174,9 @@ class Adam(UpdateRule):
         names: Mapping[nn.Parameter, str],
         mesh: Mesh,
     ) -> None:
-        """Set elements of updates that the gradient opposes to 0, and divide the others of each
-        whole parameter by their share (Liang et al. 2024, arXiv:2411.16085, algorithm 2), in
-        place."""
+        """Zero elements of updates in place if their sign differs from the gradient's, and divide
+        the others by the fraction of the whole parameter's elements that remains (Liang et al.
+        2024, arXiv:2411.16085, algorithm 2)."""
         flat = dict(zip(tensors, directions, strict=True))
         among = ("tensor",) if self.divided else AXES
         kept: dict[str, Tensor] = {}
@@ -195,8 +203,8 @@ class Adam(UpdateRule):
 
 
 class Lion(UpdateRule):
-    """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2): the sign of a mean of gradient and
-    momentum, with decoupled decay."""
+    """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2): the sign of an average of gradient
+    and momentum, with decoupled weight decay."""
 
     states = ("exp_avg",)
 
@@ -218,16 +226,16 @@ class Lion(UpdateRule):
 
 
 class RuledOptimizer(torch.optim.Optimizer):
-    """Groups of tensors, each updated by the rule named in its ``rule``.
+    """Optimizer that updates each group of tensors by the rule that the group's ``rule`` names.
 
     Args:
-        groups: of ``torch.optim``, with ``rule``.
-        rules: by name.
-        defaults: of groups; ``peak_lr``, where it is not None, is the learning rate relative to
-            which a step's rate multiplies the decay.
+        groups: groups of ``torch.optim`` with the additional key ``rule``.
+        rules: rules by name.
+        defaults: default values of groups. If ``peak_lr`` is not None, the weight decay is
+            multiplied by the learning rate divided by ``peak_lr``.
 
     Attributes:
-        creators: functions that make the states of each parameter's tensor.
+        creators: function that creates the states of a tensor, by parameter.
     """
 
     def __init__(
@@ -240,17 +248,37 @@ class RuledOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults)
 
     def more_states(self) -> dict[str, Tensor]:
-        """States of this rank that have other shapes than the tensors; every rank calls it."""
+        """Return this rank's optimizer states whose shapes differ from their parameters'.
+        Collective: every rank must call this."""
         return {
             key: values
             for name, rule in self.rules.items()
             for key, values in rule.more_states(self._groups_of(name)).items()
         }
 
-    def load_more(self, read: Callable[[str], Tensor]) -> None:
-        """Load them; ``read`` raises KeyError for what a checkpoint lacks."""
-        for name, rule in self.rules.items():
-            rule.load_more(read, self._groups_of(name))
+    def load_more(self, folder: Path, optimizer: str) -> None:
+        """Load the states of :meth:`more_states` from a checkpoint. If ranks saved contributions to
+        a state, they are summed. Raises CheckpointError with the value of ``--optimizer`` if a
+        state is missing."""
+        with ExitStack() as files:
+            opened = [
+                files.enter_context(safe_open(path, "pt"))  # type: ignore[no-untyped-call]
+                for path in sorted(folder.glob(f"{MORE_STATES}-*.safetensors"))
+            ]
+            places = {key: file for file in opened for key in file.keys()}  # noqa: SIM118
+
+            def read(name: str) -> Tensor:
+                keys = [key for key in places if key.partition("/")[0] == name]
+                if not keys:
+                    raise CheckpointError(
+                        f"{folder} has no {name} of --optimizer {optimizer}: --no-load-optim "
+                        "starts with a new state"
+                    )
+                first, *others = (places[key].get_tensor(key) for key in keys)
+                return sum(others, start=first)
+
+            for name, rule in self.rules.items():
+                rule.load_more(read, self._groups_of(name))
 
     def _groups_of(self, rule: str) -> list[Group]:
         return [group for group in self.param_groups if group["rule"] == rule]
@@ -273,7 +301,7 @@ class RuledOptimizer(torch.optim.Optimizer):
 
 
 def joined(groups: Sequence[Group]) -> list[tuple[Group, list[Tensor]]]:
-    """Return groups with the tensors of all that are updated together with them."""
+    """Merge groups with the same ``together`` value, and return each with all of its tensors."""
     params: dict[Any, tuple[Group, list[Tensor]]] = {}
     for number, group in enumerate(groups):
         key = group.get("together"), None if "together" in group else number
@@ -282,7 +310,8 @@ def joined(groups: Sequence[Group]) -> list[tuple[Group, list[Tensor]]]:
 
 
 def _with_decay_of_rate(group: Group) -> Group:
-    """AdamC (Defazio 2025, arXiv:2506.02285): decay times the learning rate over its peak."""
+    """Return the group with its weight decay multiplied by the learning rate divided by its peak,
+    as in AdamC (Defazio 2025, arXiv:2506.02285)."""
     if group.get("peak_lr") is None:
         return group
     share = group["lr"] / (group["peak_lr"] * group.get("lr_factor", 1.0) or 1.0)

@@ -1,8 +1,8 @@
-"""Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682): gradients are taken at y, between
-the point z that is updated and the mean x of its past. Evaluations, checkpoints and exports have x.
+"""Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682). Gradients are computed at y, a point
+between the iterate z and the average x of its history. Evaluations, checkpoints and exports use x.
 
-The weights of the optimizer are y; x follows from y and z. A checkpoint has x as the weight and y
-next to z, so that training continues at exactly the same y.
+The optimizer's weights are y, and x is computed from y and z. A checkpoint has x as the weight, and
+y and z as states, so that training resumes at exactly the same y.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _SUMS = "schedule_free:sums"
 
 
 class ScheduleFree(UpdateRule):
-    """Schedule-free AdamW over single elements; the tensors are y.
+    """Schedule-free AdamW, which updates each element separately. The updated tensors are y.
 
     Attributes:
-        kept: y of the tensors that are x now.
-        on_load: called when states have been loaded.
+        kept: y of the tensors that currently contain x.
+        on_load: function called after states have been loaded.
     """
 
     states = ("z", "exp_avg_sq")
@@ -42,8 +42,8 @@ class ScheduleFree(UpdateRule):
         return cls(context.betas, context.eps, context.mesh)
 
     def create(self, tensor: Tensor) -> Group:
-        """z is the tensor at first. ``sums`` are of the squares of the largest learning rate until
-        each step, the weights of z in the mean, and that rate."""
+        """Return the initial states. z equals the tensor. ``sums``, which weight z in the average,
+        are the sum over steps of the squared largest learning rate so far, and that rate."""
         self._sums.append(sums := torch.zeros(2, dtype=torch.float64))
         return {"z": tensor.detach().clone(), "exp_avg_sq": torch.zeros_like(tensor), "sums": sums}
 
@@ -65,7 +65,7 @@ class ScheduleFree(UpdateRule):
             z.sub_(update, alpha=rate)
 
     def mean(self, y: Tensor, z: Tensor) -> Tensor:
-        """x, of which y is the share beta1 and z the rest."""
+        """Return x, given that y = beta1 x + (1 - beta1) z."""
         return torch.lerp(y, z, 1 - 1 / self.betas[0])
 
     def more_states(self, groups: Sequence[Group]) -> dict[str, Tensor]:
@@ -78,17 +78,17 @@ class ScheduleFree(UpdateRule):
 
 
 class MeanPartition:
-    """Convert a tensor y to its form in checkpoints, where ``weight`` is x."""
+    """View of a tensor y in its checkpoint form, in which the state ``weight`` is x."""
 
     def __init__(self, rule: ScheduleFree, main: Tensor, state: Mapping[str, Tensor]) -> None:
         self._rule, self._main, self._state = rule, main, state
 
     def has(self, kind: str) -> bool:
-        """True if there is this state: none before the first update."""
+        """Return whether this state exists. Only the weight exists before the first update."""
         return kind == "weight" or bool(self._state)
 
     def get(self, kind: str, start: int, count: int) -> Tensor:
-        """Elements of a state; of x, new ones."""
+        """Return elements of a state. The elements of x are a new tensor, not a view."""
         y = self._rule.kept.get(self._main, self._main.data).view(-1).narrow(0, start, count)
         if kind == TRAINED or not self._state:
             return y
@@ -97,14 +97,14 @@ class MeanPartition:
         return self._state[kind].view(-1).narrow(0, start, count)
 
     def set(self, kind: str, start: int, values: Tensor) -> None:
-        """Write a state; ``weight`` and y are the same tensor."""
+        """Set elements of a state. ``weight`` and y share a tensor, so the last one set remains."""
         self._rule.kept.pop(self._main, None)
         target = self._main.data if kind in ("weight", TRAINED) else self._state[kind]
         target.view(-1).narrow(0, start, values.numel()).copy_(values)
 
 
 class Switch:
-    """Makes an engine compute with y in training, and with x in evaluations."""
+    """Switch between the weights y, with which an engine trains, and x, with which it evaluates."""
 
     def __init__(self, engine: TrainEngine, rule: ScheduleFree) -> None:
         self._engine, self._rule, self._training = engine, rule, True
@@ -118,15 +118,15 @@ class Switch:
         self.refresh()
 
     def loaded(self) -> None:
-        """Compute with y, after a checkpoint has been loaded."""
+        """Switch to y after a checkpoint has been loaded."""
         self._training = True
         self.refresh()
 
     def refresh(self) -> None:
-        """Set the weights that the model computes with."""
+        """Copy y (in training) or x into the weights with which the model computes."""
         engine, rule = self._engine, self._rule
         if self._separate:
-            # The states know both: x is the weight, and y what is trained.
+            # The optimizer states contain x as the weight and y as the trained weight.
             set_trained_weights(engine, lambda o: o.get(o.trained if self._training else "weight"))
         else:
             for holder in holders(engine):

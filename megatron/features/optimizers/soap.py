@@ -1,5 +1,6 @@
-"""SOAP (Vyas et al. 2024, arXiv:2409.11321): Adam in the eigenbases of Shampoo's factors, which the
-owner of a whole matrix has with Adam's moments; as in Megatron-LM the bases are this step's.
+"""SOAP (Vyas et al. 2024, arXiv:2409.11321): Adam in the eigenbases of Shampoo's factors. The rank
+to which a whole matrix is assigned keeps the factors and Adam's moments. As in Megatron-LM, a step
+uses the bases that it has just updated.
 
 Shapes: M rows, N columns of a matrix; E experts of a rank. Factors are [M, M] and [N, N].
 """
@@ -22,12 +23,12 @@ _SIDES = ("left", "right")
 
 @dataclass(frozen=True)
 class SoapSettings:
-    """Values of the flags.
+    """SOAP settings from the flags.
 
     Attributes:
         factor_beta: decay rate of the factors.
-        every: updates from one change of the bases to the next.
-        kl: whether a factor leaves out what the other one explains (Lin et al. 2025,
+        every: number of updates between changes of the bases.
+        kl: True to exclude from each factor what the other one explains (Lin et al. 2025,
             arXiv:2509.03378).
     """
 
@@ -39,7 +40,7 @@ class SoapSettings:
 
 
 class Soap(WholeRule):
-    """SOAP over parts of matrices."""
+    """SOAP for matrices that may be sharded or partitioned."""
 
     _settings: SoapSettings
 
@@ -69,13 +70,13 @@ class Soap(WholeRule):
         return states
 
     def updates(self, matrices: Sequence[Matrix]) -> list[Tensor]:
-        """Adam's updates in the eigenbases, in the basis of the weights."""
+        """Compute Adam's updates in the eigenbases, and rotate them to the basis of the weights."""
         return [self._update(each.values, each.states, each.number) for each in matrices]
 
     def _update(self, grad: Tensor, states: dict[str, Tensor], count: float) -> Tensor:
         settings, (beta1, beta2) = self._settings, self._settings.betas
         beta = settings.factor_beta
-        weight = (1 - beta) / (1 - beta**count)  # corrected for the zeros of the start
+        weight = (1 - beta) / (1 - beta**count)  # with bias correction
         factors = self._factor(grad, states, "right"), self._factor(grad.mT, states, "left")
         for side, factor in zip(_SIDES, factors, strict=True):
             states[side].lerp_(factor, weight)
@@ -89,21 +90,23 @@ class Soap(WholeRule):
         return left @ update @ right.mT
 
     def _factor(self, x_MN: Tensor, states: dict[str, Tensor], other: str) -> Tensor:
-        """X X^T, or X F^-1 X^T / N with the factor F of the ``other`` side."""
+        """Compute X X^T or, with ``kl``, X F^-1 X^T / N with the factor F of the side ``other``."""
         if self._settings.kl:
             values = states[f"{other}_values"].clamp(min=self._settings.eps) * x_MN.shape[-1]
             x_MN = x_MN @ states[f"{other}_basis"] * values.rsqrt()[..., None, :]
         return x_MN @ x_MN.mT
 
     def _turn(self, states: dict[str, Tensor], first: bool) -> None:
-        """Change the bases: to eigenvectors at first, then by a step of orthogonal iteration. The
-        first moment is turned with them, and the second one follows the order of the values."""
+        """Update the bases: to the eigenvectors at first, then by one step of orthogonal
+        iteration. The first moment is rotated with the bases, and the second reordered like the
+        eigenvalues."""
         left, right = states["left_basis"], states["right_basis"]
         mean = left @ states["exp_avg"] @ right.mT
         for side, dim in zip(_SIDES, (-2, -1), strict=True):
             factor, basis = states[side], states[f"{side}_basis"]
             if first:
-                basis = torch.linalg.eigh(factor.double())[1].flip(-1).to(factor)  # float32: NaN
+                # eigh in float32 may return NaN
+                basis = torch.linalg.eigh(factor.double())[1].flip(-1).to(factor)
             else:
                 turned = factor @ basis
                 order = (basis * turned).sum(-2).argsort(dim=-1, descending=True, stable=True)
@@ -111,6 +114,6 @@ class Soap(WholeRule):
                 places = order[..., :, None] if dim == -2 else order[..., None, :]
                 squares = states["exp_avg_sq"]
                 states["exp_avg_sq"] = squares.take_along_dim(places, dim)
-            states[f"{side}_basis"] = basis = basis.contiguous()  # strides, that round, as loaded
+            states[f"{side}_basis"] = basis = basis.contiguous()  # strides affect rounding
             states[f"{side}_values"] = (basis * (factor @ basis)).sum(-2)
         states["exp_avg"] = states["left_basis"].mT @ mean @ states["right_basis"]

@@ -1,6 +1,6 @@
-"""All optimizers of the feature: a row each, which a new one adds to.
+"""Table of the feature's optimizers. A new optimizer adds an entry.
 
-What the rows say is known without torch; a rule is imported by the run that uses it.
+Reading the table does not import torch. The modules of rules are imported when they are used.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class OptimizerEntry(NamedTuple):
-    """An optimizer.
+    """Properties of an optimizer of this feature.
 
     Attributes:
-        rule: imports the class of its rule.
-        states: names of the states of single elements: its rule's, and other parameters'.
-        matrices: True if its rule only updates the matrices of blocks; ``--muon-scalar-optimizer``
-            or Adam updates the rest.
-        more: True if it has further states, in separate files.
+        rule: function that imports and returns the class of its rule.
+        states: names of elementwise states, of its own rule and of the rule for other parameters.
+        matrices: True if its rule only updates the matrices of blocks. ``--muon-scalar-optimizer``
+            or Adam updates the other parameters.
+        more: True if it has further states, which are saved in separate files.
     """
 
     rule: Callable[[], type[UpdateRule]]
@@ -92,10 +92,10 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         _schedule_free, ("z", "exp_avg_sq", "trained_weight"), more=True
     ),
 }
-"""By the name that ``--optimizer`` has."""
+"""Optimizers by their name in ``--optimizer``."""
 
 RULES: dict[str, Callable[[], type[UpdateRule]]] = {
     "adam": _adam,
     **{name: entry.rule for name, entry in OPTIMIZERS.items()},
 }
-"""Rules by name, with the core's AdamW, which options of decay need here."""
+"""Rules by name. ``adam`` is the core's AdamW with this feature's weight decay options."""

@@ -1,7 +1,8 @@
-"""Rules for whole matrices. A rank has a part of a matrix: its ZeRO partition of its share of a
-tensor-parallel layer. The parts come together on one of the ranks that have them (:mod:`matrices`),
-which computes the update of the whole matrix, and has the states that the update needs of it. So
-the result does not depend on the layout.
+"""Rules that update whole matrices.
+
+A rank has a piece of a matrix: its ZeRO partition of its shard of a tensor-parallel layer. The
+pieces are gathered on one of the ranks that have them (:mod:`matrices`). That rank keeps the states
+of the whole matrix and computes its update. The result therefore does not depend on the layout.
 
 Shapes: M rows, N columns of a matrix; E experts of a rank.
 """
@@ -23,20 +24,20 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
 
 Rows = slice | Tensor
-"""Rows of one of the matrices that are fused in a parameter: a range, or their numbers."""
+"""Rows of one of the matrices fused in a parameter: a range, or a tensor of indices."""
 
 
 def in_order(lengths: Sequence[int]) -> list[slice]:
-    """Return consecutive ranges of these numbers of rows."""
+    """Return consecutive ranges of rows of the given lengths."""
     return [slice(end - each, end) for each, end in zip(lengths, accumulate(lengths), strict=True)]
 
 
 class Matrix(NamedTuple):
-    """A whole matrix, or one for each expert, with its states.
+    """Whole matrix, or one per expert, with its states.
 
     Attributes:
-        values: [M, N] or [E, M, N], that the update is computed of.
-        number: of updates, with this one.
+        values: tensor [M, N] or [E, M, N] from which the update is computed.
+        number: number of updates so far, including this one.
     """
 
     values: Tensor
@@ -45,12 +46,14 @@ class Matrix(NamedTuple):
 
 
 class WholeRule(UpdateRule):
-    """A rule that updates matrices as a whole; states other than ``states`` belong to matrices.
+    """Rule that updates whole matrices. ``states`` names the elementwise states; all other states
+    belong to whole matrices.
 
     Args:
-        settings: of the rule.
+        settings: settings of the rule.
         matrices: names of the parameters.
-        rows: of the matrices that are fused in each, each row in one of them.
+        rows: function that returns the rows of each matrix fused in a parameter. Together they
+            cover all rows.
     """
 
     def __init__(
@@ -70,14 +73,14 @@ class WholeRule(UpdateRule):
 
     @abstractmethod
     def direction(self, grad: Tensor, state: Group) -> Tensor:
-        """Return the new tensor, updated by whole matrices."""
+        """Update elementwise states, and return a new tensor from which updates are computed."""
 
     @abstractmethod
     def updates(self, matrices: Sequence[Matrix]) -> list[Tensor]:
-        """The update of each matrix; their states are changed."""
+        """Return the update of each matrix, and change the matrices' states in place."""
 
     def create_whole(self, values: Tensor) -> dict[str, Tensor]:
-        """States of matrices [M, N] or [E, M, N] before the first update."""
+        """Return the initial states of a matrix [M, N] or [E, M, N]."""
         return {}
 
     def update(self, tensors: Sequence[Tensor], states: Sequence[Group], group: Group) -> None:
@@ -119,7 +122,7 @@ class WholeRule(UpdateRule):
         return self._states[key]
 
     def _dealt(self, tensors: tuple[Tensor, ...]) -> list[Deal]:
-        """The matrices of these tensors, by the ranks that share them; all ranks must call it."""
+        """Return the assignments of these tensors' matrices to ranks. All ranks must call this."""
         if tensors not in self._deals:
             self._deals[tensors] = list(self._new_deals(tensors))
         return self._deals[tensors]
@@ -139,10 +142,10 @@ class WholeRule(UpdateRule):
             self._parts.setdefault(holder, []).append(OwnedPart(param, holder, start, count))
 
     def _owned(self, groups: Sequence[Group]) -> Iterator[tuple[nn.Parameter, int, Rows, bool]]:
-        """The matrices that this rank updates, each with True if it writes its states."""
+        """Yield the matrices that this rank updates, with True if it saves their states."""
         self._find_parts()
         keys = [tuple(params) for _, params in joined(groups) if params]
-        # ZeRO 3 puts one tensor after another into a group, and none between steps.
+        # ZeRO 3 puts one tensor at a time into a group, and groups are empty between steps.
         keys = keys or [(tensor,) for tensor in self._parts]
         for deal in (deal for key in keys for deal in self._dealt(key)):
             for param, alone in deal.owned:
@@ -173,7 +176,7 @@ class WholeRule(UpdateRule):
     def _named(
         self, param: nn.Parameter, index: int, state: str, stored: Tensor
     ) -> Iterator[tuple[str, Tensor]]:
-        """The state of each expert, by name."""
+        """Yield (name, state) for each expert, or once if there are no experts."""
         name = f"{self._matrices[param]}:{index}:{state}"
         experts = expert_numbers(shard_of(param), self._mesh.coordinates)
         if experts is None:
@@ -183,13 +186,12 @@ class WholeRule(UpdateRule):
 
 
 def length_of(rows: Rows) -> int:
-    """Number of the rows."""
+    """Return the number of rows."""
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
 def _present(param: nn.Parameter, matrices: Sequence[Rows]) -> list[tuple[int, Rows]]:
-    """Number and rows of the matrices that are in this parameter, and not in another one of the
-    same layer."""
+    """Return the indices and rows of those of the layer's matrices that this parameter contains."""
     kept = [cut for cut in shard_of(param).cuts if cut.held is not None]
     if not kept:
         return [*enumerate(matrices)]

@@ -8,12 +8,14 @@ from torch import nn
 
 from megatron.features.optimizers.adam_mini import AdamMini
 from megatron.features.optimizers.ademamix import AdEMAMix
+from megatron.features.optimizers.fused import rows_of
 from megatron.features.optimizers.rules import Adam, RuledOptimizer, UpdateRule
 from megatron.features.optimizers.schedule_free import ScheduleFree
 from megatron.features.optimizers.soap import Soap, SoapSettings
 from megatron.features.optimizers.whole import in_order
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Cut, Shard
+from megatron.run.run import parse_run
 
 LR, DECAY, BETA1, BETA2, EPS = 0.1, 0.05, 0.9, 0.95, 1e-8
 SOAP_EPS = 1e-3
@@ -243,3 +245,22 @@ def test_decay_follows_the_rate():
         update = m / (1 - BETA1**t) / ((v / (1 - BETA2**t)).sqrt() + EPS)
         theta = theta - rate * update - rate**2 / 0.1 * DECAY * theta
     close(param, theta)
+
+
+GATED = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 1 "
+    "--lr 1 --micro-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 99 --mock-data "
+    "--optimizer muon --attention-output-gate"
+).split()
+
+
+def test_only_what_is_fused_is_divided():
+    """Of an addition to the projection of gated attention, the second factor has its rows, and the
+    first one has none of them."""
+    config, name = parse_run(None, GATED).config, "layers.0.attention.qkv."
+    assert rows_of(f"{name}lora_a", Shard((4, 32)), config) == in_order((4,))
+    fused = Shard((128, 4), (Cut(0, parts=(64, 32, 32)),))
+    queries, gates, keys, values = rows_of(f"{name}lora_b", fused, config)
+    assert torch.as_tensor(queries).tolist() == [r for r in range(64) if r % 16 < 8]
+    assert torch.as_tensor(gates).tolist() == [r for r in range(64) if r % 16 >= 8]
+    assert [keys, values] == in_order((64, 32, 32))[1:]
