@@ -1,1 +1,1 @@
-"""Checkpoint formats, readable on one CPU process without the trainer."""
+"""Checkpoint files and formats, usable in one CPU process without the trainer."""

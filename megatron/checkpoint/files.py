@@ -1,8 +1,8 @@
-"""Files of checkpoints: JSON and safetensors, on the disk and with a checksum once written.
+"""Checkpoint files: JSON and safetensors, flushed to the disk and hashed while they are written.
 
-The ``safetensors`` package reads tensors, but does not write training state: it sorts them by name,
-needs all of them on the CPU at the same time, and leaves the checksum to a second pass over the
-file (15 % more time on a CPU).
+Tensors are read with the ``safetensors`` package, but training state is not written with it. The
+package sorts tensors by name, needs all of them on the CPU at once, and would require a second pass
+over the file for the checksum (15 % more time on a CPU).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,51 +26,33 @@ from megatron.util.phases import moved
 
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 _BLOCK_BYTES = 2**22
-"""Bytes that are hashed and written at a time, while they are in the cache."""
+"""Number of bytes that are hashed and written at a time, small enough for the CPU's cache."""
 
 Facts = dict[str, Any]
-"""A file's entry in the manifest: ``bytes`` and ``sha256``."""
+"""A file's manifest entry: its size ``bytes``, and its ``sha256``."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; the message names the file."""
+    """Raised if a checkpoint cannot be read or written. The message includes the path."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint that does not contain what was saved; an older one may be whole."""
+    """Raised if a checkpoint does not contain what was saved. An older one may be intact."""
 
 
 class NotFiniteError(CheckpointError):
-    """Weights or moments that are not finite, and must not be saved; the message names a tensor."""
-
-
-def save_tensors(
-    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
-) -> None:
-    """Writes a safetensors file by the ``safetensors`` package, with the permissions of any new
-    file: the package's own temporary file can be read by its user alone. Raises OSError if it
-    cannot be written."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)
-    try:
-        save_file(tensors, path, metadata)
-        path.chmod(mode)
-    except (SafetensorError, OSError) as error:  # a full disk, for example
-        raise OSError(f"{path} cannot be written: {error}") from None
+    """Raised if weights or moments to be saved are not finite. The message names a tensor."""
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file atomically and durably."""
+    """Replace a text file atomically and flush it to the disk."""
     write_whole(path, text.encode())
     sync_path(path.parent)
 
 
 def stage_text(path: Path, text: str) -> Path:
-    """Writes a temporary file that a rename will put in the place of ``path``; a full disk does not
-    prevent the rename."""
+    """Write text to a temporary file that can later be renamed to ``path``, and return the
+    temporary path. After this, a full disk cannot prevent the rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
@@ -83,14 +64,14 @@ def stage_text(path: Path, text: str) -> Path:
 
 
 def write_bytes(path: Path, content: bytes) -> Facts:
-    """Writes a new file to the disk; a partly written one stays."""
+    """Write a new file to the disk. Return its manifest entry. A failure leaves a partial file."""
     return _write(path, [memoryview(content)])
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A float32 tensor of this shape that ``make`` computes, flat, when it is written, so that a
-    checkpoint's tensors are not all in memory at the same time."""
+    """Float32 tensor that is computed only when it is written, so that the tensors of a checkpoint
+    are not all in memory at once. ``make`` returns its elements, flat."""
 
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
@@ -101,11 +82,11 @@ class LazyTensor:
         return 4 * math.prod(self.shape)
 
     def view(self, shape: tuple[int, ...]) -> LazyTensor:
-        """The same with another shape."""
+        """Return the same tensor with another shape."""
         return LazyTensor(shape, self.make)
 
     def made(self) -> Tensor:
-        """The tensor."""
+        """Compute and return the tensor."""
         return self.make().view(self.shape)
 
 
@@ -114,10 +95,10 @@ def write_tensors(
     tensors: Mapping[str, Tensor | LazyTensor],
     finite_in: torch.dtype | None = None,
 ) -> Facts:
-    """Writes float32 or uint8 tensors, by name, to a new safetensors file on the disk; a partly
-    written one stays. Tensors on a GPU are copied to the host one by one. With ``finite_in`` raises
-    NotFiniteError if an element is not finite in that dtype; blocks are checked while they are in
-    the cache."""
+    """Write float32 or uint8 tensors, by name, to a new safetensors file, flush it to the disk and
+    return its manifest entry. GPU tensors are copied to the CPU one by one. On failure, a partial
+    file remains. Raises NotFiniteError if ``finite_in`` is given and an element is not finite in
+    that dtype."""
 
     def contents() -> Iterator[memoryview]:
         yield memoryview(_header(tensors))
@@ -134,18 +115,9 @@ def write_tensors(
     return _write(path, contents())
 
 
-def finite(name: str, values: Tensor, dtype: torch.dtype, where: Path) -> Tensor:
-    """The elements of a tensor of the checkpoint ``where`` in another dtype. Raises NotFiniteError
-    if one is not finite in that."""
-    reason = not_finite({name: values}, dtype)
-    if reason is not None:
-        raise NotFiniteError(f"{where}: {reason}")
-    return values.to(dtype)
-
-
 def not_finite(tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> str | None:
-    """Return which of these tensors, by name, have elements that are not finite in a dtype, and
-    their numbers, in words; None if all are finite."""
+    """Return a message with the tensors' names and number of elements that are not finite in
+    ``dtype``. Return None if all elements are finite."""
     counts: dict[str, tuple[int, int]] = {}
     for name, tensor in tensors.items():
         flat = _values(tensor).reshape(-1)
@@ -173,16 +145,16 @@ def _values(tensor: Tensor | LazyTensor) -> Tensor:
 
 
 def _all_finite(values: Tensor, dtype: torch.dtype) -> bool:
-    """True if all elements are finite in a dtype; of their smallest and largest, so in one pass
-    without a copy (both are NaN if one element is)."""
+    """Return whether all elements are finite in a dtype. Checking only the minimum and maximum
+    takes one pass and no copy. Both are NaN if any element is."""
     if not values.numel() or not values.is_floating_point():
         return True
     return bool(torch.stack(torch.aminmax(values)).to(dtype).isfinite().all())
 
 
 def _header(tensors: Mapping[str, Tensor | LazyTensor]) -> bytes:
-    """The header's length (8 bytes, little endian), and the header: JSON with each tensor's dtype,
-    shape and place, padded with spaces to 8 bytes."""
+    """Return a safetensors header: the JSON's length (8 bytes, little endian), then JSON with the
+    dtype, shape and offsets of each tensor, padded with spaces to a multiple of 8 bytes."""
     content, place = {}, 0
     for name, tensor in tensors.items():
         content[name] = {
@@ -197,7 +169,7 @@ def _header(tensors: Mapping[str, Tensor | LazyTensor]) -> bytes:
 
 
 def _write(path: Path, contents: Iterable[memoryview]) -> Facts:
-    """Writes and hashes bytes, without Python's lock. (A second thread for the hash was slower.)"""
+    """Write and hash blocks with the GIL released. (Hashing in a second thread was slower.)"""
     digest, size = hashlib.sha256(), 0
     with naming(path), open(path, "xb", buffering=0) as file:
         for content in contents:
@@ -212,23 +184,23 @@ def _write(path: Path, contents: Iterable[memoryview]) -> Facts:
 
 
 def json_text(content: Any) -> str:
-    """JSON as this project writes it."""
+    """Return a value as JSON text, indented like all of this project's files."""
     return json.dumps(content, indent=1) + "\n"
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON atomically."""
+    """Replace a JSON file atomically and flush it to the disk."""
     write_text(path, json_text(content))
 
 
 def read_json(path: Path, **accepted: bool) -> Any:
-    """Reads JSON; raises CheckpointError if the file is missing or not JSON. ``accepted`` are the
-    options of :func:`parse_json`."""
+    """Return the content of a JSON file. ``accepted`` are options of :func:`parse_json`. Raises
+    CheckpointError if the file is missing or not valid JSON."""
     return json_of(path, read_bytes(path), **accepted)
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads a file; raises CheckpointError if it is missing or cannot be read."""
+    """Return a file's content. Raises CheckpointError if it is missing or cannot be read."""
     try:
         return read_regular(path)
     except FileNotFoundError:
@@ -238,7 +210,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def json_of(path: Path, content: bytes, **accepted: bool) -> Any:
-    """Return the content of the JSON file ``path``; errors and options as of :func:`read_json`."""
+    """Parse the content of the JSON file ``path``, with :func:`read_json`'s options and errors."""
     try:
         return parse_json(content, str(path), **accepted)
     except ValueError as error:

@@ -3,22 +3,22 @@
 ::
 
     <save>/latest                             tag of the newest checkpoint, replaced last
-    <save>/latest_checkpointed_iteration.txt  its iteration, as Megatron writes it
-    <save>/best_epoch.json                    names the best checkpoint of a fine-tuning
-    <save>/kept.json                          names checkpoints that a spike followed
-    <save>/global_step<N>/                    appears by a rename, when it is complete
+    <save>/latest_checkpointed_iteration.txt  its iteration, in Megatron's format
+    <save>/best_epoch.json                    tag of the best checkpoint of a fine-tuning
+    <save>/kept.json                          tags of checkpoints before a loss spike
+    <save>/global_step<N>/                    renamed to this name once it is complete
         manifest.json                         size and SHA-256 of every file, and of itself
-        index.json                            which slice of which parameter is in which file
+        index.json                            files that contain each slice of each parameter
         config.json, deepspeed.json           the resolved configuration
-        base.json                             of adapters: the model that they belong to
+        base.json                             for adapters: the model that they belong to
         state.json                            counters, loss scaler, layout
         weights-<rank>.safetensors            float32 weights
         optimizer-<rank>.safetensors          moments
         random-<rank>.safetensors             random state
-        float8-<rank>.safetensors             largest values of --fp8-recipe delayed
-        tokenizer/                            the tokenizer's files, in Hugging Face's form
+        float8-<rank>.safetensors             amax history of --fp8-recipe delayed
+        tokenizer/                            the tokenizer's files, in Hugging Face's format
     <save>/.global_step<N>.incomplete         being written
-    <save>/.global_step<N>.replaced           the old one, until another has taken its place
+    <save>/.global_step<N>.replaced           the previous one, until the new one has its name
     <save>/.global_step<N>.deleted            being deleted
     <save>/.global_step<N>.damaged            set aside by --on-damaged-checkpoint previous
 """
@@ -42,35 +42,35 @@ TRACKER = "latest"
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".lock"
 BEST = "best_epoch.json"
-"""Under ``checkpoint``, the tag of a checkpoint that is never deleted."""
+"""JSON file whose key ``checkpoint`` is the tag of a checkpoint that is never deleted."""
 KEPT = "kept.json"
-"""Under ``kept``, a list: the ``checkpoint`` of each is a tag, and is not deleted."""
+"""JSON file with a list ``kept``, whose entries' ``checkpoint`` is a tag that is never deleted."""
 _TAG = re.compile(r"global_step(\d+)")
 UNIVERSAL = "_universal"
-"""Ending that ``--save-universal`` appends to a checkpoint's name."""
+"""Suffix that ``--save-universal`` appends to a checkpoint's folder name."""
 _WAIT_SECONDS = 120.0
-"""Seconds to wait for a lock of another host: a file server takes up to 90 s (the lease of NFS 4)
-to notice that its holder is gone."""
+"""Seconds to wait for a lock that another host holds. A file server takes up to 90 s (the NFS 4
+lease) to notice that a host is gone."""
 
 
 def tag(iteration: int) -> str:
-    """Name of a checkpoint's folder."""
+    """Return the tag of an iteration, which is the name of its checkpoint's folder."""
     return f"global_step{iteration}"
 
 
 def iteration_of(name: str) -> int | None:
-    """The inverse of :func:`tag`; None for other names."""
+    """Return the iteration of a :func:`tag`, or None for any other name."""
     match = _TAG.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def step_of(name: str) -> int | None:
-    """The iteration of a checkpoint, or of its universal copy; None for other names."""
+    """Return the iteration of a checkpoint's or universal copy's name, or None for other names."""
     return iteration_of(name.removesuffix(UNIVERSAL))
 
 
 def incomplete_folder(save: Path, iteration: int) -> Path:
-    """Path of a checkpoint that is being written."""
+    """Return the path of a checkpoint's folder while it is being written."""
     return save / f".{tag(iteration)}.incomplete"
 
 
@@ -79,8 +79,8 @@ def _replaced_folder(final: Path) -> Path:
 
 
 def standing_in(final: Path) -> Path | None:
-    """The renamed old checkpoint, if a killed save left nothing, an empty folder or one without a
-    manifest at ``final``."""
+    """Return the old checkpoint that a killed save had renamed, if it must be used for ``final``:
+    that folder is missing, empty, or has no manifest. Otherwise return None."""
     replaced = _replaced_folder(final)
     if not replaced.is_dir():
         return None
@@ -91,12 +91,12 @@ def standing_in(final: Path) -> Path | None:
 
 
 def remove_incomplete(save: Path) -> None:
-    """Removes leftovers of killed saves and deletions; only for the run that saves there."""
+    """Remove what killed saves and deletions left. Only the run that saves there may call this."""
     for pattern in (".global_step*.incomplete", ".global_step*.deleted"):
         for folder in save.glob(pattern):
             shutil.rmtree(folder, ignore_errors=True)
     for folder in save.glob(".global_step*.replaced"):
-        # A save that was killed between two renames leaves the only checkpoint of that name here.
+        # If a save was killed between its two renames, this is the only checkpoint of that name.
         if standing_in(save / folder.name[1:].removesuffix(".replaced")) is None:
             discard(folder)
     for tracker in (TRACKER, MEGATRON_TRACKER):
@@ -105,8 +105,8 @@ def remove_incomplete(save: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Deletes a checkpoint; a partly deleted one never has its name. Raises OSError if it cannot be
-    renamed, and is unchanged."""
+    """Delete a checkpoint. Rename it first, so that a partly deleted folder never has its name.
+    Raises OSError if the rename fails; the checkpoint is then unchanged."""
     name = folder.name.removeprefix(".").removesuffix(".replaced")
     deleted = folder.with_name(f".{name}.deleted")
     shutil.rmtree(deleted, ignore_errors=True)
@@ -115,9 +115,9 @@ def discard(folder: Path) -> None:
 
 
 def publish(save: Path, iteration: int, facts: dict[str, Facts]) -> Path:
-    """Turns a fully written incomplete folder into the newest checkpoint; ``facts`` are the
-    manifest entries of its files. Whenever the process is killed, the tracker names a complete
-    checkpoint. Raises OSError if a file cannot be written; the checkpoints are unchanged."""
+    """Turn a fully written incomplete folder into the newest checkpoint. ``facts`` are its files'
+    manifest entries. Even if the process is killed, the tracker refers to a complete checkpoint.
+    Raises OSError if a file cannot be written; the old checkpoints are then unchanged."""
     written, name = incomplete_folder(save, iteration), tag(iteration)
     write_manifest(written, facts)
     replace_folder(written, save / name, {MEGATRON_TRACKER: f"{iteration}", TRACKER: name})
@@ -125,12 +125,12 @@ def publish(save: Path, iteration: int, facts: dict[str, Facts]) -> Path:
 
 
 def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> None:
-    """Renames a fully written folder of any format to ``final`` and deletes what had that name;
-    then replaces ``trackers``, text of files next to it by name.
+    """Rename a fully written folder of any format to ``final``. Then write ``trackers``, the
+    contents of files next to it by file name, and delete the folder that had the name before.
 
-    At every moment the old or the new folder has the name or is :func:`standing_in` for it. Raises
-    OSError if something cannot be renamed or written; the old folder has its name again, unless
-    only a tracker could not be replaced.
+    At every moment, either the old or the new folder has the name, or :func:`standing_in` finds the
+    old one. Raises OSError if a rename or write fails. The old folder then has its name back,
+    unless only a tracker could not be replaced.
     """
     save, replaced = final.parent, None
     staged: dict[Path, Path] = {}
@@ -160,7 +160,7 @@ def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> N
 
 
 def _make_room(final: Path) -> Path | None:
-    """Rename an existing folder that has a new checkpoint's name; return its new path."""
+    """Rename the folder, if any, that has a new checkpoint's name. Return its new path."""
     only_copy = standing_in(final)
     if only_copy is not None:
         if final.exists():
@@ -183,7 +183,7 @@ def _complete(save: Path, name: str) -> Path | None:
 
 
 def complete_tags(save: Path) -> list[str]:
-    """Tags of all complete checkpoints in a folder, oldest first."""
+    """Return the tags of all complete checkpoints in ``save``, oldest first."""
     tags: dict[int, str] = {}
     for path in save.iterdir():
         name = path.name.removesuffix(".replaced").removeprefix(".")
@@ -194,7 +194,7 @@ def complete_tags(save: Path) -> list[str]:
 
 
 def lost_manifest(folder: Path) -> str | None:
-    """Return the reason why a folder with a checkpoint's other files is incomplete, or None."""
+    """Return why a folder with a checkpoint's other files is incomplete, or None otherwise."""
     if (folder / MANIFEST).is_file() or not all((folder / n).is_file() for n in (INDEX, STATE)):
         return None
     return (
@@ -204,27 +204,27 @@ def lost_manifest(folder: Path) -> str | None:
 
 
 def may_be_ours(path: Path) -> bool:
-    """True if a path is a checkpoint of this project or a folder of such, or would be if it had not
-    lost a manifest."""
+    """Return whether a path is a checkpoint in this project's format or a folder of such
+    checkpoints, including checkpoints that have lost their manifest."""
     if not path.is_dir():
         return False
     return (path / MANIFEST).is_file() or bool(complete_tags(path) or lost_manifests(path))
 
 
 def lost_manifests(path: Path) -> list[str]:
-    """:func:`lost_manifest` of a folder and of its subfolders named like checkpoints."""
+    """Return the :func:`lost_manifest` messages for a folder and its checkpoint subfolders."""
     named = (path / name for name in sorted(os.listdir(path)) if iteration_of(name) is not None)
     return [lost for each in (path, *named) if (lost := lost_manifest(each))]
 
 
 def find(load: str, wanted: str | None = None) -> Path | None:
-    """The folder of the checkpoint to load: ``load`` itself, or in it the one of a tag
-    (``global_step100``) or an iteration, by default the one that the tracker names (without a
-    tracker: the newest complete one). None if there is no checkpoint, or the tracker names one of
-    another format.
+    """Return the folder of the checkpoint to load. This is ``load`` itself, or the checkpoint in it
+    whose tag (``global_step100``) or iteration is ``wanted``. By default, it is the tracker's, or
+    without a tracker the newest complete one. Return None if there is no checkpoint, or if the
+    tracker refers to one of another format.
 
-    Raises CheckpointError if the wanted checkpoint is missing or incomplete, the tracker is empty
-    or names no checkpoint, or the folder's checkpoints are in another format.
+    Raises CheckpointError if the wanted checkpoint is missing or incomplete, if the tracker is
+    empty or invalid, or if only Megatron's tracker exists.
     """
     root = Path(load)
     if (root / MANIFEST).is_file():
@@ -249,8 +249,9 @@ def find(load: str, wanted: str | None = None) -> Path | None:
     if tracker.is_file():
         named = tracker.read_text(errors="replace").strip(" \t\r\n")
         if named not in known:
-            if named and (root / named).is_dir() and not (root / named / INDEX).is_file():
-                return None  # of another format
+            is_child = Path(named).name == named and named not in ("", "..")
+            if is_child and (root / named).is_dir() and not (root / named / INDEX).is_file():
+                return None  # the tracker is of another format
             lost = lost_manifest(root / named) if named else None
             raise CheckpointError(
                 f"{tracker} names {named!r}, which is not a complete checkpoint in {root}"
@@ -275,9 +276,9 @@ def lock_folder(
     say: Callable[[str], None] = lambda line: None,
     wait_seconds: float = _WAIT_SECONDS,
 ) -> Lock:
-    """Locks a folder of checkpoints, which is created if necessary, for one run; the file ``.lock``
-    there names the holder. ``wait_seconds`` is for a holder on another host. Raises CheckpointError
-    if another run saves there; OSError if the folder cannot be created or written to."""
+    """Lock a folder of checkpoints for one run, creating it if necessary. Its file ``.lock``
+    describes the holder. If the holder is on another host, wait up to ``wait_seconds``. Raises
+    CheckpointError if another run saves there, or OSError if the folder cannot be written."""
     save.mkdir(parents=True, exist_ok=True)
     path, told, deadline = save / LOCK, False, time.monotonic() + wait_seconds
     while True:

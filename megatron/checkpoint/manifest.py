@@ -1,12 +1,12 @@
-"""The two files that describe a checkpoint: the index (which slice of which parameter is in which
-file) and the manifest (size and SHA-256 of every file, and of itself)."""
+"""A checkpoint's two descriptive files: the index (which file contains which slice of which
+parameter) and the manifest (size and SHA-256 of every file, and of itself)."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,14 +25,14 @@ from megatron.util.progress import progress_bar
 
 INDEX, MANIFEST, CONFIG, STATE = "index.json", "manifest.json", "config.json", "state.json"
 BASE = "base.json"
-"""Of adapters: the model that they belong to."""
+"""File that describes the base model of adapters. Only checkpoints of adapters have it."""
 MORE_STATES = "states"
-"""Beginning of the names of the files with states that have other shapes than parameters."""
+"""Name prefix of files with optimizer states whose shapes differ from their parameters'."""
 KEPT_COUNTS = "kept"
-"""Key of the state: the updates of each kind of number that is kept next to the moments."""
+"""Key of the state: update counts of values kept next to the moments, such as weight averages."""
 _FORMAT = 2
 _BLANK = "0" * 64
-"""Replaces the manifest's own SHA-256 while that is computed."""
+"""Placeholder for the manifest's own SHA-256 while the digest is computed."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REQUIRED = (CONFIG, INDEX, STATE)
 _MOST_COUNTED = 2**63
@@ -40,23 +40,23 @@ _COUNTERS = ("iteration", "consumed_samples", "optimizer_step")
 
 
 def tensor_key(name: str, kind: str, part: str = "") -> str:
-    """Key in a safetensors file of a parameter's ``weight`` or of one of its moments (``kind``)."""
+    """Return a tensor's key in a safetensors file. ``kind`` is ``weight`` or a moment's name."""
     words = (name, part, "" if kind == "weight" else kind)
     return ".".join(word for word in words if word)
 
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """Place of a slice of a parameter: ``files`` of ``weight`` and of each moment; ``part``
-    distinguishes several slices of one parameter in one process, as part of their keys."""
+    """Location of one slice of a parameter. ``files`` maps ``weight`` and each moment to a file
+    name. ``part`` distinguishes the keys of a parameter's slices in the same file."""
 
     slice: Slice
     files: dict[str, str]
     part: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values: ``cuts`` if several dimensions are cut, else ``dim`` (or null) and
-        ``ranges``."""
+        """Return the entry as JSON values. Two or more cuts are stored as ``cuts``, one as ``dim``
+        and ``ranges``, and none as a null ``dim``."""
         held = self.slice
         cuts: dict[str, Any] = {"cuts": held.cuts}
         if len(held.cuts) < 2:
@@ -73,7 +73,7 @@ class IndexEntry:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> IndexEntry:
-        """The inverse of :meth:`to_json`."""
+        """Return the entry that :meth:`to_json` converted. Raises ValueError if it is invalid."""
         several = "cuts" in content
         entries = content["cuts"] if several else [(content["dim"], content["ranges"])]
         cuts = [
@@ -96,35 +96,10 @@ class IndexEntry:
         return cls(held, dict(content["files"]), content.get("part", ""))
 
 
-@dataclass(frozen=True)
-class BaseRecord:
-    """The model that adapters belong to: where it was, in which format, and a digest of each of its
-    parameters (whole, float32), by canonical name."""
-
-    path: str
-    title: str
-    digests: Mapping[str, str]
-
-    @classmethod
-    def read(cls, folder: Path, place: Path | None = None) -> BaseRecord:
-        """The record in a checkpoint's folder, with another ``place`` if the base is now there.
-        Raises CheckpointError if it is malformed."""
-        path = folder / BASE
-        try:
-            record = cls(**read_json(path))
-        except TypeError as error:
-            raise CheckpointError(f"{path} does not describe a base: {error}") from None
-        return record if place is None else replace(record, path=str(place.resolve()))
-
-    def to_json(self) -> dict[str, Any]:
-        """The content of the file."""
-        return {"path": self.path, "title": self.title, "digests": dict(self.digests)}
-
-
 def read_index(folder: Path, files: Mapping[str, Any]) -> dict[str, list[IndexEntry]]:
-    """Reads and checks a checkpoint's index: the slices of each parameter by canonical name. Raises
-    CheckpointError if slices overlap, leave a gap, disagree about shape or kinds, or are in files
-    that the manifest, ``files``, does not list."""
+    """Read and check a checkpoint's index. Return each parameter's slices by canonical name. Raises
+    CheckpointError if slices overlap, leave a gap, disagree about shape or kinds, or are in a file
+    that the manifest's entries ``files`` do not list."""
     path = folder / INDEX
     content = read_json(path)
     try:
@@ -167,20 +142,20 @@ def _check_parameter(
 
 
 def file_facts(path: Path) -> Facts:
-    """Return the manifest's record of a file."""
+    """Return a file's manifest entry. This reads the whole file."""
     return {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
 
 
 def write_manifest(folder: Path, facts: dict[str, Facts]) -> None:
-    """Writes a new manifest with the entry of every file, by its path, to the disk."""
+    """Write a manifest with the given entries, by file name, and flush it to the disk."""
     content = {"format": _FORMAT, "files": dict(sorted(facts.items())), "sha256": _BLANK}
     text = json_text(content)
     write_bytes(folder / MANIFEST, text.replace(_BLANK, sha256(text)).encode())
 
 
 def manifest(folder: Path) -> dict[str, Facts]:
-    """Manifest entries of a checkpoint by file name; CheckpointError if it is missing or
-    damaged."""
+    """Return the manifest entries of a checkpoint by file name. Raises CheckpointError if the
+    manifest is missing or damaged."""
     path = folder / MANIFEST
     raw = read_bytes(path)
     content = json_of(path, raw)
@@ -197,8 +172,8 @@ def manifest(folder: Path) -> dict[str, Facts]:
 
 
 def entries_of(path: Path, files: object) -> dict[str, Facts]:
-    """Return the manifest's records of files. Raises CheckpointError if it is something else, or a
-    file is outside the manifest's folder."""
+    """Return a manifest's ``files`` after checking them. Raises CheckpointError if an entry is
+    malformed, or refers to a file outside the manifest's folder."""
     if not isinstance(files, dict) or not all(map(_is_entry, files.items())):
         raise CheckpointError(f"{path}: its entries are not files with bytes and sha256")
     return files
@@ -217,10 +192,10 @@ def _is_entry(item: tuple[str, object]) -> bool:
 
 
 def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
-    """Compares a checkpoint's files and its index with the manifest: every ``shares``-th file,
-    starting with ``share``, so that ranks can divide the work; share 0 also checks the index and
-    the counters. Raises CheckpointError if a file is missing or differs in size or checksum, is
-    not listed, or the index's slices do not cover each parameter."""
+    """Compare a checkpoint's files with its manifest. Ranks can divide the work: each checks every
+    ``shares``-th file, starting with ``share``. Share 0 also checks the index and the counters.
+    Raises CheckpointError if a file is missing, differs in size or checksum, or is not listed, if
+    the index's slices do not tile each parameter, or if a counter is invalid."""
     files = manifest(folder)
     mine = list(files.items())[share::shares]
     with progress_bar(f"verifying {folder}", total=sum(facts["bytes"] for _, facts in mine)) as bar:
@@ -233,8 +208,8 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
 
 
 def _check_listed(folder: Path, files: Mapping[str, Any]) -> None:
-    """Refuses a file that the manifest does not list, and a link instead of a folder. Hidden files
-    belong to file systems and editors, and are never read."""
+    """Raise CheckpointError if a folder contains unlisted files or symbolic links. Hidden files are
+    ignored: file systems and editors create them, and they are never read."""
     known = {MANIFEST, *files}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -250,7 +225,7 @@ def _check_listed(folder: Path, files: Mapping[str, Any]) -> None:
 def check_file(
     path: Path, facts: Facts, read: Callable[[int], object] = lambda count: None
 ) -> None:
-    """Compares one file with its entry; raises CheckpointError if it is missing or differs."""
+    """Compare a file with its manifest entry. Raises CheckpointError if missing or different."""
     try:
         size = path.stat().st_size if path.is_file() else None
         if size is None:
@@ -267,8 +242,8 @@ def check_file(
 
 
 def _check_counters(path: Path) -> None:
-    """Refuses counters that are not numbers, and missing ones in a training run's checkpoint (which
-    has a world size)."""
+    """Raise CheckpointError if a counter is not a valid number. In a training run's checkpoint,
+    which has a world size, a missing counter is an error too."""
     state = read_json(path)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is not a JSON object")

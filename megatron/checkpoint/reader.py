@@ -1,4 +1,4 @@
-"""Reads checkpoints of this project's format: any slice of any parameter, of any layout."""
+"""Reader for this project's checkpoints: any slice of any parameter, regardless of saved layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron.util.phases import moved
 
 
 class CheckpointReader(Source):
-    """A checkpoint of this project's format; ``index`` has the slices of each parameter by name."""
+    """Checkpoint in this project's format. ``index`` maps each parameter's name to its slices."""
 
     title = "checkpoint of this project"
 
@@ -52,7 +52,7 @@ class CheckpointReader(Source):
         if not may_be_ours(path):
             return None
         place = find(str(path), wanted)
-        # A checkpoint of adapters is not a model by itself, and has a separate reader.
+        # A checkpoint of adapters is not a model by itself. It has its own reader.
         return None if place is not None and (place / BASE).is_file() else place
 
     @classmethod
@@ -82,7 +82,7 @@ class CheckpointReader(Source):
         return self.read(name, kind, Slice.whole(shape)).view(shape)
 
     def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
-        """Reads only the rows that the slice needs."""
+        """Read a slice of a parameter. Only the stored rows that overlap it are loaded."""
         moved()
         if self.shape(name) != wanted.shape:
             raise CheckpointError(
@@ -102,7 +102,7 @@ class CheckpointReader(Source):
         return flat
 
     def check_tensors(self) -> None:
-        """Checks the headers of the files only."""
+        """Check each tensor's size and dtype in the files' headers, without reading elements."""
         wanted: dict[str, dict[str, int]] = {}
         for name, entries in self.index.items():
             for entry in entries:
@@ -135,7 +135,7 @@ class CheckpointReader(Source):
         return entries
 
     def _stored(self, name: str, kind: str, entry: IndexEntry, first: int, end: int) -> Tensor:
-        if kind == "weight" and self._weights in entry.files:  # buffers have no average
+        if kind == "weight" and self._weights in entry.files:  # buffers have no averages
             kind = self._weights
         file = entry.files.get(kind)
         if file is None:
@@ -172,9 +172,9 @@ def _check_tensor(path: Path, key: str, stored: Any, numel: int) -> None:
 
 
 def differences(saved: ModelConfig, wanted: ModelConfig) -> list[str]:
-    """A line for each value that affects the weights and differs between two models."""
+    """Return a message for each setting that determines weights and differs between two models."""
     lines, there, here = [], saved.shaping(), wanted.shaping()
-    # Other features may add to the blocks of a checkpoint; those with another mixer replace them.
+    # Features may add to a checkpoint's blocks, but features with another mixer replace them.
     replacing = {
         name: getattr(type(part), name)
         for part in (*saved.parts, *wanted.parts)

@@ -1,8 +1,8 @@
-"""Slices: which elements of a whole parameter a process has, and what two slices have in common.
+"""Slices: which elements of a whole parameter a process has, and which ones two slices share.
 
-A rank's share of a parameter is a product of ranges along each dimension. A slice is a run of
-elements of the flattened share. It consists of boxes, both of the parameter and of the share; two
-slices overlap where their boxes do.
+A rank's share of a parameter is the product of its ranges along each dimension. A slice is a run of
+consecutive elements of the flattened share. It is divided into boxes (products of intervals) that
+are boxes in both the parameter and the share. Two slices overlap where their boxes overlap.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megatron.parallel.shard import Ranges, Shard
 
 @dataclass(frozen=True)
 class Slice:
-    """A flat run of elements, from ``start`` to before ``end``, of a rank's share of a parameter.
-    ``shape`` is that of the whole parameter, without padding; ``cuts`` has (dimension, ranges) of
-    each cut dimension, in order: the share consists of these ranges, one after the other, and of
-    all of the other dimensions."""
+    """Consecutive elements, [``start``, ``end``), of a rank's flattened share of a parameter.
+    ``shape`` is the shape of the whole parameter without padding. ``cuts`` has (dimension, ranges)
+    for each sharded dimension, in order: along it, the share consists of these ranges,
+    concatenated. Along all other dimensions, the share is complete."""
 
     shape: tuple[int, ...]
     cuts: tuple[tuple[int, Ranges], ...]
@@ -36,12 +36,12 @@ class Slice:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Slice:
-        """All of a parameter."""
+        """Return the slice of all elements of a parameter."""
         return cls(shape, (), 0, math.prod(shape))
 
     @classmethod
     def of(cls, shard: Shard, coordinates: Coordinates, start: int, end: int) -> Slice:
-        """Elements [start, end) of a rank's flattened share, without the padding at its end."""
+        """Return elements [start, end) of a rank's flattened share, without padding at its end."""
         ranges = shard.ranges(coordinates)
         for cut in shard.cuts:
             if cut.unpadded is not None:
@@ -54,7 +54,7 @@ class Slice:
 
     @cached_property
     def share_shape(self) -> tuple[int, ...]:
-        """Shape of the share."""
+        """Shape of the complete share that contains the slice."""
         shape = list(self.shape)
         for dim, ranges in self.cuts:
             shape[dim] = sum(length for _, length in ranges)
@@ -62,16 +62,16 @@ class Slice:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements in the slice."""
         return self.end - self.start
 
     @property
     def is_whole_share(self) -> bool:
-        """True if it is the complete share."""
+        """True if the slice is the complete share."""
         return self.start == 0 and self.end == math.prod(self.share_shape)
 
     def overlap(self, other: Slice) -> Overlap | None:
-        """The elements that this slice shares with another of the same parameter, if any."""
+        """Return the elements shared with another slice of the same parameter, or None."""
         boxes = []
         for mine, their in product(self._boxes, other._boxes):
             starts = tuple(map(max, mine.starts, their.starts))
@@ -82,7 +82,7 @@ class Slice:
         return Overlap(boxes, self._strides, other._strides) if boxes else None
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return the slice's elements, flat, of a whole parameter."""
+        """Return this slice of a whole parameter, as a flat copy."""
         flat = torch.empty(self.numel, dtype=whole.dtype)
         common = self.overlap(Slice.whole(self.shape))
         if common is not None:
@@ -91,7 +91,7 @@ class Slice:
 
     @cached_property
     def _strides(self) -> tuple[int, ...]:
-        """Distance of neighbours along each dimension, in the share and in the slice."""
+        """Strides of the share, in elements. They apply within the slice too."""
         inner = accumulate(self.share_shape[:0:-1], mul, initial=1)
         return tuple(inner)[::-1][: len(self.shape)]
 
@@ -115,8 +115,8 @@ class Slice:
 
 
 class _Box(NamedTuple):
-    """A box of a parameter, from ``starts`` to before ``ends``, that a slice has; its first element
-    is at place ``offset`` of the slice."""
+    """Box of a parameter, [``starts``, ``ends``), that lies within a slice. ``offset`` is the index
+    of its first element within the slice."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
@@ -124,7 +124,7 @@ class _Box(NamedTuple):
 
 
 class _CommonBox(NamedTuple):
-    """A box that two slices have: its shape, and the place of its first element in each."""
+    """Box that two slices share: its shape, and the index of its first element in each slice."""
 
     shape: tuple[int, ...]
     here: int
@@ -132,7 +132,7 @@ class _CommonBox(NamedTuple):
 
 
 class Overlap:
-    """The ``numel`` elements that two slices have in common, at [first, end) of the other slice."""
+    """The ``numel`` elements that two slices share, within [first, end) of the other slice."""
 
     def __init__(
         self, boxes: list[_CommonBox], here: tuple[int, ...], there: tuple[int, ...]
@@ -146,7 +146,7 @@ class Overlap:
         )
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copies them from elements [first, end) of the other slice to the one slice."""
+        """Copy the shared elements to ``target``. ``source`` is [first, end) of the other slice."""
         into, out_of = target.storage_offset(), source.storage_offset() - self.first
         for shape, here, there in self._boxes:
             target.as_strided(shape, self._here, into + here).copy_(
@@ -155,9 +155,9 @@ class Overlap:
 
 
 def tiles(shape: tuple[int, ...], slices: Iterable[Slice]) -> bool:
-    """True if slices cover a parameter of that shape, each element once. The runs of data-parallel
-    ranks must follow one another in each share. Along each cut dimension the shares' ranges must
-    fill it, and there must be a share for each product of them."""
+    """Return whether slices cover each element of a parameter exactly once. In each share, the
+    slices of data-parallel ranks must be consecutive. Along each cut dimension, the shares' ranges
+    must fill it, and each combination of ranges must have a share."""
     shares: dict[tuple[Any, ...], list[Slice]] = {}
     for held in slices:
         shares.setdefault(held.cuts, []).append(held)
@@ -179,7 +179,7 @@ def tiles(shape: tuple[int, ...], slices: Iterable[Slice]) -> bool:
 
 
 def _fill(runs: list[tuple[int, int]], total: int) -> bool:
-    """True if runs (start, length) follow one another from 0 to ``total``."""
+    """Return whether the runs (start, length) cover 0 to ``total`` without gaps or overlaps."""
     place = 0
     for start, length in sorted(runs):
         if start != place or length <= 0:
@@ -189,8 +189,8 @@ def _fill(runs: list[tuple[int, int]], total: int) -> bool:
 
 
 def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Elements [start, end) of a flattened array as boxes, (start, end) along each dimension: the
-    rest of a row, whole rows, the beginning of a row; parts of rows are divided in the same way."""
+    """Yield the boxes that make up elements [start, end) of a flattened array, as (start, end) for
+    each dimension: end of a row, whole rows, start of a row. Partial rows are divided again."""
     if start >= end:
         return
     if not shape:
@@ -220,8 +220,8 @@ def _joined(ranges: Ranges) -> Ranges:
 
 
 def _within(ranges: Ranges, start: int, end: int) -> list[tuple[int, int, int]]:
-    """The runs at places [start, end) of a share's dimension: (start and end in the whole, place
-    in the share)."""
+    """Return the ranges of positions [start, end) along a share's dimension, each as (start in the
+    parameter, end in the parameter, start in the share)."""
     runs, place = [], 0
     for first, length in ranges:
         low, high = max(start, place), min(end, place + length)

@@ -1,6 +1,6 @@
 """Checkpoints of any format, read as whole parameters with canonical names.
 
-A format is a :class:`Source` and a :class:`Format`, which imports it when it is needed.
+A format is defined by a :class:`Source` and by a :class:`Format`, which imports it when used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_json, write_json
@@ -25,7 +24,7 @@ from megatron.util.files import MOST_BYTES, own_file
 from megatron.util.progress import progress_bar
 
 TOKENIZER = "tokenizer"
-"""Folder of the tokenizer's files in this project's checkpoints."""
+"""Subfolder of this project's checkpoints that contains the tokenizer's files."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
     "sentencepiece.bpe.model", "sentencepiece.model", "spm.model", "spm_char.model", "source.spm",
@@ -35,28 +34,26 @@ TOKENIZER_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-"""Files of transformers' tokenizers, and settings of generation."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Dtypes in which other programs keep weights, as torch and config.json call them."""
+"""Files that transformers' tokenizers may have, and the generation settings."""
 
 
 class Source(ABC):
-    """A checkpoint that is being read; a class per format.
+    """Checkpoint opened for reading. Each format has its own subclass.
 
     Attributes:
         title: the format's name in messages.
-        tokenizer: None if the checkpoint does not describe it.
-        run: configuration of the run that wrote it; None if the checkpoint does not contain it.
-        state: ``iteration``, ``consumed_samples``, ``optimizer_step``, ``loss_scaler``; empty if
-            the checkpoint contains only weights, and training starts at the beginning.
-        notes: lines about decisions that the checkpoint leaves open.
-        refusal: why it cannot be used as a model here; None if it can.
-        end_of_text: the token that ends a document, where it is known without the tokenizer's
-            files; else None.
-        on_base: whether it has adapters of another model; the constructor and ``verify`` then take
-            its path as ``base``.
-        base: the model without adapters, where this is one merged with them; else None.
-        additions: the adapters alone, where this is a model merged with them; else None.
+        tokenizer: configuration of the tokenizer. None if the checkpoint does not describe it.
+        run: configuration of the run that wrote it. None if the checkpoint does not contain it.
+        state: ``iteration``, ``consumed_samples``, ``optimizer_step``, ``loss_scaler``. Empty if
+          the checkpoint contains only weights; training then starts at iteration 0.
+        notes: messages about choices that the checkpoint does not determine.
+        refusal: reason why the checkpoint cannot be used as a model. None if it can.
+        end_of_text: id of the token that ends a document, if known without the tokenizer's
+          files. Otherwise None.
+        on_base: whether the format contains adapters of another model. The constructor and
+          ``verify`` then accept the path of that model as ``base``.
+        base: for a model merged with adapters, the model without them. Otherwise None.
+        additions: for a model merged with adapters, the adapters alone. Otherwise None.
     """
 
     title: ClassVar[str]
@@ -75,32 +72,32 @@ class Source(ABC):
     @classmethod
     @abstractmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        """The path of a checkpoint of this format; None if ``path``, one checkpoint or a folder
-        with a tracker, has none. ``wanted`` is a tag or an iteration; None for the newest. Raises
-        CheckpointError if there are checkpoints, but not the wanted one."""
+        """Return the path of a checkpoint of this format, or None if ``path`` has none. ``path`` is
+        a checkpoint or a folder with a tracker. ``wanted`` is a tag or iteration, or None for the
+        newest. Raises CheckpointError if there are checkpoints, but not the wanted one."""
 
     @classmethod
     def family(cls, folder: Path) -> str:
-        """The model family of what :meth:`locate` found, without reading weights."""
+        """Return the model family of a checkpoint that was located. Weights are not read."""
         return ModelConfig.family
 
     def __init__(self, folder: Path) -> None:
-        """Opens what :meth:`locate` found. Raises CheckpointError if a file is missing or
-        malformed, or the network cannot be represented."""
+        """Open the path that :meth:`locate` returned. Raises CheckpointError if a file is missing
+        or malformed, or the network is not supported."""
         self.folder, self.state = folder, {}
 
     def require_model(self) -> None:
-        """Raises CheckpointError if it can only be inspected, not used as a model."""
+        """Raise CheckpointError if the checkpoint can only be inspected, not used as a model."""
         if self.refusal is not None:
             raise CheckpointError(f"{self.folder}: {self.refusal}")
 
     def read_ahead(self) -> None:  # noqa: B027
-        """Adds the blocks that predict further tokens to the model, where the checkpoint has some
-        that are left out by default."""
+        """Include the blocks for multi-token prediction in the model, which are left out by
+        default. Has no effect if the checkpoint has none."""
 
     def read_as_weights(self, kind: str) -> None:
-        """Reads these tensors of each parameter as its weight, and no others. Raises
-        CheckpointError where the checkpoint lacks them."""
+        """Use the tensors of another kind, such as an average, as the weight of each parameter. All
+        other kinds are then ignored. Raises CheckpointError if the checkpoint does not have it."""
         raise CheckpointError(
             f"{self.folder} has no {kind}: only the {reader('native').title} of a run with "
             "--ema-decay or --swa-start-iter has averages of weights"
@@ -108,34 +105,34 @@ class Source(ABC):
 
     @classmethod  # noqa: B027
     def verify(cls, folder: Path, share: int = 0, shares: int = 1) -> None:
-        """Compares the files with their checksums, if the format has them: every ``shares``-th
-        file, starting with ``share``, so that ranks can divide the work. Raises CheckpointError if
-        a file is missing or damaged."""
+        """Compare the files with their checksums, if the format has them. Ranks can divide the
+        work: each checks every ``shares``-th file, starting with ``share``. Raises CheckpointError
+        if a file is missing or damaged."""
 
     @abstractmethod
     def names(self) -> Sequence[str]:
-        """Canonical names of the parameters, in the order of the layers."""
+        """Return the canonical names of the parameters, in layer order."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a whole parameter, without padding."""
+        """Return the shape of a whole parameter, without padding."""
 
     @abstractmethod
     def kinds(self, name: str) -> Sequence[str]:
-        """``weight`` and the moments (``exp_avg``, ...) of a parameter."""
+        """Return the kinds of a parameter's tensors: ``weight`` and moments (``exp_avg``, ...)."""
 
     def dtype(self, name: str, kind: str = "weight") -> str:
-        """Dtype in which a tensor is stored, as torch calls it."""
+        """Return the name, in torch, of the dtype in which a tensor is stored."""
         return "float32"
 
     @abstractmethod
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """A whole parameter, or one of its moments, without padding, float32, on the CPU. Raises
-        CheckpointError if it is missing or malformed."""
+        """Return a whole parameter or one of its moments, without padding, as float32 on the CPU.
+        Raises CheckpointError if it is missing or malformed."""
 
     def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
-        """A slice of a parameter, flat, float32, as :meth:`tensor`; overridden by formats that can
-        read it alone."""
+        """Return a slice of a parameter or moment, flat, as float32. Raises the errors of
+        :meth:`tensor`. Formats that can read a slice without the whole tensor override this."""
         whole = self.tensor(name, kind)
         if tuple(whole.shape) != wanted.shape:
             raise CheckpointError(
@@ -145,24 +142,23 @@ class Source(ABC):
         return wanted.cut(whole)
 
     def check_tensors(self) -> None:
-        """Reads every tensor; raises CheckpointError if one is missing or malformed."""
+        """Read every tensor. Raises CheckpointError if one is missing or malformed."""
         for name in progress_bar("reading", self.names(), unit=" parameters"):
             for kind in self.kinds(name):
                 self.tensor(name, kind)
 
     @property
     def generation(self) -> dict[str, Any]:
-        """Return the settings of generation and the tokens at which texts end: the keys of its
-        ``generation_config.json``; empty where nothing is known. Raises CheckpointError if they are
-        malformed."""
+        """Generation settings and end-of-text tokens, with the keys of ``generation_config.json``.
+        Empty if unknown. Raises CheckpointError if the file is malformed."""
         read = _of_others("read_generation", lambda folder, rows: {})
         settings: dict[str, Any] = read(self.folder / TOKENIZER, self.model.vocabulary.size)
         return settings
 
     def copy_tokenizer(self, target: Path) -> bool:
         """Copy the tokenizer's files, in Hugging Face's format, and :attr:`generation` to a new
-        folder, created only if there is something to copy. Return True if there is a tokenizer.
-        Raises CheckpointError if a file is a link that leaves the folder."""
+        folder, which is created only if there is something to copy. Return whether there is a
+        tokenizer. Raises CheckpointError if a file is a symbolic link that leaves the folder."""
         own = self.folder / TOKENIZER
         if own.is_symlink():
             raise CheckpointError(f"{own} is a link, not the folder of the checkpoint's tokenizer")
@@ -172,16 +168,16 @@ class Source(ABC):
 
 
 def tokenizer_in(folder: Path) -> Path | None:
-    """Return the folder of the tokenizer in a checkpoint of this project, or None."""
+    """Return the tokenizer's folder in a checkpoint of this project, or None if it has none."""
     own = folder / TOKENIZER
     names = [name for name in TOKENIZER_FILES if (own / name).is_file()]
     return own if names and names != ["generation_config.json"] else None
 
 
 def copy_tokenizer_files(folder: Path, target: Path) -> None:
-    """Copies the files of a tokenizer, by their known names, and generation_config.json to a new
-    folder. Raises CheckpointError if one is a link to another place: otherwise the copy could
-    contain, and an upload publish, a private file."""
+    """Copy a tokenizer's files with known names, and generation_config.json, to a new folder.
+    Raises CheckpointError if one is a symbolic link that leaves the folder: otherwise a private
+    file could be copied, and published with an upload."""
     target.mkdir()
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
@@ -194,15 +190,15 @@ def copy_tokenizer_files(folder: Path, target: Path) -> None:
                     f"{folder / name} has more than {MOST_BYTES:,} bytes: no tokenizer has"
                 )
             shutil.copyfile(source_file, target / name, follow_symlinks=False)
-            if name.startswith("generation_config"):  # transformers' parser has no bounds
+            if name.startswith("generation_config"):  # transformers' parser sets no limits
                 settings = read_json(source_file, lenient=True)
                 if isinstance(settings, dict) and settings.pop("_name_or_path", None) is not None:
-                    write_json(target / name, settings)  # without a path of this machine
+                    write_json(target / name, settings)  # without a path on this machine
 
 
 def resolved(flags: ModelFlags, where: Path) -> ModelConfig:
-    """The network that the flags of another program's checkpoint, the file ``where``, describe.
-    Raises CheckpointError if it is not supported here."""
+    """Return the model configuration that ``flags`` describe, as read from the file ``where`` of
+    another program's checkpoint. Raises CheckpointError if it is not supported."""
     try:
         return flags.resolve()
     except ConfigError as error:
@@ -210,16 +206,16 @@ def resolved(flags: ModelFlags, where: Path) -> ModelConfig:
 
 
 class Format(NamedTuple):
-    """A format of checkpoints.
+    """Checkpoint format, whose modules are imported only when they are used.
 
     Attributes:
-        reader: imports its :class:`Source`.
-        writer: imports a function that writes a copy in it; see :func:`save_copy`.
-        saver: imports the class that saves a training in it, with ``--checkpoint-format`` of its
-            name: a :class:`~megatron.engine.saving.CheckpointWriter`.
-        needs: packages without which it is left out.
-        after: of a feature's format, the one behind which it is tried, and without which it is
-            left out.
+        reader: imports the format's :class:`Source`.
+        writer: imports a function that writes a copy in the format; see :func:`save_copy`.
+        saver: imports the :class:`~megatron.engine.saving.CheckpointWriter` with which training
+          saves if ``--checkpoint-format`` is the format's name.
+        needs: packages that the format requires. Without them it is left out.
+        after: name of the format that is tried directly before this one. If it is missing, a
+          feature's format is left out too.
     """
 
     name: str
@@ -232,11 +228,11 @@ class Format(NamedTuple):
 
 NATIVE = Format("native", partial(resolve_name, "megatron.checkpoint.reader:CheckpointReader"))
 OTHERS = "megatron.formats"
-"""The package of other programs' formats. Without it only this project's are read."""
+"""Package with other programs' formats. Without it, only this project's format can be read."""
 
 
 def _of_others(name: str, otherwise: Any) -> Any:
-    """Return an object of the package of other programs' formats, by its name there."""
+    """Return an object from the package of other formats, or ``otherwise`` if it is missing."""
     try:
         return resolve_name(f"{OTHERS}:{name}")
     except ModuleNotFoundError as error:
@@ -247,7 +243,7 @@ def _of_others(name: str, otherwise: Any) -> Any:
 
 @cache
 def formats() -> dict[str, Format]:
-    """All formats by name, in the order in which they are tried."""
+    """Return all formats by name, in the order in which a path is tried with them."""
     ordered = [NATIVE, *_of_others("FORMATS", ())]
     for feature in features().values():
         for form in feature.formats():
@@ -258,29 +254,29 @@ def formats() -> dict[str, Format]:
 
 
 def reader(name: str) -> type[Source]:
-    """The class of a format of :func:`formats`."""
+    """Return the class that reads checkpoints in the format ``name``."""
     return formats()[name].reader()
 
 
 def saver_of(name: str) -> type[Any]:
-    """The class that saves a training in a format of :func:`formats`."""
+    """Return the class with which training saves checkpoints in the format ``name``."""
     saver = formats()[name].saver
     assert saver is not None
     return saver()
 
 
 def save_copy(name: str, source: Source, save: Path, stage: int) -> Path:
-    """Writes a copy in a format of :func:`formats` into the folder ``save`` of checkpoints, for
-    runs of a ZeRO stage; returns its path. Raises CheckpointError if the source is damaged; OSError
-    if a file cannot be written; nothing is left behind."""
+    """Write a copy of a checkpoint in the format ``name`` into the folder ``save``, for runs with
+    ZeRO ``stage``, and return its path. Raises CheckpointError if the source is damaged, or OSError
+    if a file cannot be written. Nothing is left behind on failure."""
     writer = formats()[name].writer
     assert writer is not None
     return writer()(source, save, stage)
 
 
 class FoundCheckpoint(NamedTuple):
-    """A checkpoint that is not yet open, and its format; ``base`` is the model of adapters, where
-    it is another path than they name. ``weights`` is the kind of tensors to read as weights."""
+    """Checkpoint that was located but not opened. ``base`` is the path of the adapters' base model,
+    if it differs from the recorded one. ``weights`` is the kind of tensor to read as weights."""
 
     form: type[Source]
     folder: Path
@@ -288,8 +284,8 @@ class FoundCheckpoint(NamedTuple):
     weights: str = "weight"
 
     def open(self, verify: bool = True) -> Source:
-        """Opens it, by default after comparing the files with their checksums. Raises
-        CheckpointError if it is damaged or not supported here."""
+        """Open the checkpoint, by default after verifying its files' checksums. Raises
+        CheckpointError if it is damaged or not supported."""
         if verify:
             self.verify()
         source = self.form(self.folder, **self._options)
@@ -298,12 +294,12 @@ class FoundCheckpoint(NamedTuple):
         return source
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
-        """See :meth:`Source.verify`."""
+        """Verify this rank's share of the checkpoint's files as :meth:`Source.verify` does."""
         self.form.verify(self.folder, share, shares, **self._options)
 
     @property
     def family(self) -> str:
-        """See :meth:`Source.family`."""
+        """Model family of the checkpoint, as :meth:`Source.family` returns it."""
         return self.form.family(self.folder, **self._options)
 
     @property
@@ -314,10 +310,10 @@ class FoundCheckpoint(NamedTuple):
 def locate_checkpoint(
     load: str | Path, wanted: str | None = None, prefer: str = "native", *, others: bool = False
 ) -> FoundCheckpoint | None:
-    """Finds a checkpoint of any format, first of ``prefer``; ``wanted`` is a tag or an iteration,
-    None for the newest. None if the folder does not exist or has neither checkpoints nor trackers.
-    Raises CheckpointError if the wanted checkpoint, or the one that a tracker names, does not
-    exist, and, unless ``others`` may be there, if there are weights in a form that is not read."""
+    """Find a checkpoint of any format, trying ``prefer`` first. ``wanted`` is a tag or iteration,
+    or None for the newest. Return None if the folder is missing or has neither checkpoints nor
+    trackers. Raises CheckpointError if the wanted checkpoint, or the tracker's, does not exist, or,
+    unless ``others`` is set, if there are weights in a form that cannot be read."""
     path, refusal = Path(load), None
     tracker = path / TRACKER
     empty = _is_empty(path)
@@ -325,7 +321,7 @@ def locate_checkpoint(
         try:
             folder = form.locate(path, wanted)
         except CheckpointError as error:
-            # The folder may have several formats, and the wanted checkpoint another one.
+            # The folder may contain several formats. The wanted checkpoint may be in another one.
             refusal = refusal or error
             if wanted is None and tracker.is_file():
                 wanted = tracker.read_text(errors="replace").strip()
@@ -353,8 +349,8 @@ def locate_checkpoint(
 
 
 def _tried(prefer: str) -> Iterator[type[Source]]:
-    """Yield the classes of all formats, ``prefer``'s first; the other formats' table is not
-    imported if the native one, when preferred, suffices."""
+    """Yield the source classes of all formats, beginning with ``prefer``. As long as the native
+    format is preferred and suffices, the package of other formats is not imported."""
     if prefer == NATIVE.name:
         yield NATIVE.reader()
     names = [name for name in formats() if (name, prefer) != (NATIVE.name, NATIVE.name)]
@@ -362,18 +358,18 @@ def _tried(prefer: str) -> Iterator[type[Source]]:
 
 
 def _is_empty(path: Path) -> bool:
-    """True if it is missing or empty: a run that starts from scratch imports no format."""
+    """Return whether a path is missing or empty. If so, a run from scratch imports no format."""
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 def nothing_at(path: str | Path) -> str:
-    """Words of a message about a path where :func:`locate_checkpoint` finds no checkpoint."""
+    """Return the reason, for a message, why :func:`locate_checkpoint` found no checkpoint."""
     return "no complete checkpoint found" if Path(path).exists() else "no such folder"
 
 
 def open_checkpoint(load: str | Path, wanted: str | None = None, verify: bool = True) -> Source:
-    """Finds and opens a checkpoint of any format; see :func:`locate_checkpoint`. Raises
-    CheckpointError if it does not exist or is damaged."""
+    """Find a checkpoint with :func:`locate_checkpoint` and open it. Raises CheckpointError if it
+    does not exist or is damaged."""
     checkpoint = locate_checkpoint(load, wanted)
     if checkpoint is None:
         raise CheckpointError(f"{load}: {nothing_at(load)}")

@@ -1,7 +1,7 @@
-"""Writes checkpoints: every process its slices, then one process the index and the manifest.
+"""Writing of checkpoints: each process writes its slices, then one writes the index and manifest.
 
-A run has a :class:`SliceWriter` on every rank; a conversion has one, which keeps one file's tensors
-in memory at a time.
+In a run, every rank has a :class:`SliceWriter`. A conversion has only one, which keeps the tensors
+of a single file in memory at a time.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megatron.checkpoint.source import TOKENIZER
 from megatron.util.files import sync_path
 
 PROCESS = "slices-{:05d}.json"
-"""A process's part of the index and the facts of its files, for :func:`finish_checkpoint`."""
+"""File with one process's index entries and manifest entries, for :func:`finish_checkpoint`."""
 
 _WEIGHTS, _MOMENTS = "weights", "optimizer"
-"""Beginnings of the names of their files."""
+"""Name prefixes of the files with weights and with moments."""
 
 
 class SliceWriter:
-    """Writes one process's slices into an incomplete checkpoint.
+    """Writer of one process's slices into an incomplete checkpoint.
 
-    ``max_file_bytes``, for a process that writes alone, is the largest size of a file with more
-    than one tensor: its files are numbered on, and sorted by tensor name. Without it, ``tensors``
-    has everything in memory until :meth:`finish`, float32 (random state: uint8), by file and key.
-    ``progress`` is called with a line about each file. With ``weights_dtype``, in which the model
-    computes, nothing is written that is not finite: weights in that dtype, moments in float32.
+    Set ``max_file_bytes`` in a process that writes alone. It limits files with more than one
+    tensor, which are numbered consecutively and sorted by tensor name. Without it, all tensors stay
+    in memory until :meth:`finish`, in ``tensors``, by file and key: float32, or uint8 for random
+    states. ``progress`` is called with a line about each file. With ``weights_dtype``, the dtype of
+    computation, weights must be finite in that dtype, and moments in float32.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class SliceWriter:
         tensors: Iterable[tuple[str, Tensor | LazyTensor]],
         part: str = "",
     ) -> None:
-        """Adds a slice, not empty, of the parameter with the canonical name ``name``; ``tensors``
-        are (kind, elements) of ``weight`` and of each moment. For ``part`` see
-        :class:`IndexEntry`."""
+        """Add a non-empty slice of the parameter with the canonical name ``name``. ``tensors`` are
+        pairs of a kind (``weight`` or a moment) and its elements. :class:`IndexEntry` describes
+        ``part``."""
         shape = held.share_shape if held.is_whole_share else (held.numel,)
         files = {
             kind: self.put(
@@ -78,7 +78,7 @@ class SliceWriter:
         self._index.setdefault(name, []).append(IndexEntry(held, files, part).to_json())
 
     def put(self, series: str, key: str, values: Tensor | LazyTensor) -> str:
-        """Adds a tensor to the files whose names begin with ``series``; returns its file's name."""
+        """Add a tensor to a file whose name begins with ``series``. Return the file's name."""
         number = self._numbers.setdefault(series, self._process)
         file = f"{series}-{number:05d}.safetensors"
         waiting, limit = self.tensors.setdefault(file, {}), self._max_file_bytes
@@ -90,8 +90,8 @@ class SliceWriter:
         return file
 
     def finish(self) -> None:
-        """Writes what is left, to the disk. Raises NotFiniteError if something is not finite that
-        must be."""
+        """Write the remaining tensors to the disk. Raises NotFiniteError if a weight or moment is
+        not finite and ``weights_dtype`` was given."""
         for file in sorted(self.tensors, reverse=True):
             self._write(file)
         path = self._folder / PROCESS.format(self._process)
@@ -117,10 +117,10 @@ def finish_checkpoint(
     contents: Mapping[str, Any],
     save_tokenizer: Callable[[Path], object],
 ) -> int:
-    """Completes the checkpoint of which all processes have written their parts, publishes it, and
-    returns its size in bytes. ``contents``: of the other JSON files, by name; ``save_tokenizer``
-    writes the tokenizer's files into a folder. Raises OSError if a file cannot be written; the
-    other checkpoints are unchanged."""
+    """Complete a checkpoint after all ``processes`` have written their slices, publish it, and
+    return its size in bytes. ``contents`` maps names of the other JSON files to their contents, and
+    ``save_tokenizer`` writes the tokenizer's files into a folder. Raises OSError if a file cannot
+    be written; older checkpoints are then unchanged."""
     folder = incomplete_folder(save, iteration)
     index: dict[str, list[Any]] = {}
     facts: dict[str, Facts] = {}

@@ -58,9 +58,23 @@ def test_nothing_is_not_an_error(tmp_path):
     assert find(str(tmp_path)) is None
 
 
-@pytest.mark.parametrize("text", [b"", b"\n", b"global_step99\n", b"global_step5\x0b", b"\xff5\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"\n",
+        b"global_step99\n",
+        b"global_step5\x0b",
+        b"\xff5\n",
+        b".",
+        b"..",
+        b"a/..",
+        b"/tmp",
+    ],
+)
 def test_a_broken_tracker_is_refused_by_name(tmp_path, text):
     make(tmp_path, 5)
+    (tmp_path / "a").mkdir()
     (tmp_path / "latest").write_bytes(text)
     with pytest.raises(CheckpointError, match="latest names .* it has global_step5: .*delete it"):
         find(str(tmp_path))
