@@ -10,8 +10,8 @@ import pytest
 import torch
 from _pytest.logging import catching_logs
 
-# importlib mode puts no folder on the path; what unit and distributed tests share is here.
-sys.path.insert(0, str(Path(__file__).parent))
+# importlib mode puts no folder on the path.
+sys.path[:0] = [str(Path(__file__).parent / "helpers"), str(Path(__file__).parent)]
 sys.path.append(str(Path(__file__).parents[1] / "examples_deepspeed/megatron/detxoify_lm"))
 
 from cost import Cost  # noqa: E402

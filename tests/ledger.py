@@ -28,7 +28,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from dependencies import ROOT, code_of
+
+sys.path.append(str(Path(__file__).parent / "helpers"))
+
+from dependencies import ROOT, code_of  # noqa: E402
 
 LEDGER = ROOT / "tests" / "ledger.jsonl"
 CLAIMS = ROOT / "tests" / "claims.json"

@@ -22,7 +22,7 @@ def flat_partitions(
         params_in_partition=groups,
         first_offset=[0 for _ in groups],
         bit16_groups_flat=flat,
-        parallel_partitioned_bit16_groups=[[each] for each in flat],
+        own_part=flat.__getitem__,
         single_partition_of_fp32_groups=main,
         averaged_gradients={},
         all_grad_tensors={},
@@ -33,11 +33,6 @@ def flat_partitions(
         _lazy_init_hp_params_optimizer_state=lambda: None,
     )
     return wrapper, optimizer
-
-
-def first_ranks(wrapper: SimpleNamespace) -> list[int]:
-    """The places of that rank among those that share a group."""
-    return [0 for _ in wrapper.bit16_groups]
 
 
 def set_gradients(wrapper: SimpleNamespace, grads: Sequence[Sequence[Tensor]]) -> None:

@@ -7,7 +7,7 @@ says what a test takes: a line has seconds and the beginning of the tests' names
 beginning counts. Junit files of any selection bring it up to date::
 
     pytest --workers 2 -m "" --junitxml=seconds.xml tests/distributed
-    python tests/parts.py seconds.xml
+    python tests/helpers/parts.py seconds.xml
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from itertools import groupby
 from pathlib import Path
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[1]
-RECORDED = Path(__file__).with_name("seconds.txt")
+ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "tests" / "seconds.txt"
 
 SHARE = 8
 """A file is cut where it takes more than this fraction of a part: by its tests' order, for they

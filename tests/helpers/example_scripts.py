@@ -11,7 +11,7 @@ from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_file import read_json
 from megatron.families import family_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples_deepspeed"
 SETTINGS = {
     "DRY_RUN": "1",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.config import TokenizerConfig
+from megatron.features.tokenizers.byte_level import ByteLevelTokenizer
 from megatron.features.tokenizers.huggingface import HFTokenizer
 from megatron.features.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron.features.tokenizers.tik_token import TikTokenizer
@@ -18,7 +19,7 @@ from megatron.features.tokenizers.train import (
 )
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from megatron.tokenizer.plain import ByteLevelTokenizer, IdTokenizer, NullTokenizer
+from megatron.tokenizer.plain import IdTokenizer, NullTokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 3,

@@ -1,4 +1,4 @@
-"""Rows of tests/script_runs.py: scripts of examples_deepspeed/ other than Megatron-LM's."""
+"""Rows of script_runs.py: scripts of examples_deepspeed/ other than Megatron-LM's."""
 
 from script_runs import SMALL, TOKENS, Script
 

@@ -15,7 +15,7 @@ SHOTS = os.environ.get("MEGATRON_SHOTS")
 """Folder for pictures of pages, if some are wanted."""
 PHONE, DESK = {"width": 360, "height": 740}, {"width": 1280, "height": 800}
 MARKUP = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
-SHARED = Path(__file__).parents[1] / "megatron/apps/dashboard/shared"
+SHARED = Path(__file__).parents[2] / "megatron/apps/dashboard/shared"
 
 
 @contextmanager

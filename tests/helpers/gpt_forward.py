@@ -5,9 +5,8 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
-from megatron.model.caches import LayerCache
 from megatron.model.embedding import LM_LOSS
-from megatron.model.layer_list import LayerStack, LayerState
+from megatron.model.layer_list import LayerCache, LayerStack, LayerState
 from megatron.parallel.loss_head import Targets
 
 

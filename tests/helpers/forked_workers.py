@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from stem import TESTS, shared
+from stem import HELPERS, shared
 
 from megatron.features.raw_text import workers
 
@@ -20,7 +20,7 @@ class ForkedWorker(workers.Worker):
 
     def __init__(self, prepare: Callable[[], Callable[[Any], Any]]) -> None:
         pickled = pickle.dumps(prepare)  # which no stem may import
-        path = [str(TESTS), *filter(None, sys.path)]
+        path = [str(HELPERS), *filter(None, sys.path)]
         self._process: Any = shared().start(
             "forked_workers", "serve", pickled, path, os.getcwd(), environment=os.environ
         )

@@ -1,4 +1,4 @@
-"""Rows of tests/script_runs.py: scripts of Megatron-LM, universal checkpoints and others."""
+"""Rows of script_runs.py: scripts of Megatron-LM, universal checkpoints and others."""
 
 from script_runs import MODEL, SMALL, TOKENS, Script
 
@@ -53,7 +53,9 @@ PROMPTS = """echo '{{"prompt": {{"text": "They saw"}}}}' >{out}/prompts.jsonl"""
 ICT = {"TEXT_DATA_PATH": "{bert}", "TITLE_DATA_PATH": "{titles}"}
 ICT |= {"PRETRAINED_BERT_PATH": "{base}/trained"}
 RETRIEVER = f"{MODEL} --max-position-embeddings 32 --retriever-seq-length 32 --micro-batch-size 4"
-FILES_OF_QUESTIONS = "python tests/retrieval_files.py {out}/files {data}/text.jsonl {wordpieces}"
+FILES_OF_QUESTIONS = (
+    "python tests/helpers/retrieval_files.py {out}/files {data}/text.jsonl {wordpieces}"
+)
 RETRIEVER_LINE = (
     "CHECKPOINT_PATH={out}/ict TEXT_DATA_PATH={bert} TITLE_DATA_PATH={titles} "
     "PRETRAINED_BERT_PATH={out}/trained bash examples_deepspeed/megatron/pretrain_ict.sh "

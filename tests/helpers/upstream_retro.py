@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed.dataset_writer import IndexedDatasetWriter
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 
 EOD = 258
 """Of ByteLevelTokenizer."""

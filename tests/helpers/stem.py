@@ -30,7 +30,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-TESTS = Path(__file__).parent
+HELPERS = Path(__file__).parent
+TESTS = HELPERS.parent
 ROOT = TESTS.parent
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
@@ -153,7 +154,7 @@ def shared() -> Stem:
 
 def _serve(address: str, modules: Sequence[str]) -> None:
     """Fork until the input ends."""
-    sys.path[:0] = [str(Path.cwd()), str(TESTS)]
+    sys.path[:0] = [str(Path.cwd()), str(HELPERS), str(TESTS)]
     running, statuses = dict[int, int](), dict[int, int]()
     imported, count = False, 0
     with socket.socket(socket.AF_UNIX) as listening:

@@ -6,7 +6,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _PROGRAM = """
 import json, setuptools, distutils.core as core
 p = core.run_setup("setup.py", stop_after="init")

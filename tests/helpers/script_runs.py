@@ -1,7 +1,8 @@
-"""Runs the scripts under Megatron-DeepSpeed's names at small size, and writes their page.
+"""Run the scripts under Megatron-DeepSpeed's names at small size.
 
-    python tests/script_runs.py NAME ...             runs the rows whose path has one of the names
-    python tests/script_runs.py --markdown NAME ...  writes the page; results of other rows stay
+    python tests/helpers/script_runs.py NAME ...  # the rows whose path has one of the names
+
+``--markdown`` also writes their results to the page, and keeps those of other rows.
 
 They read the folder of public data in MEGATRON_TEST_DATA.
 """
@@ -25,7 +26,7 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples_deepspeed"
 PAGE = ROOT / "docs" / "reference" / "megatron-deepspeed.md"
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
@@ -256,7 +257,7 @@ def rows() -> tuple[Script, ...]:
     return ROWS + OTHERS
 
 
-MARK = "<!-- The tables are written by tests/script_runs.py. -->\n"
+MARK = "<!-- The tables are written by tests/helpers/script_runs.py. -->\n"
 
 
 def page(results: dict[str, str]) -> str:

@@ -1,7 +1,7 @@
 """Small files of questions, passages and dialogues in the forms of DPR, Natural Questions and the
 two Wizards (of Wikipedia, of the Internet), made of texts, and a question encoder of DPR.
 
-    python tests/retrieval_files.py FOLDER TEXTS.jsonl VOCAB
+    python tests/helpers/retrieval_files.py FOLDER TEXTS.jsonl VOCAB
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def process_dialogues(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
+    sys.path.append(str(Path(__file__).parents[2]))
     out, file, vocabulary = map(Path, sys.argv[1:])
     out.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line)["text"] for line in file.read_text().splitlines()]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 
 SUBJECTS = [ROOT / "megatron/features", ROOT / "megatron/apps"]
@@ -30,7 +30,10 @@ LOOKED_UP = ("tests", "benchmarks", "docs/generate")
 """Folders whose modules tests import by a bare name, since a ``conftest.py`` puts them on the
 path."""
 
-ORGANISATION = {TESTS / name for name in ("parts.py", "cost.py", "ledger.py", "dependencies.py")}
+ORGANISATION = {
+    TESTS / "ledger.py",
+    *(TESTS / "helpers" / name for name in ("parts.py", "cost.py", "dependencies.py")),
+}
 """Files that say which tests run, and not what they do."""
 
 _FILE = re.compile(r"[\w./-]+\.(py|sh|json|jsonl|txt|tsv|toml|yaml|md)")
