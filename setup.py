@@ -211,7 +211,7 @@ setup(
         "megatron.apps.migration": ["*.txt", "tables/*.txt"],
         "megatron.config": ["*.txt"],
         "megatron.engine": ["*.txt"],
-        "megatron.training": ["*.txt"],
+        "megatron.features.measured_peak": ["*.txt"],
         "megatron.apps.dashboard": ["page/*", "shared/*"],
         "megatron.formats": ["*.txt"],
         "megatron.apps.generation.server": ["page/*"],

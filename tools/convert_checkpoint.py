@@ -19,10 +19,12 @@ result gets its name. Adapters of --lora are merged into their base, except by t
 them alone. tools/checkpoint/util.py converts any format to this project's or Megatron's.
 """
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from megatron.config.command_line import run_command
+from megatron.config import ConfigError
+from megatron.config.command_line import CommandParser
 from megatron.config.features import features
 from megatron.formats import COMMANDS
 from megatron.util.errors import one_line
@@ -36,6 +38,39 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_command(commands, __doc__, argv)
     except (ValueError, OSError) as error:
         sys.exit(f"convert_checkpoint.py: error: {one_line(error)}")
+
+
+def run_command(
+    commands: Mapping[str, Callable[[], Callable[[Sequence[str]], None]]],
+    description: str | None,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Calls the command that the first word names with the words that follow. ``commands`` import
+    the function of each when it is called. Raises what the command raises."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = CommandParser(description, usage="%(prog)s COMMAND [flags]")
+    parser.add_argument(
+        "command", choices=tuple(commands), metavar="COMMAND",
+        help=f"{', '.join(commands)}; each has --help",
+    )  # fmt: skip
+    command = _completed_command(commands)
+    if command is not None:
+        words = [command]
+    elif not words or words[0] not in commands:
+        if words and words[0].startswith("-"):
+            parser.parse_args(words)
+        parser.complete()
+        raise ConfigError(
+            f"{words[0] if words else 'no command'}: the commands are {', '.join(commands)}"
+        )
+    commands[words[0]]()(words[1:])
+
+
+def _completed_command(commands: Iterable[str]) -> str | None:
+    start = int(os.environ.get("_ARGCOMPLETE", "0"))
+    words = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "0"))].split(" ")
+    words = [word for word in words[:-1] if word]
+    return words[start] if 0 < start < len(words) and words[start] in commands else None
 
 
 if __name__ == "__main__":

@@ -17,11 +17,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.checkpoint.manifest import BaseRecord
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.source import Source, locate_checkpoint, open_checkpoint
 from megatron.config.command_line import CommandParser
-from megatron.features.adapters.checkpoint import AdaptedCheckpoint, AdaptedSource
+from megatron.features.adapters.checkpoint import AdaptedCheckpoint, AdaptedSource, BaseRecord
 from megatron.formats.inspection import (
     TensorFacts,
     bytes_on_disk,

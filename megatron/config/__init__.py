@@ -1,4 +1,4 @@
-"""Frozen dataclasses, one per concern, that generate the command-line flags."""
+"""Configuration of a run: frozen dataclasses, one per concern, whose fields are the flags."""
 
 from megatron.config.axes import ParallelFlags
 from megatron.config.blocks import NormConfig

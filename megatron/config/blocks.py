@@ -1,4 +1,4 @@
-"""Parts of a transformer block: attention, MLP and norms."""
+"""Flags and resolved configuration of a transformer block: attention, MLP and norms."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ GATES = ("swiglu", "geglu", "geglu_erf", "quick_geglu", "squared_reglu")
 """Activations of gated MLPs."""
 
 MLP_ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "squared_relu", "xielu", *GATES)
-"""Activations of MLPs, as :class:`MLPConfig` names them."""
+"""Values of :attr:`MLPConfig.activation`."""
 
 
 class NormTraits(NamedTuple):
     """Properties of a norm that other code depends on.
 
     Attributes:
-        biased: whether it has a bias next to its weight.
-        statistics: float32 numbers per position that it keeps for its backward pass.
-        weighted: whether it has a weight.
+        biased: whether the norm has a bias in addition to its weight.
+        statistics: number of float32 values per position that are saved for the backward pass.
+        weighted: whether the norm has a weight.
     """
 
     biased: bool
     statistics: int
     weighted: bool = True
+
+    @property
+    def centred(self) -> bool:
+        """True if the norm subtracts the mean."""
+        return self.statistics > 1
 
 
 NORMS = {
@@ -38,49 +43,47 @@ NORMS = {
     "PlainLayerNorm": NormTraits(False, 2, weighted=False),
     "PlainRMSNorm": NormTraits(False, 1, weighted=False),
 }
-"""The choices of ``--normalization``."""
+"""Properties of each choice of ``--normalization``."""
 
 
 class Chunk(NamedTuple):
-    """Attention within chunks of so many tokens, which are counted from the start of a row."""
+    """Attention within chunks of ``size`` tokens, counted from the start of each sequence."""
 
     size: int
 
 
 Window = int | Chunk | None
-"""Tokens near a query that a block attends to, as :class:`AttentionFlags` describes windows and
-chunks; None for all."""
+"""Local attention of a block: the size of a sliding window in tokens, or a :class:`Chunk`. None
+means full attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Attention:
-    """Values that need no resolving."""
+    """Fields shared by the flags and the resolved configuration."""
 
     sliding_window: int | None = option(None, bounds=POSITIVE, role="results")
-    """Sliding-window attention: number of tokens that a query attends to, itself included; where
-    attention is bidirectional, those at most half of it away on either side, as ModernBERT's
-    local_attention. Without it a query attends to all tokens before it, or to all."""
+    """Sliding-window attention: number of tokens that a query attends to, including itself.
+    Bidirectional attention reaches at most half of this to either side, as in ModernBERT's
+    local_attention. By default attention is not limited to a window."""
     attention_chunk_size: int | None = option(None, bounds=POSITIVE, role="results")
-    """Chunked local attention, as Llama 4: a sequence is cut into chunks of this many tokens, and a
-    query attends to the tokens of its own chunk up to itself."""
+    """Chunked local attention, as in Llama 4: sequences are split into chunks of this many tokens,
+    and a query attends only to itself and the preceding tokens of its chunk."""
     window_attn_skip_freq: int | str | None = option(None, bounds=FREQUENCY, role="results")
-    """Every N-th block uses full attention instead of --sliding-window or --attention-chunk-size;
-    or a list with 1 for each block with the window or chunks and 0 for each with full attention, as
-    ([1]*3+[0])*4."""
+    """Use full attention instead of --sliding-window or --attention-chunk-size in every N-th block.
+    A list such as ([1]*3+[0])*4 chooses the blocks instead: 1 for local, 0 for full attention."""
     attn_logit_softcapping: float | None = option(None, bounds=POSITIVE, role="results")
-    """Softcap c of the attention scores x: c * tanh(x / c)."""
+    """Softcap c of the attention scores x: they become c * tanh(x / c)."""
     softmax_type: str = option(
         "vanilla", choices=("vanilla", "off-by-one", "learnable"), role="weights"
     )
-    """Attention sinks: the softmax of the scores has one more score, of no key, so that the weights
-    of the keys add up to less than 1. It is 0 with off-by-one, and learned for each head with
-    learnable, as in gpt-oss; vanilla has none."""
+    """Attention sink: an extra score without a key in each softmax, so that the keys' attention
+    weights sum to less than 1. The score is 0 with off-by-one, and learned per head with learnable
+    (gpt-oss). vanilla has no sink."""
     attention_output_gate: bool = option(False, role="weights")
-    """Multiply the output of attention to a block's own sequence by the sigmoid of a gate for each
-    channel, which is projected next to the queries, as Qwen3-Next."""
+    """Multiply the output of self-attention by the sigmoid of a gate per channel, which is
+    projected together with the queries, as in Qwen3-Next."""
     clip_qkv: float | None = option(None, bounds=POSITIVE, role="results")
-    """Clamp queries, keys and values to this absolute value, after their norm and before rotary
-    positions."""
+    """Clamp queries, keys and values to this absolute value, after QK norm and before RoPE."""
     attention_dropout: float = option(0.1, bounds=FRACTION, megatron=True)
     """Dropout probability of the attention weights."""
     attention_backend: str = option(
@@ -88,12 +91,12 @@ class _Attention:
         choices=("sdpa", "cudnn", "eager", "flash", "flash2", "flash3", "flash4"),
         spellings={"auto": "sdpa", "fused": "cudnn", "unfused": "eager", "local": "eager"},
     )
-    """Attention kernel: sdpa is torch's scaled_dot_product_attention, cudnn the same with cuDNN's
-    kernel preferred, eager plain matrix products, flash2, flash3 and flash4 these versions of
-    flash-attention from their packages, and flash the fastest of them that is installed and
-    supports the GPU and --attention-dropout. On GPUs documents, sliding windows,
-    --attn-logit-softcapping and ALiBi use FlexAttention with all but eager, unless there is
-    dropout. Megatron's auto is sdpa, fused is cudnn, unfused and local are eager."""
+    """Attention implementation. sdpa: torch's scaled_dot_product_attention; cudnn: the same, but
+    cuDNN's kernel is preferred; eager: plain matrix products; flash2, flash3, flash4: this version
+    of the flash-attention package; flash: the fastest installed version that supports the GPU and
+    --attention-dropout. On GPUs, all but eager use FlexAttention for documents, sliding windows,
+    --attn-logit-softcapping and ALiBi, unless there is dropout. Megatron's auto means sdpa, fused
+    means cudnn, unfused and local mean eager."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,19 +126,19 @@ class AttentionFlags(_Attention):
     query_pre_attn_scalar: float | None = option(
         None, derived="kv-channels", bounds=POSITIVE, role="results"
     )
-    """Attention scores are divided by the square root of this."""
+    """Divide the attention scores by the square root of this."""
     add_qkv_bias: bool = option(False, role="weights", megatron=True)
     """Keep the bias of the query, key and value projections with --disable-bias-linear."""
     add_attention_bias: bool = option(False, role="weights")
     """Keep the biases of all attention projections, output included, with --disable-bias-linear."""
     add_proj_bias: bool = option(False, role="weights")
-    """Keep the bias of attention's output projection with --disable-bias-linear, and none of
-    queries, keys and values, as GPT-Neo."""
+    """Keep the bias of attention's output projection with --disable-bias-linear, but not the biases
+    of queries, keys and values, as in GPT-Neo."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(_Attention):
-    """Attention of a block; scores are divided by the root of ``query_pre_attn_scalar``."""
+    """Resolved attention. Scores are divided by the square root of ``query_pre_attn_scalar``."""
 
     num_attention_heads: int
     num_query_groups: int
@@ -146,18 +149,18 @@ class AttentionConfig(_Attention):
 
     @property
     def query_rows(self) -> int:
-        """Rows of the projection of the queries, those of their gates included."""
+        """Output size of the query projection, including the output gates."""
         return self.num_attention_heads * self.kv_channels * (1 + self.attention_output_gate)
 
     @property
     def local(self) -> str | None:
-        """The field of the window or of the chunks; None where all blocks attend to all tokens."""
+        """Name of the field that selects local attention; None if all blocks use full attention."""
         if self.attention_chunk_size is not None:
             return "attention_chunk_size"
         return None if self.sliding_window is None else "sliding_window"
 
     def window(self, layer: int) -> Window:
-        """Window or chunks of block ``layer`` (from 0); None for attention to all tokens."""
+        """Return the window or chunk of block ``layer`` (from 0), or None for full attention."""
         every = self.window_attn_skip_freq
         if every is not None and not in_pattern(every, layer, but_every_last):
             return None
@@ -165,7 +168,7 @@ class AttentionConfig(_Attention):
         return self.sliding_window if size is None else Chunk(size)
 
     def flags(self) -> dict[str, Any]:
-        """The flags that give it, by field, where all other linear layers have no biases."""
+        """Return the flags that resolve to this attention with --disable-bias-linear, by field."""
         scalar = self.query_pre_attn_scalar
         return {
             **shared(self, _Attention),
@@ -189,8 +192,8 @@ def resolve_attention(
     resolver: ConfigResolver,
     width: int | None = None,
 ) -> AttentionConfig:
-    """Completes the attention; ``bias``: whether all linear layers have biases; ``width``: channels
-    of a head where other flags say them."""
+    """Resolve the attention flags. ``bias`` tells whether all linear layers have biases, ``width``
+    is the head size if other flags determine it. Raises ConfigError on contradictions."""
     if width is not None:
         if flags.kv_channels not in (None, width):
             resolver.notes.append(
@@ -264,40 +267,40 @@ class MLPFlags:
     )
     """Inner size of the MLP."""
     glu_activation: str | None = option(None, choices=GATES, role="results")
-    """Gated MLP: swiglu gates with SiLU, geglu with GELU in its tanh approximation, geglu_erf with
-    exact GELU, quick_geglu with x * sigmoid(1.702 x), squared_reglu with squared ReLU."""
+    """Activation of a gated MLP's gate: swiglu uses SiLU, geglu the tanh approximation of GELU,
+    geglu_erf exact GELU, quick_geglu x * sigmoid(1.702 x), squared_reglu squared ReLU."""
     swiglu: bool = option(False, megatron=True)
     """Same as --glu-activation swiglu."""
     quick_geglu: bool = option(False, megatron=True)
     """Same as --glu-activation quick_geglu."""
     glu_linear_offset: float = option(0.0, role="results", megatron=True)
-    """Gated MLP: added to the up projection before the gate multiplies it (1.0 in gpt-oss)."""
+    """Gated MLP: constant added to the up projection before it is gated (1.0 in gpt-oss)."""
     activation_func_clamp_value: float | None = option(
         None, bounds=POSITIVE, role="results", megatron=True
     )
-    """Gated MLP: the largest input of the gate, and the largest absolute value of the up projection
-    before --glu-linear-offset (7.0 in gpt-oss)."""
+    """Gated MLP: upper bound on the gate's input, and bound on the up projection's absolute value
+    before --glu-linear-offset is added (7.0 in gpt-oss)."""
     relu: bool = option(False, role="results")
-    """ReLU in the MLP instead of GELU."""
+    """Use ReLU in the MLP instead of GELU."""
     squared_relu: bool = option(False, role="results", megatron=True)
-    """Squared ReLU in the MLP instead of GELU."""
+    """Use squared ReLU in the MLP instead of GELU."""
     xielu: bool = option(False, role="weights")
-    """xIELU in the MLP instead of GELU, as Apertus: x^2 and expm1(x) - x with a learned factor each
-    of every block (arXiv:2411.13010)."""
+    """Use xIELU in the MLP instead of GELU, as in Apertus: combines x^2 and expm1(x) - x, each with
+    a factor that is learned per block (arXiv:2411.13010)."""
     add_mlp_bias: bool = option(False, role="weights")
-    """Keep the biases of the MLP with --disable-bias-linear, as GPT-J."""
+    """Keep the biases of the MLP with --disable-bias-linear, as in GPT-J."""
     openai_gelu: bool = option(False, megatron=True)
-    """GELU in its tanh approximation, which is already the default in MLPs; in BERT's output head
-    too, where the default is exact."""
+    """Use the tanh approximation of GELU. MLPs already do so by default; with this flag BERT's
+    output head does too, where the default is exact GELU."""
     bias_gelu_fusion: bool = option(True, off="--no-bias-gelu-fusion", megatron=True)
-    """Exact GELU (erf) instead of its tanh approximation, as in Megatron's unfused path."""
+    """Use exact GELU (erf) instead of its tanh approximation, as Megatron's unfused path does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """The MLP of a block: ``activation`` is one of :data:`MLP_ACTIVATIONS`. Of gated ones c is
-    ``activation_func_clamp_value`` and o ``glu_linear_offset``: the gate's activation of
-    min(gate, c), times min(max(up, -c), c) + o."""
+    """Resolved MLP of a block. ``activation`` is one of :data:`MLP_ACTIVATIONS`. A gated MLP
+    computes activation(min(gate, c)) * (clamp(up, -c, c) + o) where c is
+    ``activation_func_clamp_value`` and o is ``glu_linear_offset``."""
 
     ffn_hidden_size: int
     activation: str
@@ -311,7 +314,7 @@ class MLPConfig:
         return self.activation in GATES
 
     def flags(self) -> dict[str, Any]:
-        """The flags that give it, by field."""
+        """Return the flags that resolve to this MLP, by field."""
         return {
             "ffn_hidden_size": self.ffn_hidden_size,
             "glu_activation": self.activation if self.gated else None,
@@ -358,7 +361,7 @@ def resolve_mlp(
 
 
 _GATE_FLAGS = {"swiglu": "--swiglu", "quick_geglu": "--quick-geglu"}
-"""The flags that name one gate each."""
+"""Flags that each select one gate activation."""
 
 
 def _activation(flags: MLPFlags, resolver: ConfigResolver) -> str:
@@ -399,8 +402,8 @@ class NormConfig:
         role="weights",
         megatron=True,
     )
-    """Norm before attention, MLP and output head. UnbiasedLayerNorm has a weight and no bias, as
-    Cohere; PlainLayerNorm and PlainRMSNorm have no parameters, as OLMo 1 and nanochat."""
+    """Norm before attention, MLP and output head. UnbiasedLayerNorm (Cohere) has a weight but no
+    bias; PlainLayerNorm (OLMo 1) and PlainRMSNorm (nanochat) have no parameters."""
     norm_epsilon: float = option(
         1e-5,
         aliases=("--layernorm-epsilon",),
@@ -411,39 +414,39 @@ class NormConfig:
     apply_layernorm_1p: bool = option(
         False, role="weights", megatron=("apply_layernorm_1p", "layernorm_zero_centered_gamma")
     )
-    """Norms multiply by 1 + weight; the weights start at 0."""
+    """Multiply by 1 + weight in the norms, with weights that start at 0."""
     qk_layernorm: bool = option(False, role="weights", megatron=True)
     """Apply the norm to the queries and keys of each head."""
     qk_layernorm_whole: bool = option(
         False, role="weights", needs=needs_value("qk_layernorm", True)
     )
-    """With --qk-layernorm: normalise the queries of all heads together, and the keys of all heads,
-    as OLMo 2 and OLMoE; needs --normalization RMSNorm."""
+    """With --qk-layernorm: normalise across all query heads at once, and likewise across all key
+    heads, as in OLMo 2 and OLMoE. Requires --normalization RMSNorm."""
     qk_layernorm_per_head: bool = option(
         False, role="weights", needs=needs_value("qk_layernorm", True)
     )
-    """With --qk-layernorm: each head has a weight of its own and no bias, as Cohere."""
+    """With --qk-layernorm: give each head a weight of its own and no bias, as in Cohere."""
     qk_layernorm_after_rope: bool = option(
         False, role="results", needs=needs_value("qk_layernorm", True)
     )
-    """With --qk-layernorm: normalise queries and keys after they are rotated, as HunYuan."""
+    """With --qk-layernorm: normalise queries and keys after the rotary embedding, as in HunYuan."""
     qk_l2_norm: bool = option(False, role="results", needs=_ROPE)
-    """Divide the queries and keys of each head by their root mean square, after they are rotated,
-    in the blocks with rotary positions, as Llama 4."""
+    """Divide the queries and keys of each head by their root mean square after the rotary
+    embedding. Blocks without rotary positions are not affected, as in Llama 4."""
     embed_layernorm: bool = option(False, role="weights", megatron=True)
     """Apply the norm to the embeddings before the first block."""
     post_norm: bool = option(False, role="weights")
     """Also apply a norm to the outputs of attention and MLP, before the residual addition."""
     sub_norm: bool = option(False, role="weights")
-    """Also apply a norm to the inputs of the output projections of attention and MLP, over all
-    heads and over the MLP's inner width, as BitNet; needs --normalization RMSNorm."""
+    """Also apply a norm to the inputs of the output projections, over all heads in attention and
+    over the inner width in the MLP, as in BitNet. Requires --normalization RMSNorm."""
     pre_norm: bool = option(True, off="--no-pre-norm", role="weights")
-    """Do not apply a norm to the inputs of attention and MLP, as OLMo 2; needs --post-norm."""
+    """Apply no norm to the inputs of attention and MLP, as in OLMo 2. Requires --post-norm."""
     apply_residual_connection_post_layernorm: bool = option(False, role="weights", megatron=True)
-    """Add the outputs of attention and MLP to the output of the norm before them instead of its
-    input, as in the original BERT: each residual sum is then normalised."""
+    """Add the outputs of attention and MLP to the normalised input instead of the input itself, as
+    in the original BERT, where the norm follows each residual sum."""
 
     @property
     def traits(self) -> NormTraits:
-        """Return the properties of the norm in use."""
+        """Properties of the norm in use."""
         return NORMS[self.normalization]

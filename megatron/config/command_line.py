@@ -1,5 +1,5 @@
-"""The command line of every program: flags of config classes, ``--help``, ``--version``, shell
-completion, and errors that name the nearest flag."""
+"""Command lines of all programs: flags generated from config classes, ``--help``, ``--version``,
+shell completion, and error messages that suggest the nearest flag."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import megatron
 from megatron.config.flags import (
-    ConfigError,
     Setting,
     Settings,
     build,
@@ -30,29 +29,29 @@ from megatron.config.flags import (
 from megatron.util.errors import name_output, one_line, spelled
 
 MANY_FLAGS = 40
-"""With more flags than this, --help shows the examples again at its end."""
+"""Number of flags above which --help repeats the examples at its end."""
 
 UNUSED_LIST = "megatron/config/accepted_flags.txt"
-"""Lists the flags that are accepted and not used, which would be a third of --help."""
+"""List of the flags that are accepted but unused. They would be a third of --help."""
 
 SECONDS_OF_OTHERS = 3.0
-"""After which a process that is not the main one says its error: a launcher has ended it where all
-have the same command line."""
+"""Seconds before a process other than the main one prints an error. If the error is in the shared
+command line, the launcher has ended the process by then, so that the error is printed once."""
 
 _EXAMPLE = re.compile(
     r"^ *((?:\w+=\S+ )*(?:python|deepspeed|torchrun)(?: -\S+(?: [^-\s]\S*)?)* \S+\.py\b"
     r"(?:.*\\\n)*.*)$",
     re.MULTILINE,
 )
-"""A line that starts a program, with the lines that continue it after a backslash."""
+"""Command that starts a program, including the lines continued after a backslash."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser with ``--version``, completion, and errors in one line.
+    """Argument parser with ``--version``, shell completion, and one-line errors.
 
     Args:
-        description: the program's docstring. Lines that start a program are shown as they are,
-            each command in a block of its own.
+        description: the program's docstring. Commands in it are shown verbatim, each in a block of
+            its own.
     """
 
     def __init__(self, description: str | None = None, prog: str | None = None, **others: Any):
@@ -77,13 +76,13 @@ class CommandParser(argparse.ArgumentParser):
         return namespace
 
     def complete(self) -> None:
-        """Answers a shell that completes a command line, and ends the process; nothing else."""
+        """Print completions and exit if the shell requests them; otherwise do nothing."""
         if "_ARGCOMPLETE" in os.environ:
-            import argcomplete  # needed by nothing else
+            import argcomplete  # only needed here
 
             for action in self._actions:
                 if action.metavar in ("INT", "FLOAT"):
-                    # Not files. SuppressCompleter would hide the flag itself.
+                    # Suggest no file names. SuppressCompleter would hide the flag itself.
                     action.completer = argcomplete.ChoicesCompleter({})  # type: ignore[attr-defined]
             argcomplete.autocomplete(self)
 
@@ -110,11 +109,11 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Names the first word that is no flag, and what to use instead, whose flag it is, or else
-        the nearest flag."""
+        """Exit with an error about the first unknown flag, or else the first unexpected word. The
+        message contains a feature's advice if there is any, or else the nearest flag."""
         word = next((w for w in unknown if w.startswith("-")), unknown[0])
         known, name = self._option_string_actions, word.split("=", 1)[0]
-        from megatron.config.features import features  # they import the flags of this module
+        from megatron.config.features import features  # avoids an import cycle
 
         instead = None
         if word.startswith("-") or "=" in word:
@@ -134,8 +133,8 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class FlagParser(CommandParser):
-    """The command line of config classes: a group of flags for each. The fields ``hidden`` are
-    parsed, and left out of --help. Of fields with one name those of the first class are flags."""
+    """Parser for the flags of config classes, one --help group per class. Fields in ``hidden`` are
+    parsed but not in --help. If classes share a field name, the first class defines the flag."""
 
     def __init__(
         self,
@@ -154,8 +153,8 @@ class FlagParser(CommandParser):
             self._add_class(cls)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Explain why an unused flag does not accept a value that asks for something else, and
-        suggest a choice."""
+        """Reject a value that is not among the choices. The message says why an accepted but unused
+        flag does not support the value, or suggests the nearest choice."""
         note = self._notes.get(action.dest)
         if note and action.choices and value not in action.choices:
             expected = " or ".join(map(str, action.choices))
@@ -217,7 +216,7 @@ class FlagParser(CommandParser):
             )
 
     def settings(self, argv: Sequence[str] | None = None) -> Settings:
-        """Parses ``argv``; exits with a message on an unknown flag or a malformed value."""
+        """Parse ``argv`` or this process's arguments. Exits on an unknown flag or wrong value."""
         values = dict(vars(self.parse_args(argv)))
         _parsed[:] = sys.argv[1:] if argv is None else argv
         return values
@@ -238,47 +237,14 @@ def parse_configs(
     description: str | None = None,
     prog: str | None = None,
 ) -> tuple[Any, ...]:
-    """Parses a tool's command line into one instance of each config class."""
+    """Parse a tool's command line into one instance of each config class."""
     settings = FlagParser(*classes, description=description, prog=prog).settings(argv)
     return tuple(build(cls, settings) for cls in classes)
 
 
-def run_command(
-    commands: Mapping[str, Callable[[], Callable[[Sequence[str]], None]]],
-    description: str | None,
-    argv: Sequence[str] | None = None,
-) -> None:
-    """Calls the command that the first word names with the words that follow. ``commands`` import
-    the function of each when it is called. Raises what the command raises."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    parser = CommandParser(description, usage="%(prog)s COMMAND [flags]")
-    parser.add_argument(
-        "command", choices=tuple(commands), metavar="COMMAND",
-        help=f"{', '.join(commands)}; each has --help",
-    )  # fmt: skip
-    command = _completed_command(commands)
-    if command is not None:
-        words = [command]
-    elif not words or words[0] not in commands:
-        if words and words[0].startswith("-"):
-            parser.parse_args(words)
-        parser.complete()
-        raise ConfigError(
-            f"{words[0] if words else 'no command'}: the commands are {', '.join(commands)}"
-        )
-    commands[words[0]]()(words[1:])
-
-
-def _completed_command(commands: Iterable[str]) -> str | None:
-    start = int(os.environ.get("_ARGCOMPLETE", "0"))
-    words = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "0"))].split(" ")
-    words = [word for word in words[:-1] if word]
-    return words[start] if 0 < start < len(words) and words[start] in commands else None
-
-
 def versions() -> str:
-    """Return the versions of this project and its dependencies, without importing them."""
-    from importlib.metadata import PackageNotFoundError, version  # costs every start 20 ms
+    """Return the versions of this project, torch, deepspeed and Python. Nothing is imported."""
+    from importlib.metadata import PackageNotFoundError, version  # the import takes 20 ms
 
     names = [f"megatron-deepspeed {megatron.__version__}"]
     for package in ("torch", "deepspeed"):
@@ -296,7 +262,7 @@ class _Version(argparse.Action):
 
 
 class _Record(argparse.Action):
-    """Stores a Setting that remembers under which name the flag was given."""
+    """Action that stores a :class:`Setting`, with the flag as the user spelled it as the origin."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         previous: Setting | None = getattr(namespace, self.dest, None)
@@ -304,7 +270,7 @@ class _Record(argparse.Action):
             values = self.const
         elif isinstance(values, list):
             values = tuple(values)
-        # The same flag again overrides, as scripts that append to a common line expect.
+        # Repeating a flag overrides it: scripts append to a common command line.
         if (
             previous is not None
             and previous.origin != f"flag {option_string}"
@@ -318,7 +284,7 @@ class _Record(argparse.Action):
 
 
 def _words(value: Any) -> str:
-    # A valueless flag's name describes its effect.
+    # A flag without a value is shown by its name alone.
     values = value if isinstance(value, tuple) else () if isinstance(value, bool) else (value,)
     return "".join(f" {each}" for each in values)
 

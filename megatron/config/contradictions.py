@@ -1,4 +1,4 @@
-"""Values of a network's flags that contradict each other, however they are resolved."""
+"""Combinations of model flags that are refused because they contradict each other."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ CONTRADICTIONS: tuple[tuple[Callable[[Any], Any], str], ...] = (
         "is added to the output of a norm; leave one of them out",
     ),
 )
-"""Flags of a network that are refused together, and the reason, in the order of the checks. In a
-message ``{name}`` stands for a field's flag with its value, ``{=name}`` for the value."""
+"""Checks of the model flags, in order: a condition that contradictory flags satisfy, and its error
+message. In a message ``{name}`` becomes the field's flag with its value, ``{=name}`` the value."""
 
 
 def refuse_contradictions(flags: Any, resolver: ConfigResolver) -> None:
-    """Raises ConfigError with the first of :data:`CONTRADICTIONS` that ``flags`` have."""
+    """Raise ConfigError with the message of the first matching :data:`CONTRADICTIONS`, if any."""
 
     def shown(found: re.Match[str]) -> str:
         equals, name = found.groups()

@@ -1,4 +1,4 @@
-"""DeepSpeed and fast paths."""
+"""Flags of DeepSpeed and of fast paths such as compilation."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megatron.config.sections import with_parts
 from megatron.config.training import PrecisionConfig
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
-"""Values of ``--torch-compile-mode`` that use CUDA graphs."""
+"""Values of ``--torch-compile-mode`` that record CUDA graphs."""
 NO_GRAPHS = "choose default or max-autotune-no-cudagraphs"
-"""The remedy where these are refused."""
+"""Advice that ends error messages about CUDA graphs."""
 
 LEAST_BUCKET, MOST_BUCKET = 25_000_000, 200_000_000
-"""Elements of a bucket of gradients: small ones cost time to start, large ones overlap with little
-and take memory."""
+"""Bounds of the gradient bucket size in elements. Small buckets cost launch time; large ones
+overlap with little computation and use memory."""
 
 
 def bucket_size(count: int) -> int:
-    """Return the default number of elements reduced at a time, of ``count`` in a process."""
+    """Return the default bucket size in elements for a rank with ``count`` gradient elements."""
     return min(max(count // 8, LEAST_BUCKET), MOST_BUCKET)
 
 
@@ -31,28 +31,28 @@ _ZERO = needs_value("zero_stage", 1, 2, 3, refused=False)
 
 @dataclass(frozen=True, kw_only=True)
 class _Engine:
-    """Values that need no resolving."""
+    """Fields shared by the flags and the resolved configuration."""
 
     deepspeed: bool = option(False, aliases=("--deepscale",))
-    """Train with DeepSpeed. Not needed: this is always the case."""
+    """Train with DeepSpeed. Not needed: every run does."""
     deepspeed_config: str | None = option(
         None, flag="--deepspeed_config", aliases=("--deepspeed-config", "--deepscale_config")
     )
-    """DeepSpeed's JSON configuration; its "auto" values are filled in from the flags. A value that
+    """JSON configuration file of DeepSpeed. The flags fill in its "auto" values. A value that
     contradicts a flag is an error."""
     zero_reduce_scatter: bool | None = option(None, needs=_ZERO)
-    """ZeRO 1 and 2: each rank receives only its share of the reduced gradients (reduce_scatter of
-    zero_optimization in the DeepSpeed JSON, which is DeepSpeed's default)."""
+    """ZeRO 1 and 2: reduce-scatter gradients, so that each rank receives only its shard
+    (reduce_scatter of zero_optimization in the DeepSpeed JSON, DeepSpeed's default)."""
     zero_contiguous_gradients: bool | None = option(
         None, aliases=("--zero-contigious-gradients",), needs=_ZERO
     )
     """ZeRO 2 and 3: copy gradients to one buffer as they are computed (contiguous_gradients in the
-    DeepSpeed JSON, which is DeepSpeed's default)."""
+    DeepSpeed JSON, DeepSpeed's default)."""
     zero_reduce_bucket_size: int | None = option(None, bounds=POSITIVE, needs=_ZERO)
-    """ZeRO: number of elements that are reduced at once (reduce_bucket_size in the DeepSpeed
-    JSON); by default an eighth of a rank's, at least 25e6 and at most 2e8."""
+    """ZeRO: number of elements to reduce at a time (reduce_bucket_size in the DeepSpeed JSON). The
+    default is an eighth of a rank's elements, at least 25e6 and at most 2e8."""
     zero_allgather_bucket_size: int | None = option(None, bounds=POSITIVE, needs=_ZERO)
-    """ZeRO 1 and 2: number of elements that are gathered at once (allgather_bucket_size in the
+    """ZeRO 1 and 2: number of elements to all-gather at a time (allgather_bucket_size in the
     DeepSpeed JSON)."""
     overlap_grad_reduce: bool = option(
         True,
@@ -61,17 +61,17 @@ class _Engine:
         role="layout",
         needs=_ZERO,
     )
-    """ZeRO 1 to 3: reduce gradients within the backward pass (overlap_comm of
+    """ZeRO 1 to 3: overlap the gradient reduction with the backward pass (overlap_comm of
     zero_optimization in the DeepSpeed JSON)."""
     remote_device: str | None = option(None, choices=("none", "cpu", "nvme"), role="layout")
-    """ZeRO 3: where the weights are kept between uses (device of offload_param in the DeepSpeed
-    JSON)."""
+    """ZeRO 3: device on which weights are kept between uses (device of offload_param in the
+    DeepSpeed JSON)."""
     use_pin_memory: bool | None = option(None)
     """Keep the weights of --remote-device cpu in pinned memory (pin_memory of offload_param in the
     DeepSpeed JSON)."""
     cpu_optimizer: bool = option(False)
-    """Run Adam on the CPU. Needs "offload_optimizer": {"device": "cpu"} of zero_optimization in the
-    DeepSpeed JSON, which alone does the same."""
+    """Run Adam on the CPU. Needs "offload_optimizer": {"device": "cpu"} in zero_optimization of the
+    DeepSpeed JSON, which has the same effect without this flag."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +84,8 @@ class EngineFlags(_Engine):
         derived="1 with --fp16, and with --bf16 without a DeepSpeed JSON, else 0",
         role="layout",
     )
-    """ZeRO stage. Partitioned over data-parallel ranks: 0 nothing, 1 optimizer state, 2 gradients
-    too, 3 parameters too."""
+    """ZeRO stage: the state that is partitioned over data-parallel ranks. 0: nothing; 1: optimizer
+    state; 2: gradients too; 3: parameters too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ class EngineConfig(_Engine):
 def resolve_engine(
     flags: EngineFlags, precision: PrecisionConfig, resolver: ConfigResolver
 ) -> EngineConfig:
-    """Completes ZeRO's stage. Training in half precision keeps float32 main weights, which need
-    stage 1; a DeepSpeed JSON that leaves the stage out for bf16 means DeepSpeed's default, 0."""
+    """Resolve the ZeRO stage. Main weights in float32, which 16-bit training keeps, need stage 1.
+    If a DeepSpeed JSON is given, bf16 defaults to DeepSpeed's own default, stage 0."""
     half = "fp16" if precision.fp16 else "bf16"
     main_weights = precision.fp16 or (precision.bf16 and flags.deepspeed_config is None)
     how = f"--{half} without a stage" if main_weights else "float32 weights"
@@ -118,39 +118,38 @@ class FastPathsConfig:
     """Fast paths: 8-bit matrix products and compilation."""
 
     torch_compile: str = option("auto", choices=("auto", "on", "off"), bare="on")
-    """Compile the blocks with torch.compile: on (also without a value), off, or auto: on a GPU in
-    runs of at least 200 iterations. Needs a C++ compiler (CPU) or a C compiler and Python.h (GPU);
-    without them the run continues eagerly."""
+    """Compile the blocks with torch.compile: on (also if no value is given), off, or auto, which
+    compiles on a GPU in runs of at least 200 iterations. Requires a C++ compiler (CPU), or a C
+    compiler and Python.h (GPU); without them the run continues eagerly."""
     torch_compile_mode: str = option(
         "default",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
-    """Mode of --torch-compile: reduce-overhead uses CUDA graphs, max-autotune also benchmarks
-    several kernels for each matrix product, max-autotune-no-cudagraphs does only that. CUDA graphs
-    need ZeRO stage 0 to 2, or one data-parallel rank, and no pipeline."""
+    """Mode of --torch-compile. reduce-overhead uses CUDA graphs; max-autotune also benchmarks
+    several kernels for each matrix product; max-autotune-no-cudagraphs only benchmarks. CUDA graphs
+    require ZeRO stage 0 to 2, or one data-parallel rank, and no pipeline."""
     activation_memory_budget: float | None = option(None, bounds=SHARE)
-    """Share of the activations that compiled blocks keep for the backward pass, which computes the
-    rest again, cheapest first: 1 is all that torch.compile would keep, 0 the inputs of each block
-    only. For blocks that --torch-compile compiles, with dropout 0, and without full
-    recomputation."""
+    """Fraction of the activations that compiled blocks keep for the backward pass. The others are
+    recomputed, cheapest first: 1 keeps all that torch.compile would keep, 0 only each block's
+    inputs. Requires blocks compiled by --torch-compile, dropout 0, and no full recomputation."""
 
     deterministic_mode: bool = option(False)
-    """Use only GPU kernels that add in the same order at every start, so that a resumed run has the
-    bits of one that was not stopped. Slower; an operation without such a kernel is an error. On a
-    CPU all kernels are of this kind."""
+    """Use only GPU kernels that add in a fixed order, so that a resumed run is bitwise equal to an
+    uninterrupted one. Slower. An operation without such a kernel is an error. All CPU kernels are
+    deterministic."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.torch_compile, bool):  # saved by an earlier version
+        if isinstance(self.torch_compile, bool):  # Earlier versions saved a bool.
             object.__setattr__(self, "torch_compile", "on" if self.torch_compile else "off")
 
     @property
     def one_length(self) -> bool:
-        """True if all batches need the shape of the longest one, as CUDA graphs do."""
+        """True if all batches must be padded to the same shape, as CUDA graphs require."""
         return self.torch_compile_mode in GRAPH_MODES
 
     @property
     def in_8_bits(self) -> bool:
-        """True if a feature multiplies the matrices of blocks in 8 bits."""
+        """True if a feature runs the blocks' matrix products in 8 bits."""
         return False
 
 
@@ -160,7 +159,7 @@ def check_fast_paths(
     parallel: ParallelConfig,
     resolver: ConfigResolver,
 ) -> None:
-    """Checks the fast paths against the rest of a configuration."""
+    """Check the fast paths against the rest of the configuration."""
     if paths.torch_compile == "off":
         for name in ("torch_compile_mode", "activation_memory_budget"):
             resolver.check_unused(name, "--torch-compile on or auto")
@@ -182,8 +181,7 @@ def check_fast_paths(
 
 
 def _check_graphs(parallel: ParallelConfig, resolver: ConfigResolver) -> None:
-    """Refuses CUDA graphs where addresses stay in use for longer than one forward and backward
-    pass."""
+    """Raise ConfigError if CUDA graphs would be used with a pipeline."""
     resolver.check(
         parallel.pipeline_model_parallel_size == 1,
         f"{resolver.show('torch_compile_mode')}, {resolver.show('pipeline_model_parallel_size')}: "

@@ -1,4 +1,4 @@
-"""Flags as fields of frozen dataclasses, and how their values are resolved.
+"""Flags as fields of frozen dataclasses, and the resolution of their values.
 
 A field ``hidden_size`` is the flag ``--hidden-size``; the string literal under it is its help text.
 A :class:`Setting` is a value with its origin, which tells a given value from a default.
@@ -25,23 +25,23 @@ T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-    """A configuration that contradicts itself or cannot run; the message names flags and values."""
+    """Contradictory or unsupported configuration. The message names flags and values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A value and its origin, such as ``flag --lr`` or ``ds_zero1.json: gradient_clipping``."""
+    """Value of a field and its origin, such as ``flag --lr`` or ``ds1.json: gradient_clipping``."""
 
     value: Any
     origin: str
 
 
 Settings = dict[str, Setting]
-"""Settings by field name. Field names are unique over all config classes of a program."""
+"""Settings by field name. Field names are unique across all of a program's config classes."""
 
 
 class Bounds(NamedTuple):
-    """The numbers that a field accepts, and a description for error messages."""
+    """Condition on a numeric field, and its description for error messages."""
 
     hold: Callable[[Any], bool]
     rule: str
@@ -57,10 +57,10 @@ class Need(NamedTuple):
     """Condition under which a flag has an effect.
 
     Attributes:
-        text: other flags, for messages.
-        met: returns True if the values of a run, by field name, satisfy it.
-        refused: whether a run without it is refused; otherwise it gets a note, where scripts of
-            other trainers often have such a flag.
+        text: the flags that are needed, for messages.
+        met: returns True if the values of a run, by field name, satisfy the condition.
+        refused: whether a run that does not satisfy the condition is refused. Otherwise it gets a
+            note, for flags that are common in scripts of other trainers.
     """
 
     text: str
@@ -69,7 +69,7 @@ class Need(NamedTuple):
 
 
 def needs_value(name: str, *values: Any, refused: bool = True) -> Need:
-    """One of these values of another field; without any, a value."""
+    """Return the need for field ``name`` to have one of ``values``, by default any truthy one."""
     flag = _dashed(name)
     if values in ((), (True,)):
         return Need(flag, lambda all_values: bool(all_values[name]), refused)
@@ -79,9 +79,9 @@ def needs_value(name: str, *values: Any, refused: bool = True) -> Need:
 
 
 Role = Literal["weights", "results", "layout", "schedule", "course"]
-"""Effect of a field: the network's parameters and their meaning; what is computed with them; the
-layout over processes; learning rate and weight decay; when a run evaluates and ends, and other
-things that no step depends on."""
+"""Effect of a field. weights: the model's parameters and their meaning; results: the computation
+with these parameters; layout: the distribution over processes; schedule: learning rate and weight
+decay; course: evaluation, when a run ends, and other things that no step depends on."""
 
 
 def option(
@@ -101,21 +101,21 @@ def option(
     role: Role | None = None,
     megatron: bool | Sequence[str] = False,
 ) -> Any:
-    """A config field that is also a flag.
+    """Return a config field that is also a flag.
 
     Args:
         flag: name of the flag if it is not ``--field-name``.
-        off: for a boolean that defaults to True, the flag that makes it False; with a space between
-            them several.
-        spellings: other spellings of some choices, and their meaning.
-        bare: the value where the flag is given without one.
-        note: for flags that are accepted and not used, what happens instead; needs no help text.
-        derived: how the value is derived when neither a flag nor the JSON gives one.
+        off: for a boolean that defaults to True, the flag that makes it False, or several flags
+            separated by spaces.
+        spellings: other spellings of some choices, each with the choice that it means.
+        bare: value of the flag if it is given without one.
+        note: for a flag that is accepted but unused, what happens instead. It needs no help text.
+        derived: how the value is derived if neither a flag nor the JSON gives one.
         internal: the field is filled by the program and has no flag.
-        needs: what a value other than the default needs to have an effect.
-        role: what it affects, for code that needs all such fields.
+        needs: condition under which a value other than the default has an effect.
+        role: effect of the field, for code that needs all fields with this effect.
         megatron: whether Megatron's checkpoints have an argument of this name and meaning, or its
-            names there, the first of which is written.
+            names there. The first of these names is written.
     """
     return dataclasses.field(
         default=default,
@@ -143,7 +143,7 @@ def flag_of(field: dataclasses.Field) -> str:
 
 
 def names_of(role: Role, *classes: type) -> tuple[str, ...]:
-    """The fields of config classes that have a role."""
+    """Return the names of the config classes' fields that have the role ``role``."""
     fields = (field for cls in classes for field in dataclasses.fields(cls))
     return tuple(field.name for field in fields if field.metadata.get("role") == role)
 
@@ -160,13 +160,13 @@ def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
 
 @functools.cache
 def type_hints(cls: type) -> Mapping[str, Any]:
-    """Types of the fields of a class; a command line reads them for every flag."""
+    """Return the types of a class's fields. Cached, since every flag of a parser needs them."""
     return typing.get_type_hints(cls)
 
 
 @functools.cache
 def field_help(cls: type) -> dict[str, str]:
-    """Help text of each field: the string literal that follows it in the source, and the note."""
+    """Return each field's help text: the string literal below it in the source, plus its note."""
     body = _class_bodies(cls.__module__).get(cls.__name__, [])
     texts: dict[str, str] = {}
     for base in cls.__bases__:
@@ -184,14 +184,14 @@ def field_help(cls: type) -> dict[str, str]:
 
 
 def flag_names(field: dataclasses.Field) -> tuple[tuple[str, ...], str | None]:
-    """Return the flags, if any, that set a field, and the flag that turns it off."""
+    """Return the flags that set a field, if any, and the flag that turns it off, or None."""
     meta = field.metadata
     flag, off = meta.get("flag"), meta.get("off")
     return () if off and not flag else (flag or _dashed(field.name), *meta.get("aliases", ())), off
 
 
 class Frequency:
-    """Return the value of a flag as an integer or, if it is not one, as text."""
+    """Flag type for integers or other text. Calling it returns an int if possible, else a str."""
 
     def __new__(cls, text: str) -> Any:
         try:
@@ -201,8 +201,8 @@ class Frequency:
 
 
 def flag_value(hint: Any) -> tuple[type, int | str | None]:
-    """The type of a flag's value, or of its elements, and argparse's ``nargs``; a
-    :class:`Frequency` for ``int | str``."""
+    """Return the type of a flag's value (of its elements, for a tuple) and argparse's ``nargs``.
+    The type is :class:`Frequency` for ``int | str``."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint, *others = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         hint = Frequency if others else hint
@@ -217,8 +217,8 @@ def value_type(hint: Any) -> type:
 
 
 def check_value(field: dataclasses.Field, hint: Any, setting: Setting) -> Setting:
-    """Checks a setting from a file as the command line checks a flag's value; ConfigError if it is
-    not of the type ``hint``, or not one of the choices."""
+    """Check a setting from a file as the command line checks a flag's value, and return it with an
+    int converted to float where needed. Raises ConfigError on a wrong type or choice."""
     value, (wanted, count) = setting.value, flag_value(hint)
     if wanted is float and type(value) is int:
         return Setting(float(value), setting.origin)
@@ -235,15 +235,15 @@ def check_value(field: dataclasses.Field, hint: Any, setting: Setting) -> Settin
 
 
 def build(cls: type[C], settings: Settings) -> C:
-    """An instance of ``cls`` from the settings that carry its field names."""
+    """Return an instance of ``cls``, built from the settings of its fields."""
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: s.value for name, s in settings.items() if name in names})
 
 
 class ConfigResolver:
     """Values and origins of all flags while a configuration is resolved, for messages and
-    ``--explain-config``; lines for the user are in ``notes``. ConfigError if a number is out of its
-    bounds."""
+    ``--explain-config``. ``notes`` collects lines for the user. The constructor raises ConfigError
+    for numbers out of bounds."""
 
     def __init__(self, classes: Sequence[type], settings: Settings) -> None:
         self._fields = fields = [field for cls in classes for field in dataclasses.fields(cls)]
@@ -264,17 +264,25 @@ class ConfigResolver:
         return self.origins[name] != "default"
 
     def put(self, name: str, value: T, how: str) -> T:
-        """Records a derived value and returns it."""
+        """Record a derived value and return it."""
         self.values[name], self.origins[name] = value, f"derived: {how}"
         return value
 
     def fill(self, name: str, given: T | None, value: T, how: str) -> T:
-        """The given value, or else a derived one, which is recorded."""
+        """Return ``given``. If it is None, record and return the derived ``value``."""
         return self.put(name, value, how) if given is None else given
 
+    def imply(self, name: str, value: Any, flag: str) -> None:
+        """Record the value that ``flag`` implies. Raises ConfigError on a different value."""
+        self.check(
+            self.values[name] in (None, value),
+            f"{flag} contradicts {self.show(name)}; give one of them",
+        )
+        self.put(name, value, flag)
+
     def require(self, instead: str = "", /, **given: T | None) -> tuple[T, ...]:
-        """Return the values by field name. Raises ConfigError, with alternatives, if some are
-        missing."""
+        """Return the values. Raises ConfigError if any is None; the message lists their flags, and
+        ``instead`` as an alternative."""
         missing = [self.flag(name) for name, value in given.items() if value is None]
         if missing:
             raise ConfigError(f"missing {', '.join(missing)}{instead and f', or {instead}'}")
@@ -284,8 +292,8 @@ class ConfigResolver:
         return self._flags.get(name) or _dashed(name)
 
     def show(self, name: str) -> str:
-        """The flag of a field, its value, and where that is from; of a feature that is missing the
-        name alone."""
+        """Return a field's flag, value and origin for messages. If the feature that defines the
+        field is missing, return only the flag."""
         if name not in self.values:
             return self.flag(name)
         origin, flag = self.origins[name], self.flag(name)
@@ -294,19 +302,18 @@ class ConfigResolver:
         return flag + ("" if value is True else f" {_words(value)}") + place
 
     def check(self, condition: bool, message: str) -> None:
-        """Raises ConfigError with ``message`` unless the condition holds."""
+        """Raise ConfigError with ``message`` unless the condition holds."""
         if not condition:
             raise ConfigError(message)
 
     def check_unused(self, name: str, needs: str) -> None:
-        """Refuses a value that is given where the flag ``needs``, without which it does nothing, is
-        not."""
+        """Raise ConfigError if field ``name`` is given, which only has an effect with ``needs``."""
         unused = self.values[name] is None or not self.given(name)
         self.check(unused, f"{self.show(name)} has an effect with {needs} only")
 
     def check_needs(self) -> None:
-        """Refuses flags whose values do nothing because another flag is missing, or adds a note
-        about them; the other values must be complete."""
+        """Raise ConfigError if a given flag has no effect because its :class:`Need` is not met, or
+        only add a note if the need is not strict. All values must be resolved before."""
         for field in self._fields:
             need, value = field.metadata.get("needs"), self.values[field.name]
             if need is None or value == field.default:
@@ -324,7 +331,7 @@ class ConfigResolver:
                 self.notes.append(f"{shown} changes nothing without {need.text}")
 
     def check_divides(self, divisor: str, whole: str) -> None:
-        """Refuses a value that does not divide the other."""
+        """Raise ConfigError unless the value of ``divisor`` divides the value of ``whole``."""
         self.check(
             self.values[whole] % self.values[divisor] == 0,
             f"{self.show(divisor)} must divide {self.show(whole)}",
@@ -336,22 +343,22 @@ def _words(value: Any) -> str:
 
 
 def shared(flags: Any, cls: type) -> dict[str, Any]:
-    """Return an object's values for the fields of a class that it has, by name."""
+    """Return the object's values for the fields of ``cls`` that it has, by name."""
     names = (field.name for field in dataclasses.fields(cls))
     return {name: getattr(flags, name) for name in names if hasattr(flags, name)}
 
 
 _INTEGER = re.compile(r"([+-]?[\d_]+(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)([kKMBT]?)")
 _LENGTHS = re.compile(r"(seq_length|position_embeddings|sliding_window)$")
-"""Fields of lengths in tokens, of which 64k is a power of two: 65,536."""
+"""Fields that are sequence lengths or positions; 64k means a power of two, 65,536."""
 _COUNTS = re.compile(r"^(train|lr)_|_(iters|interval|samples|tokens)$|^(limit|epochs)$")
-"""Fields of counts, of which 64k is 64,000."""
+"""Fields that are other counts; 64k means 64,000."""
 _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "B": 3, "T": 4}
 
 
 def integer(name: str, text: str) -> int:
-    """The number that the value of a field means: 2_048, 1e6, 64k, 1.5M. Raises
-    argparse.ArgumentTypeError where it is not an integer, or k may be 1,000 or 1,024."""
+    """Return the integer that a flag's text means, such as 2_048, 1e6, 64k or 1.5M. Raises
+    argparse.ArgumentTypeError if it is not an integer, or if k could mean 1,000 or 1,024."""
     match = _INTEGER.fullmatch(text.strip())
     if match is None:
         raise ArgumentTypeError(f"invalid int value: {text!r}")
@@ -376,8 +383,8 @@ def _shown(value: Fraction) -> str:
 
 
 def nearest_flag(name: str, known: Iterable[str]) -> str:
-    """Return the known flag that an unknown one probably misspells, with up to a quarter of wrong
-    letters or missing words; or an empty text."""
+    """Return the known flag that an unknown flag probably misspells: up to a quarter of its letters
+    may be wrong, or words may be missing. Return an empty string if no flag fits."""
     typed = name.lower().replace("_", "-")
     flags = [flag for flag in known if flag.startswith("--")]
     most = max(1, len(typed.strip("-")) // 4)
@@ -393,7 +400,8 @@ def nearest_flag(name: str, known: Iterable[str]) -> str:
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Number of letters to insert, delete, replace or swap (optimal string alignment)."""
+    """Return the number of insertions, deletions, replacements and transpositions of letters that
+    turn one word into the other (optimal string alignment distance)."""
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, a in enumerate(one, 1):
@@ -407,7 +415,7 @@ def edit_distance(one: str, other: str) -> int:
 
 
 def nearest(name: str, known: Iterable[str], hint: str, cutoff: float = 0.6) -> str:
-    """The known name that is most similar to an unknown one, in ``hint`` for its ``{}``; empty when
-    none has a similarity of ``cutoff`` (0 to 1)."""
+    """Return ``hint`` with ``{}`` replaced by the known name that is most similar to ``name``, or
+    an empty string if no similarity reaches ``cutoff`` (0 to 1)."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return hint.format(near[0]) if near else ""

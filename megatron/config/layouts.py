@@ -1,8 +1,8 @@
-"""Layouts: which combinations are supported, and why the others are not.
+"""Parallel layouts: the supported combinations, and why others are refused.
 
-A layout is refused by the first of :data:`RULES` that applies to it; one that no rule refuses is
-supported, and trains to the same result as one process. Sizes that must divide each other are
-checked where they are derived.
+A layout is refused by the first of :data:`RULES` that applies to it. A layout that no rule refuses
+is supported, and trains to the same result as a single process. Divisibility of sizes is checked
+where the sizes are derived.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megatron.config.flags import ConfigError
 
 SCHEDULES = ("1f1b", "interleaved", "dualpipev", "zbh1", "dualpipev_zb")
 BOTH_WAYS = ("dualpipev", "dualpipev_zb")
-"""Schedules in which micro batches go down the processes and back up."""
+"""Schedules in which micro batches pass down the pipeline's processes and back up."""
 WEIGHTS_LATER = ("zbh1", "dualpipev_zb")
-"""Schedules that compute gradients of weights where a process would wait."""
+"""Schedules that compute weight gradients when a process would otherwise be idle."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 RECOMPUTE = ("selective", "uniform", "block")
 COMMUNICATIONS = ("p2p", "a2a", "allgather", "a2a+p2p")
@@ -25,8 +25,8 @@ TWO_LEVELS = "a2a+p2p"
 
 
 class StateDtypes(NamedTuple):
-    """Dtypes in which ``--use-precision-aware-optimizer`` stores main weights and Adam's moments,
-    as its flags name them."""
+    """Dtypes in which ``--use-precision-aware-optimizer`` stores main weights and Adam's moments.
+    The fields are named after the flags."""
 
     main_params: str = "fp32"
     exp_avg: str = "fp32"
@@ -34,24 +34,25 @@ class StateDtypes(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The flags and their values."""
+        """Flags with their values, for messages."""
         flags = (f"--{name.replace('_', '-')}-dtype" for name in self._fields)
         return " ".join(f"{flag} {dtype}" for flag, dtype in zip(flags, self, strict=True))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The values of a run that decide whether its combination of features is supported.
+    """Settings that decide whether a run's combination of parallelism and precision is supported.
 
-    ``states`` is None where main weights and moments are tensors of their own, in float32;
-    ``chunks`` are pipeline stages per process; ``recompute`` is None where nothing is recomputed
-    but, with ``mlp_act``, the activations of MLPs;
-    ``micro_batches`` per step has each number in a ramp-up of the batch size, and is empty when it
-    is not known, or nothing is trained; ``float8`` is whether the blocks multiply in 8 bits.
-    ``expert`` ranks divide the experts of a layer: they are among the ``data`` ones, and among the
-    ``tensor`` ones too with ``expert_tensor`` 1, where experts are whole (None: cut as the rest).
-    ``context`` ranks divide each sequence, and communicate by ``comm``, of all blocks or of each
-    (empty: p2p); with a2a+p2p ``exchanging`` neighbours exchange heads.
+    ``states`` is None if main weights and moments are separate float32 tensors. ``chunks`` is the
+    number of pipeline stages per process. ``recompute`` is None if nothing is recomputed, or only
+    the activations of MLPs (``mlp_act``). ``micro_batches`` lists each number of micro batches per
+    step, several if the batch size is ramped up. It is empty if the number is unknown or nothing is
+    trained. ``float8`` tells whether the blocks compute matrix products in 8 bits. ``expert`` is
+    the number of ranks that a layer's experts are divided among: data-parallel ranks, and also
+    tensor-parallel ranks if ``expert_tensor`` is 1, where experts are whole (None: sharded over
+    ``tensor`` like other layers). ``context`` is the number of ranks that each sequence is split
+    over, ``comm`` their communication, one type for all blocks or one per block (empty: p2p). With
+    a2a+p2p, ``exchanging`` is the number of neighbouring ranks that exchange heads.
     """
 
     tensor: int = 1
@@ -78,7 +79,7 @@ class Layout:
 
     @property
     def expert_axis(self) -> int:
-        """Ranks among the ``data`` ones that experts are divided over."""
+        """Number of data-parallel ranks that experts are divided among."""
         folded = self.expert > 1 and self.expert_tensor not in (None, self.tensor)
         return self.expert // self.tensor if folded else self.expert
 
@@ -89,16 +90,15 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Ranks that ZeRO partitions over, each with the same dense weights: the data-parallel ones
-        of all parts of a sequence."""
+        """Number of ranks with the same dense weights, over which ZeRO partitions."""
         return self.data * self.context
 
     @property
     def running_zero(self) -> int:
-        """ZeRO stage that the engine runs: it partitions over the data-parallel and the context
-        ranks. Over one rank nothing can be partitioned, and stage 1 computes what 2 and 3 would
-        without their copies, hooks and waits. Not where something is offloaded; nor at stage 2 with
-        float32 sums, which stage 1 keeps next to the 16-bit gradients."""
+        """ZeRO stage that the engine runs, over the data-parallel and context-parallel ranks. On a
+        single rank nothing can be partitioned: stage 1 computes the same as 2 and 3 without their
+        copies, hooks and synchronisation. Exceptions are offloading, and stage 2 with float32
+        gradient sums, which stage 1 would keep in addition to the 16-bit gradients."""
         offloaded = self.offload_optimizer or self.offload_param
         sums_only = self.zero == 2 and self.grads_in_fp32
         if self.data * self.context > 1 or self.zero < 2 or offloaded or sums_only:
@@ -107,30 +107,30 @@ class Layout:
 
     @property
     def autocast(self) -> bool:
-        """True if only matrix products are in 16 bits, over float32 weights."""
+        """True if weights are float32 and only matrix products are computed in bfloat16."""
         return self.precision == "bf16" and self.zero == 0
 
     @property
     def fewest_micro_batches(self) -> int:
-        """The smallest number of micro batches per step that the schedule supports."""
+        """Smallest number of micro batches per step that the schedule supports."""
         factor = 2 if self.schedule in BOTH_WAYS else self.schedule == "interleaved"
         return factor * self.pipeline or 1
 
     @property
     def dropout(self) -> str:
-        """Dropout masks that equal those of one process: ``all``, ``hidden`` or ``none``.
+        """Dropout masks that equal those of a single-process run: ``all``, ``hidden`` or ``none``.
 
         Masks belong to samples, so data parallelism, ZeRO and pipelines do not change them. With
-        tensor parallelism each process draws those of its attention heads, with context parallelism
-        those of its part of attention, with sequence parallelism all of those of its part of the
-        sequence.
+        tensor parallelism each process draws masks for its attention heads, and with context
+        parallelism for its slice of attention. With sequence parallelism it draws all masks for its
+        slice of the sequence.
         """
         if self.sequence:
             return "none"
         return "hidden" if self.tensor * self.context > 1 else "all"
 
     def show(self, name: str) -> str:
-        """One of the values as users know it; of several numbers of micro batches the first."""
+        """Return a value as users write it; for ``micro_batches``, only the first number."""
         value = getattr(self, name)
         if name in VALUE_FLAGS:
             return f"{VALUE_FLAGS[name]} {value}"
@@ -163,7 +163,7 @@ VALUE_FLAGS = {
 
 
 def complete_schedule(schedule: str | None, chunks: int | None) -> tuple[str, int]:
-    """Schedule and stages per process of a pipeline, completed where they are not given."""
+    """Return a pipeline's schedule and stages per process, with defaults in place of None."""
     if chunks is None:
         chunks = 2 if schedule in ("interleaved", *BOTH_WAYS) else 1
     return schedule or ("interleaved" if chunks > 1 else "1f1b"), chunks
@@ -171,9 +171,9 @@ def complete_schedule(schedule: str | None, chunks: int | None) -> tuple[str, in
 
 @dataclass(frozen=True)
 class Rule:
-    """A reason for which some layouts are not supported: ``values`` are the fields that contradict
-    each other; ``reason``, ``better`` (what to do instead) and ``ramp`` (what else, if the batch
-    size is ramped up) are clauses."""
+    """Reason for refusing some layouts. ``values`` are the names of the fields that contradict each
+    other. ``reason``, ``better`` (what to do instead) and ``ramp`` (what to observe if the batch
+    size is ramped up) are clauses of the error message."""
 
     name: str
     values: tuple[str, ...]
@@ -183,18 +183,18 @@ class Rule:
     ramp: str = ""
 
     def message(self, layout: Layout) -> str:
-        """The message for ``layout``."""
+        """Return the error message for a layout that the rule refuses."""
         shown = replace(layout, micro_batches=self._first_refused(layout))
         given = [name for name in self.values if getattr(layout, name) is not None]
         values = ", ".join(shown.show(name) for name in given)
         return f"{values}: {self.explanation(len(layout.micro_batches) > 1)}"
 
     def explanation(self, ramp: bool) -> str:
-        """The reason, and what to do instead, with or without a ramp-up of the batch size."""
+        """Return the reason and the remedy. ``ramp`` tells whether the batch size is ramped up."""
         return "; ".join(filter(None, (self.reason, self.better, self.ramp if ramp else "")))
 
     def _first_refused(self, layout: Layout) -> tuple[int, ...]:
-        """Return the first number of micro batches in a ramp-up that is refused."""
+        """Return the first refused number of micro batches of a ramp-up, or an empty tuple."""
         each = ((count,) for count in layout.micro_batches)
         return next((m for m in each if self.refuses(replace(layout, micro_batches=m))), ())
 
@@ -301,16 +301,16 @@ RULES = (
         "remove the key, or leave the flag out",
     ),
 )
-"""Every reason for which a layout is not supported, the most basic first."""
+"""Rules that refuse unsupported layouts. More fundamental problems come first."""
 
 
 def refusal(layout: Layout) -> Rule | None:
-    """The rule that refuses a layout; None when it is supported."""
+    """Return the first rule that refuses a layout, or None if the layout is supported."""
     return next((rule for rule in RULES if rule.refuses(layout)), None)
 
 
 def check_layout(layout: Layout) -> None:
-    """Raises ConfigError with the reason unless the layout is supported."""
+    """Raise ConfigError with the reason if the layout is not supported."""
     rule = refusal(layout)
     if rule is not None:
         raise ConfigError(rule.message(layout))

@@ -1,4 +1,4 @@
-"""The network: the flags that describe it, and what they resolve to."""
+"""Flags that describe a network, and the model configuration that they resolve to."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from megatron.config.positions import PositionsConfig, PositionsFlags, resolve_p
 Part = TypeVar("Part", bound=ModelPart)
 
 HEADS = ("lm", "classification", "multiple_choice", "span", "reward")
-"""Kinds of a model's last layer."""
+"""Kinds of output head."""
 LAYERS = Bounds(lambda value: 0 < value <= MOST_LAYERS, "must be from 1 to 16,384")
-"""A bound: another program's configuration may contain any number, and each layer needs names."""
+"""Bounds of the number of layers: another program's configuration may contain a huge number."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Sizes of a token embedding: tokens (0 before there is a tokenizer), and rows with padding,
-    which tensor-parallel ranks share equally."""
+    """Vocabulary sizes: ``size`` is the number of tokens (0 without a tokenizer), ``padded`` the
+    number of rows of the token embedding, which tensor-parallel ranks share equally."""
 
     size: int = 0
     padded: int = 0
@@ -62,29 +62,28 @@ class EmbeddingConfig:
     untie_embeddings_and_output_weights: bool = option(False, role="weights", megatron=True)
     """Give the output head its own weights instead of those of the token embedding."""
     lm_head_bias: bool = option(False, role="weights")
-    """Add a learned bias to the logits, as Phi-3.5-MoE; the heads of a BERT follow its other
-    flags."""
+    """Add a learned bias to the logits, as in Phi-3.5-MoE. The head of a BERT has its own flags."""
     scale_embeddings: bool = option(False, role="results")
     """Multiply the token embeddings by the square root of --hidden-size."""
     embedding_multiplier: float | None = option(None, bounds=POSITIVE, role="results")
-    """Multiply the token embeddings by this (Granite)."""
+    """Multiply the token embeddings by this, as in Granite."""
     logits_scaling: float | None = option(None, bounds=POSITIVE, role="results")
-    """Divide the logits by this (Granite)."""
+    """Divide the logits by this, as in Granite."""
     scale_head_input: bool = option(False, role="results")
-    """Divide the input of the output head by the square root of --hidden-size, as T5 does where its
-    head uses the token embedding's weights."""
+    """Divide the input of the output head by the square root of --hidden-size, as T5 does if the
+    head shares the token embedding's weights."""
     final_logit_softcapping: float | None = option(None, bounds=POSITIVE, role="results")
-    """Softcap c of the logits x: c * tanh(x / c)."""
+    """Softcap c of the logits x: they become c * tanh(x / c)."""
     make_vocab_size_divisible_by: int = option(128, bounds=POSITIVE, megatron=True)
-    """Pad the token embedding to a multiple of this times the tensor-parallel size."""
+    """Pad the rows of the token embedding to a multiple of this times the tensor-parallel size."""
 
     @property
     def tied(self) -> bool:
-        """True if the head uses the token embedding's weights."""
+        """True if the head shares the token embedding's weights."""
         return not self.untie_embeddings_and_output_weights
 
     def vocabulary(self, size: int, tensor_size: int = 1) -> Vocabulary:
-        """The padded vocabulary of ``size`` tokens on ``tensor_size`` tensor-parallel ranks."""
+        """Return the vocabulary for ``size`` tokens on ``tensor_size`` tensor-parallel ranks."""
         multiple = self.make_vocab_size_divisible_by * tensor_size
         return Vocabulary(size, -(-size // multiple) * multiple)
 
@@ -94,69 +93,69 @@ _HALF = Need("--fp16 or --bf16", lambda values: values["fp16"] or values["bf16"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Network:
-    """Values that need no resolving."""
+    """Fields shared by the flags and the resolved configuration."""
 
     family: str = option("gpt", flag="--model-family")
-    """Model family, the name of a file in megatron/families. Only tools need it: pretrain_gpt.py
-    sets it to gpt."""
+    """Model family, the name of a file in megatron/families. Only tools need this flag:
+    pretrain_gpt.py always uses gpt."""
     parallel_residual: bool = option(False, role="weights")
-    """Compute attention and MLP of a block in parallel, from the same hidden states."""
+    """Compute a block's attention and MLP in parallel, from the same hidden states."""
     residual_multiplier: float | None = option(None, bounds=POSITIVE, role="results")
     """Multiply the outputs of attention and MLP by this before the residual addition (Granite)."""
     shared_parallel_norm: bool = option(False, role="weights")
-    """One norm for attention and MLP; needs --parallel-residual."""
+    """Share one norm between attention and MLP. Requires --parallel-residual."""
     bert_binary_head: bool = option(
         True, off="--bert-no-binary-head", role="weights", megatron=True
     )
-    """BERT: no pooler, no second head, which predicts whether two segments belong together, and no
-    token types; one segment per sample."""
+    """BERT: leave out the pooler, the second head (which predicts whether two segments belong
+    together) and token types. Each sample then has one segment."""
     num_tokentypes: int | None = option(None, bounds=NOT_NEGATIVE, role="weights")
-    """BERT: rows of the token type embedding; 0 for none. By default 2 with the second head, else
-    0."""
+    """BERT: number of rows of the token type embedding; 0 for no such embedding. The default is 2
+    with the second head, else 0."""
     lm_head_activation: str | None = option(
         None,
         choices=tuple(name for name in MLP_ACTIVATIONS if name not in (*GATES, "xielu")),
         derived="gelu_erf; gelu_tanh with --openai-gelu",
         role="results",
     )
-    """BERT: activation of the masked-LM head. Hugging Face has one for head and MLP."""
+    """BERT: activation of the masked-LM head. Hugging Face uses one activation for head and MLP."""
     hidden_dropout: float = option(0.1, bounds=FRACTION, megatron=True)
     """Dropout probability of the embeddings and of the outputs of attention and MLP."""
     init_method_std: float = option(0.02, bounds=POSITIVE, megatron=True)
-    """Standard deviation of the initial weights; for output projections of attention and MLP it is
-    divided by sqrt(2 x num-layers)."""
+    """Standard deviation of the initial weights. For the output projections of attention and MLP it
+    is divided by sqrt(2 x num-layers)."""
     init_method_xavier_uniform: bool = option(False, megatron=True)
-    """Draw all initial weights from Xavier's uniform distribution, whose bound is sqrt(6 / (rows +
-    columns)) of the whole matrix, instead of --init-method-std's."""
+    """Initialise all weights from the Xavier uniform distribution instead of with
+    --init-method-std. Its bound is sqrt(6 / (rows + columns)) of the unsharded matrix."""
     fp32_residual_connection: bool = option(False, role="results", megatron=True, needs=_HALF)
     """Keep the residual stream, from the embeddings to the last norm, in float32."""
     encoder_decoder: bool = option(False, internal=True)
-    """Whether a decoder follows, which attends to the output of the blocks before it."""
+    """True if a decoder follows the encoder and attends to its output."""
     hf_architecture: str | None = option(None, internal=True)
-    """Hugging Face's model_type of the model that the weights were first read from."""
+    """Model type (model_type in Hugging Face's config.json) of the original weights."""
     head: str = option("lm", choices=HEADS, internal=True, role="weights")
-    """Result of the last layer: logits of tokens, of a text's labels, of each of several choices,
-    or of the first and the last token of a span; or how good a text is."""
+    """Output head, named after what it scores: tokens (lm), labels of a text (classification), each
+    of several choices, the first and last token of a span, or a whole text (reward)."""
     num_labels: int | None = option(None, bounds=POSITIVE, internal=True, role="weights")
-    """Labels of a classification head; 1 for a number instead of labels."""
+    """Number of labels of a classification head; 1 for regression."""
     label_names: tuple[str, ...] = option((), internal=True)
-    """Name of each label, where they have names."""
+    """Names of the labels, or empty if they have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
     num_layers: int | None = option(None, bounds=LAYERS, role="weights", megatron=True)
-    """Number of transformer layers; where there is a decoder, of the encoder."""
+    """Number of transformer layers. In an encoder-decoder model, of the encoder."""
     encoder_num_layers: int | None = option(None, derived="num-layers", bounds=LAYERS)
     """Same as --num-layers."""
     decoder_num_layers: int | None = option(
         None, derived="num-layers", bounds=LAYERS, role="weights", megatron=True
     )
-    """Number of transformer layers of the decoder, where there is one (T5)."""
+    """Number of transformer layers of the decoder in an encoder-decoder model (T5)."""
     hidden_size: int | None = option(None, bounds=POSITIVE, role="weights", megatron=True)
     """Size of the hidden states."""
     seq_length: int | None = option(None, bounds=POSITIVE, megatron=True)
-    """Sequence length in tokens; where there is a decoder, of the encoder."""
+    """Sequence length in tokens. In an encoder-decoder model, of the encoder."""
     encoder_seq_length: int | None = option(None, derived="seq-length", bounds=POSITIVE)
     """Same as --seq-length."""
     decoder_seq_length: int | None = option(
@@ -165,16 +164,16 @@ class _Sizes:
         bounds=POSITIVE,
         megatron=True,
     )
-    """Sequence length of the decoder and of the labels in tokens, where there is one (T5)."""
+    """Sequence length of the decoder and its labels, in tokens, if there is a decoder (T5)."""
     add_bias_linear: bool = option(True, off="--disable-bias-linear", role="weights", megatron=True)
     """Do not use biases in linear layers."""
     unpadded_vocab_size: int | None = option(None, internal=True, role="weights")
-    """Size of the tokenizer's vocabulary."""
+    """Number of tokens in the tokenizer's vocabulary."""
     padded_vocab_size: int | None = option(None, internal=True)
-    """Rows of the token embedding."""
+    """Number of rows of the token embedding, including padding."""
 
 
-# The bases in the reverse order of their flags in --help.
+# --help shows the flags of base classes in reverse order.
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags(
     *reversed(model_parts()),  # type: ignore[misc]
@@ -189,7 +188,7 @@ class ModelFlags(
     """Model: the shape of the network."""
 
     def resolve(self) -> ModelConfig:
-        """The network, without a command line."""
+        """Resolve the flags as if no others were given. Raises ConfigError on contradictions."""
         given = {
             field.name: Setting(getattr(self, field.name), f"flag {flag_of(field)}")
             for field in dataclasses.fields(self)
@@ -200,16 +199,17 @@ class ModelFlags(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(_Network):
-    """A network; nothing is left to derive.
+    """Fully resolved configuration of a network.
 
-    ``num_layers`` and ``seq_length`` are the encoder's where there is a decoder; without one those
-    of the decoder are None. ``decoder_seq_length`` is also None where only the data say it.
+    In an encoder-decoder model ``num_layers`` and ``seq_length`` are the encoder's. The fields
+    ``decoder_*`` are None without a decoder. ``decoder_seq_length`` is also None if only the data
+    determine it.
     """
 
     num_layers: int
     hidden_size: int
     seq_length: int
-    attention: AttentionConfig = field(hash=False)  # caches look networks up by the thousand
+    attention: AttentionConfig = field(hash=False)  # speeds up hashing for cache lookups
     mlp: MLPConfig = field(hash=False)
     norm: NormConfig = field(hash=False)
     positions: PositionsConfig = field(hash=False)
@@ -228,62 +228,62 @@ class ModelConfig(_Network):
         return next(part for part in self.parts if isinstance(part, cls))
 
     def has(self, sublayer: str, layer: int) -> bool:
-        """True if a block has an ``attention`` or ``mlp``."""
+        """Return whether block ``layer`` has a sublayer, ``attention`` or ``mlp``."""
         return all(part.lacks(layer) != sublayer for part in self.parts)
 
     @property
     def rotated(self) -> int:
-        """Channels of a head that rotary positions rotate."""
+        """Number of channels per head that rotary position embeddings rotate."""
         of_parts = (part.head_widths() for part in self.parts)
         widths = next(filter(None, of_parts), (self.attention.kv_channels,) * 2)
         return int(widths[1] * self.positions.rotary_percent)
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, including a decoder's."""
+        """Number of blocks, including the decoder's."""
         return self.num_layers + (self.decoder_num_layers or 0)
 
     @property
     def blocks_ahead(self) -> int:
-        """Number of blocks after the last layer that predict further tokens."""
+        """Number of multi-token prediction blocks after the last layer."""
         return sum(part.blocks_ahead for part in self.parts)
 
     @property
     def token_types(self) -> int:
-        """Rows of the token type embedding of a family that has one."""
+        """Number of rows of the token type embedding; 0 for no such embedding."""
         given = self.num_tokentypes
         return given if given is not None else 2 if self.bert_binary_head else 0
 
     @property
     def head_activation(self) -> str:
-        """Activation of the masked-LM head of a family that has one, as :class:`MLPConfig` names
-        them."""
+        """Activation of the masked-LM head, one of
+        :data:`~megatron.config.blocks.MLP_ACTIVATIONS`."""
         usual = "gelu_tanh" if self.mlp.openai_gelu else "gelu_erf"
         return self.lm_head_activation or usual
 
     @property
     def windows(self) -> tuple[Window, ...]:
-        """:meth:`AttentionConfig.window` of each block."""
+        """Local attention of each block, as :meth:`AttentionConfig.window` returns it."""
         return tuple(self.attention.window(layer) for layer in range(self.num_layers))
 
     def with_vocabulary(self, size: int, tensor_size: int = 1) -> ModelConfig:
-        """The same network with an embedding of ``size`` tokens, padded for ``tensor_size``
-        tensor-parallel ranks."""
+        """Return the same network with a token embedding for ``size`` tokens, padded for
+        ``tensor_size`` tensor-parallel ranks."""
         return dataclasses.replace(self, vocabulary=self.embedding.vocabulary(size, tensor_size))
 
     def with_head_of(self, other: ModelConfig) -> ModelConfig:
-        """The same network with another one's head."""
+        """Return the same network with the head of another one."""
         head = {name: getattr(other, name) for name in ("head", "num_labels", "label_names")}
         return dataclasses.replace(self, **head)
 
     @property
     def head_shown(self) -> str:
-        """The head, for messages."""
+        """Description of the head for messages."""
         labels = f" for {self.num_labels} labels" if self.num_labels else ""
         return f"the head {self.head}{labels}"
 
     def flags(self) -> ModelFlags:
-        """The flags that give it."""
+        """Return the flags that resolve to this network."""
         values = self.attention.flags() | self.mlp.flags() | self.positions.flags()
         biased = self.mlp.bias and self.attention.qkv_bias and self.attention.proj_bias
         for cls, part in (
@@ -307,13 +307,13 @@ class ModelConfig(_Network):
         )
 
     def shaping(self) -> dict[str, Any]:
-        """Values that determine the parameters and their meaning, by flag."""
+        """Return the field values that determine the parameters and their meaning, by name."""
         flags = self.flags()
         values = {name: getattr(flags, name) for name in names_of("weights", ModelFlags)}
         if self.positions.position_embedding_type == "learned_absolute":
             values["max_position_embeddings"] = self.positions.max_position_embeddings
         if self.head != "lm":
-            # A language model's heads are not there; token types are, whoever asks for them.
+            # Other heads replace these two. Token types are compared by their resolved number.
             for name in ("bert_binary_head", "untie_embeddings_and_output_weights"):
                 del values[name]
             values["num_tokentypes"] = self.token_types
@@ -325,8 +325,7 @@ class ModelConfig(_Network):
 
 
 def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
-    """Completes and checks the network; ConfigError if values are missing or contradict each
-    other."""
+    """Resolve and check the network. Raises ConfigError if values are missing or contradictory."""
     layers, hidden, heads, length = resolver.require(
         "--use-checkpoint-args, which takes the sizes of the checkpoint of --load",
         num_layers=_by_either_name(flags, "num_layers", resolver),
@@ -372,7 +371,7 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
 
 
 def _decoder_layers(flags: ModelFlags, layers: int, resolver: ConfigResolver) -> int | None:
-    """Blocks of a decoder, by default as many as of its encoder; None without a decoder."""
+    """Return the decoder's number of blocks, by default the encoder's; None without a decoder."""
     if flags.encoder_decoder:
         given = flags.decoder_num_layers
         return resolver.fill("decoder_num_layers", given, layers, "num-layers")
@@ -387,7 +386,7 @@ def _check_attention(
     positions: PositionsConfig,
     resolver: ConfigResolver,
 ) -> None:
-    """Refuses positions and windows that the blocks of this kind of model cannot have."""
+    """Raise ConfigError if this kind of model does not support the position encoding or window."""
     resolver.check(
         flags.encoder_decoder or positions.position_embedding_type != "relative",
         f"{resolver.show('position_embedding_type')} is for models with an encoder and a decoder "
@@ -403,8 +402,8 @@ def _check_attention(
 
 
 def head_widths(flags: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Channels of a head, and those that can be rotated, where flags of features say them, by
-    field; see :meth:`ModelPart.head_widths`."""
+    """Return the number of channels of a head and how many of them can be rotated, or None if no
+    feature's ``flags``, by field name, determine them. See :meth:`ModelPart.head_widths`."""
     for cls in model_parts():
         names = {field.name for field in dataclasses.fields(cls)} & flags.keys()  # type: ignore[arg-type]
         widths = cls(**{name: flags[name] for name in names}).head_widths()
@@ -414,7 +413,7 @@ def head_widths(flags: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _by_either_name(flags: ModelFlags, name: str, resolver: ConfigResolver) -> int | None:
-    """The value of a flag that has a second name for encoders, as in Megatron."""
+    """Return the value of a flag that has a second name, ``--encoder-...``, as in Megatron."""
     given, again = getattr(flags, name), getattr(flags, f"encoder_{name}")
     if again is None:
         return given

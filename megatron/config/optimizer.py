@@ -1,4 +1,4 @@
-"""The optimizer: learning rate, weight decay and their schedules."""
+"""Optimizer flags: learning rate, weight decay and their schedules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATES = {
     "sgd": ("momentum_buffer",),
     **{name: of for each in features().values() for name, of in each.optimizers.items()},
 }
-"""Names of the states of a parameter, as torch.optim calls them, by optimizer."""
+"""Names of a parameter's optimizer states, as in torch.optim, by optimizer."""
 
 _POWERS = ("inverse-square-root", "power")
 _WSD = needs_value("lr_decay_style", "WSD", *_POWERS)
@@ -46,12 +46,12 @@ _SGD = needs_value("optimizer", "sgd", refused=False)
 @with_parts(flag_parts("optimizer"))
 @dataclass(frozen=True, kw_only=True)
 class _Optimizer:
-    """Values that need no resolving, except for the lengths of the schedule."""
+    """Fields shared by the flags and the resolved configuration, except derived lengths."""
 
     optimizer: str = option(
         "adam", choices=tuple(STATES), spellings={"adamw": "adam", "dist_muon": "muon"}
     )
-    """Optimizer; adam or adamw is AdamW (decoupled weight decay), as in Megatron."""
+    """Optimizer. adam and adamw both mean AdamW (decoupled weight decay), as in Megatron."""
     min_lr: float = option(0.0, role="schedule", needs=_DECAY)
     """Minimum learning rate, reached at the end of the decay."""
     lr_decay_style: str = option(
@@ -59,10 +59,10 @@ class _Optimizer:
         choices=("constant", "linear", "cosine", "inverse-square-root", "power", "WSD"),
         role="schedule",
     )
-    """Shape of the learning-rate decay; WSD is warm-up, stable, decay, and power falls with
-    --lr-power-exponent. inverse-square-root and power can end with the decay phase of WSD, too."""
+    """Shape of the learning-rate decay. WSD means warm-up, stable, decay. power decays with
+    --lr-power-exponent. inverse-square-root and power can also end with WSD's decay phase."""
     lr_power_exponent: float = option(-0.51, role="schedule", needs=_POWER)
-    """power: exponent of the progress, relative to --lr-power-timescale."""
+    """Exponent of --lr-decay-style power; see --lr-power-timescale."""
     lr_power_timescale: int | None = option(
         None,
         derived="the length of the warm-up",
@@ -70,20 +70,20 @@ class _Optimizer:
         role="schedule",
         needs=_SCALED,
     )
-    """inverse-square-root, power: progress, in the unit of the decay, relative to which the rate
-    falls: lr x ((s - warm-up + timescale) / timescale) ^ exponent."""
+    """Timescale of --lr-decay-style inverse-square-root and power, in the unit of the decay: at
+    step s the learning rate is lr x ((s - warm-up + timescale) / timescale) ^ exponent."""
     lr_decay_iters: int | None = option(None, derived="train-iters", role="schedule")
-    """Iterations over which the learning rate decays to --min-lr."""
+    """Number of iterations over which the learning rate decays to --min-lr."""
     lr_decay_samples: int | None = option(None, derived="train-samples", role="schedule")
-    """Samples over which the learning rate decays to --min-lr."""
+    """Number of samples over which the learning rate decays to --min-lr."""
     lr_decay_tokens: int | None = option(None, derived="train-tokens", role="schedule")
-    """Tokens over which the learning rate decays to --min-lr; also in runs of another length."""
+    """Number of tokens over which the learning rate decays to --min-lr, in runs of any unit."""
     lr_warmup_iters: int = option(0, role="schedule")
-    """Iterations of linear learning-rate warm-up, also before a decay of tokens."""
+    """Number of iterations of linear learning-rate warm-up. Can precede a decay in tokens."""
     lr_warmup_samples: int = option(0, role="schedule")
-    """Samples of linear learning-rate warm-up, also before a decay of tokens."""
+    """Number of samples of linear learning-rate warm-up. Can precede a decay in tokens."""
     lr_warmup_tokens: int = option(0, role="schedule")
-    """Tokens of linear learning-rate warm-up."""
+    """Number of tokens of linear learning-rate warm-up."""
     lr_warmup_init: float = option(0.0, role="schedule", needs=_WARMUP)
     """Learning rate at the start of the warm-up."""
     lr_wsd_decay_style: str = option(
@@ -94,13 +94,13 @@ class _Optimizer:
     )
     """WSD: shape of the decay phase."""
     lr_wsd_decay_iters: int | None = option(None, role="schedule", needs=_WSD)
-    """WSD: iterations of the decay phase."""
+    """WSD: length of the decay phase in iterations."""
     lr_wsd_decay_samples: int | None = option(None, role="schedule", needs=_WSD)
-    """WSD: samples of the decay phase."""
+    """WSD: length of the decay phase in samples."""
     lr_wsd_decay_tokens: int | None = option(None, role="schedule", needs=_WSD)
-    """WSD: tokens of the decay phase."""
+    """WSD: length of the decay phase in tokens."""
     weight_decay: float = option(0.01, bounds=NOT_NEGATIVE, role="schedule")
-    """Decoupled weight decay of weight matrices; biases and norms are not decayed."""
+    """Decoupled weight decay of weight matrices. Biases and norms are not decayed."""
     weight_decay_incr_style: str = option(
         "constant", choices=("constant", "linear", "cosine"), role="schedule"
     )
@@ -112,20 +112,19 @@ class _Optimizer:
     adam_beta2: float = option(0.999, bounds=FRACTION, needs=_ADAM)
     """Adam: decay rate of the second moment."""
     adam_eps: float = option(1e-8, bounds=POSITIVE, needs=_ADAM)
-    """Adam: epsilon added to the root of the second moment."""
+    """Adam: epsilon added to the square root of the second moment."""
     sgd_momentum: float = option(0.9, bounds=FRACTION, needs=_SGD)
-    """Momentum of SGD."""
+    """SGD: momentum."""
 
     def schedule_units(self, unit: str) -> tuple[str, str]:
-        """The units of warm-up and decay in a run whose length is in ``unit``."""
+        """Return the units of warm-up and decay in a run whose length is given in ``unit``."""
         decay = "tokens" if self.lr_decay_tokens else unit
         units = (u for u in ("tokens", *LENGTHS) if getattr(self, f"lr_warmup_{u}"))
         return next(units, decay), decay
 
     @property
     def own_rates(self) -> tuple[float, float] | None:
-        """Peak and minimum of the learning rate of parameters that have their own; None where all
-        have that of ``--lr``."""
+        """Peak and minimum learning rate of parameters that do not use ``--lr``, or None."""
         return None
 
 
@@ -134,12 +133,12 @@ class _Rates:
     lr: float | None = option(None, aliases=("--learning-rate",), bounds=POSITIVE, role="schedule")
     """Peak learning rate."""
     lr_warmup_fraction: float | None = option(None, aliases=("--warmup",), role="schedule")
-    """Warm-up as a fraction of the decay length (--lr-decay-iters or its like); where tokens rule
-    the decay of a run of another length, of that length."""
+    """Length of the warm-up as a fraction of the decay length (such as --lr-decay-iters), or of the
+    run's length if the decay is in tokens and the run's length is not."""
     start_weight_decay: float | None = option(None, role="schedule")
-    """Weight decay at the start of its schedule."""
+    """Weight decay at the start of --weight-decay-incr-style."""
     end_weight_decay: float | None = option(None, role="schedule")
-    """Weight decay at the end of its schedule."""
+    """Weight decay at the end of --weight-decay-incr-style."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +148,7 @@ class OptimizerFlags(_Optimizer, _Rates):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(_Optimizer):
-    """Optimizer, learning rate (0 where nothing is trained) and weight decay."""
+    """Resolved optimizer, learning rate (0 if nothing is trained) and weight decay."""
 
     lr: float = 0.0
     start_weight_decay: float = 0.01
@@ -159,7 +158,7 @@ class OptimizerConfig(_Optimizer):
 def resolve_optimizer(
     flags: OptimizerFlags, training: TrainingConfig, resolver: ConfigResolver
 ) -> OptimizerConfig:
-    """Completes optimizer and schedules."""
+    """Resolve the optimizer and its schedules. Raises ConfigError on contradictions."""
     if not training.skip_train:
         resolver.require(lr=flags.lr)
     lengths = _lengths(flags, training, resolver)
@@ -189,7 +188,7 @@ def resolve_optimizer(
 def _lengths(
     flags: OptimizerFlags, training: TrainingConfig, resolver: ConfigResolver
 ) -> dict[str, Any]:
-    """The derived lengths of warm-up and decay, by field."""
+    """Return the derived lengths of warm-up and decay, by field name. Raises ConfigError."""
     unit, length = training.length
     _check_units(flags, unit, resolver)
     decay, warmup = f"lr_decay_{unit}", f"lr_warmup_{unit}"
@@ -198,7 +197,7 @@ def _lengths(
     if length is not None and flags.schedule_units(unit)[1] == unit:
         span = lengths[decay] = resolver.fill(decay, span, length, f"train-{unit}")
     elif span is None:
-        # As in Megatron-DeepSpeed the fraction is one of steps, also of a decay of tokens.
+        # As in Megatron-DeepSpeed, the fraction is of the run's length if the decay is in tokens.
         span = length
     for other in LENGTHS:
         absolute = f"lr_warmup_{other}"
@@ -214,9 +213,8 @@ def _lengths(
 
 
 def _check_units(flags: OptimizerFlags, unit: str, resolver: ConfigResolver) -> None:
-    """Refuses units that do not go with ``unit``, of the run's length, and notes those without
-    effect: tokens go with every run, and other numbers than theirs are not used, as in
-    Megatron-DeepSpeed."""
+    """Raise ConfigError if a schedule length is neither in ``unit``, the run's, nor in tokens. If
+    tokens are given, other lengths have no effect, as in Megatron-DeepSpeed, and are noted."""
     warmup_unit, decay_unit = flags.schedule_units(unit)
     of_length = f"but the run's length is {resolver.show(f'train_{unit}')}"
     for other in LENGTHS:

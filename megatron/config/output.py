@@ -1,4 +1,4 @@
-"""Output of a run: checkpoints, logs and profiles."""
+"""Flags for a run's output: checkpoints, logs and metrics."""
 
 from __future__ import annotations
 
@@ -27,48 +27,46 @@ _SAVE_NOTE = needs_value("save", refused=False)
 @with_parts(flag_parts("checkpoint"))
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints: where, how often, what."""
+    """Checkpoints: what to load, and what to save where and how often."""
 
     save: str | None = option(None)
-    """Folder to save checkpoints in; without it nothing is saved."""
+    """Folder to save checkpoints in. Without this flag nothing is saved."""
     load: str | None = option(None)
-    """Folder of checkpoints (the newest complete one is loaded) or one checkpoint, in the format of
-    this project or another. Training starts from scratch if the folder has no checkpoint."""
+    """Checkpoint to load, or a folder whose newest complete checkpoint is loaded, in this project's
+    format or another. If the folder has no checkpoint, training starts from scratch."""
     exit_on_missing_checkpoint: bool = option(False, needs=_LOAD)
-    """Do not start from scratch if --load has no checkpoint: that is an error."""
+    """Fail if --load has no checkpoint, instead of starting from scratch."""
     load_tag: str | None = option(None, needs=_LOAD)
-    """Load this checkpoint of --load (for example global_step100) instead of the newest."""
+    """Load this checkpoint of --load, for example global_step100, instead of the newest."""
     save_interval: int | None = option(
         None,
         aliases=("--save-iters", "--persistent-save-interval"),
         bounds=POSITIVE,
         needs=_SAVE_NOTE,
     )
-    """Number of iterations between checkpoints; the last iteration is always saved."""
+    """Number of iterations between checkpoints. The last iteration is always saved."""
     save_init: bool = option(False)
     """Also save before the first iteration, as iteration 0."""
     checkpoint_format: str = option("safetensors", choices=("safetensors", "deepspeed"))
-    """Format to save in: this project's, which every layout and --load can read, or DeepSpeed's."""
-    async_save: bool = option(False)
-    """Copy the state to host memory and write it while training continues."""
+    """Format to save in: safetensors (this project's, which any layout can load) or deepspeed."""
     save_universal: bool = option(False)
-    """Also write each checkpoint as a universal checkpoint of DeepSpeed."""
+    """Also save each checkpoint as a universal checkpoint of DeepSpeed."""
     universal_checkpoint: bool = option(False, needs=_LOAD)
-    """Load DeepSpeed's universal checkpoint from a folder that has checkpoints of several formats;
-    refused if it has none. Not needed otherwise: --load recognises the format."""
+    """Load DeepSpeed's universal checkpoint from a folder with checkpoints in several formats, and
+    fail if it has none. Otherwise not needed: --load recognises the format."""
     pretrained_checkpoint: str | None = option(None)
-    """Checkpoint to take the initial weights from when --load has none; where --load has adapters,
-    the model that they belong to."""
+    """Checkpoint with the initial weights, used if --load has no checkpoint. If --load has
+    adapters, the base model to which they belong."""
     finetune: bool = option(False, needs=_WEIGHTS)
     """Load only the weights, and start at iteration 0."""
     reset_iteration: bool = option(False, needs=_LOAD)
-    """Load weights and optimizer state, and start at iteration 0 with the first sample."""
+    """Load weights and optimizer state, but restart at iteration 0 with the first sample."""
     max_failed_saves: int = option(3, bounds=NOT_NEGATIVE, needs=_SAVE_NOTE)
-    """Number of saves in a row that may fail until the run ends; 0 for no limit. The last save of a
-    run must always succeed."""
+    """Number of consecutive saves that may fail before the run ends; 0 for no limit. A run whose
+    last save fails always ends with an error."""
     load_lr_state: bool = option(True, off="--no-load-lr-state", role="course")
-    """Start the schedules of learning rate and weight decay again with --reset-iteration, as they
-    always do here: they are functions of the iteration."""
+    """With --reset-iteration, restart the schedules of learning rate and weight decay. Not needed:
+    they depend only on the iteration and always restart."""
     load_optim: bool = option(True, flag="--load-optim", off="--no-load-optim", needs=_LOAD_NOTE)
     """Load optimizer state."""
     load_rng: bool = option(True, flag="--load-rng", off="--no-load-rng", needs=_LOAD_NOTE)
@@ -77,19 +75,15 @@ class CheckpointConfig:
     """Save optimizer state."""
     save_rng: bool = option(True, flag="--save-rng", off="--no-save-rng", needs=_SAVE_NOTE)
     """Save random states."""
-    allow_changed_data: bool = option(False, needs=_LOAD_NOTE)
-    """Continue from a checkpoint although files of data, or the models that the run learns from
-    (reference, teacher), have other content than when it was saved. Without it that is an error.
-    Other paths with the same content are accepted."""
 
     @property
     def falls_back(self) -> bool:
-        """True if a run continues from another checkpoint where that of ``--load`` is damaged."""
+        """True if a damaged ``--load`` checkpoint makes a run continue from another one."""
         return False
 
     def check(self, resolver: ConfigResolver) -> None:
-        """Refuses values that contradict each other."""
-        for name in ("save_init", "async_save", "save_universal"):
+        """Raise ConfigError if values contradict each other."""
+        for name in ("save_init", "save_universal"):
             resolver.check(
                 self.save is not None or not getattr(self, name),
                 f"{resolver.show(name)} needs --save, the folder to save in",
@@ -105,11 +99,6 @@ class CheckpointConfig:
         )
         own, form = self.checkpoint_format == "safetensors", resolver.show("checkpoint_format")
         resolver.check(
-            own or not self.async_save,
-            f"{resolver.show('async_save')} contradicts {form}: training stops while DeepSpeed "
-            "writes its folders",
-        )
-        resolver.check(
             own or self.save_optim,
             f"--no-save-optim contradicts {form}: DeepSpeed's folders keep weights and moments "
             "together",
@@ -119,20 +108,18 @@ class CheckpointConfig:
 @with_parts(flag_parts("logging"))
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Logging: what is reported, where."""
+    """Logging: what is reported, and where."""
 
     log_interval: int = option(100, bounds=POSITIVE)
     """Number of iterations between log lines."""
     metrics_file: str | None = option(None, derived="metrics.jsonl in --save, if that is given")
-    """JSON-lines file for the metrics of every log line and evaluation."""
-    peak_tflops: float | None = option(None, derived="the accelerator's, or measured on CPU")
-    """Peak TFLOP/s of one device, from which the log computes the model FLOP utilisation."""
+    """JSON-lines file for the metrics of each log line and evaluation."""
 
 
 def resolve_logging(
     flags: LoggingConfig, save: str | None, resolver: ConfigResolver
 ) -> LoggingConfig:
-    """Completes the logging of a run with checkpoints in ``save``."""
+    """Return the logging flags, completed for a run that saves checkpoints in ``save``."""
     if save is None or flags.metrics_file is not None:
         return flags
     file = resolver.put("metrics_file", f"{save.rstrip('/')}/metrics.jsonl", "in --save")
@@ -140,8 +127,8 @@ def resolve_logging(
 
 
 def check_output(flag: str, path: str | Path | None) -> None:
-    """Creates the folder of a file that is written at the end. Raises ConfigError if that or
-    writing there is not possible, or the path is a folder."""
+    """Create the parent folder of a file that is written at the end of a run. Raises ConfigError if
+    the folder cannot be created or written to, or if ``path`` is a folder."""
     if path is None:
         return
     path = Path(path)

@@ -1,25 +1,25 @@
-"""The layout: how the work is divided over processes."""
+"""Resolved parallel layout: how a run is distributed over processes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.axes import ParallelFlags, check_partition, pipeline_schedule, split_partition
+from megatron.config.axes import ParallelFlags, check_partition, pipeline_schedule
 from megatron.config.flags import ConfigResolver, shared
 from megatron.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Division of the work over processes.
+    """Distribution of a run over processes.
 
-    ``recompute_*`` is None where nothing is recomputed; ``logits_chunk_mib``,
-    ``distributed_backend`` and ``local_rank`` are None where device and launcher decide.
-    ``expert_axis`` are the ranks along the axis ``expert`` of the mesh, a part of the
-    ``data_parallel_size`` ones; with ``folded`` experts are cut over it and ``tensor`` together.
-    ``expert_tensor_parallel_size`` is None where experts are cut as the rest, else 1.
-    ``cp_comm_type`` is the communication over the context, of all blocks or of each, and empty
-    without a context; ``hierarchical_context_parallel_sizes`` is empty without ``a2a+p2p``.
+    ``recompute_granularity`` and ``recompute_method`` are None if nothing is recomputed;
+    ``logits_chunk_mib``, ``distributed_backend`` and ``local_rank`` are None if device and launcher
+    decide. ``expert_axis`` is the size of the mesh's ``expert`` axis, which is a subset of the
+    data-parallel ranks. With ``folded``, experts are sharded over the ``expert`` and ``tensor``
+    axes together. ``expert_tensor_parallel_size`` is None if experts are sharded like other layers,
+    else 1. ``cp_comm_type`` is the context-parallel communication, for all blocks or per block
+    (empty without it); ``hierarchical_context_parallel_sizes`` is empty without ``a2a+p2p``.
     """
 
     tensor_model_parallel_size: int = 1
@@ -48,7 +48,7 @@ class ParallelConfig:
 
     @property
     def experts_over_tensor(self) -> str:
-        """Sharing of experts among tensor-parallel ranks, see
+        """Sharding of experts over tensor-parallel ranks: ``folded``, ``cut`` or ``whole``, as in
         :class:`~megatron.parallel.tensor_parallel.TensorParallel`."""
         if self.folded:
             return "folded"
@@ -56,7 +56,7 @@ class ParallelConfig:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Ranks along the axes of the mesh; along ``data`` it has the rest of the processes."""
+        """Sizes of the mesh's axes, except ``data``, which takes the remaining processes."""
         return {
             "pipeline": self.pipeline_model_parallel_size,
             "context": self.context_parallel_size,
@@ -66,8 +66,8 @@ class ParallelConfig:
 
     @property
     def length_divisor(self) -> int:
-        """The number that divides the length of every sequence: each of the tensor-parallel ranks
-        of ``sequence_parallel``, and each of the context ranks twice, has an equal part."""
+        """Number that must divide every sequence length: with ``sequence_parallel`` each
+        tensor-parallel rank has an equal slice, and each context-parallel rank has two."""
         slices = self.tensor_model_parallel_size if self.sequence_parallel else 1
         return slices * (2 * self.context_parallel_size if self.context_parallel_size > 1 else 1)
 
@@ -78,14 +78,14 @@ class ParallelConfig:
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:
-        """The parts of layers that are recomputed, by the names of ``--recompute-modules``."""
+        """Modules of each layer that are recomputed, as in ``--recompute-modules``."""
         selective = self.recompute_granularity == "selective"
         return (self.recompute_modules or ("core_attn",)) if selective else ()
 
     @property
     def recomputed(self) -> tuple[str | None, int | None]:
-        """The kind of recomputation (selective: of attention; uniform, block), and the number of
-        blocks if not all are recomputed."""
+        """Kind of recomputation (``selective``, of attention; ``uniform``; ``block``; or None), and
+        the number of recomputed blocks (None for all)."""
         if self.recompute_granularity != "full":
             return "selective" if "core_attn" in self.recomputed_modules else None, None
         if self.recompute_method == "block":
@@ -93,7 +93,7 @@ class ParallelConfig:
         return "uniform", None
 
     def in_words(self) -> str:
-        """The axes over which processes divide the work."""
+        """Return a one-line description of the layout for users."""
         pipeline, data = self.pipeline_model_parallel_size, self.data_parallel_size
         words = [
             "1 process" if self.world_size == 1 else f"{self.world_size} processes",
@@ -115,15 +115,13 @@ class ParallelConfig:
 def resolve_parallel(
     flags: ParallelFlags, model: ModelConfig, world_size: int, resolver: ConfigResolver
 ) -> ParallelConfig:
-    """Completes the layout over ``world_size`` processes."""
+    """Resolve the layout for ``world_size`` processes. Raises ConfigError on contradictions."""
     context = flags.context_size(resolver)
     replicas = _replicas(flags, model, context, world_size, resolver)
     kinds, levels = flags.communication(model, context, resolver)
     schedule, chunks = pipeline_schedule(flags, model, resolver)
     check_partition(flags, model, flags.pipeline_model_parallel_size * chunks, resolver)
-    partition = flags.pipeline_partition
-    if flags.pipeline_model_parallel_split_rank is not None:
-        partition = split_partition(flags, model, chunks, resolver)
+    partition = flags.partition(model, chunks, resolver)
     granularity, method = _recompute(flags, resolver)
     return ParallelConfig(
         **shared(flags, ParallelConfig)
@@ -181,27 +179,7 @@ def _replicas(
 
 
 def _recompute(flags: ParallelFlags, resolver: ConfigResolver) -> tuple[str | None, str | None]:
-    granularity, method = flags.recompute_granularity, flags.recompute_method
-    older, modules = flags.activations_checkpoint_method, flags.recompute_modules
-    for flag, given, meaning in (
-        ("--checkpoint-activations", flags.checkpoint_activations, "full"),
-        (f"--activations-checkpoint-method {older}", older is not None, "full"),
-        ("--recompute-activations", flags.recompute_activations, "selective"),
-        (f"--recompute-modules {' '.join(modules)}", bool(modules), "selective"),
-    ):
-        if given:
-            resolver.check(
-                granularity in (None, meaning),
-                f"{flag} contradicts {resolver.show('recompute_granularity')}; give one of them",
-            )
-            granularity = resolver.put("recompute_granularity", meaning, flag)
-    if older is not None:
-        resolver.check(
-            method in (None, older),
-            f"{resolver.show('activations_checkpoint_method')} contradicts "
-            f"{resolver.show('recompute_method')}",
-        )
-        method = resolver.put("recompute_method", older, "--activations-checkpoint-method")
+    granularity, method = flags.recomputation(resolver)
     if granularity == "full":
         return granularity, resolver.fill(
             "recompute_method", method, "uniform", "full recomputation"

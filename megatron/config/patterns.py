@@ -1,6 +1,6 @@
-"""Patterns of blocks: which of them have something, by a number or by a list with 0 or 1 for each.
+"""Block patterns: flags that select blocks by a number N, or by a list of 0 or 1 for each block.
 
-Megatron writes both as Python: ``3``, ``[0, 1, 1]``, ``([0]*3+[1]*9)*2``.
+As in Megatron, lists are Python expressions: ``[0, 1, 1]`` or ``([0]*3+[1]*9)*2``.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from itertools import groupby
 from megatron.config.flags import Bounds, ConfigError, ConfigResolver
 
 FREQUENCY = Bounds(lambda value: isinstance(value, str) or value > 0, "must be positive")
-"""A number of blocks, or a list, which :func:`layer_pattern` checks."""
+"""Bounds of a flag whose value is a number N or a list. :func:`layer_pattern` checks the lists."""
 MOST_LAYERS = 1 << 14
-"""Blocks of the largest network."""
+"""Largest number of blocks in a network."""
 
 Every = Callable[[int, int], bool]
-"""Rule that tells whether a number N means a block, counted from 0."""
+"""Rule ``every(block, N)`` that tells whether a number N selects a block, by its index."""
 
 
 def every_last(layer: int, n: int) -> bool:
-    """True for the last of N blocks, and the last of the next N."""
+    """Return whether a block is the last of a group of N consecutive blocks."""
     return (layer + 1) % n == 0
 
 
 def but_every_last(layer: int, n: int) -> bool:
-    """True for all but the last of N blocks, and the last of the next N."""
+    """Return whether a block is not the last of a group of N consecutive blocks."""
     return (layer + 1) % n != 0
 
 
 def every_first(layer: int, n: int) -> bool:
-    """True for the first of N blocks, and the first of the next N."""
+    """Return whether a block is the first of a group of N consecutive blocks."""
     return layer % n == 0
 
 
 @lru_cache(maxsize=64)
 def layer_pattern(flag: str, value: int | str, layers: int, every: Every) -> tuple[bool, ...]:
-    """The blocks that the value of a flag means: N those of ``every``, a list those with 1. Raises
-    ConfigError for any other value, and for a list of another length."""
+    """Return for each block whether a flag's value selects it: a number N by the rule ``every``, a
+    list by its 1s. Raises ConfigError for any other value or a list of another length."""
     try:
         parsed = _evaluated(ast.parse(str(value).strip(), mode="eval").body, layers)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -60,13 +60,13 @@ def layer_pattern(flag: str, value: int | str, layers: int, every: Every) -> tup
 
 
 def pattern_text(chosen: Iterable[bool]) -> str:
-    """The list of blocks that are chosen and that are not, as a flag has it."""
+    """Return the flag value, a list as text, that selects the given blocks."""
     runs = [(int(kind), len(list(run))) for kind, run in groupby(chosen)]
     return f"({'+'.join(f'[{kind}]*{length}' for kind, length in runs)})"
 
 
 def shortest(chosen: tuple[bool, ...], every: Every) -> int | str:
-    """The smallest number that means these blocks, else their list."""
+    """Return the smallest number that selects exactly these blocks, or else their list."""
     layers = len(chosen)
     for n in range(1, layers + 1):
         if all(every(layer, n) == has for layer, has in enumerate(chosen)):
@@ -75,7 +75,7 @@ def shortest(chosen: tuple[bool, ...], every: Every) -> int | str:
 
 
 def in_pattern(value: int | str, layer: int, every: Every) -> bool:
-    """True if a checked value includes a block; blocks after a list are like its last."""
+    """Return whether a valid flag value selects a block. A list's last entry is repeated."""
     if isinstance(value, int):
         return every(layer, value)
     digits = _listed(value)
@@ -85,7 +85,7 @@ def in_pattern(value: int | str, layer: int, every: Every) -> bool:
 def resolved_pattern(
     name: str, value: int | str, layers: int, every: Every, resolver: ConfigResolver
 ) -> int | str:
-    """The value of a flag in its shortest form. Raises ConfigError as :func:`layer_pattern`."""
+    """Return a flag's value in its shortest form. Raises ConfigError if it is not valid."""
     chosen = layer_pattern(resolver.flag(name), value, layers, every)
     if isinstance(value, int):
         return value
@@ -100,8 +100,8 @@ def _listed(text: str) -> list[int]:
 
 
 def _evaluated(node: ast.expr, limit: int) -> int | list[int]:
-    """An expression of integers, lists of them, + and *, without calling anything. Raises
-    ValueError for any other, and for lists that are much longer than ``limit``."""
+    """Evaluate an expression of integers, lists of integers, + and *, without executing code.
+    Raises ValueError for anything else, and for lists much longer than ``limit``."""
     match node:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             return number

@@ -1,7 +1,7 @@
-"""Positions: how they enter a network, and RoPE scaling.
+"""Flags for position encodings and RoPE scaling.
 
-``--rope-scaling`` has the form of ``rope_scaling`` (``rope_parameters`` since version 5) in the
-``config.json`` of Hugging Face's models; ``megatron.model.rope`` computes the frequencies.
+The JSON of ``--rope-scaling`` is that of ``rope_scaling`` (``rope_parameters`` since version 5) in
+Hugging Face's ``config.json``; ``megatron.model.rope`` computes the frequencies.
 """
 
 from __future__ import annotations
@@ -29,30 +29,29 @@ _ROPE = needs_value("position_embedding_type", "rope")
 
 @dataclass(frozen=True, kw_only=True)
 class _Positions:
-    """Values that need no resolving."""
+    """Fields shared by the flags and the resolved configuration."""
 
     position_embedding_type: str = option(
         "learned_absolute",
         choices=("learned_absolute", "sinusoidal", "rope", "alibi", "relative", "none"),
         role="weights",
     )
-    """Position encoding: learned embeddings, sines and cosines instead of them (sinusoidal, as
-    XGLM), rotary embeddings of queries and keys (RoPE), ALiBi biases of the attention scores,
-    learned biases of the scores by distance (relative, for T5), or none."""
+    """Position encoding: learned embeddings (learned_absolute), fixed sines and cosines
+    (sinusoidal, as in XGLM), rotary embedding of queries and keys (rope), biases on the attention
+    scores that are fixed (alibi) or learned by distance (relative, for T5), or none."""
     relative_attention_num_buckets: int = option(
         32,
         bounds=Bounds(lambda value: value >= 4, "must be at least 4"),
         role="weights",
         megatron=True,
     )
-    """Relative positions: number of ranges of distances, each with its own bias."""
+    """Relative positions: number of distance ranges, each with its own bias."""
     relative_attention_max_distance: int = option(
         128, bounds=POSITIVE, role="results", megatron=True
     )
-    """Relative positions: the distance from which on all have the same bias."""
+    """Relative positions: distance from which all positions share one bias."""
     position_embedding_offset: int = option(0, bounds=NOT_NEGATIVE, role="weights")
-    """Row of the position embeddings, learned or sinusoidal, that belongs to position 0 (2 in OPT
-    and XGLM)."""
+    """Row of the learned or sinusoidal position embedding for position 0 (2 in OPT and XGLM)."""
     rotary_base: float = option(
         10000.0,
         aliases=("--rotary-position-embeddings-theta",),
@@ -62,28 +61,28 @@ class _Positions:
     )
     """RoPE: base of the frequencies (theta)."""
     rotary_percent: float = option(1.0, role="results", megatron=True, needs=_ROPE)
-    """RoPE: fraction of each head's channels that is rotated."""
+    """RoPE: fraction of each head's channels that are rotated."""
     rotary_interleaved: bool = option(False, role="results", megatron=True, needs=_ROPE)
-    """RoPE: rotate neighbouring channels together, 0 with 1 and so on, instead of the first half
-    with the second."""
+    """RoPE: rotate adjacent channels together (0 with 1, 2 with 3, ...) instead of each channel of
+    the first half with its counterpart in the second half."""
     no_rope_freq: int | str | None = option(None, bounds=FREQUENCY, role="results", needs=_ROPE)
-    """RoPE: every N-th block does not rotate queries and keys; or a list with 1 for each such block
-    and 0 for each other one, as ([0]*3+[1])*4 (NoPE)."""
+    """RoPE: do not rotate queries and keys in every N-th block (NoPE). A list such as ([0]*3+[1])*4
+    chooses the blocks instead: 1 for blocks without RoPE, 0 for the others."""
     attention_temperature: float | None = option(None, bounds=POSITIVE, role="results")
-    """Blocks without rotary positions: multiply the query at position p, from 0, by 1 + x log(1 +
-    floor((p + 1) / --attention-temperature-floor)) for this x (attn_scale of Llama 4)."""
+    """In blocks without rotary positions, multiply the query at position p (from 0) by 1 + x log(1
+    + floor((p + 1) / --attention-temperature-floor)) for this x (attn_scale of Llama 4)."""
     attention_temperature_rotary: bool = option(
         False, role="results", needs=needs_value("attention_temperature")
     )
-    """Use --attention-temperature in blocks with rotary positions, and p instead of p + 1, as
-    Ministral 3."""
+    """Apply --attention-temperature in the blocks with rotary positions instead, with p in place of
+    p + 1, as in Ministral 3."""
     attention_temperature_floor: int = option(
         8192, bounds=POSITIVE, role="results", needs=needs_value("attention_temperature")
     )
-    """Positions before --attention-temperature changes queries (floor_scale of Llama 4)."""
+    """Number of positions before --attention-temperature has an effect (floor_scale of Llama 4)."""
     rotary_base_local: float | None = option(None, bounds=POSITIVE, role="results")
-    """RoPE: base of the frequencies in blocks with a sliding window, where it differs (Gemma 3);
-    these blocks have no RoPE scaling."""
+    """RoPE: base of the frequencies in blocks with a sliding window, if it differs from
+    --rotary-base (Gemma 3). These blocks have no RoPE scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,42 +95,42 @@ class PositionsFlags(_Positions):
         bounds=POSITIVE,
         megatron=True,
     )
-    """Longest sequence that the model supports; with learned_absolute the number of rows of the
-    position embedding."""
+    """Longest sequence that the model supports, in tokens; with learned_absolute, the number of
+    rows of the position embedding."""
     use_rotary_position_embeddings: bool = option(False)
     """Older name of --position-embedding-type rope."""
     no_position_embedding: bool = option(False)
-    """Do not learn position embeddings: --position-embedding-type none, where no other is given."""
+    """Same as --position-embedding-type none, if no other type is given."""
     rope_scaling: str | None = option(None, role="results")
     """RoPE scaling, as JSON in the form of Hugging Face's config.json: rope_type (linear, dynamic,
     llama3, yarn, longrope, proportional) and its parameters."""
     use_rope_scaling: bool = option(False)
-    """RoPE scaling of Llama 3.1."""
+    """Use the RoPE scaling of Llama 3.1."""
     rope_scaling_factor: float = option(8.0, bounds=POSITIVE, needs=needs_value("use_rope_scaling"))
     """Factor of --use-rope-scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositionsConfig(_Positions):
-    """Position encoding of a network."""
+    """Resolved position encoding of a network."""
 
     max_position_embeddings: int
     rope_scaling: RopeScaling
 
     def rotates(self, layer: int) -> bool:
-        """True if block ``layer`` (from 0) rotates queries and keys."""
+        """Return whether block ``layer`` (from 0) rotates queries and keys."""
         every = self.no_rope_freq
         skipped = every is not None and in_pattern(every, layer, every_last)
         return self.position_embedding_type == "rope" and not skipped
 
     @property
     def longest(self) -> int | None:
-        """Most positions of a sequence; None where they are not counted from its start."""
+        """Maximum number of positions in a sequence; None for encodings without such a limit."""
         absolute = self.position_embedding_type in ("learned_absolute", "sinusoidal", "rope")
         return self.max_position_embeddings if absolute else None
 
     def flags(self) -> dict[str, Any]:
-        """The flags that give it, by field."""
+        """Return the flags that resolve to this position encoding, by field."""
         scaling = self.rope_scaling
         return {
             **shared(self, _Positions),
@@ -148,8 +147,8 @@ def resolve_positions(
     head_width: int,
     resolver: ConfigResolver,
 ) -> PositionsConfig:
-    """Completes the positions of heads with ``head_width`` channels; ``decoder_length`` is None
-    where there is no decoder, or only the data say its length."""
+    """Resolve the position encoding for heads with ``head_width`` channels. ``decoder_length`` is
+    None if there is no decoder or only the data determine its length."""
     kind = flags.position_embedding_type
     if flags.use_rotary_position_embeddings:
         resolver.check(
@@ -263,25 +262,25 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """RoPE scaling; parameters that a type does not use are None.
+    """RoPE scaling. Parameters that a type does not use are None.
 
     Attributes:
         rope_type: ``default``, ``linear``, ``dynamic``, ``llama3``, ``yarn``, ``longrope`` or
             ``proportional``.
         original_max_position_embeddings: sequence length before the scaling.
-        low_freq_factor: llama3: wavelengths above the original length / this are scaled in full.
-        high_freq_factor: llama3: wavelengths below the original length / this are not scaled.
+        low_freq_factor: llama3: wavelengths above original length / this are fully scaled.
+        high_freq_factor: llama3: wavelengths below original length / this are not scaled.
         attention_factor: yarn, longrope: factor of cosines and sines; derived if not given.
         beta_fast: yarn: pairs with more rotations over the original length are not scaled (32).
-        beta_slow: yarn: pairs with fewer rotations are scaled in full (1).
-        mscale: yarn: with ``mscale_all_dim`` another way to give the attention factor.
+        beta_slow: yarn: pairs with fewer rotations are fully scaled (1).
+        mscale: yarn: determines the attention factor together with ``mscale_all_dim``.
         truncate: yarn: whether the range between the betas is rounded to whole channel pairs.
         short_factor: longrope: divisor of each pair's frequency up to the original length.
-        long_factor: longrope: the same for longer sequences.
+        long_factor: longrope: divisor of each pair's frequency for longer sequences.
         short_mscale: longrope: attention factor up to the original length (Phi-3.5-MoE).
-        long_mscale: longrope: the same for longer sequences.
-        partial_rotary_factor: proportional: share of the channel pairs that are rotated, the first
-            ones, with the frequencies of whole heads (Gemma 4).
+        long_mscale: longrope: attention factor for longer sequences.
+        partial_rotary_factor: proportional: fraction of the channel pairs that are rotated. These
+            are the first ones, and have the frequencies of whole heads (Gemma 4).
     """
 
     rope_type: str
@@ -303,13 +302,13 @@ class RopeScaling:
 
     @property
     def is_default(self) -> bool:
-        """True if nothing is scaled."""
+        """True if frequencies are not scaled."""
         return self.rope_type == "default"
 
     @classmethod
     def parse(cls, text: str, pairs: int) -> RopeScaling:
-        """Reads and checks a JSON object with ``rope_type`` (or ``type``) and its parameters;
-        longrope has a factor for each of ``pairs``, the rotated channel pairs of a head."""
+        """Parse and check a JSON object with ``rope_type`` (or ``type``) and its parameters.
+        ``pairs`` is a head's number of rotated channel pairs, each with a longrope factor."""
         try:
             values = parse_json(text, f"--rope-scaling {text[:200]}")
         except ValueError as error:
@@ -340,7 +339,7 @@ class RopeScaling:
         return scaling
 
     def to_json(self) -> str:
-        """The JSON that :meth:`parse` reads."""
+        """Return the scaling as JSON for :meth:`parse`."""
         values = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -350,12 +349,12 @@ class RopeScaling:
 
 
 EXAMPLE = '{"rope_type": "linear", "factor": 2.0}'
-"""A value of --rope-scaling, for messages."""
+"""Example of a --rope-scaling value, for error messages."""
 
 
 def llama3_scaling(factor: float) -> RopeScaling:
-    """The scaling of Llama 3.1 (Grattafiori et al. 2024, arXiv:2407.21783), which
-    ``--use-rope-scaling`` means: its other three numbers are fixed, in Megatron too."""
+    """Return Llama 3.1's scaling (Grattafiori et al. 2024, arXiv:2407.21783), which
+    ``--use-rope-scaling`` selects. As in Megatron, everything but ``factor`` is fixed."""
     return RopeScaling(
         "llama3", factor, low_freq_factor=1.0, high_freq_factor=4.0,
         original_max_position_embeddings=8192,

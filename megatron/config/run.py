@@ -1,4 +1,4 @@
-"""The configuration of a run: completed, checked, explained."""
+"""Configuration of a run: resolved from settings, checked, and explained to users."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Own = TypeVar("Own", bound=FlagSection)
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that determines a run, one part per concern.
+    """Complete configuration of a run, one part per concern.
 
-    ``sections`` has the flags of every feature, in the order of :func:`section_classes`; those left
-    out have their defaults.
+    ``sections`` contains the flags of every feature, in the order of :func:`section_classes`.
+    Sections that are not passed are added with their defaults.
     """
 
     model: ModelConfig
@@ -67,55 +67,55 @@ class RunConfig:
         object.__setattr__(self, "sections", complete)
 
     def section(self, cls: type[Own]) -> Own:
-        """The flags of a feature."""
+        """Return the flags of a feature, given their class."""
         return next(s for s in self.sections if type(s) is cls)  # type: ignore[return-value]
 
     @property
     def kinds(self) -> tuple[KindConfig, ...]:
-        """The flags of the kinds of data."""
+        """Flags of each kind of data."""
         return tuple(section for section in self.sections if isinstance(section, KindConfig))
 
     def with_sections(self, *sections: FlagSection) -> RunConfig:
-        """Return the same run with other feature flags."""
+        """Return a copy of the configuration with these sections replaced."""
         changed = {type(section) for section in sections}
         others = (other for other in self.sections if type(other) not in changed)
         return dataclasses.replace(self, sections=(*sections, *others))
 
     def part(self, name: str) -> Any:
-        """A part by the name of its section in a saved configuration."""
+        """Return a part by its name in a saved configuration, including the features' sections."""
         cls = section_classes().get(name)
         return getattr(self, name) if cls is None else self.section(cls)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The configuration as JSON values, an object per part; the model as its flags."""
+        """Return the configuration as JSON values, one object per part; the model as its flags."""
         parts = {name: self.part(name) for name in PARTS} | {"model": self.model.flags()}
         return {name: dataclasses.asdict(part) for name, part in parts.items()}
 
     @classmethod
     def from_dict(cls, parts: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-        """The inverse of :meth:`to_dict`; missing fields get defaults, unknown ones are ignored.
-        Raises ConfigError if the model's values contradict each other, TypeError if they are of
-        other types."""
+        """Build the configuration from the result of :meth:`to_dict`. Missing fields get defaults
+        and unknown fields are ignored. Raises ConfigError if the model's values contradict each
+        other, and TypeError if they are of the wrong types."""
         classes = {**PARTS, "model": ModelFlags}
         built = {name: _from_json(part, parts.get(name, {})) for name, part in classes.items()}
         model = built["model"].resolve()
-        hash(model)  # not of lists and objects in place of values
+        hash(model)  # raises TypeError if a value is a list or an object
         return cls.of(built | {"model": model})
 
     @classmethod
     def of(cls, parts: Mapping[str, Any]) -> RunConfig:
-        """The configuration of parts by name."""
+        """Return a configuration made of these parts and sections, by name."""
         own = section_classes()
         sections = tuple(parts[name] for name in own if name in parts)
         return cls(**{n: part for n, part in parts.items() if n not in own}, sections=sections)
 
     def with_vocabulary(self, vocab_size: int) -> RunConfig:
-        """Fills in the size of the token embedding, padded for the tensor-parallel ranks."""
+        """Return a copy whose token embedding is sized and padded for ``vocab_size`` tokens."""
         model = self.model.with_vocabulary(vocab_size, self.parallel.tensor_model_parallel_size)
         return dataclasses.replace(self, model=model)
 
     def layout(self, content: Mapping[str, Any] | None = None) -> Layout:
-        """The layout of the run; offloading is in ``content``, the DeepSpeed JSON, only."""
+        """Return the run's layout. Offloading is read from the DeepSpeed JSON ``content``."""
         parallel, precision = self.parallel, self.precision
         zero = (content or {}).get("zero_optimization") or {}
         return Layout(
@@ -147,7 +147,7 @@ class RunConfig:
         if training.skip_train:
             return ()
         each = training.micro_batch_size * self.parallel.data_parallel_size
-        # Sizes that do not divide are refused as such.
+        # Sizes that do not divide are refused elsewhere.
         return tuple(size // each for size in training.batch_sizes if size % each == 0)
 
 
@@ -157,7 +157,7 @@ def _device(zero: Mapping[str, Any], key: str) -> str | None:
 
 
 def _from_json(cls: type, values: Mapping[str, Any]) -> Any:
-    """A part from saved values. Older files contain null for values to derive."""
+    """Build a part from saved values. In older files, null stands for values that are derived."""
     known = {field.name: field.default for field in dataclasses.fields(cls)}
     return cls(
         **{
@@ -169,12 +169,12 @@ def _from_json(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 ACCEPTED = Path(__file__).with_name("accepted_flags.txt")
-"""Flags accepted from scripts of other trainers, and the behaviour here."""
+"""File that lists flags accepted from other trainers' scripts, each with what happens instead."""
 
 
 def _unused(words: str, note: str) -> tuple[str, Any, Any]:
-    """A field for ``make_dataclass``: a flag with its aliases, or with its value: INT, FLOAT, STR
-    or choices with at least one ``|``."""
+    """Return a field for ``make_dataclass``. ``words`` consists of a flag and its aliases, or of a
+    flag and its value type: INT, FLOAT, STR, STR+, or choices separated by ``|``."""
     flag, *others = words.split()
     name = flag[2:].replace("-", "_").lower()
     if others and not others[0].startswith("-"):
@@ -205,7 +205,7 @@ def _parts() -> Iterator[tuple[str, type]]:
 
 
 PARTS: Mapping[str, type] = types.MappingProxyType(dict(_parts()))
-"""The class of each part of a :class:`RunConfig` by the part's name."""
+"""Class of each part of a :class:`RunConfig`, by name."""
 
 
 _FLAGS: dict[type, type] = {
@@ -215,27 +215,27 @@ _FLAGS: dict[type, type] = {
     OptimizerConfig: OptimizerFlags,
     EngineConfig: EngineFlags,
 }
-"""The flags of the parts that need resolving."""
+"""Flag classes of the parts whose flags must be resolved first."""
 
 PART_FLAGS: dict[str, type] = {name: _FLAGS.get(part, part) for name, part in PARTS.items()}
-"""The flag class of each part, in the order in which --help shows their groups."""
+"""Flag class of each part, by name, in the order of the groups in --help."""
 
 FLAG_CLASSES: tuple[type, ...] = (*PART_FLAGS.values(), LegacyFlags)
-"""All classes whose fields are flags of the training commands."""
+"""Classes whose fields are the flags of the training commands."""
 FLAG_FIELDS = {
     field.name: (field, types[field.name])
     for part in FLAG_CLASSES
     for types in (type_hints(part),)
     for field in dataclasses.fields(part)
 }
-"""The field of each flag, and its type."""
+"""Field and type of each flag, by field name."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A complete configuration with the origin of every value: ``default``, ``flag --x``,
-    ``file.json: key``, ``derived: how`` or ``checkpoint``; ``notes`` are lines for the user about
-    flags with an unexpected effect or none."""
+    """Complete configuration with the origin of every value: ``default``, ``flag --x``,
+    ``file.json: key``, ``derived: how`` or ``checkpoint``. ``notes`` are lines for the user about
+    flags whose effect is unexpected or missing."""
 
     config: RunConfig
     values: Mapping[str, Any]
@@ -243,7 +243,7 @@ class Resolved:
     notes: tuple[str, ...]
 
     def with_vocabulary(self, vocab_size: int) -> Resolved:
-        """See :meth:`RunConfig.with_vocabulary`."""
+        """Return a copy with the token embedding's sizes; see :meth:`RunConfig.with_vocabulary`."""
         config = self.config.with_vocabulary(vocab_size)
         rows = {"padded_vocab_size": config.model.vocabulary.padded}
         values = {**self.values, "unpadded_vocab_size": vocab_size, **rows}
@@ -251,7 +251,7 @@ class Resolved:
 
 
 def resolve(settings: Settings, world_size: int) -> Resolved:
-    """Completes and checks the settings of a run of ``world_size`` processes. Raises ConfigError if
+    """Resolve and check the settings of a run with ``world_size`` processes. Raises ConfigError if
     a required value is missing, values contradict each other, or the layout is not supported."""
     resolver = ConfigResolver(tuple(PART_FLAGS.values()), settings)
     model = resolve_model(build(ModelFlags, settings), resolver)
@@ -285,7 +285,7 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
 
 
 def _check(config: RunConfig, world_size: int, resolver: ConfigResolver) -> None:
-    """Refuses parts that contradict each other."""
+    """Check that parts do not contradict each other. Raises ConfigError if they do."""
     config.precision.check(config.engine.zero_stage, resolver)
     config.data.check(resolver)
     config.checkpoint.check(resolver)
@@ -297,7 +297,7 @@ def _check(config: RunConfig, world_size: int, resolver: ConfigResolver) -> None
 
 
 def explain(resolved: Resolved) -> str:
-    """Every value with its origin, grouped like --help, one per line."""
+    """Return the text for ``--explain-config``: one line per value with its origin, by part."""
     lines = []
     for part, cls in PART_FLAGS.items():
         lines.append(f"[{part}]")

@@ -1,6 +1,6 @@
-"""Flags of features: sections of their own, kinds of data, and parts of the core's classes.
+"""Flag classes of features: sections of their own, kinds of data, and additions to core classes.
 
-With them stands the memory that generation keeps for a block, which flags of a network decide."""
+Also describes the KV cache or recurrent state that generation keeps for each block."""
 
 from __future__ import annotations
 
@@ -15,49 +15,48 @@ from megatron.config.flags import ConfigResolver
 C = TypeVar("C")
 
 DOCUMENTS, PACKED = "documents", "packed"
-"""Samples of :attr:`KindConfig.samples`."""
+"""Values of :attr:`KindConfig.samples`."""
 
 
 class FlagSection:
-    """Flags of a feature: a section of saved configurations and a group of --help.
+    """Flags of a feature that form a section of saved configurations and a group of --help.
 
     Attributes:
-        after: the section of the core that it follows. Kinds of data come first, then by name.
+        after: core section that it follows. Kinds of data come first, then the order is by name.
     """
 
     after: ClassVar[str] = "data"
 
     @property
     def identifies_samples(self) -> bool:
-        """True if batches of a GPT have the identity of every sample."""
+        """True if a GPT's batches must include an identifier for each sample."""
         return False
 
     @property
     def replaces_losses(self) -> str | None:
-        """The flag by which a run computes losses of tokens in another way; None without it."""
+        """Given flag that makes a run compute token losses in another way, or None."""
         return None
 
     @property
     def trains(self) -> bool:
-        """True if the flags choose weights that are trained, which a frozen model lacks."""
+        """True if the flags select trainable weights, which a frozen model does not have."""
         return False
 
 
 class KindConfig(FlagSection):
-    """Flags of a kind of data, and what is known of it before its module is imported.
+    """Flags of a kind of data, and properties that are needed before its module is imported.
 
     Attributes:
-        files: the kind's name in a corpora file; None if it reads no files.
-        samples: ``documents``, from which every model makes its own samples; ``packed``, examples
-            of which several may share a sample; or others, for the models that accept them.
-        shares: flags of other kinds that this one depends on, too.
-        streams: flags that only samples cut from a stream of documents depend on.
-        idle: why the flags change nothing in a run that does not use the kind.
+        files: name of the kind in a corpora file; None if it reads no files.
+        samples: ``documents`` if every model makes its own samples from documents; ``packed`` if
+            several examples may share a sample; or another value, for models that accept it.
+        shares: flags of other kinds that this kind uses too.
+        streams: flags that only affect samples cut from a stream of documents.
+        idle: why the flags have no effect in a run that does not use the kind.
     """
 
     files: ClassVar[str | None] = None
     samples: ClassVar[str] = DOCUMENTS
-    holds_text: ClassVar[bool] = False
     shares: ClassVar[frozenset[str]] = frozenset()
     streams: ClassVar[frozenset[str]] = frozenset()
     idle: ClassVar[str] = "nothing in this run uses it"
@@ -65,17 +64,17 @@ class KindConfig(FlagSection):
 
     @property
     def moves_text(self) -> str | None:
-        """The flag by which text changes its place within samples; None without it."""
+        """Given flag that moves text within samples, or None."""
         return None
 
     @property
     def reads_all(self) -> bool:
-        """True if the flags declare all data paths to be files of this kind."""
+        """True if the flags declare that all data paths are files of this kind."""
         return False
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Endings of data paths that are files of this kind, unless they are prefixes of a .bin."""
+        """File name extensions of this kind of data, unless a path is the prefix of a .bin file."""
         return ()
 
     @property
@@ -84,26 +83,16 @@ class KindConfig(FlagSection):
         return False
 
     @property
-    def pads_batches(self) -> bool:
-        """True if packed samples are as long as their batch needs."""
-        return False
-
-    @property
-    def weigh_by(self) -> str | None:
-        """Weights of packed samples in the loss of a step, for their collator."""
-        return None
-
-    @property
     def head(self) -> tuple[str, str] | None:
-        """The head of a GPT that is trained on the kind, if it predicts no tokens, and the flag
-        that asks for it."""
+        """Output head of a GPT that this kind of data trains, and the flag that selects it; None if
+        the GPT predicts tokens."""
         return None
 
 
 @dataclass(frozen=True)
 class KeysAndValues:
-    """A key and a value of each token for each of ``heads`` heads of this tensor-parallel rank,
-    ``width`` numbers each, in the dtype of the weights."""
+    """KV cache of a block: for each token, a key and a value vector for each of this
+    tensor-parallel rank's ``heads`` heads, with ``width`` elements in the dtype of the weights."""
 
     heads: int
     width: int
@@ -112,8 +101,8 @@ class KeysAndValues:
 
 @dataclass(frozen=True)
 class Latents:
-    """One vector of ``width`` numbers of each token, which all heads of all tensor-parallel ranks
-    read, in the dtype of the weights: the key, whose first numbers are the value."""
+    """Cache of a block with latent attention: one vector of ``width`` elements per token, shared by
+    all heads of all tensor-parallel ranks. It is the key, and its first elements are the value."""
 
     width: int
     heads: ClassVar[int] = 1
@@ -122,15 +111,15 @@ class Latents:
 
 @dataclass(frozen=True)
 class States:
-    """Tensors of these shapes for each sequence on this tensor-parallel rank, in float32, or in
-    float64 if the model is. They are what ``step`` of ``LayerCache.recur`` takes and returns, in
-    this order, without the axis of sequences."""
+    """Recurrent state of a block: tensors of these shapes for each sequence on this tensor-parallel
+    rank, in float32, or float64 if the model is. ``LayerCache.recur`` passes them to ``step`` and
+    takes them back in this order, without the batch axis."""
 
     shapes: tuple[tuple[int, ...], ...]
 
     @property
     def numbers(self) -> int:
-        """Numbers of one sequence."""
+        """Number of elements per sequence."""
         return sum(math.prod(shape) for shape in self.shapes)
 
 
@@ -139,9 +128,9 @@ LayerMemory = TokenMemory | States
 
 
 def memory_of(model: Any, layer: int, tensor_size: int = 1) -> LayerMemory | None:
-    """Return the memory of a block of a :class:`~megatron.config.ModelConfig` on one of
-    ``tensor_size`` ranks; None for a block without attention. Blocks after the last one, which
-    predict further tokens, are as the last one."""
+    """Return the cache or state that generation keeps for a block of a
+    :class:`~megatron.config.ModelConfig` on one of ``tensor_size`` tensor-parallel ranks; None for
+    a block without attention. Multi-token prediction blocks are like the last block."""
     layer = min(layer, model.blocks - 1)
     if not model.has("attention", layer):
         return None
@@ -154,77 +143,76 @@ def memory_of(model: Any, layer: int, tensor_size: int = 1) -> LayerMemory | Non
 
 
 class ModelPart:
-    """Flags of a feature that are fields of ``ModelFlags``, and what they resolve to in a network.
+    """Flags of a feature that are fields of ``ModelFlags`` and, when resolved, a part of a network.
 
     Attributes:
-        families: names of the families whose models depend on them; None for all.
+        families: names of the families whose models depend on the flags; None for all.
     """
 
     families: ClassVar[frozenset[str] | None] = None
 
     @property
     def idle(self) -> bool:
-        """True if the network has nothing of the feature."""
+        """True if the network does not use the feature."""
         return False
 
     @property
     def replaces_layers(self) -> bool:
-        """True for features whose blocks have other layers than attention and an MLP."""
+        """True if the feature replaces or removes the attention or MLP of some blocks."""
         kinds = type(self)
         return kinds.memory is not ModelPart.memory or kinds.lacks is not ModelPart.lacks
 
     @property
     def blocks_ahead(self) -> int:
-        """Number of blocks after the last layer, with its configuration, that predict further
-        tokens."""
+        """Number of multi-token prediction blocks, which are configured like the last block."""
         return 0
 
     def resolve(
         self, layers: int, seq_length: int, longest: int | None, resolver: ConfigResolver
     ) -> Self:
-        """The part of a network with so many layers and tokens, complete; ``longest`` is the most
-        positions that a sequence can have, None for any number. Raises ConfigError."""
+        """Return the resolved part of a network with ``layers`` blocks. ``longest`` is the maximum
+        number of positions in a sequence, or None if there is no limit. Raises ConfigError."""
         return self
 
     def head_widths(self) -> tuple[int, int] | None:
-        """Channels of a query or key head, and those of them that rotary positions can rotate,
-        where the flags say them; None where they are those of ``--kv-channels``."""
+        """Return the number of channels of a query or key head and how many of them can be rotated,
+        or None if the flags do not determine them."""
         return None
 
     def lacks(self, layer: int) -> str | None:
-        """``attention`` or ``mlp`` for a block without it; None for a block with both."""
+        """Return the sublayer that a block lacks, ``attention`` or ``mlp``, or None."""
         return None
 
     def memory(self, layer: int, model: Any, tensor_size: int) -> LayerMemory | None:
-        """Return what generation keeps for a block with attention of a
-        :class:`~megatron.config.ModelConfig` on one of so many tensor-parallel ranks; None for keys
-        and values, or what another feature says."""
+        """Return the cache or state that generation keeps for a block with attention on one of
+        ``tensor_size`` tensor-parallel ranks; None if this feature does not change it. ``model`` is
+        a :class:`~megatron.config.ModelConfig`."""
         return None
 
     def check_lengths(self, lengths: Sequence[int], source: str) -> None:
-        """Refuses lengths of sequences, which ``source`` has, that the network cannot read."""
+        """Raise ConfigError if the network cannot read these lengths, found in ``source``."""
 
 
 class FlagPart:
-    """Flags of a feature among those of a class of the core: their fields, properties and methods
-    are also those of the whole class, and override the core's.
+    """Flags of a feature that are added to a class of the core. The class gets the fields,
+    properties and methods, which override the core's.
 
     Attributes:
-        before: the field of the core that they precede in --help, or that of each, by their names;
-            None for the end.
+        before: core field that the flags precede in --help, for all of them or by flag. None is the
+            end.
     """
 
     before: ClassVar[str | Mapping[str, str] | None] = None
 
     @classmethod
     def of(cls, flags: Any) -> Self:
-        """The flags of the whole class, as those of this part."""
+        """Return the instance of the whole class, typed as this part."""
         assert isinstance(flags, cls), type(flags)
         return flags
 
 
 def with_parts(parts: Sequence[type[FlagPart]]) -> Callable[[type[C]], type[C]]:
-    """Decorator of a class of flags: the class with those of features."""
+    """Return a decorator that adds the flags of features to a flag class of the core."""
 
     def join(core: type[C]) -> type[C]:
         if not parts:

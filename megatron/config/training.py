@@ -1,4 +1,4 @@
-"""Training: batches, length, evaluation and precision."""
+"""Training flags: batch sizes, length, evaluation and precision."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ from megatron.config.layouts import StateDtypes
 from megatron.config.sections import with_parts
 
 LENGTHS = ("iters", "samples", "tokens")
-"""Units of the length of a run, as in ``--train-iters``."""
+"""Units in which the length of a run can be given, as in ``--train-iters``."""
 RUN_LENGTHS = tuple(f"train_{unit}" for unit in LENGTHS)
 """Fields that give the length of a run."""
 _FP16 = needs_value("fp16", refused=False)
 _SEEDS = Bounds(lambda value: 0 <= value < 1 << 32, "must be from 0 to 4,294,967,295")
-"""Seeds of NumPy's generators."""
+"""Bounds of the seeds that NumPy's generators accept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
     micro_batch_size: int | None = option(None, aliases=("--batch-size",), bounds=POSITIVE)
-    """Micro batch size: samples per forward pass of one data-parallel rank."""
+    """Micro batch size: number of samples per forward pass on one data-parallel rank."""
     global_batch_size: int | None = option(
         None, derived="micro-batch-size x data-parallel size", bounds=POSITIVE
     )
-    """Global batch size: samples per optimizer step over all ranks. What exceeds micro-batch-size x
-    data-parallel size is gradient accumulation."""
+    """Global batch size: number of samples per optimizer step over all ranks. If it exceeds
+    micro-batch-size x data-parallel size, gradients are accumulated."""
 
     def whole_batch(self, micro: int, replicas: int, resolver: ConfigResolver) -> int:
-        """The global batch size of micro batches of a size on ``replicas`` data-parallel ranks."""
+        """Return the global batch size for micro batches of ``micro`` samples on ``replicas``
+        data-parallel ranks."""
         how = "micro-batch-size x data-parallel size"
         return resolver.fill("global_batch_size", self.global_batch_size, micro * replicas, how)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Training:
-    """Values that need no resolving."""
+    """Fields shared by the flags and the resolved configuration."""
 
     train_iters: int | None = option(None, bounds=POSITIVE)
     """Length of the run in iterations (optimizer steps)."""
@@ -55,8 +56,8 @@ class _Training:
     """Length of the run in samples, instead of --train-iters."""
     train_tokens: int | None = option(None, bounds=POSITIVE)
     """Length of the run in tokens, instead of --train-iters. Together with --train-iters or
-    --train-samples it ends the run if it comes first, and the other number sizes the data, as in
-    Megatron-DeepSpeed."""
+    --train-samples, which then determine the size of the data, it ends the run if it is reached
+    first, as in Megatron-DeepSpeed."""
     seed: int = option(1234, bounds=_SEEDS)
     """Random seed of initial weights, data order and dropout."""
     eval_interval: int = option(1000, bounds=POSITIVE, role="course")
@@ -70,14 +71,14 @@ class _Training:
     exit_duration_in_mins: float | None = option(None, bounds=POSITIVE, role="course")
     """Save and exit after this many minutes."""
     kill_switch_file: str | None = option(None, role="course")
-    """Save and exit as soon as this file exists; a run does not start while it does."""
+    """Save and exit as soon as this file exists. A run does not start while it exists."""
     check_for_nan_in_loss_and_grad: bool = option(
         True, off="--no-check-for-nan-in-loss-and-grad", flag="--check-for-nan-in-loss-and-grad"
     )
-    """Stop when the loss is NaN or infinite; turned off, such steps are skipped and counted."""
+    """Stop when the loss is NaN or infinite. If turned off, such a step is skipped and counted."""
     max_skipped_steps: int = option(50, bounds=NOT_NEGATIVE, role="course")
-    """Number of steps in a row that may be skipped, as their gradients are not finite, until the
-    run ends; 0 for no limit."""
+    """Number of consecutive steps that may be skipped because their gradients are not finite before
+    the run ends; 0 for no limit."""
     explain_config: bool = option(False, role="course")
     """Print every value of the configuration with its origin, and exit."""
 
@@ -85,44 +86,44 @@ class _Training:
 @with_parts((*flag_parts("batch"), *flag_parts("training")))
 @dataclass(frozen=True, kw_only=True)
 class TrainingFlags(_Training, _Batch):
-    """Training: batches, length, evaluation, stops."""
+    """Training: batches, length, evaluation, exit conditions."""
 
     def iterations(self, lengths: Sequence[str], resolver: ConfigResolver) -> int | None:
-        """Value of ``--train-iters``; ``lengths`` are the flags with a length of the run, as
-        messages show them."""
+        """Return the run's length in iterations if a flag gives it. ``lengths`` are all given flags
+        for the length, as messages show them."""
         return self.train_iters
 
 
 @with_parts(flag_parts("training"))
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(_Training):
-    """Batches, length, evaluation, stops."""
+    """Resolved batch sizes, length, evaluation and exit conditions of a run."""
 
     micro_batch_size: int = 1
     global_batch_size: int = 1
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Numbers of samples of a step, in the order of the run."""
+        """Global batch sizes in samples, in the order in which the run uses them."""
         return (self.global_batch_size,)
 
     @property
     def length(self) -> tuple[str, int | None]:
-        """The unit of the run's length, one of :data:`LENGTHS`, and the number of them; None where
-        nothing is trained. Of two numbers, not ``--train-tokens``: the length of the data."""
+        """Unit of the run's length, one of :data:`LENGTHS`, and the length (None if nothing is
+        trained). If several are given, other units take precedence over tokens."""
         numbers = {unit: getattr(self, f"train_{unit}") for unit in LENGTHS}
         return next(((unit, n) for unit, n in numbers.items() if n is not None), ("iters", None))
 
     @property
     def tokens_end_the_run(self) -> bool:
-        """True if ``--train-tokens`` is given together with another length."""
+        """True if ``--train-tokens`` is given in addition to another length."""
         return self.train_tokens is not None and self.length[0] != "tokens"
 
 
 def resolve_training(
     flags: TrainingFlags, replicas: int, resolver: ConfigResolver
 ) -> TrainingConfig:
-    """Completes batches and length for ``replicas`` data-parallel ranks."""
+    """Resolve batch sizes and length for ``replicas`` data-parallel ranks. Raises ConfigError."""
     json_key = "train_micro_batch_size_per_gpu in DeepSpeed's JSON"
     (micro,) = resolver.require(json_key, micro_batch_size=flags.micro_batch_size)
     samples = micro * replicas
@@ -166,14 +167,14 @@ class PrecisionConfig:
     bf16: bool = option(False, role="layout")
     """Train in bfloat16, with float32 main weights."""
     loss_scale: float | None = option(None, derived="dynamic", bounds=NOT_NEGATIVE)
-    """fp16: static loss scale; 0 is a dynamic one, as without the flag. A DeepSpeed JSON with an
-    fp16 section that has no loss_scale, or 0, sets a dynamic one instead."""
+    """fp16: static loss scale; 0, like the default, means dynamic loss scaling. An fp16 section in
+    the DeepSpeed JSON whose loss_scale is missing or 0 overrides this with dynamic loss scaling."""
     initial_loss_scale: float = option(2.0**32, needs=_FP16)
     """fp16: initial dynamic loss scale, a power of two."""
     min_loss_scale: float = option(1.0, aliases=("--min-scale",), bounds=POSITIVE, needs=_FP16)
     """fp16: lowest dynamic loss scale."""
     loss_scale_window: int = option(1000, bounds=POSITIVE, needs=_FP16)
-    """fp16: iterations without overflow after which the dynamic loss scale doubles."""
+    """fp16: number of iterations without overflow after which the dynamic loss scale is doubled."""
     hysteresis: int = option(2, bounds=POSITIVE, needs=_FP16)
     """fp16: number of overflows before the dynamic loss scale is halved."""
     accumulate_allreduce_grads_in_fp32: bool = option(False, aliases=("--fp32-allreduce",))
@@ -182,7 +183,7 @@ class PrecisionConfig:
 
     @property
     def states(self) -> StateDtypes | None:
-        """Return a description of how the optimizer's states are stored; None for float32."""
+        """Dtypes of main weights and Adam's moments; None if they are separate float32 tensors."""
         return None
 
     def _check_scale(self, resolver: ConfigResolver) -> None:
@@ -200,7 +201,7 @@ class PrecisionConfig:
             resolver.notes.append(message)
 
     def check(self, zero_stage: int, resolver: ConfigResolver) -> None:
-        """Refuses values that contradict each other, and notes flags without effect."""
+        """Raise ConfigError on contradictions, and add notes about flags without effect."""
         resolver.check(not (self.fp16 and self.bf16), "--fp16 contradicts --bf16")
         self._check_scale(resolver)
         resolver.check(

@@ -1,1 +1,1 @@
-"""From token files on disk to micro batches: indexed files, sample order, blends, loader."""
+"""Data pipeline from indexed files to micro batches: sample order, blending, and loading."""

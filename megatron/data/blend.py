@@ -1,7 +1,8 @@
 """Weighted blends of datasets, in Megatron's order.
 
-Sample i comes from the dataset d with the largest weight_d * max(i, 1) - taken_d, the first one on
-a tie. The rule is sequential by definition: a loop, compiled if numba is installed.
+Sample i is taken from the dataset d with the largest weight_d * max(i, 1) - taken_d, where taken_d
+is the number of samples already taken from d. On a tie the first dataset wins. The loop over
+samples is compiled if numba is installed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy as np
 from megatron.data.index_cache import IndexCache, StoredArrays, find_numba
 from megatron.data.samples import Piece, SampleDataset, checked_index
 
-# Part of every cache entry's name: raise it when the meaning of the arrays changes.
+# Part of each cache entry's name. Increment it when the meaning of the arrays changes.
 INDEX_VERSION = 1
-# Each dataset is built slightly larger than its share, as in Megatron.
+# Each dataset is built slightly larger than its share requires, as in Megatron.
 SAFETY_MARGIN = 1.005
-# Below this many comparisons the plain loop is faster than importing numba.
+# Number of comparisons below which the plain loop is faster than importing numba.
 _WORTH_COMPILING = 200_000
 
 Sample_co = TypeVar("Sample_co", covariant=True)
@@ -41,7 +42,7 @@ class BlendedDataset(Generic[Sample_co]):
         cache: IndexCache,
         name: str,
     ) -> BlendedDataset[Sample_co]:
-        """Blend `parts` by `weights`, which sum to 1, into `num_samples` samples."""
+        """Blend the datasets `parts` into `num_samples` samples, with `weights` that sum to 1."""
         assert len(parts) == len(weights)
         depends_on = {"version": INDEX_VERSION, "weights": list(weights), "samples": num_samples}
 
@@ -75,20 +76,20 @@ class BlendedDataset(Generic[Sample_co]):
 
 
 def normalised_weights(weights: Sequence[float], flag: str) -> list[float]:
-    """Weights that sum to 1. Raises ValueError, which names `flag`, if one is not a finite number
-    above 0."""
+    """Return the weights scaled to a sum of 1. Raises ValueError, which names `flag`, if the list
+    is empty or a weight is not a finite number above 0."""
     bad = [weight for weight in weights if not (0 < weight < math.inf)]
     if bad or not weights:
         raise ValueError(
             f"{flag}: the weight {bad[0] if bad else 'list'} is not a finite number above 0; "
             "leave out a dataset that is not wanted"
         )
-    total = functools.reduce(operator.add, weights)  # sum() rounds differently from Python 3.12 on
+    total = functools.reduce(operator.add, weights)  # sum() rounds differently since Python 3.12
     return [weight / total for weight in weights]
 
 
 def part_samples(num_samples: int, weight: float) -> int:
-    """Samples to build of a dataset with the share `weight` of `num_samples`."""
+    """Return the number of samples to build from a dataset with the share `weight` in a blend."""
     return math.ceil(num_samples * weight * SAFETY_MARGIN)
 
 
@@ -97,10 +98,10 @@ def _sample_dtype(num_samples: int) -> np.dtype:
 
 
 def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Dataset number, int16[num_samples], and sample number in it, uint32 (int64 from 2**32
-    samples), for each sample of the blend."""
+    """Return, for each sample of the blend, the index of its dataset, int16[num_samples], and its
+    index in that dataset, uint32[num_samples] (int64 from 2**32 samples)."""
     shares = np.asarray(weights, np.float64)
-    # Normalised a second time, as in Megatron: the last bit of a weight can decide a tie.
+    # Normalised again, as in Megatron: the last bit of a weight can decide a tie.
     shares = shares / shares.sum()
     dataset = np.empty(num_samples, np.int16)
     sample = np.empty(num_samples, _sample_dtype(num_samples))

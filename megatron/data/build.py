@@ -1,4 +1,4 @@
-"""The training, validation and test samples of a run, from the files that its flags name."""
+"""Training, validation and test samples of a run, built from the files that its flags name."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class Datasets(NamedTuple):
-    """Samples by part; validation and test may have several sets, by name. A part without wanted
-    samples, or without documents by the split, is None or empty."""
+    """Datasets by split. Validation and test may have several, by name. A split is None or empty if
+    no samples are requested or it contains no documents."""
 
     train: SampleDataset[Any] | None
     valid: Mapping[str, SampleDataset[Any]]
@@ -31,7 +31,7 @@ class Datasets(NamedTuple):
 
 class SourceReader(NamedTuple):
     open: Callable[[str, DataSource], Documents]
-    """Opens one path of a source; ValueError and OSError name files that cannot be used."""
+    """Function that opens one path of a source. ValueError or OSError names an unusable file."""
     recipe: SampleRecipe[Any]
 
 
@@ -42,22 +42,22 @@ class Chosen(NamedTuple):
 
 
 class Portion(NamedTuple):
-    """The documents of a file that belong to a part of the data."""
+    """Documents of a file that belong to one split of the data."""
 
     source: DataSource
     path: str
     documents: Documents
-    """All of the file."""
+    """All documents of the file."""
     units: range
-    """Numbers of the documents in the part."""
+    """Indices of the split's units: documents or sequences, see `SampleRecipe.units`."""
     weight: float
-    """Weight of the file in its blend; they sum to 1."""
+    """Weight of the file in its blend. The weights in a blend sum to 1."""
     total: int
-    """Units of the whole file."""
+    """Number of units in the whole file."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of the documents; where several sequences are a unit, the share of the file's."""
+        """Number of tokens in the split's units. An estimate if units have several sequences."""
         lengths = self.documents.sequence_lengths
         if self.total == len(lengths):
             return int(lengths[self.units.start : self.units.stop].sum(dtype="int64"))
@@ -65,28 +65,28 @@ class Portion(NamedTuple):
 
 
 class PortionSize(NamedTuple):
-    """Tokens of a portion, and the weight of its file."""
+    """Number of tokens in a :class:`Portion`, and the weight of its file."""
 
     weight: float
     tokens: int
 
 
 class DataFile(NamedTuple):
-    """A file that a part of the data was made of."""
+    """File that a split of the data is built from."""
 
     part: str
-    """Such as ``train``, or ``valid`` and the name of the set."""
+    """Name of the split, such as ``train``, or ``valid`` followed by the name of the set."""
     path: str
     weight: float | None
     share: Sequence[float]
-    """The range of its documents, as fractions."""
+    """Range of the file's documents that is used, as fractions."""
     content: Mapping[str, int | str]
-    """Values that differ between versions of the file, independent of its location."""
+    """Values that identify the file's content, independently of its path."""
 
 
 def content_of_files(path: str) -> Mapping[str, int | str]:
-    """Return the size, number and digest of files that are tokenized while training, as
-    :meth:`IndexedDataset.content` of indexed ones."""
+    """Return the size, number and digest of files that are tokenized during training. Counterpart
+    of :meth:`IndexedDataset.content`."""
     files = expand(path, READ_IN_PLACE)
     blocks = max(2, 128 // len(files))
     return {
@@ -98,21 +98,21 @@ def content_of_files(path: str) -> Mapping[str, int | str]:
 
 @dataclass(frozen=True)
 class DatasetBuilder:
-    """Builds datasets, without a GPU or a process group. `readers` makes the reader of each kind of
-    source when the first one is met, and may raise ValueError for flags of that kind; without
-    `cache_path`, index arrays are stored next to the data."""
+    """Builder of datasets. Needs neither a GPU nor a process group. `readers` creates the reader
+    for each kind of source when it is first needed, and may raise ValueError for that kind's flags.
+    Without `cache_path`, index arrays are stored next to the data."""
 
     readers: Mapping[str, Callable[[], SourceReader]]
     cache_path: str | None = None
     exact: bool = False
-    """Recipes yield all training samples of some epochs, however many are needed."""
+    """True if recipes return all training samples in a fixed number of epochs."""
     _made: dict[str, SourceReader] = field(default_factory=dict)
     _opened: dict[tuple[str, str, str | None], Documents] = field(default_factory=dict)
     _contents: dict[str, Mapping[str, int | str]] = field(default_factory=dict)
 
     def datasets(self, parts: Parts, sample_counts: tuple[int, int, int]) -> Datasets:
-        """All samples of a run; `sample_counts` are those wanted for training, and for each set of
-        validation and test. Raises ValueError or OSError for files that cannot be used."""
+        """Return all datasets of a run. `sample_counts` are the samples needed for training, per
+        validation set and per test set. Raises ValueError or OSError for unusable files."""
         for_train, *for_held_out = sample_counts
         if for_train and parts.train is None:
             raise ValueError(
@@ -133,51 +133,44 @@ class DatasetBuilder:
     def samples(
         self, blend: Blend, part: str, num_samples: int, name: str | None = None
     ) -> SampleDataset[Any] | None:
-        """The samples of one blend; None if no samples are wanted or no file has documents for the
-        part. Files without any are left out with a warning: the default split does that to the test
-        part of a small corpus, which should still train. Errors: see :meth:`datasets`."""
+        """Return the samples of one blend, or None if none are requested or no file has documents
+        in the split. A file without any is an error, except that --split may leave validation or
+        test empty, with a warning, so that a small corpus trains. Raises like :meth:`datasets`."""
         if not num_samples:
             return None
-        groups = self._chosen(blend, part)
-        chosen = list(chain.from_iterable(groups))
-        if not chosen:
+        weighed = self._weighed(blend, part)
+        if not weighed:
             return None
         name = part if name in (None, part) else f"{part}-{name}"
         if blend.is_plain:
-            return self._single(chosen[0], num_samples, name)
-        weights = normalised_weights(self._weights(blend.flag, groups), blend.flag)
+            return self._single(weighed[0][0], num_samples, name)
+        weights = [weight for _, weight in weighed]
         samples = [
-            self._single(each, part_samples(num_samples, weight), name)
-            for each, weight in zip(chosen, weights, strict=True)
+            self._single(chosen, part_samples(num_samples, weight), name)
+            for chosen, weight in weighed
         ]
         if self.exact and part == TRAINING:
             pairs = zip(samples, weights, strict=True)
             num_samples = max(1, min(int((len(each) - 1) / weight) for each, weight in pairs))
-        cache = IndexCache.next_to(chosen[0].path, self.cache_path)
+        cache = IndexCache.next_to(weighed[0][0].path, self.cache_path)
         return BlendedDataset.build(samples, weights, num_samples, cache, name)
 
     def portions(self, blend: Blend, part: str) -> list[Portion]:
-        """Return the sources of the samples of a part of one blend, file by file. Errors: see
-        :meth:`datasets`."""
-        groups = self._chosen(blend, part)
-        chosen = list(chain.from_iterable(groups))
-        weights = [1.0] * len(chosen)
-        if not blend.is_plain:
-            weights = normalised_weights(self._weights(blend.flag, groups), blend.flag)
+        """Return a blend's documents in one split, file by file. Raises like :meth:`datasets`."""
         return [
             Portion(
-                each.source,
-                each.path,
-                self._documents(each.source, each.path),
-                each.units,
+                source,
+                path,
+                self._documents(source, path),
+                units,
                 weight,
-                self._total(each.source, each.path),
+                self._total(source, path),
             )
-            for each, weight in zip(chosen, weights, strict=True)
+            for (source, path, units), weight in self._weighed(blend, part)
         ]
 
     def contents(self, parts: Parts) -> list[DataFile]:
-        """The files that have been opened for a run, with digests of what is in them."""
+        """Return the files that have been opened for a run, with digests of their contents."""
         files = []
         train = {} if parts.train is None else {PARTS[0]: parts.train}
         for part, blends in zip(PARTS, (train, parts.valid, parts.test), strict=True):
@@ -200,7 +193,7 @@ class DatasetBuilder:
         return self._contents[path]
 
     def _chosen(self, blend: Blend, part: str) -> list[list[Chosen]]:
-        """The files of each source that have documents for the part."""
+        """Return, for each source, the files that have documents in the split."""
         groups = []
         for source in blend.sources:
             files = []
@@ -212,11 +205,20 @@ class DatasetBuilder:
                 problem = self._why_empty(blend, part, source, path)
                 if part == "train" or blend.split is None:
                     raise ValueError(problem)
-                tell = logger.warning if is_main_process() else logger.debug  # all see the same
+                tell = logger.warning if is_main_process() else logger.debug  # same on every rank
                 tell(problem)
             if files:
                 groups.append(files)
         return groups
+
+    def _weighed(self, blend: Blend, part: str) -> list[tuple[Chosen, float]]:
+        """Return the files that have documents in the split, with weights that sum to 1."""
+        groups = self._chosen(blend, part)
+        chosen = list(chain.from_iterable(groups))
+        if blend.is_plain or not chosen:
+            return [(each, 1.0) for each in chosen]
+        weights = normalised_weights(self._weights(blend.flag, groups), blend.flag)
+        return list(zip(chosen, weights, strict=True))
 
     def _single(self, chosen: Chosen, num_samples: int, name: str) -> SampleDataset[Any]:
         source, path, units = chosen
@@ -275,7 +277,7 @@ class DatasetBuilder:
         )
 
     def _weights(self, flag: str, groups: Sequence[Sequence[Chosen]]) -> list[float]:
-        """The weight of each file: its source's, divided in proportion to tokens."""
+        """Return the weight of each file: its source's weight, divided in proportion to tokens."""
         missing = [files[0].path for files in groups if files[0].source.weight is None]
         if missing and len(missing) < len(groups):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Sources of data, and the files of a path."""
+"""Data sources, and the expansion of a path to its files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.config import ConfigError
 
 INDEXED = "indexed"
 READ_IN_PLACE = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".tfrecord", ".tfrecords")
-"""Endings of files in a folder of data that is not indexed."""
+"""File name suffixes that are read from a folder of data that is not indexed."""
 
 
 def _nothing() -> None:
@@ -20,25 +20,25 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class DataSource:
-    """Files of one kind, which share a weight in proportion to their tokens."""
+    """Files of one kind that share one weight, divided among them in proportion to their tokens."""
 
     paths: tuple[str, ...]
-    """Prefixes of indexed files, or files."""
+    """Prefixes of indexed files, or paths of other files."""
     kind: str = INDEXED
-    """Name of the `SourceReader` that reads them."""
+    """Key of the `SourceReader` for the files in `DatasetBuilder.readers`."""
     weight: float | None = None
-    """Relative to the other weights of a blend; None: its number of tokens."""
+    """Weight relative to the blend's other sources; None to weight by the number of tokens."""
     share: tuple[float, float] = (0.0, 1.0)
-    """Range of its documents that is used, in fractions of their number."""
+    """Range of the documents that is used, as fractions of their number."""
     text_key: str | None = None
-    """Key of the text in JSON; None: the one of the flags."""
+    """JSON key of the text; None for the key that the flags select."""
     make: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
-    """Called before the files are opened: writes them if they are a copy that does not exist."""
+    """Function called before the files are opened, to create local copies that do not exist."""
 
 
 def parse_range(first: str, last: str, where: str) -> tuple[float, float]:
-    """A range of documents in fractions of their number; a missing end is 0 or 1. Raises
-    ConfigError, whose message begins with `where`, if it is not a range."""
+    """Return a range of documents as fractions of their number. An empty `first` means 0, an empty
+    `last` 1. Raises ConfigError, whose message begins with `where`, if the range is malformed."""
     try:
         start, end = float(first or 0), float(last or 1)
     except ValueError:
@@ -52,8 +52,8 @@ def parse_range(first: str, last: str, where: str) -> tuple[float, float]:
 
 
 def expand(pattern: str, endings: Sequence[str]) -> list[Path]:
-    """The sorted files of a path: a file, a folder (its files at any depth with one of some
-    endings), or a glob; FileNotFoundError if without any, ValueError for a URL."""
+    """Return the sorted files for a path: a file, a folder (files at any depth that end in one of
+    `endings`), or a glob. Raises FileNotFoundError if none is found, and ValueError for a URL."""
     if "://" in pattern:
         raise ValueError(
             f"{pattern} is a URL; only .bin/.idx files can be read from URLs, by --data-path and "

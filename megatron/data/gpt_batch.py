@@ -1,6 +1,6 @@
-"""Batches of GPT samples: how sequences share samples, and how samples are collated.
+"""GPT batches: packing of sequences into samples, and collation of samples.
 
-Shape suffixes: B micro batch, S sequence, T the S + 1 tokens of a sample.
+Shape suffixes: B micro batch, S sequence, T = S + 1 tokens of a sample.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from megatron.util.digests import hash64
 def best_fit(
     lengths: npt.NDArray[np.integer], order: npt.NDArray[np.int64], capacity: int
 ) -> npt.NDArray[np.int64]:
-    """The number of the sample, from 0, of each sequence in `order`: the fullest one with space for
-    all of it, else a new one. `lengths` has those of every sequence, none above `capacity` tokens.
+    """Pack sequences by best fit: put each one into the fullest sample with enough free space, else
+    into a new one. Return the sample index of each sequence in `order`. `lengths` covers all
+    sequences, none longer than `capacity` tokens.
 
-    Best fit needs at most 1.7 times the fewest samples possible (Johnson et al. 1974); on lengths
-    of instruction data it is within a few percent. In a random order, unlike one by length, samples
-    are random mixtures and no epoch repeats those of another.
+    Best fit needs at most 1.7 times the minimum number of samples (Johnson et al. 1974), and on
+    instruction data only a few percent more than it. In a random order, unlike sorted by length,
+    samples are random mixtures, and no epoch repeats the samples of another.
     """
-    open_samples: list[list[int]] = [[] for _ in range(capacity + 1)]  # by their free space
-    spaces = 0  # bit s is set where a sample has space for s tokens: shifts find the next in C
+    open_samples: list[list[int]] = [[] for _ in range(capacity + 1)]  # indexed by free space
+    spaces = 0  # bit s is set if a sample has s free tokens; shifts make the search fast
     sample_of = np.empty(len(order), np.int64)
     samples = 0
     for place, length in enumerate(lengths[order].tolist()):
@@ -53,13 +54,13 @@ def best_fit(
 
 
 def positions_within(document_ids_BS: Tensor) -> Tensor:
-    """int64 [B, S]: positions that restart where the id (int64) changes."""
+    """Return position ids, int64 [B, S], that restart where the document id changes."""
     last_B1 = document_ids_BS[:, -1:]
     return restarting_positions(document_ids_BS.diff(append=last_B1 + 1) != 0)
 
 
 def restarting_positions(is_last_BS: Tensor) -> Tensor:
-    """int64 [B, S]: positions that restart after each last token of a sequence (bool)."""
+    """Return position ids, int64 [B, S], that restart after each True in ``is_last_BS``."""
     positions_S = torch.arange(is_last_BS.shape[1], device=is_last_BS.device)
     start_BS = torch.zeros_like(is_last_BS, dtype=torch.int64)
     start_BS[:, 1:] = torch.where(is_last_BS[:, :-1], positions_S[1:], 0)
@@ -67,43 +68,43 @@ def restarting_positions(is_last_BS: Tensor) -> Tensor:
 
 
 def share_within_documents(document_ids_BS: Tensor, length: int) -> Tensor:
-    """float32 scalar on the device: of the pairs of tokens in sequences of ``length`` tokens the
-    share within documents, the sum of their squared lengths over that of the sequences; in shorter
-    sequences relative to as many tokens."""
-    pairs = 2 * positions_within(document_ids_BS) + 1  # add up to l^2 over l tokens
+    """Return the fraction of token pairs that are within one document, a float32 scalar on the
+    device: the sum of the documents' squared lengths, divided by the same sum if the tokens formed
+    sequences of ``length`` tokens without document boundaries."""
+    pairs = 2 * positions_within(document_ids_BS) + 1  # sums to l^2 over l tokens
     return pairs.sum(dtype=torch.float32) / (document_ids_BS.numel() * length)
 
 
 class GPTBatch(NamedTuple):
     tokens_BS: Tensor
-    """Input, int64."""
+    """Input tokens, int64."""
     labels_BS: Tensor
-    """The token after each input token, int64."""
+    """Token after each input token, int64."""
     loss_mask_BS: Tensor
     """1.0 where the loss counts, else 0.0; float32."""
     position_ids_BS: Tensor | None
-    """int64; None if they are 0 to S - 1."""
+    """Position ids, int64; None for 0 to S - 1."""
     document_ids_BS: Tensor | None
-    """int64; a token attends to equal ids only. None if it attends across documents."""
+    """Document ids, int64: tokens attend to equal ids only. None for attention across documents."""
     positions_BP: Tensor | None = None
-    """Positions where loss_mask_BS is not 0, ascending, then positions where it is; int64. The head
-    needs no others. None for all. Those of examples are [1, P], of all rows one after another."""
+    """Positions for which the head computes logits, int64: those where loss_mask_BS is not 0 first,
+    ascending. None for all. With instructions, [1, P] indices into the flattened B * S tokens."""
     choices_BK: Tensor | None = None
-    """Labels to score instead of labels_BS, at the last K of positions_BP; int64."""
+    """Labels to score instead of labels_BS at the last K of positions_BP, int64."""
     weights_2: Tensor | None = None
-    """Weights of the batch among those of a step, float64: of its loss, and of its tokens whose
-    loss counts. As collated they are sums; once the whole step is known, relative to the mean over
-    its micro batches on all ranks."""
+    """Weights within a step, float64: of the batch's loss, and of its number of tokens in the loss.
+    Collation stores sums. Once the whole step is known, they are divided by their mean over the
+    step's micro batches on all ranks."""
     keys_B: Tensor | None = None
-    """Digest of each sample, int64, for what is kept of samples; None where nothing is."""
+    """Digest of each sample, int64: the key for storing its results. None if nothing is stored."""
 
     @classmethod
     def scoring(
         cls, texts: Sequence[ScoredText], length: int, longest: int | None = None
     ) -> GPTBatch:
-        """Texts in which the tokens of the continuations are to be scored, padded on the right,
-        where no other token sees it. Padding after the ``longest`` positions of a model has the
-        last of them."""
+        """Return a batch of texts whose continuations are scored. Rows are padded on the right,
+        where no token sees the padding. Position ids beyond a model's ``longest`` positions, which
+        only padding has, are clamped to the last one."""
         rows = [np.concatenate((text.context, text.continuation)) for text in texts]
         tokens_BS = padded([row[:-1] for row in rows], length)
         labels_BS = padded([row[1:] for row in rows], length)
@@ -136,8 +137,8 @@ class GPTBatch(NamedTuple):
 
     @classmethod
     def ended(cls, rows: Sequence[np.ndarray], length: int) -> GPTBatch:
-        """Whole texts, padded on the right, for a head that reads each one's last token: the only
-        position that counts."""
+        """Return a batch of whole texts, padded on the right, for a head that reads each text's
+        last token. Only this position counts in the loss mask, and labels are all 0."""
         last_B1 = np.array([[len(row) - 1] for row in rows])
         loss_mask_BS = np.zeros((len(rows), length), np.float32)
         np.put_along_axis(loss_mask_BS, last_B1, 1.0, axis=1)
@@ -158,7 +159,7 @@ class GPTBatch(NamedTuple):
         )
 
     def shortened(self, seq_length: int) -> GPTBatch:
-        """The first ``seq_length`` tokens of every sample."""
+        """Return the batch with every sample cut to its first ``seq_length`` tokens."""
         assert self.tokens_BS.shape[1] >= seq_length
         assert self.positions_BP is None and self.weights_2 is None
         return GPTBatch._make(
@@ -167,8 +168,8 @@ class GPTBatch(NamedTuple):
         )
 
     def lengthened(self, seq_length: int) -> GPTBatch:
-        """With padding after every sample, up to ``seq_length`` tokens: the last token again,
-        without a loss, in no document of the sample's."""
+        """Return the batch with every sample padded to ``seq_length`` tokens. Padding repeats the
+        last token, does not count in the loss, and forms a document of its own."""
         missing = seq_length - self.tokens_BS.shape[1]
         if not missing:
             return self
@@ -179,7 +180,7 @@ class GPTBatch(NamedTuple):
             documents_BS = torch.cat((documents_BS, last_B1.expand(-1, missing)), dim=1)
         positions_BS = self.position_ids_BS
         if positions_BS is not None:
-            # From 0 as after every document, so that none is above those that the model has.
+            # From 0, as in any new document, so that no position exceeds the model's maximum.
             new_S = torch.arange(missing, device=positions_BS.device)
             positions_BS = torch.cat((positions_BS, new_S.expand(len(positions_BS), -1)), dim=1)
         tokens_BS, labels_BS = (
@@ -202,21 +203,21 @@ class GPTBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class GPTCollator:
-    """Stacks samples, int64[S + 1], into a GPTBatch, whose positions, attention and loss follow
-    from end-of-document tokens and the flags. ValueError if a flag needs the end-of-document token
-    and the tokenizer has none."""
+    """Collator of samples, int64[S + 1], into a GPTBatch. The flags determine how end-of-document
+    tokens affect positions, attention and loss. Raises ValueError if a flag needs the
+    end-of-document token and the tokenizer does not have one."""
 
     eod_token: int | None = None
     reset_position_ids: bool = False
-    """Positions restart after each end-of-document token."""
+    """Restart positions after each end-of-document token."""
     reset_attention_mask: bool = False
-    """Attention stays within a document, including its end-of-document token."""
+    """Limit attention to a document, including its end-of-document token."""
     eod_mask_loss: bool = False
-    """No loss where the input is the end-of-document token."""
+    """Compute no loss where the input is the end-of-document token."""
     pad_token: int | None = None
-    """No loss where the label is this token; None for samples without padding."""
+    """Token whose prediction does not count in the loss; None for samples without padding."""
     identifies: bool = False
-    """True if batches have ``keys_B``."""
+    """True if batches must have ``keys_B``."""
 
     def __post_init__(self) -> None:
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
@@ -249,10 +250,10 @@ class GPTCollator:
 
 
 def key_of(*parts: np.ndarray) -> int:
-    """Return the key of a sample: 63 bits of the digest of what a model reads of it."""
+    """Return a sample's key: 63 bits of the digest of the arrays that a model reads."""
     return hash64(b"".join(np.asarray(part, np.int64).tobytes() for part in parts)) >> 1
 
 
 def _document_ids(is_eod_BS: Tensor) -> Tensor:
-    """Number of end-of-document tokens strictly before each position."""
+    """Return the number of end-of-document tokens strictly before each position."""
     return is_eod_BS.cumsum(dim=1) - is_eod_BS.long()

@@ -1,8 +1,8 @@
 """GPT samples, in Megatron's order (mid 2023): S + 1 tokens each from one stream of documents.
 
-The documents of one split, repeated for as many epochs as the wanted samples need and shuffled,
-form one stream of tokens. Sample i covers the s + 1 tokens from token i * s of the stream on, so
-that neighbours share one token; a shuffle of the sample numbers decides when each is read.
+The documents of one split are repeated for as many epochs as needed, shuffled, and concatenated
+into one stream of tokens. Sample i has the s + 1 tokens that start at token i * s, so neighbouring
+samples share one token. A shuffle of the sample indices determines the order of reading.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import numpy.typing as npt
 from megatron.data.index_cache import Blocks, IndexCache, Layout, StoredArrays, find_numba
 from megatron.data.samples import TRAINING, Documents, Piece, check_ids, checked_index
 
-# Shorter arrays are shuffled before numba has compiled anything.
+# For shorter arrays, compiling with numba takes longer than shuffling.
 _WORTH_COMPILING = 1 << 25
 _DRAWN_AT_ONCE = 1 << 16
 
 
 def shuffle(rng: np.random.RandomState, array: np.ndarray) -> None:
-    """Shuffle a contiguous 1-D array in place; array and generator end as after rng.shuffle."""
-    worth = _WORTH_COMPILING <= len(array) <= 1 << 32  # beyond that NumPy draws 64-bit numbers
+    """Shuffle a contiguous 1-D array in place; array and `rng` end as after rng.shuffle(array)."""
+    worth = _WORTH_COMPILING <= len(array) <= 1 << 32  # above, NumPy draws 64-bit numbers
     numba = find_numba() if worth else None
     if numba is None:
         rng.shuffle(array)
@@ -47,7 +47,7 @@ def shuffle(rng: np.random.RandomState, array: np.ndarray) -> None:
         last -= count
         if used == len(numbers):
             state = generator.state
-        else:  # only the last time
+        else:  # last pass
             generator.state = state
             generator.random_raw(used, output=False)
             state = generator.state
@@ -60,8 +60,8 @@ def _compiled(numba: ModuleType) -> tuple[Callable[..., tuple[int, int]], Callab
 
 
 def _draw(numbers: np.ndarray, last: int, chosen: np.ndarray) -> tuple[int, int]:
-    """Fill `chosen` with the j of i = last, last - 1 ...; return the numbers used and the number of
-    j drawn."""
+    """Fill `chosen` with the swap partners j of i = last, last - 1, ... Return the number of random
+    numbers consumed and the number of partners drawn."""
     used, count, i = 0, 0, last
     mask = np.uint64(0)
     while i >= 1 and used < len(numbers):
@@ -87,14 +87,14 @@ def _swap(array: np.ndarray, last: int, chosen: np.ndarray) -> None:
         i -= 1
 
 
-# Part of every cache entry's name: raise it when the meaning of the arrays changes.
+# Part of each cache entry's name. Increment it when the meaning of the arrays changes.
 INDEX_VERSION = 1
-# If less than this share of the last epoch is needed, it is shuffled separately.
+# The last epoch is shuffled separately if less than this fraction of it is needed.
 SEPARATE_LAST_EPOCH_BELOW = 0.80
-# Largest numbers that are stored in 32 bits, as in Megatron; larger ones need 64.
+# Limits up to which values are stored in 32 bits, as in Megatron; larger ones need 64 bits.
 MOST_INT32 = 2**31 - 1
 SAMPLES_IN_INT64 = 2**32 - 2
-# Blocks that fit a processor's cache: 4 times as fast as 2**22.
+# Block sizes that fit into CPU caches: 4 times as fast as 2**22.
 _DOCUMENTS_AT_ONCE = 1 << 15
 _ROWS_AT_ONCE = 1 << 17
 MEAN_MOCK_DOCUMENT = 64
@@ -102,17 +102,17 @@ MEAN_MOCK_DOCUMENT = 64
 
 @dataclass(frozen=True)
 class GPTRecipe:
-    """Samples of seq_length + 1 tokens, in Megatron's order. As in Megatron, every sequence of a
-    file is treated as a document."""
+    """Recipe for samples of seq_length + 1 tokens in Megatron's order. As in Megatron, every
+    sequence in a file is treated as a document."""
 
     seq_length: int
-    """Tokens of a sample that the model reads."""
+    """Number of input tokens per sample."""
     seed: int
     """Seed of the shuffles."""
     vocab_size: int | None = None
-    """Above the ids that samples may have; None: they are not checked."""
+    """Upper bound (exclusive) on the token ids in samples; None if they are not checked."""
     exact_epochs: int | None = None
-    """Epochs of the training samples, however many are requested."""
+    """Number of epochs of training samples, whatever number is requested; None to derive it."""
 
     def units(self, documents: Documents) -> int:
         return len(documents)
@@ -120,9 +120,9 @@ class GPTRecipe:
     def build(
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> GPTDataset:
-        """At least `num_samples` samples of the sequences `units`; see `SampleRecipe.build`. Raises
-        ValueError if the documents have no tokens, their index is damaged, or memory has no room
-        for the index of so many samples."""
+        """Return at least `num_samples` samples from the sequences `units`; see
+        `SampleRecipe.build`. Raises ValueError if the documents have no tokens, their index is
+        damaged, or the sample index would not fit into memory."""
         lengths = documents.sequence_lengths
         if not lengths[units.start : units.stop].any():
             raise ValueError(
@@ -162,7 +162,7 @@ class GPTRecipe:
 
 
 class GPTDataset:
-    """Samples of seq_length + 1 tokens, int64[S + 1]; made by `GPTRecipe.build`."""
+    """Samples of seq_length + 1 tokens, int64[S + 1], built by `GPTRecipe.build`."""
 
     def __init__(
         self,
@@ -198,8 +198,8 @@ class GPTDataset:
         ]
 
     def _parts(self, index: int) -> list[tuple[int, int, int]]:
-        """(sequence, first token, number of tokens) of each part of a sample; ValueError where the
-        index is damaged, which opening checks in part only."""
+        """Return (sequence, first token, number of tokens) for each sequence that a sample uses.
+        Raises ValueError if the index is damaged, as opening checks only some entries."""
         samples, order = self._index["sample_index"], self._index["document_index"]
         lengths = self.documents.sequence_lengths
         row = int(self._index["shuffle_index"][index])
@@ -224,26 +224,25 @@ class GPTDataset:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Passes over the documents that give the requested samples."""
+    """Number of passes over the documents, and the samples that they contain."""
 
     epochs: int
     total_samples: int
-    """Number of samples in all epochs together, at least the requested number."""
+    """Number of samples in all epochs, at least the requested number unless epochs are exact."""
     separate_from: int | None
-    """First sample of a last epoch that is shuffled separately; None if it is not."""
+    """Index of the last epoch's first sample if that epoch is shuffled separately, else None."""
 
 
 def plan_epochs(
     tokens_per_epoch: int, seq_length: int, num_samples: int, exact_epochs: int | None = None
 ) -> EpochPlan:
-    """The smallest number of epochs that gives `num_samples` samples of `seq_length` + 1 tokens,
-    or, however many are wanted, `exact_epochs`, which are shuffled together; ValueError without
-    tokens."""
+    """Return the plan with the fewest epochs that contain `num_samples` samples, or with exactly
+    `exact_epochs`, all shuffled together. Raises ValueError if there are no tokens."""
     if tokens_per_epoch <= 0:
         raise ValueError("the documents have no tokens")
 
     def samples_in(tokens: int) -> int:
-        return (tokens - 1) // seq_length  # neighbours share a token: one more than s * samples
+        return (tokens - 1) // seq_length  # neighbours share a token: n samples need s * n + 1
 
     if exact_epochs is not None:
         return EpochPlan(exact_epochs, samples_in(exact_epochs * tokens_per_epoch), None)
@@ -259,20 +258,21 @@ def plan_epochs(
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """The tokens of every sample: three arrays, described by `layout` and built by `arrays`.
+    """Three arrays that locate every sample's tokens, described by `layout`, built by `arrays`.
 
     document_index: sequence numbers in reading order, int32[epochs * documents] (int64 from 2**31
         sequences).
-    sample_index: row i is the position in document_index, and the offset in that document, of the
+    sample_index: row i has the position in document_index, and the offset in that document, of the
         first token of sample i; int32 (int64 from 2**31 positions) [samples + 1, 2]. Row i + 1 is
         the last token of sample i.
-    shuffle_index: sample to read as the i-th, uint32[samples] (int64 from 2**32 - 2 samples).
+    shuffle_index: entry i is the index of the i-th sample to read, uint32[samples] (int64 from
+        2**32 - 2 samples).
     """
 
     sequence_lengths: npt.NDArray[np.int32]
-    """Tokens in each sequence of the whole file, int32[n]."""
+    """Number of tokens in each sequence of the whole file, int32[n]."""
     documents: range
-    """The sequences of this split, step 1."""
+    """Range of the split's sequences, with step 1."""
     seq_length: int
     seed: int
     plan: EpochPlan
@@ -287,15 +287,15 @@ class GPTIndex:
         seed: int,
         exact_epochs: int | None = None,
     ) -> GPTIndex:
-        """The index of at least `num_samples` >= 1 samples, or of all samples of a number of
-        epochs; ValueError without tokens."""
+        """Return an index with at least `num_samples` >= 1 samples, or with all samples in
+        `exact_epochs` epochs. Raises ValueError if there are no tokens."""
         lengths = sequence_lengths[documents.start : documents.stop]
         plan = plan_epochs(int(lengths.sum(dtype=np.int64)), seq_length, num_samples, exact_epochs)
         return cls(sequence_lengths, documents, seq_length, seed, plan)
 
     @property
     def layout(self) -> Layout:
-        """Dtype and shape of the arrays, by name."""
+        """Dtype and shape of each array, by name."""
         positions = self.plan.epochs * len(self.documents)
         samples = self.plan.total_samples
         numbers = np.int32 if self.documents.stop <= MOST_INT32 else np.int64
@@ -309,7 +309,7 @@ class GPTIndex:
 
     @property
     def memory(self) -> int:
-        """Bytes that `arrays` takes at its peak: the larger of document_index and shuffle_index."""
+        """Peak memory of `arrays` in bytes: the larger of document_index and shuffle_index."""
         layout = self.layout
         return max(
             dtype.itemsize * math.prod(shape)
@@ -317,7 +317,7 @@ class GPTIndex:
         )
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray | Blocks]]:
-        """The arrays, one at a time; they take `memory` bytes."""
+        """Yield the arrays by name, one at a time. Needs `memory` bytes."""
         rng = np.random.RandomState(self.seed)
         document_index = self._document_index(rng)
         yield "document_index", document_index
@@ -349,8 +349,8 @@ class GPTIndex:
             lengths = self.sequence_lengths[document_index[start : start + at_once]]
             ends = np.cumsum(lengths, dtype=np.int64)
             ends += tokens_before
-            # Row r belongs to the document that contains token r * s: a document that ends before
-            # token e has the rows up to ceil(e / s), less those of the documents before it.
+            # Row r belongs to the document that contains token r * s. The documents up to one that
+            # ends before token e have the first ceil(e / s) rows.
             rows_up_to = np.minimum(-(-ends // s), rows)
             position = np.repeat(np.arange(len(ends)), np.diff(rows_up_to, prepend=row))
             stop = int(rows_up_to[-1])
@@ -367,7 +367,7 @@ class GPTIndex:
 
 
 def _shuffle_parts(rng: np.random.RandomState, index: np.ndarray, boundary: int | None) -> None:
-    """Shuffles an array in place: before and after a boundary, or all of it without one."""
+    """Shuffle an array in place; with a `boundary`, separately before and after it."""
     parts = [index] if boundary is None else [index[:boundary], index[boundary:]]
     for part in parts:
         shuffle(rng, part)
@@ -375,8 +375,8 @@ def _shuffle_parts(rng: np.random.RandomState, index: np.ndarray, boundary: int 
 
 @dataclass(frozen=True)
 class MockGPTDataset:
-    """Synthetic samples for `--mock-data`; sample i is a function of (seed, part, i) alone. A
-    sample is made of short documents; each counts upwards (modulo the vocabulary) from a random
+    """Synthetic samples for `--mock-data`. Sample i is a function of (seed, part, i) only. It
+    consists of short documents. Each counts upwards (modulo the vocabulary size) from a random
     token and ends with `eod_token`, so that the loss falls within a few steps."""
 
     num_samples: int
@@ -384,7 +384,7 @@ class MockGPTDataset:
     vocab_size: int
     seed: int
     part: int = 0
-    """0 training, 1 validation, 2 test: the parts share no samples."""
+    """Index of the split: 0 training, 1 validation, 2 test. Splits share no samples."""
     eod_token: int | None = None
 
     def __len__(self) -> int:
@@ -394,7 +394,7 @@ class MockGPTDataset:
         rng = np.random.default_rng([self.seed, self.part, checked_index(index, len(self))])
         length = self.seq_length + 1
         ends = rng.random(length) < 1 / MEAN_MOCK_DOCUMENT
-        document = np.cumsum(ends, dtype=np.int64) - ends  # an end belongs to the document it ends
+        document = np.cumsum(ends, dtype=np.int64) - ends  # an end is in the document that it ends
         first_tokens = rng.integers(self.vocab_size, size=document[-1] + 1)
         tokens = (first_tokens[document] + np.arange(length)) % self.vocab_size
         if self.eod_token is not None:

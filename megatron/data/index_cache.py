@@ -1,12 +1,12 @@
-"""Arrays that are built once and then memory-mapped from a folder.
+"""Cache of index arrays, which are built once and then memory-mapped.
 
-An entry is a folder `<name>-<hash of all it depends on>/` with one .npy file per array and a
-`description.json` that says what it was built from. It is written under a temporary name and
-renamed when complete, so readers see all of it or nothing. A lock keeps other processes, on this
-node or others, from building the same entry; on file systems without locks several may build it and
-the first to finish wins.
+An entry is a folder `<name>-<hash of its inputs>/` with one .npy file per array and a
+`description.json` of what it was built from. It is written under a temporary name and renamed when
+complete, so readers see either all of it or nothing. A lock keeps other processes, on this node or
+others, from building the same entry. On file systems without locks several may build it, and the
+first to finish wins.
 
-A damaged entry is refused rather than rebuilt: whatever damaged it may have damaged other files.
+A damaged entry is an error and is not rebuilt, because other files may be damaged too.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _DIGEST_BLOCKS = 64
 
 
 class Blocks(NamedTuple):
-    """An array that is written block by block, so that memory never contains all of it."""
+    """Array that is written block by block, so that it is never completely in memory."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
     blocks: Iterable[np.ndarray]
-    """Consecutive parts along the first dimension."""
+    """Consecutive slices along the first dimension."""
 
 
 Built = Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray | Blocks]]
-"""Arrays by name. Pairs are consumed one at a time, so that one array can be freed before the next
-is built."""
+"""Arrays by name. An iterable of pairs is consumed one at a time, so that each array can be freed
+before the next one is built."""
 Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 """Expected dtype and shape by array name."""
 
 
 class StoredArrays(Mapping[str, np.ndarray]):
-    """Named arrays; those of a cache entry are memory-mapped and pickle as their folder's path."""
+    """Named arrays. A cache entry's arrays are memory-mapped, and pickled as the entry's path."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], folder: Path | None = None) -> None:
         self._arrays = dict(arrays)
@@ -84,17 +84,17 @@ class StoredArrays(Mapping[str, np.ndarray]):
 
 @dataclass(frozen=True)
 class IndexCache:
-    """A folder of built arrays; with `folder` None everything stays in memory."""
+    """Folder of built arrays. If `folder` is None, everything stays in memory."""
 
     folder: Path | None
     required: bool = False
-    """True if a folder that cannot be written is an error (the user named it) or a warning."""
+    """True if an unwritable folder is an error and not a warning, because a flag names it."""
 
     @classmethod
     def next_to(cls, prefix: str, data_cache_path: str | None) -> IndexCache:
-        """The folder of `--data-cache-path`, else `index-cache/` next to the data. For a glob
-        pattern that is next to the first part with a wildcard, for a URL in the working
-        directory, and for a file in such a folder that folder."""
+        """Return the cache in `--data-cache-path`, or by default in `index-cache/` next to the
+        data. For a glob this is next to the first path component with a wildcard; for a URL, in the
+        working directory; for a file in an `index-cache/`, that folder itself."""
         if data_cache_path is not None:
             return cls(Path(data_cache_path), required=True)
         if "://" in prefix:
@@ -111,11 +111,11 @@ class IndexCache:
         build: Callable[[], Built],
         layout: Layout | None = None,
     ) -> StoredArrays:
-        """The arrays of an entry, built if it does not exist.
+        """Return an entry's arrays. Builds the entry if it does not exist.
 
-        `depends_on` is everything that the arrays depend on, as JSON values; `layout` is what they
-        must be, if known in advance. Raises ValueError if the entry is damaged; OSError if the
-        folder is required and cannot be written.
+        `depends_on` is everything that the arrays depend on, as JSON values. `layout` is the
+        expected layout, if known in advance. If the folder is not writable, raises OSError if it is
+        required, else builds the arrays in memory. Raises ValueError if the entry is damaged.
         """
         if self.folder is None:
             return _in_memory(build)
@@ -143,7 +143,8 @@ class IndexCache:
             return _in_memory(build)
 
     def find(self, name: str, depends_on: Mapping[str, Any]) -> StoredArrays | None:
-        """The arrays of an entry, None if it does not exist. Raises ValueError if it is damaged."""
+        """Return an entry's arrays, or None if it is missing. Raises ValueError if it is
+        damaged."""
         if self.folder is None:
             return None
         return self._entry(self.folder, name, depends_on, None).open()
@@ -163,7 +164,7 @@ class _Entry:
     layout: Layout | None
 
     def open(self) -> StoredArrays | None:
-        """The entry's arrays; None if it does not exist. Errors: see `IndexCache.arrays`."""
+        """Return the arrays, or None if the entry is missing. Raises ValueError if damaged."""
         if not os.path.lexists(self.folder):
             return None
         if not self.folder.is_dir():
@@ -172,7 +173,7 @@ class _Entry:
             digests = self._digests()
             arrays = _map_entry(self.folder)
         except OSError as error:
-            # Not an OSError, which would be mistaken for a folder that cannot be written.
+            # As an OSError, this would be mistaken for a folder that is not writable.
             raise ValueError(
                 f"the index cache entry {self.folder} cannot be read ({error.strerror or error}): "
                 "let the user of this run read its files, or delete that folder, and the next run "
@@ -220,7 +221,7 @@ class _Entry:
                 file = part / f"{name}.npy"
                 _write_array(file, array)
                 digests[name] = digest_of(_map_array(file))
-                del array  # free it before the next one is built
+                del array  # freed before the next one is built
             with naming(part / DESCRIPTION), (part / DESCRIPTION).open("w") as text:
                 json.dump({"depends_on": self.depends_on, "digests": digests}, text, indent=1)
                 sync(text)
@@ -237,7 +238,7 @@ class _Entry:
 
 
 def digest_of(array: np.ndarray) -> str:
-    """Digest of shape, dtype and content; of large arrays, evenly spaced blocks up to 64 MiB."""
+    """Return a digest of shape, dtype and content (up to 64 evenly spaced blocks of 1 MiB)."""
     return digest_of_parts(chain((f"{array.dtype.str}{array.shape}",), _some_blocks(array)))
 
 
@@ -289,7 +290,7 @@ def _write_array(file: Path, array: np.ndarray | Blocks) -> None:
         np.lib.format.write_array_header_1_0(stream, header | {"shape": array.shape})
         rows = 0
         for block in blocks:
-            # np.save says of a full disk neither that nor the file.
+            # np.save reports neither a full disk nor the file's name.
             stream.write(np.ascontiguousarray(block, array.dtype).data)
             rows += len(block)
         assert rows == array.shape[0]
@@ -297,13 +298,13 @@ def _write_array(file: Path, array: np.ndarray | Blocks) -> None:
 
 
 def _map_array(file: Path) -> np.ndarray:
-    if file.is_fifo():  # opening it would wait for its writer
+    if file.is_fifo():  # opening a FIFO would wait for a writer
         raise ValueError(f"{file.name} is not a file")
     try:
         array: np.memmap = np.lib.format.open_memmap(file, mode="r")
     except OSError:
         raise
-    except Exception as error:  # NumPy raises errors of many kinds for damaged files
+    except Exception as error:  # NumPy raises many types for damaged files
         raise ValueError(f"{file.name} is not a NumPy file ({error})") from None
     expected = array.offset + array.nbytes
     size = file.stat().st_size
@@ -314,8 +315,8 @@ def _map_array(file: Path) -> np.ndarray:
 
 @contextmanager
 def single_writer(entry: Path) -> Iterator[None]:
-    """Only one process at a time is in this block for an entry, which need not exist. Raises
-    OSError if the lock file next to it cannot be created."""
+    """Let only one process at a time run the block for an `entry`, which need not exist. Raises
+    OSError if the lock file next to the entry cannot be created."""
     path = f"{entry}.lock"
     try:
         lock = Lock(path, _SECONDS_BEFORE_SAYING_SO)
@@ -327,7 +328,7 @@ def single_writer(entry: Path) -> Iterator[None]:
 
 
 def find_numba() -> ModuleType | None:
-    """The numba package, None if it is not installed."""
+    """Return the numba package, or None if it is not installed."""
     try:
         import numba
     except ImportError:

@@ -1,9 +1,9 @@
-"""The stream of one rank's micro batches: read ahead by worker processes, ready on the device.
+"""One rank's stream of micro batches, read ahead by worker processes and copied to the GPU.
 
-Workers send batches as arrays, through a pipe: torch would send every tensor through a separate
-file descriptor, half a millisecond each, far more than copying some kilobytes. A thread receives
-them, makes tensors of them and copies these to the GPU on a separate stream. The training loop
-takes them from a queue.
+Workers send batches as arrays through a pipe. torch would send every tensor through a file
+descriptor of its own, which takes half a millisecond, far more than copying a few kilobytes. A
+thread receives the arrays, converts them to tensors, and copies these to the GPU on a separate
+stream. The training loop takes the batches from a queue.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from megatron.util.processes import death, die_with_parent
 Batch = TypeVar("Batch")
 
 _SECONDS_BETWEEN_LOOKS = 0.5
-"""After which a batch that does not come may have been given up."""
+"""Seconds between checks whether the watchdog has given up on a batch that does not arrive."""
 
 
 class MicroBatches(Iterator[Batch], Generic[Batch]):
-    """Iterates over micro batches: `num_workers` processes read ahead, and copies to a GPU overlap
-    with its work. ValueError if another batch is requested at the end of the dataset.
+    """Iterator over micro batches. `num_workers` processes read ahead, and copies to a GPU overlap
+    with its computation. Raises ValueError if a batch beyond the end of the dataset is requested.
 
-    A training step takes one per micro step; workers keep running between steps and between
-    evaluations, which continue where the last one stopped. `consumed_samples` is the position of
-    the whole job, without what is read ahead.
+    A training step consumes one batch per micro step. Workers keep running between steps and
+    between evaluations, which continue where the last one stopped. `consumed_samples` is the
+    position of the whole job. Samples that are only read ahead do not count.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         ending = multiprocessing.RawValue(ctypes.c_bool, False)
         if num_workers:
             atexit.register(setattr, ending, "value", True)  # before multiprocessing's own hook
-        # torch counts the one core that a rank is bound to, and advises against the default of two.
+        # torch counts only the core that a rank is bound to, and warns about the default of two.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         loader: DataLoader[Any] = DataLoader(
             _Samples(dataset, bool(num_workers)),  # type: ignore[arg-type]  # map-style by protocol
@@ -80,8 +80,8 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
             collate_fn=AsArrays(collate) if num_workers else collate,
             num_workers=num_workers,
             worker_init_fn=partial(_begin_worker, ending),
-            # The loader draws a seed for its workers. Not from the global random state, which a
-            # resumed run must find exactly as the first run left it.
+            # The loader draws a seed for its workers. Drawing from the global random state would
+            # make a resumed run differ from the first one.
             generator=torch.Generator(),
         )
         self._device = device if device is not None and device.type == "cuda" else None
@@ -92,7 +92,7 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
             self._batches: Iterator[Batch] = iter(loader)
         if num_workers:
             workers = self._workers = getattr(self._batches, "_workers", ())
-            # Before the hook of multiprocessing, which would wait for one that is stopped.
+            # Runs before multiprocessing's exit hook, which would wait for a stopped worker.
             atexit.register(_continue, workers)
             check = partial(_check_alive, workers)
             self._batches = self._prefetcher = Prefetcher(
@@ -104,12 +104,12 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
             with phase("data", self._name, self._readers if self._workers else None):
                 batch = next(self._batches)
         except StalledDataError:
-            # multiprocessing would wait for them at the end of the process.
+            # Otherwise multiprocessing would wait for these workers at exit.
             atexit.register(_kill, self._readers())
             raise
         except LostWorkerError:
             raise
-        except RuntimeError:  # torch's, which has found a worker dead
+        except RuntimeError:  # torch found a dead worker
             _check_alive(self._workers, ended=True)
             raise
         except StopIteration:
@@ -133,14 +133,14 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
 
 
 class TrainingData(NamedTuple):
-    """The samples that a model is trained and evaluated on, and the collator of their batches.
+    """Datasets for training and evaluation, and the collator for their batches.
 
     Attributes:
         weighed: whether batches have ``weights_2``, and may differ in length.
-        files: returns what the samples are made of.
-        ordered: makes the training samples in their order, without those of some ``--skip-samples``
-            ranges; by default ``datasets.train`` without them.
-        sizes: returns the tokens that the training samples are made of, by file, where known.
+        files: returns the files that the samples are made from.
+        ordered: returns the training samples in order, without the given ``--skip-samples`` ranges;
+            by default those of ``datasets.train``.
+        sizes: returns the number of tokens and the weight of each training file, where known.
     """
 
     datasets: Datasets
@@ -151,27 +151,27 @@ class TrainingData(NamedTuple):
     sizes: Callable[[], Sequence[PortionSize]] = list
 
     def skipping(self, ranges: Sequence[str]) -> TrainingData:
-        """The same without training samples of these ranges, instead of its current ranges. Raises
-        ConfigError if a range is malformed or beyond the end of the data."""
+        """Return the same data without the training samples in ``ranges``, which replace the
+        current ranges. Raises ConfigError if a range is malformed or beyond the end of the data."""
         ordered = self.ordered or partial(without_samples, self.datasets.train)
         datasets = self.datasets._replace(train=ordered(ranges))
         return self._replace(datasets=datasets, ordered=ordered)
 
     def batches(self, dataset: SampleDataset[Any], **options: Any) -> MicroBatches[Any]:
-        """Micro batches of one of the datasets; options: see :class:`MicroBatches`."""
+        """Return an iterator over micro batches. ``options`` are those of :class:`MicroBatches`."""
         return MicroBatches(dataset, self.collate, **options)
 
 
 class _Failure(NamedTuple):
-    """Sent by a worker instead of a batch that it cannot make."""
+    """Message that a worker sends instead of a batch if an error occurs."""
 
     error: Exception
 
 
 @dataclass(frozen=True)
 class _Samples:
-    """The samples of a micro batch. Errors name the sample; a worker returns those with a message
-    for users, of which torch would make a traceback."""
+    """Dataset that returns all samples of a micro batch at once. A worker returns errors for users
+    as a :class:`_Failure`, because torch would turn a raised one into a traceback."""
 
     dataset: SampleDataset[Any]
     in_worker: bool
@@ -193,7 +193,7 @@ class _Samples:
 
 @contextlib.contextmanager
 def _naming_shared_memory(num_workers: int) -> Iterator[None]:
-    """Workers need semaphores, which are small files in /dev/shm."""
+    """Add a remedy to errors about /dev/shm, where workers' semaphores are small files."""
     try:
         yield
     except OSError as error:
@@ -208,8 +208,8 @@ def _naming_shared_memory(num_workers: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_signals_of_workers() -> Iterator[None]:
-    """Leave SIGCHLD unchanged. Torch's handler, set when it starts workers, raises wherever the
-    main thread is when one dies, be it in a save; that its batches do not come is enough to tell.
+    """Keep torch from installing its SIGCHLD handler, which raises an error anywhere in the main
+    thread, even in a save, when a worker dies. Missing batches reveal a dead worker anyway.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -218,13 +218,12 @@ def _without_signals_of_workers() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is not None:  # a handler of a library in C, which Python cannot set again
+        if before is not None:  # None: set by a C library, so Python cannot restore it
             signal.signal(signal.SIGCHLD, before)
 
 
 def _check_alive(workers: Sequence[Any], ended: bool = False) -> None:
-    """Raises LostWorkerError if one of the processes has died; with ``ended`` also if one has ended
-    as workers do after the last batch."""
+    """Raise LostWorkerError if a worker has died, or with ``ended`` if it has exited at all."""
     for worker in workers:
         code = worker.exitcode
         if code is None or (code == 0 and not ended):
@@ -236,11 +235,11 @@ def _check_alive(workers: Sequence[Any], ended: bool = False) -> None:
 
 
 def _begin_worker(ending: Any, worker_id: int) -> None:
-    """In a worker: ignore all signals but the trainer's own at its end. Schedulers signal every
-    process of a job. The trainer then saves and stops; a worker that died first would make the save
-    fail. It ends with the trainer, even when it is stopped."""
+    """Make a worker ignore SIGINT, SIGUSR1, SIGUSR2, and SIGTERM until the trainer exits.
+    Schedulers signal every process of a job; the trainer then saves, which would fail if a worker
+    had died. A worker ends with the trainer, even if it is stopped."""
     die_with_parent()
-    signal.set_wakeup_fd(-1)  # that of the trainer's watchdog, which would take signals for its own
+    signal.set_wakeup_fd(-1)  # otherwise the trainer's watchdog reads the worker's signals
 
     def on_terminate(number: int, frame: object) -> None:
         if ending.value:
@@ -249,11 +248,11 @@ def _begin_worker(ending: Any, worker_id: int) -> None:
     signal.signal(signal.SIGTERM, on_terminate)
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    name_lost_pages()  # torch has its own handler in workers
+    name_lost_pages()  # replaces torch's own handler in workers
 
 
 def _continue(workers: Sequence[Any]) -> None:
-    """Lets workers that are stopped end with the others."""
+    """Send SIGCONT to stopped workers, so that they can exit."""
     for worker in workers:
         with contextlib.suppress(OSError):
             if worker.is_alive():
@@ -261,14 +260,14 @@ def _continue(workers: Sequence[Any]) -> None:
 
 
 def _kill(workers: Sequence[int]) -> None:
-    """Ends workers that do not answer."""
+    """Kill workers that do not respond."""
     for worker in workers:
         with contextlib.suppress(OSError):
             os.kill(worker, signal.SIGKILL)
 
 
 def mapped(batch: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """A batch with ``change`` applied to all its fields of one type."""
+    """Return a batch with ``change`` applied to all its values of the type ``kind``."""
     if isinstance(batch, kind):
         return change(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_make"):
@@ -278,7 +277,7 @@ def mapped(batch: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True)
 class AsArrays(Generic[Batch]):
-    """Collates samples to a batch of arrays instead of tensors, to send it to another process."""
+    """Collator whose batches contain arrays instead of tensors, for sending to another process."""
 
     collate: Callable[[Sequence[Any]], Batch]
 
@@ -295,20 +294,20 @@ class AsArrays(Generic[Batch]):
 
 
 class StalledDataError(FaultError):
-    """The next batch does not arrive; the message names the cause."""
+    """Raised when the next batch does not arrive. The message gives the cause."""
 
 
 class LostWorkerError(FaultError):
-    """A process that reads data has died; the message says which, and how."""
+    """Raised when a data worker has died. The message gives its process id and how it died."""
 
     status = RESTART_STATUS
-    """The rank that lost it reports it."""
+    """Exit code of the rank whose worker died."""
 
 
 class Prefetcher(Iterator[Batch], Generic[Batch]):
-    """Takes batches from a source in a thread and converts them to tensors. An error of the source
-    is raised in the place of its batch, and ends the iteration. At most `ahead` batches are ready
-    and unused. While a batch does not come, `check` is called, which may raise."""
+    """Iterator that reads batches from a source in a thread and converts them to tensors. At most
+    `ahead` batches are queued. An error in the source is raised in place of its batch and ends the
+    iteration. `check` is called while a batch does not arrive, and may raise."""
 
     def __init__(
         self,
@@ -325,10 +324,10 @@ class Prefetcher(Iterator[Batch], Generic[Batch]):
             target=_fill_queue,
             args=(source, device, self._ready, self._closing),
             name="prefetch",
-            daemon=True,  # an error elsewhere must not wait for the data
+            daemon=True,  # the thread must not delay the exit after an error
         )
         self._thread.start()
-        weakref.finalize(self, self._closing.set)  # the thread must not outlive its reader
+        weakref.finalize(self, self._closing.set)  # stops the thread
 
     def __next__(self) -> Batch:
         if self._end is not None:
@@ -343,7 +342,7 @@ class Prefetcher(Iterator[Batch], Generic[Batch]):
         return batch
 
     def _next_ready(self) -> _Ready:
-        """The next one; StalledDataError if who watches gives it up."""
+        """Return the next item. Raises StalledDataError if the watchdog has given up on it."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._ready.get(timeout=_SECONDS_BETWEEN_LOOKS)
@@ -354,10 +353,10 @@ class Prefetcher(Iterator[Batch], Generic[Batch]):
     def close(self) -> None:
         self._end = StopIteration()
         self._closing.set()
-        with contextlib.suppress(queue.Empty):  # the thread may be waiting for space
+        with contextlib.suppress(queue.Empty):  # unblocks a thread that waits for space
             while True:
                 self._ready.get_nowait()
-        self._thread.join(timeout=5)  # it may be waiting for a worker that hangs
+        self._thread.join(timeout=5)  # it may wait for a worker that hangs
 
 
 class _Ready(NamedTuple):
@@ -372,12 +371,12 @@ def _fill_queue(
     ready: queue.Queue[_Ready],
     closing: threading.Event,
 ) -> None:
-    """The thread. It has no reference to the Prefetcher, so that an unused one is collected."""
+    """Run the prefetch thread. It has no reference to the Prefetcher, so that can be collected."""
     batches = _as_tensors(source, device)
     while not closing.is_set():
         try:
             batch = next(batches)
-        except BaseException as error:  # any error, to be raised in the training loop
+        except BaseException as error:  # any error, raised again in the training loop
             batch = _Ready(error=error)
         while not closing.is_set():
             with contextlib.suppress(queue.Full):
@@ -407,14 +406,14 @@ def _as_tensors(source: Iterator[Any], device: torch.device | None) -> Iterator[
 
 
 def _on_device(batch: Any, device: torch.device) -> Any:
-    """The batch copied to a GPU through page-locked memory on the current stream; the CPU does not
-    synchronize."""
+    """Return the batch copied to a GPU through pinned memory on the current stream, without
+    synchronizing the CPU."""
     return mapped(batch, Tensor, lambda t: t.pin_memory().to(device, non_blocking=True))
 
 
 def _use_on_current_stream(batch: Any, copied: torch.cuda.Event) -> None:
-    """Makes the current stream wait for a batch that another stream copies, and keeps its memory
-    from being reused before the current stream is done with it."""
+    """Make the current stream wait until another stream has copied a batch, and keep the batch's
+    memory from being reused before the current stream has used it."""
     stream = torch.cuda.current_stream()
     stream.wait_event(copied)
 

@@ -1,8 +1,8 @@
-"""The data of a run: from its flags to the batches that it trains on.
+"""A run's data, from its flags to the batches that it trains on.
 
-flags -> sources -> datasets of a family's samples -> their order in the run -> micro batches. What
-depends on the model is in the family's subclass of :class:`DataPipeline`, what depends on the data
-in a :class:`DataKind` each, in ``megatron/features/``.
+The steps are: flags -> sources -> datasets of a family's samples -> their order in the run -> micro
+batches. What depends on the model is in a family's subclass of :class:`DataPipeline`. What depends
+on the kind of data is in a :class:`DataKind` in ``megatron/features/``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,8 +28,7 @@ from megatron.data.build import (
     SourceReader,
 )
 from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedDataset
-from megatron.data.indexed.dataset import TokenExtremes, mark_path, read_mark
+from megatron.data.indexed import IndexedDataset, TokenExtremes, mark_path, read_mark
 from megatron.data.loader import TrainingData
 from megatron.data.sampler import parse_skipped, without_samples
 from megatron.data.samples import SampleDataset, SampleRecipe, SampleView, SequenceLengths
@@ -41,42 +40,38 @@ from megatron.util.progress import progress_bar
 logger = logging.getLogger(__name__)
 
 BatchSizes = Callable[[], Sequence[tuple[int, int]]]
-"""Returns the batch sizes of a run in turn: (size, number of steps)."""
+"""Function that returns a run's global batch sizes in order, as (size, number of steps)."""
 
 
 class SampleTokens(NamedTuple):
-    """Ids of the tokens that samples are padded and separated by."""
+    """Ids of the padding token and of the end-of-document token in samples."""
 
     pad: int
     eod: int
 
 
 class DataKind:
-    """The implementation of a kind of data, which a feature returns; the flags of its section
-    decide which of these methods are called."""
+    """Implementation of a kind of data, returned by a feature. The flags in the kind's section
+    determine which of these methods are called."""
 
     def reader(self, data: DataPipeline) -> SourceReader:
-        """The reader of files of this kind; ValueError if flags contradict each other."""
+        """Return the reader for files of this kind. Raises ValueError on contradictory flags."""
         raise AssertionError(f"{self} reads no files")
 
-    def texts(self, config: RunConfig, sources: Sequence[DataSource]) -> Iterator[str]:
-        """The texts of all files, to train a tokenizer on."""
-        raise AssertionError(f"{self} has no text")
-
     def recipe(self, data: DataPipeline, recipe: SampleRecipe[Any]) -> SampleRecipe[Any]:
-        """The recipe of a GPT's samples, made from `recipe`."""
+        """Return the recipe for a GPT's samples, given the ``recipe`` without this kind."""
         return recipe
 
     def special_tokens(self, data: DataPipeline) -> SampleTokens | None:
-        """The tokens in a GPT's samples, if they differ from the tokenizer's."""
+        """Return the special tokens of a GPT's samples, or None to use the tokenizer's."""
         return None
 
     def weighs(self, config: RunConfig) -> bool:
-        """True if its batches have ``weights_2``, and may differ in length."""
+        """Return whether batches have ``weights_2``, and may differ in length."""
         return False
 
     def needed(self, config: RunConfig, num_samples: int) -> int:
-        """Number of the family's samples that `num_samples` in the order of the run are made of."""
+        """Return how many samples of the family are needed for `num_samples` of the run."""
         return num_samples
 
     def order(
@@ -86,82 +81,63 @@ class DataKind:
         num_samples: int,
         batch_sizes: BatchSizes,
     ) -> SampleDataset[Any]:
-        """The training samples in the order in which a run may consume `num_samples` of them."""
+        """Return the training samples in the order of the run, which may consume `num_samples`."""
         return train
 
     def collator(
         self, data: DataPipeline, collate: Callable[[Sequence[Any]], Any]
     ) -> Callable[[Sequence[Any]], Any]:
-        """The function that makes a batch of samples, made from the family's `collate`."""
+        """Return the function that collates samples, given the family's `collate`."""
         return collate
 
     def views(self, data: DataPipeline, sample: Any) -> list[SampleView] | None:
-        """The rows of a sample for people, if its samples have several."""
+        """Return the human-readable rows of a sample, or None if it is a single row."""
         return None
 
     def conversation(self, config: RunConfig, path: str) -> Any:
-        """The first conversation of files of examples, for checks of their format; None if the kind
-        has none."""
+        """Return the first conversation in the files at ``path`` for a format check, or None."""
         return None
 
     def lengths(
         self, config: RunConfig, lengths: SequenceLengths, samples: Callable[[int], int]
     ) -> SequenceLengths:
-        """The length of the samples of each step, made from `lengths`; ``samples`` returns the
-        number of samples consumed after a number of steps."""
+        """Return the sequence lengths of the run's steps, given the ``lengths`` without this kind.
+        ``samples`` returns the number of samples consumed after a number of steps."""
         return lengths
 
 
 def kind_named(name: str) -> DataKind:
-    """The kind of data whose flags are in a section."""
+    """Return the kind of data whose flags are in the section ``name``."""
     (feature,) = (feature for feature in features().values() if name in feature.sections)
     kind: DataKind = feature.data_kind(name)
     return kind
 
 
 def acting_kinds(config: RunConfig) -> list[DataKind]:
-    """The kinds that change the samples of a run."""
+    """Return the kinds of data that change a run's samples."""
     return [kind_named(name) for name in kind_classes() if config.part(name).acts]
 
 
 def sequence_lengths(
     config: RunConfig, samples: Callable[[int], int] = lambda steps: 0
 ) -> SequenceLengths:
-    """The length of the samples of each step of a run; see `DataKind.lengths`. Raises ConfigError
-    if a length does not fit the run."""
+    """Return the sequence lengths of a run's steps; see `DataKind.lengths`. Raises ConfigError if a
+    length is not possible in this run."""
     lengths = SequenceLengths(config.model.seq_length)
     for kind in acting_kinds(config):
         lengths = kind.lengths(config, lengths, samples)
     return lengths
 
 
-def training_texts(config: RunConfig) -> Callable[[], Iterator[str]] | None:
-    """The raw texts that a run trains on, if any, to train a tokenizer on."""
-    train = parts_of(config).train
-    for kind, name in file_kinds().items():
-        if train is None or not kind_classes()[name].holds_text:
-            continue
-        sources = [source for source in train.sources if source.kind == kind]
-        if sources:
-            return partial(_texts, kind_named(name), config, sources)
-    return None
-
-
-def _texts(kind: DataKind, config: RunConfig, sources: Sequence[DataSource]) -> Iterator[str]:
-    for source in sources:
-        source.make()
-    return kind.texts(config, sources)
-
-
 class DataPipeline(ABC):
-    """The data of a run; subclasses make a family's samples."""
+    """Base class for a run's data. Subclasses build the samples of a model family."""
 
     takes: ClassVar[frozenset[str]] = frozenset({DOCUMENTS})
     """Types of samples that the model can be trained on; see `KindConfig.samples`."""
     flags: ClassVar[frozenset[str]] = frozenset()
-    """Kinds whose flags describe the family's own samples."""
+    """Kinds of data whose flags also apply to the family's own samples."""
     unit: ClassVar[str] = "document"
-    """A sequence of the files; raw text is split into sentences as needed."""
+    """Text unit that each sequence in the files contains. Raw text is split accordingly."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         self.config, self.tokenizer = config, tokenizer
@@ -171,55 +147,55 @@ class DataPipeline(ABC):
 
     @property
     def reads_examples(self) -> bool:
-        """True if samples, or some of them, are instructions and answers."""
+        """True if some or all samples are instructions and answers."""
         return False
 
     @property
     def identifies(self) -> bool:
-        """True if batches have the keys of their samples, where the family's can."""
+        """True if batches need sample keys, which only some families support."""
         return any(section.identifies_samples for section in self.config.sections)
 
     @abstractmethod
     def recipe(self) -> SampleRecipe[Any]:
-        """The recipe that makes samples from documents; ValueError if flags contradict."""
+        """Return the recipe for samples of documents. Raises ValueError on invalid flags."""
 
     @abstractmethod
     def collator(self) -> Callable[[Sequence[Any]], Any]:
-        """The function that makes a batch of samples; ValueError if flags contradict."""
+        """Return the function that collates samples. Raises ValueError on invalid flags."""
 
     @abstractmethod
     def view(self, sample: Any, length: int) -> SampleView:
-        """A sample for people, cut to the `length` tokens that the model reads."""
+        """Return a human-readable sample, cut to the `length` tokens that the model reads."""
 
     def views(self, sample: Any, length: int) -> list[SampleView]:
-        """The rows of a sample for people: one, unless a kind of data has samples of several."""
+        """Return the human-readable rows of a sample: one, unless a kind of data has several."""
         views = (kind.views(self, sample) for kind in self.acting)
         return next(filter(None, views), None) or [self.view(sample, length)]
 
     @property
     def length_multiple(self) -> int:
-        """Divisor of the lengths of batches that are padded to their longest row."""
+        """Number that must divide the length of batches that are padded to their longest row."""
         return self.config.parallel.length_divisor
 
     def answering(self) -> Callable[[Sequence[ScoredText], int], Any]:
-        """The function that makes a batch of the model's family of texts and a length to pad them
-        to on the right; the tokens of the continuations are predicted. ConfigError if its models do
-        not continue text."""
+        """Return a function that builds a batch from texts and a length, to which it pads them on
+        the right. The model predicts the continuations' tokens. Raises ConfigError if the family's
+        models do not continue text."""
         raise ConfigError("a model of this family continues no text, so that it has no answers")
 
     def ending(self) -> Callable[[Sequence[np.ndarray], int], Any]:
-        """The function that makes a batch of token ids, int64 [L] each, and a length to pad them
-        to, for a head that reads the last token of each; ConfigError if there is no such head."""
+        """Return a function that builds a batch from token ids, int64 [L] each, and a length to pad
+        to, for a head that reads each last token. Raises ConfigError without such a head."""
         raise ConfigError("a model of this family has no head that reads the last token")
 
     def mock(self, num_samples: int, part: int) -> SampleDataset[Any]:
-        """Synthetic samples for --mock-data; ConfigError if the family has none."""
+        """Return synthetic samples for --mock-data. Raises ConfigError if the family has none."""
         raise ConfigError("--mock-data makes no samples of this family; give --data-path")
 
     def training_data(
         self, sample_counts: tuple[int, int, int], batch_sizes: BatchSizes
     ) -> TrainingData:
-        """Datasets and collator; see :meth:`datasets`."""
+        """Return the datasets and the collator; see :meth:`datasets`."""
         collate = self.collator()
         for kind in self.acting:
             collate = kind.collator(self, collate)
@@ -232,30 +208,29 @@ class DataPipeline(ABC):
     def datasets(
         self, sample_counts: tuple[int, int, int], batch_sizes: BatchSizes = list
     ) -> Datasets:
-        """The samples of training, validation and test; those of training in the order of the run,
-        which may depend on `batch_sizes`. Raises ValueError or OSError for flags or files that
-        cannot be used."""
+        """Return the training samples, in the run's order, which may depend on `batch_sizes`, and
+        validation and test samples. Raises ValueError or OSError for unusable flags or files."""
         unordered = self._unordered(sample_counts)
         ranges = self.config.data.skip_samples
         train = self._ordered(unordered.train, sample_counts[0], batch_sizes, ranges)
         return unordered._replace(train=train)
 
     def files(self) -> list[DataFile]:
-        """The files that :meth:`datasets` has opened."""
+        """Return the files that :meth:`datasets` has opened."""
         return [] if self.config.data.mock_data else self.builder.contents(self.parts)
 
     def training_portions(self) -> list[Portion]:
-        """The documents that the training samples are made of, file by file, in the order of the
-        flags. Raises ValueError or OSError for files that cannot be used."""
+        """Return the documents that the training samples are built from, file by file, in the order
+        of the flags. Raises ValueError or OSError if files are unusable."""
         train = None if self.config.data.mock_data else self.parts.train
         return [] if train is None else self.builder.portions(train, PARTS[0])
 
     def training_sizes(self) -> list[PortionSize]:
-        """Tokens of :meth:`training_portions`."""
+        """Return the size of each of the :meth:`training_portions`."""
         return [PortionSize(each.weight, each.tokens) for each in self.training_portions()]
 
     def samples_of(self, tokens: int) -> int | None:
-        """Samples of a stream of so many tokens; None where every pass over it draws others."""
+        """Return the number of samples in ``tokens`` tokens, or None if it varies by epoch."""
         return None
 
     def _ordered(
@@ -265,8 +240,8 @@ class DataPipeline(ABC):
         batch_sizes: BatchSizes,
         ranges: Sequence[str],
     ) -> SampleDataset[Any] | None:
-        """The training samples in the order in which a run consumes ``count`` of them, without
-        those of ``--skip-samples`` ranges."""
+        """Return the training samples in the order in which a run consumes ``count`` of them,
+        without the ``--skip-samples`` ranges. Raises ConfigError if there are fewer."""
         if train is None:
             return None
         wanted = count + sum(map(len, parse_skipped(ranges)))
@@ -282,7 +257,7 @@ class DataPipeline(ABC):
         return without_samples(train, ranges) if ranges else train
 
     def needed(self, sample_counts: tuple[int, int, int]) -> tuple[int, int, int]:
-        """The samples of training, validation and test from which the run's samples are built."""
+        """Return how many samples of the family each split of the run needs."""
         train, *held_out = sample_counts
         for kind in self.acting:
             train = kind.needed(self.config, train)
@@ -301,12 +276,12 @@ class DataPipeline(ABC):
 
     @cached_property
     def parts(self) -> Parts:
-        """The files of the run."""
+        """Blends of files for the splits of the run's data."""
         return parts_of(self.config)
 
     @cached_property
     def acting(self) -> list[DataKind]:
-        """The kinds of data that change samples."""
+        """Kinds of data that change this run's samples."""
         return acting_kinds(self.config)
 
     @cached_property
@@ -345,20 +320,20 @@ class DataPipeline(ABC):
                     raise ConfigError(f"{flag_of(field)} would change nothing: {kind.idle}")
 
     def cache(self, path: str) -> IndexCache:
-        """The cache for the index arrays of a path."""
+        """Return the index cache for data at a path."""
         return IndexCache.next_to(path, self.config.data.data_cache_path)
 
     def open_indexed(self, path: str, source: DataSource) -> IndexedDataset:
-        """Opens indexed files and checks that all ids are of the tokenizer, as far as it is known
-        which one made them, and in the vocabulary."""
+        """Open indexed files. Raises ValueError if they are known to come from another tokenizer,
+        or if an id is not in the vocabulary."""
         indexed = open_indexed(path, self.config.data.object_storage_cache_path)
         self._check_tokenizer(path)
         check_vocabulary(indexed, self.tokenizer.vocab_size, self.cache(path))
         return indexed
 
     def _check_tokenizer(self, path: str) -> None:
-        """Raises ValueError if another tokenizer made indexed files than the run's. A run that
-        names none (--vocab-size) has nothing to compare."""
+        """Raise ValueError if indexed files were made with another tokenizer than the run's. A run
+        without a tokenizer (--vocab-size) is not checked."""
         if self._mark is None:
             return
         file, ours, source = mark_path(path), self._mark, self.tokenizer.source
@@ -378,14 +353,14 @@ class DataPipeline(ABC):
 
     @cached_property
     def _mark(self) -> Any:
-        from megatron.tokenizer.mark import mark_of  # not every run has indexed files
+        from megatron.tokenizer.mark import mark_of  # only for indexed files
 
         return mark_of(self.tokenizer, self.config.tokenizer.tokenizer_type)
 
 
 def open_indexed(prefix: str, cache_path: str | None = None) -> IndexedDataset:
-    """The indexed dataset of a path or URL, whose fetched parts are kept in `cache_path`; errors:
-    see `IndexedDataset`; ConfigError if no feature reads the URL."""
+    """Open the indexed dataset at a path or URL. `cache_path` is the folder for downloaded parts.
+    Raises like `IndexedDataset`, and ConfigError if no feature can read the URL."""
     if "://" not in prefix:
         return IndexedDataset(prefix)
     for feature in features().values():
@@ -396,16 +371,16 @@ def open_indexed(prefix: str, cache_path: str | None = None) -> IndexedDataset:
 
 
 def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache) -> None:
-    """Check that all token ids are below `vocab_size`; ValueError otherwise. Reads the whole .bin
-    once; the result is cached by the file's size, date and lengths. A remote file is checked as it
-    is read."""
+    """Check that all token ids are below `vocab_size`, else raise ValueError. Reads the .bin
+    once; the result is cached by size, modification time and lengths. Remote ids are checked
+    when read."""
     if indexed.dtype.kind not in "iu":
         raise ValueError(
             f"{indexed.prefix}.bin contains {indexed.dtype.name} values, not token ids"
         )
     limits = np.iinfo(indexed.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
-        return  # every value of the dtype is in the vocabulary
+        return  # any value of the dtype is valid
     if indexed.limit_ids(vocab_size):
         return
     depends_on = {

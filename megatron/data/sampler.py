@@ -1,13 +1,13 @@
-"""The samples that a data-parallel rank reads, as a function of the samples consumed so far.
+"""Samples that a data-parallel rank reads, as a function of the samples consumed so far.
 
 The order is Megatron's default: a micro step takes the next micro_batch_size * data_size samples,
-rank r the r-th micro_batch_size of them. There is no other state, so the stream of the whole job
-does not depend on the number of ranks, on restarts, or on the number of micro steps in a step.
+and rank r reads the r-th group of micro_batch_size. There is no other state, so the whole job's
+order does not depend on the number of ranks, on restarts, or on the number of micro steps per step.
 
-`--skip-samples 5000:6000` leaves out samples that made the loss spike (Chowdhery et al. 2022,
-section 5.1). The order of all others stays, and no larger index is built, which would change it:
-the run consumes as many later samples instead, and starts again at the first if there are no more.
-Ranges count consumed samples as logged, so each counts in the stream that those before it left.
+`--skip-samples 5000:6000` leaves out samples that caused a loss spike (Chowdhery et al. 2022,
+section 5.1). The order of the others does not change, as no larger index is built. The run consumes
+as many later samples instead, and wraps around to the first if there are no more. Ranges count
+consumed samples as logged: each refers to the order without the ranges before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Sample = TypeVar("Sample")
 def micro_batch_samples(
     consumed_samples: int, micro_batch_size: int, data_rank: int, data_size: int
 ) -> range:
-    """Sample numbers of one rank's next micro batch; ValueError for numbers out of range."""
+    """Return the sample indices of a rank's next micro batch. Raises ValueError on bad input."""
     if consumed_samples < 0 or micro_batch_size < 1 or not 0 <= data_rank < data_size:
         raise ValueError(
             f"no samples for consumed samples {consumed_samples}, micro batch size "
@@ -37,7 +37,7 @@ def micro_batch_samples(
 
 @dataclass(frozen=True)
 class MicroBatchSampler:
-    """The micro batches of one rank from `consumed_samples` on, while all ranks have full ones."""
+    """Micro batches of one rank, starting at `consumed_samples`, while every rank can fill one."""
 
     total_samples: int
     consumed_samples: int
@@ -55,8 +55,8 @@ class MicroBatchSampler:
 
 
 def parse_skipped(values: Sequence[str]) -> tuple[range, ...]:
-    """Positions in the order of the data that are skipped, ascending. Raises ConfigError if a value
-    is not FIRST:LAST."""
+    """Return the skipped ranges as ascending positions in the original order. Raises ConfigError if
+    a value is not FIRST:LAST."""
     skipped: tuple[range, ...] = ()
     for value in values:
         first, _, last = value.partition(":")
@@ -72,7 +72,7 @@ def parse_skipped(values: Sequence[str]) -> tuple[range, ...]:
 
 
 def position(skipped: Sequence[range], consumed_samples: int) -> int:
-    """Position in the order of the data of the next sample after `consumed_samples`."""
+    """Return the position, in the original order, of the sample after `consumed_samples`."""
     at = consumed_samples
     for each in skipped:
         if each.start > at:
@@ -82,8 +82,8 @@ def position(skipped: Sequence[range], consumed_samples: int) -> int:
 
 
 class SkippedSamples(RenumberedSamples[Sample]):
-    """A dataset without the samples at some positions, ascending; its length stays the same. Raises
-    ConfigError if a range is beyond the end of the data, or nothing is left."""
+    """Dataset without the samples at positions `skipped`, ascending. Wraps around, so its length
+    does not change. Raises ConfigError if a range is beyond the data, or no samples are left."""
 
     def __init__(self, dataset: SampleDataset[Sample], skipped: tuple[range, ...]) -> None:
         super().__init__(dataset)
@@ -102,7 +102,7 @@ class SkippedSamples(RenumberedSamples[Sample]):
 def without_samples(
     dataset: SampleDataset[Sample] | None, ranges: Sequence[str]
 ) -> SampleDataset[Sample] | None:
-    """A dataset, if there is one, without the samples of ``--skip-samples`` ranges."""
+    """Return ``dataset`` without the samples in ``--skip-samples`` ranges (None if it is None)."""
     skipped = parse_skipped(ranges)
     return SkippedSamples(dataset, skipped) if dataset is not None and skipped else dataset
 
@@ -110,8 +110,8 @@ def without_samples(
 def continued_ranges(
     flags_before: Sequence[str], before: Sequence[str], flags: Sequence[str]
 ) -> tuple[str, ...]:
-    """The ranges of a run that continues another one, whose flags had some and which then skipped
-    more, ``before`` in all: those, and what this run's flags have next to them."""
+    """Return a resumed run's ranges: all ranges ``before`` and what ``flags`` add to them, or to
+    the earlier run's own ``flags_before``; just ``flags`` if they do not begin with either."""
     now = tuple(flags)
     for known in (tuple(before), tuple(flags_before)):
         if now[: len(known)] == known:
@@ -120,8 +120,8 @@ def continued_ranges(
 
 
 def check_skipped(before: Sequence[str], now: Sequence[str], consumed_samples: int) -> None:
-    """Check that a run can continue with other ranges: ConfigError if a sample skipped before would
-    be read, or one read before would be skipped."""
+    """Check that a run can continue with the ranges ``now``. Raises ConfigError if a sample that
+    was skipped would be read, or one that was read would be skipped."""
     old, new = parse_skipped(before), parse_skipped(now)
     reached = position(old, consumed_samples - 1) + 1 if consumed_samples else 0
     if _below(old, reached) != _below(new, reached):
@@ -134,7 +134,7 @@ def check_skipped(before: Sequence[str], now: Sequence[str], consumed_samples: i
 
 
 def _below(skipped: Sequence[range], end: int) -> list[range]:
-    """The ranges below a position, adjacent ones joined."""
+    """Return the parts of the ranges below position ``end``, with adjacent ones joined."""
     joined: list[range] = []
     for each in skipped:
         if each.start >= end:

@@ -1,9 +1,9 @@
-"""The interfaces between the parts of the data pipeline, and samples as text.
+"""Interfaces between the stages of the data pipeline, and samples shown as text.
 
-documents -> recipe -> samples -> loader: a recipe makes samples of one type (GPT, BERT, T5 ...)
-from documents in indexed files, raw text or elsewhere; a blend mixes the samples of several.
+documents -> recipe -> samples -> loader: a recipe builds samples of one type (GPT, BERT, T5 ...)
+from documents in indexed files, raw text or elsewhere; a blend mixes samples from several sources.
 
-Shape suffixes: S sequence, T the S + 1 tokens of a sample.
+Shape suffixes: S sequence, T = S + 1 tokens of a sample.
 """
 
 from __future__ import annotations
@@ -22,78 +22,78 @@ from megatron.tokenizer import Tokenizer
 Sample_co = TypeVar("Sample_co", covariant=True)
 
 TRAINING = "train"
-"""The name of the part that is trained on."""
+"""Name of the training split."""
 
 
 class Documents(Protocol):
-    """Tokenized documents: sequences of tokens, each document one or more of them."""
+    """Tokenized documents, each of which has one or more sequences of tokens."""
 
     prefix: str
-    """The path as the user gave it, for messages."""
+    """Path as given by the user, for messages."""
     sequence_lengths: npt.NDArray[np.int32]
-    """Tokens in each sequence, [n]."""
+    """Number of tokens in each sequence, [n]."""
     document_indices: npt.NDArray[np.int64]
-    """Document d is made of the sequences document_indices[d] up to document_indices[d + 1]."""
+    """Document d has the sequences document_indices[d] to document_indices[d + 1] (exclusive)."""
 
     @property
     def lengths_digest(self) -> str:
-        """Identifies the sequence lengths: equal if and only if they are equal."""
+        """Digest of the sequence lengths. Equal digests mean equal lengths."""
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
 
     def get(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
-        """`length` tokens (default: the rest) of sequence `index`, starting at token `offset`."""
+        """Return `length` tokens (default: up to the end) of sequence `index` from `offset` on."""
 
     def verify(self) -> None:
-        """Run the checks that are too slow for every opening; ValueError names a damaged file."""
+        """Run the checks that are too slow for every opening. Raises ValueError on damage."""
 
 
 class Piece(NamedTuple):
-    """A range of tokens of a sequence that a sample uses."""
+    """Range of tokens in a sequence that a sample uses."""
 
     source: str
-    """Prefix or file, as a flag named it."""
+    """Prefix or file, as written in the flag."""
     sequence: int
-    """Number of the sequence in the source, from 0."""
+    """Index of the sequence in the source."""
     start: int
     stop: int
 
 
 class Segment(NamedTuple):
-    """Consecutive text that counts in the loss, or does not."""
+    """Consecutive text that counts in the loss either as a whole or not at all."""
 
     text: str
     counted: bool
 
 
 class NeighborText(NamedTuple):
-    """Retrieved text that a model reads next to a sample, as human-readable lines."""
+    """Retrieved text that a model reads in addition to a sample, in human-readable form."""
 
     name: str
-    """Name of the text whose neighbour it is."""
+    """Name of the text for which the neighbour was retrieved."""
     piece: Piece
-    """Piece that the neighbour is from, without its continuation."""
+    """Location of the neighbour, without its continuation."""
     text: str
-    """With its continuation."""
+    """Text of the neighbour and its continuation."""
 
 
 class SampleView(NamedTuple):
-    """One sample, or a row of one that has several, as the model reads it, human-readable."""
+    """Human-readable sample as the model reads it, or one row of a sample that has several."""
 
     tokens_S: np.ndarray
     loss_mask_S: np.ndarray
     text: str
-    """Its text; what the loss does not count is in [[double brackets]]."""
+    """Text, with [[double brackets]] around the tokens that do not count in the loss."""
     segments: Sequence[Segment] = ()
-    """The same in parts, where the text is that of the tokens."""
+    """Segments of the text; empty if the text is not that of the tokens."""
     name: str = ""
-    """Meaning of the row in its sample."""
+    """Role of the row in its sample."""
     neighbors: Sequence[NeighborText] = ()
 
 
 class SampleDataset(Protocol[Sample_co]):
-    """Samples by number; sample i is always the same."""
+    """Samples by index. Sample i is always the same."""
 
     def __len__(self) -> int: ...
 
@@ -104,14 +104,14 @@ class SampleDataset(Protocol[Sample_co]):
 
 
 class RenumberedSamples(ABC, Generic[Sample_co]):
-    """Samples of another dataset under other numbers."""
+    """View of another dataset that reorders its samples. Subclasses map the indices."""
 
     def __init__(self, dataset: SampleDataset[Sample_co]) -> None:
         self.dataset = dataset
 
     @abstractmethod
     def number(self, index: int) -> int:
-        """The number of sample `index` in the original dataset."""
+        """Return the index, in the original dataset, of this view's sample `index`."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -124,7 +124,7 @@ class RenumberedSamples(ABC, Generic[Sample_co]):
 
 
 class RepeatedSamples(RenumberedSamples[Sample_co]):
-    """The samples of a dataset over and over, ``num_samples`` in all."""
+    """Samples of a dataset, cycled until there are ``num_samples``."""
 
     def __init__(self, dataset: SampleDataset[Sample_co], num_samples: int) -> None:
         super().__init__(dataset)
@@ -137,34 +137,18 @@ class RepeatedSamples(RenumberedSamples[Sample_co]):
         return checked_index(index, len(self)) % len(self.dataset)
 
 
-class MadeSamples(Generic[Sample_co]):
-    """Samples that ``make`` makes of items of a list when they are read; of no indexed file."""
-
-    def __init__(self, items: Sequence[Any], make: Callable[[Any], Sample_co]) -> None:
-        self.items, self.make = items, make
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int, /) -> Sample_co:
-        return self.make(self.items[index])
-
-    def origin(self, index: int, /) -> Sequence[Piece]:
-        return ()
-
-
 class SampleRecipe(Protocol[Sample_co]):
-    """Construction of samples of one type from documents; a frozen dataclass of its settings."""
+    """Recipe that builds samples of one type from documents: a frozen dataclass of settings."""
 
     def units(self, documents: Documents) -> int:
-        """Number of documents, or of sequences, that --split divides."""
+        """Return the number of units (documents or sequences) that --split divides."""
 
     def build(
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> SampleDataset[Sample_co]:
-        """At least `num_samples` samples of some of the `units(documents)`, in an order fixed by
-        the recipe; `name` is that of the part, for messages and the cache. Raises ValueError if no
-        sample can be made from the documents."""
+        """Return at least `num_samples` samples from the given `units`, in an order that the recipe
+        determines. `name` is the split's, for messages and cache keys. Raises ValueError if no
+        sample can be built from the documents."""
 
 
 def check_ids(
@@ -173,10 +157,10 @@ def check_ids(
     sample: int,
     origin: Callable[[int], Sequence[Piece]],
 ) -> None:
-    """Checks the token ids of a sample, which come from the pieces of its ``origin``; ValueError
-    names a file. All ids of a file are checked when it is opened, so that it was changed since, or
-    its tokenizer gives ids that it does not have."""
-    # As unsigned numbers negative ids are the largest.
+    """Check the token ids of a sample, which consists of the pieces of its ``origin``. Raises
+    ValueError, which names a file. Files are checked when they are opened, so a wrong id means that
+    the file has changed since, or that its tokenizer returned an id outside its vocabulary."""
+    # Viewed as unsigned, negative ids are the largest.
     if not len(tokens) or np.maximum.reduce(tokens.view(np.uint64)) < vocab_size:
         return
     first = int(np.argmax(tokens.view(np.uint64) >= vocab_size))
@@ -194,7 +178,7 @@ def check_ids(
 
 
 def checked_index(index: int, length: int) -> int:
-    """The number of a sample; IndexError if it is not below `length`."""
+    """Return the index as an int. Raises IndexError if it is negative or not below `length`."""
     index = operator.index(index)
     if not 0 <= index < length:
         raise IndexError(f"sample {index} of a dataset of {length} samples")
@@ -204,9 +188,8 @@ def checked_index(index: int, length: int) -> int:
 def checked_range(
     lengths: npt.NDArray[np.integer], index: int, offset: int, length: int | None, name: str
 ) -> tuple[int, int]:
-    """A sequence's number, and the token after `length` (default: the rest) from `offset` on;
-    IndexError if there is no such sequence, or the range leaves it. `lengths` are the tokens in
-    each sequence of `name`."""
+    """Return a sequence's index, and the end of `length` tokens (default: all) from `offset` on.
+    Raises IndexError if `name`, with sequences of `lengths`, does not have these tokens."""
     index = operator.index(index)
     if not 0 <= index < len(lengths):
         raise IndexError(f"sequence {index} of {name}, which has {len(lengths)}")
@@ -220,22 +203,22 @@ def checked_range(
 
 
 class PackedSample(NamedTuple):
-    """A sample of a causal model with explicit document ids and loss mask, which do not follow from
-    end-of-document tokens. It may be shorter than others of its batch."""
+    """Sample for a causal model whose document ids and loss mask are explicit, not derived from
+    end-of-document tokens. It may be shorter than others in its batch."""
 
     tokens_T: npt.NDArray[np.int64]
-    """Inputs and, shifted by one, labels."""
+    """Inputs, and, shifted by one, labels."""
     loss_mask_S: npt.NDArray[np.float32]
-    """1.0 where the prediction of the next token counts."""
+    """1.0 where the prediction of the next token counts in the loss, else 0.0."""
     document_ids_S: npt.NDArray[np.int64]
-    """Non-decreasing. A token attends to earlier ones with the same id, and its position counts
-    from the first of them. Padding has the last id."""
+    """Document ids, non-decreasing. A token attends to itself and earlier tokens with its id, and
+    positions count from the document's start. Padding has the last id."""
 
 
 def segments_of(
     tokenizer: Tokenizer, tokens: npt.NDArray[np.integer], counted: npt.NDArray[np.bool_]
 ) -> Iterator[Segment]:
-    """The text of tokens, [n], in runs that count or do not."""
+    """Yield the text of tokens [n], divided where `counted` changes."""
     changes = np.flatnonzero(np.diff(counted)) + 1
     for part in np.split(np.arange(len(tokens)), changes):
         if len(part):
@@ -243,8 +226,8 @@ def segments_of(
 
 
 def bracketed(segments: Sequence[Segment]) -> str:
-    """Text with [[double brackets]] around what does not count; line breaks between documents stand
-    alone."""
+    """Return the text with [[double brackets]] around what does not count in the loss. Line breaks
+    between documents are outside the brackets."""
     return "".join(
         segment.text if segment.counted or segment.text == "\n" else f"[[{segment.text}]]"
         for segment in segments
@@ -259,16 +242,16 @@ def causal_view(
     document_ids_S: np.ndarray | None,
     answers: bool,
 ) -> SampleView:
-    """A row of which each token is predicted from those before it; documents that attention keeps
-    apart are on separate lines. Of ``answers`` the last label is shown too."""
+    """Return a row in which each token is predicted from those before it. Documents that do not
+    attend to each other are on separate lines. ``answers`` also shows a last label that counts."""
     starts = np.empty(0, np.int64)
     if document_ids_S is not None:
         starts = np.flatnonzero(np.diff(document_ids_S)) + 1
-    # Position i of the mask is about token i + 1; the first token ends the previous sample.
+    # Mask position i is for token i + 1. The first token is not predicted in this row.
     predicted_S = np.concatenate((loss_mask_S[:1], loss_mask_S[:-1])) > 0
     shown_S = tokens_S
     if answers and loss_mask_S[-1] > 0:
-        # The end of the last answer is predicted, and never read.
+        # The last token of an answer at the end is predicted but is not an input.
         shown_S = np.append(tokens_S, labels_S[-1])
         predicted_S = np.append(predicted_S, True)
     segments: list[Segment] = []
@@ -281,11 +264,11 @@ def causal_view(
 
 
 class SequenceLengths:
-    """Tokens of a sample at each step, here always the same; features have others.
+    """Sequence length of each step, in tokens. It is constant here; subclasses in features vary it.
 
     Attributes:
-        grows: whether they grow over the run.
-        stages: (number of steps before, tokens of a sample from then on), ascending from step 0.
+        grows: whether the length grows during the run.
+        stages: (first step, sequence length from then on) for each stage, ascending from step 0.
         folds: number of samples of a micro batch that are folded into more rows; None for none.
     """
 
@@ -297,26 +280,26 @@ class SequenceLengths:
         self.stages: Sequence[tuple[int, int]] = ((0, seq_length),)
 
     def at(self, iteration: int) -> int:
-        """Tokens of a sample in the step after ``iteration`` steps."""
+        """Return the sequence length of the step after ``iteration`` steps."""
         return self.seq_length
 
     def shown(self, iteration: int) -> dict[str, int]:
-        """Further lengths of the step after ``iteration`` steps, by the names of their metrics."""
+        """Return additional lengths to log for the step after ``iteration`` steps, by name."""
         return {}
 
     def shorter(self, iteration: int) -> tuple[int, int] | None:
-        """Number of blocks that read fewer tokens than the others in that step, and of their
-        tokens; None where all read the same."""
+        """Return (number of blocks that read fewer tokens than the others, number of tokens that
+        they read) for the step after ``iteration`` steps, or None if all blocks read all tokens."""
         return None
 
     def tokens(self, consumed_samples: int) -> int:
-        """Tokens of the first samples of the run."""
+        """Return the number of tokens in the first ``consumed_samples`` samples of the run."""
         return consumed_samples * self.seq_length
 
     def samples(self, tokens: int) -> int:
-        """The fewest samples with at least that many tokens."""
+        """Return the smallest number of samples with at least ``tokens`` tokens."""
         return -(-tokens // self.seq_length)
 
     def cut(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
-        """Batches cut, one at a time, to the length of the step after ``iteration`` steps."""
+        """Yield batches cut to the sequence length of the step after ``iteration`` steps."""
         return batches

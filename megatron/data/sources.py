@@ -1,4 +1,4 @@
-"""The files of each part of the data, from the flags that name them."""
+"""Files of each split of the data, from the flags that name them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron.util.json_text import parse_json
 
 PARTS = ("train", "valid", "test")
 _LONGEST_QUOTED = 1 << 17
-"""Characters of a file of words with quotation marks: shlex takes time that grows with the square
-of a word's length."""
+"""Maximum number of characters in a flag file with quotation marks, because shlex takes time
+quadratic in a word's length."""
 _QUOTING = re.compile("""['"\\\\]""")
 _COMMENT = re.compile("#.*")
 _DIVIDED = ({"--train-data", "--valid-data"}, {"--train-data", "--test-data"})
@@ -36,22 +36,22 @@ _PAIRS = (
 @dataclass(frozen=True)
 class Blend:
     flag: str
-    """The flag that named them, for messages."""
+    """Flag that names the sources, for messages."""
     sources: tuple[DataSource, ...]
     split: str | None = None
-    """--split, if the documents are shared with the other parts."""
+    """Value of --split if the splits share documents, else None."""
     part: int = 0
-    """Index of the part in `split`."""
+    """Index of this split in the value of --split."""
 
     @property
     def is_plain(self) -> bool:
-        """One path without a weight: its samples are used directly, as in Megatron."""
+        """True for one path without a weight. Its samples are used directly, as in Megatron."""
         source = self.sources[0]
         return len(self.sources) == 1 and len(source.paths) == 1 and source.weight is None
 
 
 class Parts(NamedTuple):
-    """Blends by part; validation and test may have several, by name, evaluated separately."""
+    """Blends by split. Validation and test may have several by name, evaluated separately."""
 
     train: Blend | None = None
     valid: Mapping[str, Blend] = {}
@@ -63,8 +63,8 @@ class Parts(NamedTuple):
 
 
 def parts_of(config: RunConfig) -> Parts:
-    """The files of a run. Raises ConfigError if flags contradict each other or files that they name
-    cannot be read."""
+    """Return the blends of a run. Raises ConfigError if flags contradict each other or files that
+    they name cannot be read."""
     data, kinds = config.data, [kind for kind in config.kinds if kind.files is not None]
 
     def kind_of(path: str) -> str:
@@ -81,16 +81,16 @@ def parts_of(config: RunConfig) -> Parts:
 
 @dataclass(frozen=True)
 class BlendReader:
-    """Reads blends from the flags. `kind_of` gives the kind of a path's files, and `by_name` the
-    sources of words of --train-data and the like, of which the flag is its second argument."""
+    """Parser of blends from flags. `kind_of` returns a path's kind of data. `by_name` returns the
+    sources for the words of a flag such as --train-data, given the words and the flag."""
 
     kind_of: Callable[[str], str] = lambda path: INDEXED
     eval_text_key: str | None = None
     by_name: Callable[[Sequence[str], str], tuple[DataSource, ...]] | None = None
 
     def parts(self, data: DataConfig) -> Parts:
-        """The blends of a run. Raises ConfigError if flags contradict each other or files that they
-        name cannot be read."""
+        """Return the blends of a run. Raises ConfigError if flags contradict each other or files
+        that they name cannot be read."""
         flags = {
             "--data-path": data.data_path,
             "--data-args-path": _words(data.data_args_path, "--data-args-path"),
@@ -121,7 +121,7 @@ class BlendReader:
         with _naming(data.data_args_path if flag == "--data-args-path" else None):
             find = self._named if flag == "--train-data" else self._paths
             sources = find(values, flag)
-        named = {part for part, _ in own}  # as in 2019 the other parts share --train-data
+        named = {part for part, _ in own}  # as in 2019, other splits share --train-data
         shares = [
             0.0 if part in named - {"train"} else share
             for part, share in zip(PARTS, parse_split(data.split), strict=True)
@@ -191,14 +191,14 @@ class BlendReader:
         return replace(blend, sources=tuple(sources))
 
     def _paths(self, values: Sequence[str], flag: str) -> tuple[DataSource, ...]:
-        """`PREFIX`, or `WEIGHT PREFIX WEIGHT PREFIX ...`; a prefix may end in `@FIRST:LAST`."""
+        """Parse `PREFIX`, or `WEIGHT PREFIX WEIGHT PREFIX ...`. Each may end in `@FIRST:LAST`."""
         return tuple(
             replace(self._source(path, flag), weight=weight)
             for weight, path in weighted_words(values, flag, _PAIRS)
         )
 
     def _named(self, values: Sequence[str], flag: str) -> tuple[DataSource, ...]:
-        """Corpora by name, defined by a feature."""
+        """Return the sources of named corpora, which a feature defines."""
         if values and self.by_name is None:
             raise ConfigError(f"{flag} {' '.join(values)}: no corpora have names; give --data-path")
         return self.by_name(values, flag) if values and self.by_name is not None else ()
@@ -206,7 +206,7 @@ class BlendReader:
     def _separate(
         self, values: Sequence[str], flag: str, names: Sequence[str]
     ) -> dict[str, tuple[DataSource, ...]]:
-        """A source for each path of --multiple-validation-sets, by its name."""
+        """Return the source of each path for --multiple-validation-sets, by the set's name."""
         shown = f"{flag} {' '.join(values)}"
         numbers = [word for word in values if number_of(word) is not None]
         if numbers:
@@ -230,7 +230,7 @@ class BlendReader:
         return {name: (self._source(path, flag),) for name, path in pairs}
 
     def _groups(self, groups: Sequence[str], flag: str) -> dict[str, tuple[DataSource, ...]]:
-        """BLOOM's `NAME: WEIGHT FIRST:LAST PATH, WEIGHT FIRST:LAST PATH, ...`."""
+        """Parse BLOOM's `NAME: WEIGHT FIRST:LAST PATH, WEIGHT FIRST:LAST PATH, ...`."""
         corpora: dict[str, tuple[DataSource, ...]] = {}
         for group in groups:
             name, colon, rest = group.partition(":")
@@ -253,7 +253,7 @@ class BlendReader:
 
 
 def source_of(text: str, flag: str, kind_of: Callable[[str], str]) -> DataSource:
-    """The source of `PATH` or `PATH@FIRST:LAST`."""
+    """Return the source for `PATH` or `PATH@FIRST:LAST`. Raises ConfigError for a bad range."""
     match = _RANGE.fullmatch(text)
     if not match:
         return DataSource((text,), kind_of(text))
@@ -263,8 +263,8 @@ def source_of(text: str, flag: str, kind_of: Callable[[str], str]) -> DataSource
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Shares of a `--split` string, normalised to a sum of 1; missing ones are 0. Raises
-    ConfigError if the string is not up to three numbers >= 0, one of them > 0."""
+    """Return the shares in a `--split` string, normalised to a sum of 1. Omitted shares are 0.
+    Raises ConfigError unless the string has one to three numbers >= 0, of which one is > 0."""
     try:
         shares = [float(part) for part in split.replace("/", ",").split(",")]
     except ValueError:
@@ -280,10 +280,10 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def split_documents(split: str, num_documents: int) -> tuple[range, range, range]:
-    """The documents of training, validation and test, contiguous and in file order. As in Megatron
-    each share of the documents is rounded, and the surplus of the sum is subtracted from every
-    boundary after the first. (Where that makes a boundary negative Megatron would read documents
-    from the end of the file; here it is 0.) Errors: see `parse_split`."""
+    """Return the document ranges of training, validation and test, contiguous and in file order. As
+    in Megatron each share of the documents is rounded, and the surplus of the sum is subtracted
+    from every boundary after the first. A boundary that would become negative is 0 (Megatron would
+    read documents from the end of the file). Raises like `parse_split`."""
     counts = (round(share * num_documents) for share in parse_split(split))
     bounds = list(accumulate(counts, initial=0))
     surplus = bounds[-1] - num_documents
@@ -295,7 +295,7 @@ def split_documents(split: str, num_documents: int) -> tuple[range, range, range
 def weighted_words(
     values: Sequence[str], flag: str, form: str
 ) -> list[tuple[float, str]] | list[tuple[None, str]]:
-    """One word without a weight, or words with a weight before each."""
+    """Return (weight, word) pairs from alternating words. A single word has the weight None."""
     if len(values) < 2:
         return [(None, value) for value in values]
     weights, words = values[::2], values[1::2]
@@ -323,7 +323,7 @@ def number_of(text: str) -> float | None:
 
 @contextmanager
 def _naming(path: str | None) -> Iterator[None]:
-    """Errors about what a file says name the file."""
+    """Add ``path`` to ConfigErrors about the file's content."""
     try:
         yield
     except ConfigError as error:
@@ -344,7 +344,7 @@ def _words(path: str | None, flag: str) -> tuple[str, ...]:
         )
     try:
         words = shlex.split(text, comments=True) if quoted else _COMMENT.sub("", text).split()
-    except ValueError as error:  # a quotation without an end
+    except ValueError as error:  # an unclosed quotation
         raise ConfigError(f"{flag} {path}: {error}") from None
     if not words:
         raise ConfigError(f"{flag} {path} is empty; write into it what the command line would have")
@@ -352,7 +352,7 @@ def _words(path: str | None, flag: str) -> tuple[str, ...]:
 
 
 def _per_split(path: str | None) -> dict[str, tuple[str, ...]]:
-    """Megatron's JSON of `{"train": [...], "valid": [...], "test": [...]}`."""
+    """Read Megatron's JSON file `{"train": [...], "valid": [...], "test": [...]}`."""
     if path is None:
         return {}
     flag = "--per-split-data-args-path"

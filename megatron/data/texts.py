@@ -1,4 +1,4 @@
-"""Texts whose continuations a model scores."""
+"""Texts with continuations that a model scores, and their padding."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class ScoredText:
-    """Token ids (int64): every token of the continuation is scored, given all before it. Raises
-    ValueError if one of the two is empty.
+    """Token ids (int64) of a context and its continuation. Each continuation token is scored given
+    all tokens before it. Raises ValueError if the context or the continuation is empty.
 
     Attributes:
-        choices: where there are any, tokens that are each scored as the last one of the
-            continuation; then all texts of a batch have as many.
+        choices: candidates for the last token of the continuation, each of which is scored. All
+            texts in a batch have the same number of choices, which may be 0.
     """
 
     context: npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ class ScoredText:
 
 @runtime_checkable
 class ScoredRows(Protocol):
-    """A sample of several rows, each a prompt and an answer to it."""
+    """Sample with several rows, each a prompt and an answer."""
 
     @property
     def rows(self) -> Sequence[ScoredText]: ...
@@ -47,7 +47,7 @@ class ScoredRows(Protocol):
 def padded(
     rows: Sequence[npt.NDArray[np.int64]], length: int, fill: int = 0
 ) -> npt.NDArray[np.int64]:
-    """Rows of several lengths as one array [B, ``length``]."""
+    """Return rows of different lengths as one array [B, ``length``], right-padded with ``fill``."""
     table = np.full((len(rows), length), fill, np.int64)
     for place, row in zip(table, rows, strict=True):
         place[: len(row)] = row
@@ -55,7 +55,7 @@ def padded(
 
 
 def check_lengths(lengths: npt.NDArray[np.int64], longest: int | None) -> None:
-    """Raises ValueError if texts of these lengths are longer than the model can read."""
+    """Raise ValueError if a text has more than ``longest`` tokens. None means no limit."""
     over = sorted({int(length) for length in lengths.flatten() if longest and length > longest})
     if over:
         raise ValueError(
@@ -65,7 +65,7 @@ def check_lengths(lengths: npt.NDArray[np.int64], longest: int | None) -> None:
 
 
 def too_long(answer: str, tokens: int, longest: int, flag: str) -> ValueError:
-    """Return an error about an answer of more tokens than a model reads."""
+    """Return an error about an answer that is longer than the model can read."""
     return ValueError(
         f"the answer {answer!r:.60} has {tokens} tokens, and the model reads {longest} ({flag}): "
         "shorten it, or use a model of longer sequences"
@@ -73,8 +73,8 @@ def too_long(answer: str, tokens: int, longest: int, flag: str) -> ValueError:
 
 
 def fitted(pad_to: int | None, needed: int, longest: int | None, divisor: int = 1) -> int:
-    """The length to pad texts to: as wanted, but no more than the model can read, or the next
-    multiple of the ``divisor`` of all lengths."""
+    """Return the length to pad texts to: ``pad_to`` (default: ``needed``), but at most ``longest``
+    rounded up to a multiple of ``divisor``."""
     length = needed if pad_to is None else pad_to
     assert length >= needed
     return length if longest is None else min(length, -(-longest // divisor) * divisor)

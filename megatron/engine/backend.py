@@ -1,5 +1,5 @@
-"""The layers that a process trains, in one of DeepSpeed's engines, or evaluates without one: the
-whole layer list at any ZeRO stage, or the stages of a pipeline."""
+"""Backends, which run a process's layers: the whole layer list at any ZeRO stage, or the stages of
+a pipeline. They train in one of DeepSpeed's engines, or evaluate without one."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from megatron.util.phases import moved
 
 
 class Backend(ABC):
-    """The layers of a process (``model``, uninitialised at first, of the whole layer list
-    ``layers``), and how a step takes micro batches through them; ``stage`` is the ZeRO stage that
-    runs."""
+    """Layers of a process, and how micro batches pass through them. ``model`` has these layers, at
+    first uninitialised, out of the whole layer list ``layers``. ``stage`` is the ZeRO stage that
+    runs, and ``tensor_parallel`` has the groups over which all layers are sharded."""
 
     model: nn.Module
     losses: Sequence[Tensor] = ()
-    """Losses of each micro batch of the last step, in order, float64 [N]; empty on pipeline stages
-    that do not compute them."""
+    """Losses of each micro batch of the last step, in order, float64 [N] for N named losses. Empty
+    on pipeline stages that do not compute losses."""
     shared: SharedGradients | None = None
-    """Gradients that are summed over tensor-parallel ranks once a step."""
+    """Sums gradients over tensor-parallel ranks once per step; None if backward passes do."""
 
     def __init__(
         self,
@@ -61,66 +61,61 @@ class Backend(ABC):
         device: torch.device,
     ) -> None:
         self._config, self._mesh, self._device = config, mesh, device
-        self._tp = TensorParallel.of(mesh, config.parallel)
-        self._spec = spec.divided(self._tp.context)
-        self.layers, self.stage = spec.layers(self._tp), stage_of(settings)
+        self.tensor_parallel = TensorParallel.of(mesh, config.parallel)
+        self._spec = spec.divided(self.tensor_parallel.context)
+        self.layers, self.stage = spec.layers(self.tensor_parallel), stage_of(settings)
         self.model = self._build(settings)
         self.await_weights: Callable[[], None] = lambda: None
 
     @abstractmethod
     def _build(self, settings: Json) -> nn.Module:
-        """The layers of this process."""
-
-    @property
-    def tensor_parallel(self) -> TensorParallel:
-        """Groups of ranks that all layers are cut over."""
-        return self._tp
+        """Return the layers of this process, not yet initialised."""
 
     def uses(self) -> dict[nn.Parameter, ParameterUse]:
-        """The use of each parameter of this process."""
+        """Return how each parameter of this process is used in the forward and backward passes."""
         params = (param for _, param in canonical_parameters(self.model, self.layers))
         return {param: ParameterUse(number) for number, param in enumerate(params)}
 
     @property
     @abstractmethod
     def sequences(self) -> list[LayerSequence]:
-        """The layers of this process as they run, a sequence for each pipeline stage."""
+        """Layers of this process in execution order, one sequence per pipeline stage."""
 
     def initialise(self, name: str, param: nn.Parameter) -> None:
-        """Fills this process's share of a parameter, whose canonical name is ``name``."""
+        """Initialise this process's shard of a parameter. ``name`` is its canonical name."""
         initialise(name, param, self._config.training.seed, self._mesh.coordinates)
 
     @abstractmethod
     def start(self, optimizer: torch.optim.Optimizer, settings: Json) -> Any:
-        """DeepSpeed's engine around model and optimizer; called once, before the first step."""
+        """Return DeepSpeed's engine for the model and ``optimizer``. Called before any step."""
 
     @abstractmethod
     def start_without_training(self) -> None:
-        """Instead of :meth:`start`, for evaluations only."""
+        """Prepare for evaluation only. Called instead of :meth:`start`."""
 
     @abstractmethod
     def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
-        """Forward and backward of a step's micro batches, gradients averaged over data ranks;
-        ``seeds`` are those of the dropout masks. Returns sums of the named losses in order, float64
-        [N]; zeros on pipeline stages that do not compute them."""
+        """Run the forward and backward passes of a step, and average the gradients over
+        data-parallel ranks. ``seeds`` are the micro batches' dropout seeds. Return the sum of each
+        named loss, float64 [N]; zeros on pipeline stages that do not compute losses."""
 
     def _sum_shared(self) -> None:
-        """The end of :meth:`accumulate`."""
+        """Sum the gradients of :attr:`shared`. Called at the end of :meth:`accumulate`."""
         if self.shared is not None:
             self.shared.sum()
 
     @abstractmethod
     def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> list[Tensor]:
-        """A measure's numbers for each of ``count`` batches, see :meth:`Measure.of`, without
-        gradients; nothing on pipeline stages that do not compute them."""
+        """Return a measure's values (see :meth:`Measure.of`) for each of ``count`` micro batches,
+        without gradients. The list is empty on pipeline stages that do not compute them."""
 
     @abstractmethod
     def apply(self) -> None:
-        """Updates the weights."""
+        """Update the weights."""
 
 
 class PlainBackend(Backend):
-    """The whole layer list in every process, at any ZeRO stage."""
+    """Backend that runs the whole layer list in every process, at any ZeRO stage."""
 
     model: LayerStack
 
@@ -128,7 +123,7 @@ class PlainBackend(Backend):
         self._graphs = runs_graphs(self._config, self._device)
         if self.stage < 3:
             return LayerStack(self.layers, self._config.parallel)
-        # Each parameter is partitioned as soon as it exists.
+        # This context partitions each parameter as soon as it is created.
         init = deepspeed.zero.Init(
             data_parallel_group=self._mesh.dense.handle,
             config_dict_or_path=settings,
@@ -177,7 +172,7 @@ class PlainBackend(Backend):
             begin = self._spec.begin(batch).changed(dropout_seed=seed)
             if self._graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            # Only the losses of the state are kept: the backward pass needs the memory.
+            # Keep only the losses of the final state: the backward pass needs the memory.
             with record_function("megatron::forward"):
                 losses = engine(begin).losses
             with record_function("megatron::backward"):
@@ -209,16 +204,16 @@ class PlainBackend(Backend):
 
 
 def runs_graphs(config: RunConfig, device: torch.device) -> bool:
-    """True if blocks run as CUDA graphs, so that ``torch.compiler.cudagraph_mark_step_begin`` must
-    be called before each pass: without it a block could overwrite its own input, as a graph writes
-    its outputs to the same memory every time (pytorch issue 160281)."""
+    """Return whether blocks run as CUDA graphs. If so, ``torch.compiler.cudagraph_mark_step_begin``
+    must be called before each pass. Otherwise a block could overwrite its own input, since a graph
+    writes its outputs to the same memory every time (pytorch issue 160281)."""
     graphs = config.fast_paths.torch_compile_mode in GRAPH_MODES
     return graphs and device.type == "cuda" and why_eager(config, device) is None
 
 
 class PipelineBackend(Backend):
-    """Layers cut over the ranks of a pipeline, at ZeRO stage 0, 1 or 2; ``executor``, once it is
-    started, is DeepSpeed's engine where they are trained."""
+    """Backend that runs a process's pipeline stages, at ZeRO stage 0, 1 or 2. In training,
+    :meth:`start` sets ``executor``, which is DeepSpeed's engine."""
 
     model: StageModule
     executor: PipelineExecutor
@@ -248,22 +243,22 @@ class PipelineBackend(Backend):
         for param, use in uses.items():
             passes = tuple(stage for stage, params in stages.items() if param in params)
             uses[param] = use._replace(passes=passes, tied=tied.get(param))
-        # Copies of a parameter have one place on all stages, before all others.
+        # Copies of a tied parameter get the same position on all stages, before other parameters.
         return uses | {p: uses[p]._replace(position=n - len(tied)) for n, p in enumerate(tied)}
 
     def start(self, optimizer: torch.optim.Optimizer, settings: Json) -> Any:
-        if self.stage == 2:  # only this trainer's reduction knows it, not DeepSpeed's engine
+        if self.stage == 2:  # reduced by us; DeepSpeed's pipeline engine refuses stage 2
             zero = {**settings["zero_optimization"], "stage": 1}
             settings = {**settings, "zero_optimization": zero}
         self.executor = PipelineExecutor(
-            self.model, optimizer, settings, self._spec, self._tp, self._mesh
+            self.model, optimizer, settings, self._spec, self.tensor_parallel, self._mesh
         )
         self._passes = self.executor
         return self.executor
 
     def start_without_training(self) -> None:
         self._passes = PipelinePasses(self.model, self._device)
-        self._passes.connect(self._spec, self._tp, self._mesh)
+        self._passes.connect(self._spec, self.tensor_parallel, self._mesh)
 
     def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
         plan = _plan(self._schedule(len(seeds)), self._mesh.pipeline.rank)

@@ -1,4 +1,4 @@
-"""Builds the engine of a layout, with its fast paths: compiled blocks and 8-bit GEMMs."""
+"""Builds a run's training engine: layers, kernels, compiled blocks, optimizer, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from torch import nn
 
 from megatron.config import ConfigError, RunConfig
 from megatron.config.engine import MOST_BUCKET, bucket_size
-from megatron.config.features import taking_part
-from megatron.config.layouts import StateDtypes
+from megatron.config.features import first_answer, taking_part
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend, runs_graphs
 from megatron.engine.compilation import compile_blocks, to_compile
 from megatron.engine.deepspeed_file import check_settings
 from megatron.engine.deepspeed_json import Json, for_engine, offloads, stage_of
 from megatron.engine.deepspeed_patches import (
     allow_fp16,
-    check_fewer_replicas,
     fewer_replicas_apart,
     fp16_optimizer,
     guard,
@@ -41,13 +39,9 @@ from megatron.engine.update.optimizer import (
     check_groups,
     factors_of,
     fewer_replicas,
-    partition_ranks,
 )
 from megatron.engine.update.shared_gradients import SharedGradients
 from megatron.engine.update.zero_optimizer import ReducingOptimizer, cut_into_buckets, sum_in_place
-from megatron.kernels.compiler import missing_compiler
-from megatron.model.attention_backends import describe_attention
-from megatron.model.attention_masks import AttentionKind
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.spec import ModelSpec
 from megatron.parallel.linear import KernelStates, SeveralStates
@@ -65,8 +59,9 @@ def build_engine(
     mesh: Mesh,
     device: torch.device,
 ) -> TrainEngine:
-    """A model in training, initialised; ``content`` is the completed DeepSpeed JSON."""
-    check_device(config, device)  # before minutes of initialisation
+    """Build a run's training engine with initial weights. ``content`` is the completed DeepSpeed
+    JSON. Raises ConfigError if the device or DeepSpeed does not support the configuration."""
+    check_device(config, device)  # fail before minutes of initialisation
     settings = for_engine(content, config, device.type == "cpu")
     if config.engine.deepspeed_config:
         check_settings(settings, config.engine.deepspeed_config)
@@ -78,11 +73,9 @@ def build_engine(
         backend.initialise(name, param)
     blocks = [block for sequence in backend.sequences for block in sequence.blocks]
     if device.type == "cuda":
-        line = attention_line(config, device, spec.attention)
-        if line is not None:
+        lines = (f.attention_line(config, device, spec.attention) for f in taking_part())
+        for line in filter(None, lines):
             _say(line)
-    if config.precision.states is not None:
-        _say(states_line(config.precision.states, device))
     for feature in taking_part():
         feature.kernels(blocks, config)
     if to_compile(config, device):
@@ -91,11 +84,9 @@ def build_engine(
     _require_trained(list(trained), mesh)
     update = _update_of(config, settings, mesh, backend, trained, fewer_replicas(names, mesh))
     engine = _started(config, settings, mesh, device, backend, trained, update)
-    formats = (feature.stored_states(config) for feature in taking_part())
-    stored = next((form for form in formats if form is not None), None)
+    stored = first_answer(lambda f: f.stored_states(config, trained, mesh, device))
     if stored is not None:
-        ranks = partition_ranks(engine.optimizer, mesh)
-        stored.take_main_weights(engine.optimizer, update.optimizer, ranks)
+        stored.take_main_weights(engine.optimizer, update.optimizer)
     kernels = kernel_states(blocks, names, config, mesh, backend.stage == 3)
     built = TrainEngine(
         config,
@@ -111,7 +102,7 @@ def build_engine(
         stored,
     )
     built.content = content
-    # DeepSpeed measures what it offloads while backward passes run: there each of them sums.
+    # DeepSpeed measures offloaded gradients during backward passes, so each pass must sum them.
     if not any(offloads(settings, key) for key in ("offload_optimizer", "offload_param")):
         kept = partial(gradients_of, built)
         backend.shared = SharedGradients(built.trained, kept, mesh.tensor)
@@ -121,12 +112,12 @@ def build_engine(
 
 
 class _Update(NamedTuple):
-    """The optimizer of a run, and its settings for DeepSpeed's engine.
+    """Optimizer of a run, and how DeepSpeed's engine uses it.
 
     Attributes:
-        make: wraps it where this project reduces gradients; None where DeepSpeed does.
-        asynchronous: True if its step does not wait for the device.
-        apart: parameters with fewer replicas than others.
+        make: creates the optimizer's ZeRO wrapper if this project reduces gradients, else None.
+        asynchronous: whether an optimizer step runs without waiting for the device.
+        apart: parameters with fewer replicas than the others.
     """
 
     optimizer: torch.optim.Optimizer
@@ -143,9 +134,8 @@ def _update_of(
     trained: Mapping[nn.Parameter, str],
     apart: Sequence[nn.Parameter],
 ) -> _Update:
-    """Build the optimizer, and adapt ``settings`` to it."""
-    plans = (feature.optimizer(config, trained, mesh) for feature in taking_part())
-    plan = next((each for each in plans if each is not None), None)
+    """Build the optimizer, and edit DeepSpeed's ``settings`` in place to suit it."""
+    plan = first_answer(lambda feature: feature.optimizer(config, trained, mesh))
     factors = factors_of(trained, config, {} if plan is None else plan.rules)
     for feature in taking_part():
         for line in feature.group_lines(config, trained, factors, mesh):
@@ -167,8 +157,6 @@ def _update_of(
     optimizer = build_optimizer(trained, config.optimizer, factors, apart, plan, **cut)
     if asynchronous:
         leave_norm_to_us(settings)
-    if apart:
-        check_fewer_replicas(settings, backend.stage)
     if (factors or mesh.group("expert").size > 1) and backend.stage == 1 and make is None:
         check_groups(optimizer, mesh)
     return _Update(optimizer, make, asynchronous, apart)
@@ -183,7 +171,7 @@ def _started(
     trained: Mapping[nn.Parameter, str],
     update: _Update,
 ) -> Any:
-    """Start DeepSpeed's engine, and replace in it what this project does itself."""
+    """Start DeepSpeed's engine, and replace its parts that this project implements itself."""
     with (
         own_reduction(update.make),
         fp16_optimizer(config, mesh),
@@ -200,7 +188,7 @@ def _started(
 
 
 def check_device(config: RunConfig, device: torch.device) -> None:
-    """Raise ConfigError for a device that cannot do what the flags say."""
+    """Raise ConfigError if the device does not support what the flags request."""
     for feature in taking_part():
         feature.check_device(config, device)
 
@@ -212,7 +200,7 @@ def kernel_states(
     mesh: Mesh,
     partitioned: bool,
 ) -> KernelStates:
-    """Return the values that these blocks keep from one step to the next."""
+    """Return the state that the blocks' layers and kernels keep between steps."""
     states = (
         feature.kernel_states(blocks, names, config, mesh, partitioned) for feature in taking_part()
     )
@@ -221,53 +209,29 @@ def kernel_states(
 
 
 def backend_class(config: RunConfig) -> type[Backend]:
-    """Return the class that runs the layers of a layout."""
+    """Return the backend class for the layout of a run."""
     pipelined = config.parallel.pipeline_model_parallel_size > 1
     return PipelineBackend if pipelined else PlainBackend
-
-
-def attention_line(
-    config: RunConfig, device: torch.device, kind: AttentionKind = "causal"
-) -> str | None:
-    """Return a line that names the attention kernel of a run, for blocks of a kind."""
-    # Samples of other kinds are padded.
-    documents = (
-        kind != "causal"
-        or config.data.reset_attention_mask
-        or any(kind.samples == "packed" and kind.reads_all for kind in config.kinds)
-    )
-    half = torch.float16 if config.precision.fp16 else torch.bfloat16
-    dtype = half if config.precision.fp16 or config.precision.bf16 else torch.float32
-    tensor = config.parallel.tensor_model_parallel_size
-    return describe_attention(config.model, dtype, device, tensor, documents, kind)
 
 
 def _adapt_settings(
     settings: Json, config: RunConfig, params: Iterable[nn.Parameter], mesh: Mesh
 ) -> int:
-    """Turns off what this run does not need of DeepSpeed; returns the largest number of elements of
-    a collective."""
+    """Edit ``settings`` in place: turn off what this run does not need in DeepSpeed, and set the
+    bucket size. Return the maximum number of elements per collective."""
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
     refuse_what_is_wrong(stage_of(settings), in_fp32 and not reduces(settings, config))
     count = sum(math.prod(shard_of(param).local_shape(mesh.coordinates)) for param in params)
     zero = settings.setdefault("zero_optimization", {})
-    # DeepSpeed allocates its gradient buckets whole in every step: 5e8 elements by default.
+    # DeepSpeed allocates whole gradient buckets in every step, of 5e8 elements by default.
     zero.setdefault("reduce_bucket_size", bucket_size(count))
     # DeepSpeed's timer synchronizes around every micro batch; the trainer has its own clock.
     settings.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     return min(zero["reduce_bucket_size"], zero.get("allgather_bucket_size", MOST_BUCKET))
 
 
-def states_line(states: StateDtypes, device: torch.device) -> str:
-    """Return a line about the storage of the optimizer's states, and the reason if a GPU updates
-    them slowly."""
-    missing = missing_compiler(device.type) if device.type == "cuda" else None
-    slow = f"; {missing}, so that the update is many operations, slower than of float32 states"
-    return f"optimizer states: {states.shown}" + (slow if missing else "")
-
-
 def _require_trained(trained: Sequence[nn.Parameter], mesh: Mesh) -> None:
-    """Raises ConfigError if a pipeline stage trains nothing: an optimizer needs a parameter."""
+    """Raise ConfigError if a pipeline stage trains no parameter, since an optimizer needs one."""
     if not trained:
         raise ConfigError(
             f"pipeline rank {mesh.pipeline.rank} of {mesh.pipeline.size} has no parameter that is "

@@ -1,4 +1,4 @@
-"""torch.compile of a model's blocks: whether, and how."""
+"""Decides whether to run a model's blocks with torch.compile, and compiles them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from megatron.parallel.collectives import Graphs
 from megatron.util.processes import is_main_process
 
 LONG_ENOUGH = 200
-"""Iterations from which ``--torch-compile auto`` compiles. Compiling is estimated to take about a
-minute at the start, and to save a sixth of every step: 200 steps of two seconds repay it,
-and shorter steps in later starts, which find the code in torch's cache."""
+"""Minimum number of iterations for which ``--torch-compile auto`` compiles. Compiling takes an
+estimated minute at the start and saves a sixth of every step: 200 steps of two seconds repay it.
+Shorter steps repay it in later starts, which find the code in torch's cache."""
 
 GRAPHS = 256
-"""Number of compiled versions of a block after which torch, with a warning, runs others eagerly:
-two, for training and evaluation, of each sequence length of a curriculum. Its default is 8."""
+"""Maximum number of compiled versions of a block. Further ones run eagerly, with a warning. A
+curriculum needs two for each sequence length, for training and evaluation. torch's default is 8."""
 
 
 def to_compile(config: RunConfig, device: torch.device) -> bool:
-    """True if the blocks of a run on this device are to be compiled. A line reports what ``auto``
-    chose on a GPU, a missing compiler, and flags that are not used without compiled blocks."""
+    """Return whether to compile a run's blocks on this device. Print what ``auto`` chose on a GPU,
+    that a compiler is missing, or which flags have no effect without compiled blocks."""
     asked, reason = config.fast_paths.torch_compile, why_eager(config, device)
     if reason is None:
         if asked == "auto":
@@ -47,8 +47,8 @@ def to_compile(config: RunConfig, device: torch.device) -> bool:
 
 
 def why_eager(config: RunConfig, device: torch.device) -> str | None:
-    """Return the reason why the blocks of a run on this device are not compiled, to follow
-    ``--torch-compile``, or None."""
+    """Return the reason why blocks are not compiled on this device, as text that follows
+    ``--torch-compile``. Return None if they are compiled."""
     asked = config.fast_paths.torch_compile
     if asked == "off":
         return asked
@@ -73,14 +73,14 @@ def why_eager(config: RunConfig, device: torch.device) -> str | None:
 
 
 def _shown(paths: FastPathsConfig) -> list[str]:
-    """The flags of compiled blocks that have a value."""
+    """Return the given flags, with values, that only affect compiled blocks."""
     mode, budget = paths.torch_compile_mode, paths.activation_memory_budget
     flags = [f"--torch-compile-mode {mode}"] * (mode != "default")
     return flags + [f"--activation-memory-budget {budget}"] * (budget is not None)
 
 
 def _iterations(config: RunConfig) -> int:
-    """Return the approximate number of iterations that the flags request, or 0."""
+    """Return the approximate number of iterations that the flags request, or 0 if unknown."""
     training = config.training
     if training.skip_train:
         return 0
@@ -93,10 +93,9 @@ def _iterations(config: RunConfig) -> int:
 def compile_blocks(
     sequences: Sequence[LayerSequence], paths: FastPathsConfig, device: torch.device
 ) -> None:
-    """Compiles the forward of every block, and with it the last sum of the block before. Blocks of
-    the same shape share compiled code; every sequence length is compiled separately."""
-    # Not at the top of a file, or where the function is defined: torch's compiler takes a second of
-    # every start.
+    """Compile the forward pass of every block, including the last residual sum of the previous
+    block. Blocks of the same shape share compiled code; each sequence length has its own."""
+    # Imported late: importing torch's compiler would add a second to every start.
     import torch._functorch.config as autograd
 
     allow_graphs(GRAPHS)
@@ -111,10 +110,10 @@ def compile_blocks(
         sequence.hand_on()
     for block in (block for sequence in sequences for block in sequence.blocks):
         if not getattr(block, "mlp_is_plain", True):
-            # The shapes in it depend on values: a graph would be of one micro batch.
+            # Its shapes depend on values, so a graph would fit only one micro batch.
             mlp = cast(nn.Module, block.mlp)
             mlp.forward = torch.compiler.disable(mlp.forward)  # type: ignore[method-assign]
-        # Not the call: ZeRO 3's hooks around a block stay outside of its graph.
+        # Not ``block`` itself: ZeRO 3's hooks around a block must stay outside its graph.
         forward = torch.compile(block.forward, mode=mode, dynamic=False)
         block.forward = forward  # type: ignore[method-assign]
         if device.type == "cuda" and mode in GRAPH_MODES:
@@ -122,9 +121,9 @@ def compile_blocks(
 
 
 def _keep_gradients_out_of_graphs(block: nn.Module) -> None:
-    """Copies the first gradient of every parameter. Autograd would keep the graph's own output as
-    ``grad``, which the next micro batch overwrites before its gradients are added: the sum is
-    silently wrong (pytorch issue 169545)."""
+    """Make autograd copy each parameter's first gradient. Autograd would keep the graph's own
+    output as ``grad``, which the next micro batch overwrites before its gradients are added. The
+    sum would be silently wrong (pytorch issue 169545)."""
 
     def own(param: nn.Parameter, grad: Tensor) -> Tensor | None:
         return grad.clone() if param.grad is None else None

@@ -1,5 +1,5 @@
-"""A user's DeepSpeed JSON file: reading, and errors by key where DeepSpeed or a feature refuses
-it."""
+"""Reading of a user's DeepSpeed JSON file. Errors name the keys that DeepSpeed or a feature
+rejects."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron.util.json_text import parse_json
 
 
 def read_json(path: str) -> Json:
-    """Reads a DeepSpeed JSON file. Raises ConfigError if the file is missing or not a JSON object,
-    or a feature refuses it."""
+    """Read a DeepSpeed JSON file. Raises ConfigError if the file is missing or not a JSON object,
+    or if a feature refuses it."""
     try:
         source = Path(path).read_bytes()
     except FileNotFoundError:
@@ -39,7 +39,7 @@ def read_json(path: str) -> Json:
 
 
 def shown(value: Any) -> str:
-    """A value of a JSON file, for messages."""
+    """Return a value of a JSON file as text for messages, shortened to about 200 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) < 200 else f"{text[:200]}..."
 
@@ -55,12 +55,12 @@ def _check_own_sections(content: Json, path: str) -> None:
 
 
 def check_settings(settings: Json, path: str) -> None:
-    """Raises ConfigError, naming the JSON at ``path`` and the key, for what DeepSpeed refuses in
-    settings that :func:`for_engine` returned."""
+    """Check settings that :func:`for_engine` returned. Raises ConfigError, which names the key and
+    the JSON file ``path``, if DeepSpeed refuses them."""
     from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
     from pydantic import ValidationError
 
-    # DeepSpeed compares this one with the number of processes.
+    # DeepSpeed compares train_batch_size with the number of processes.
     settings = {key: value for key, value in settings.items() if key != "train_batch_size"}
     try:
         for name in settings.get("data_types", {}).values():
@@ -80,7 +80,7 @@ def check_settings(settings: Json, path: str) -> None:
 
 
 def _place_of(content: Json, key: str, value: Any) -> str | None:
-    """The dotted key of a section's ``key`` with that value: a message has the section's only."""
+    """Return the dotted path of ``key`` with ``value``, whose section DeepSpeed's error omits."""
     for name, section in content.items():
         if isinstance(section, dict):
             if get(section, key) == value:

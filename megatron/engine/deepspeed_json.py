@@ -1,7 +1,8 @@
 """DeepSpeed's JSON and the flags are one configuration.
 
-What the JSON leaves ``"auto"`` (or out) is filled from the flags; what the flags leave unset comes
-from the JSON; where both give a value, they must agree. ``deepspeed_file.py`` reads the file.
+Values that the JSON leaves ``"auto"`` or omits are filled from the flags. Values that the flags
+leave unset come from the JSON. Where both give a value, they must agree. ``deepspeed_file.py``
+reads the file.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ TABLES = {
     section: {key: words for keys, words in lines.items() for key in keys.split()}
     for section, lines in read_sections(Path(__file__).with_name("deepspeed_keys.txt")).items()
 }
-"""Words about keys of the JSON, by section of that file and key."""
+"""Messages about JSON keys, by section of ``deepspeed_keys.txt`` and key."""
 REMOVED = TABLES["removed"]
-"""Keys that DeepSpeed refuses even where they are off, and the first version that does."""
+"""Keys that DeepSpeed refuses even if they are off, each with the first version that does."""
 OPTIMIZERS = TABLES["optimizers"]
-"""Flags for optimizers that DeepSpeed has by name, or takes from torch.optim."""
+"""Flags to use instead, by name of an optimizer from DeepSpeed or torch.optim."""
 
 
 @dataclass(frozen=True)
 class Pair:
     """A dotted JSON key (a number indexes a list) and the config field with the same meaning.
-    ``decode`` leads from the JSON's value to the field's, ``encode`` back; None leaves the key
-    out."""
+    ``decode`` converts the JSON's value to the field's, and ``encode`` converts it back. The key is
+    omitted if ``encode`` returns None."""
 
     key: str
     field: str
@@ -59,13 +60,12 @@ def _optimizer(name: Any) -> str:
 
 
 def _whole(number: Any) -> Any:
-    """A number such as 5e8, which JSON has as a float, as the integer that it is."""
+    """Convert a float that is a whole number, such as JSON's 5e8, to an int."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 OWN_SECTIONS = tuple(name for feature in features().values() for name in feature.json_sections)
-"""Sections that features read, not DeepSpeed: a config field of the same name has a section's
-text."""
+"""JSON sections that features read instead of DeepSpeed, as config fields of the same names."""
 
 
 ZERO = "zero_optimization"
@@ -87,7 +87,7 @@ PAIRS = (
             "allgather_bucket_size",
         )
     ),
-    # On by default: left to DeepSpeed where it reduces, which does so at stage 3.
+    # Omitted if the flag is on, its default. DeepSpeed's default then applies: overlap at stage 3.
     Pair("zero_optimization.overlap_comm", "overlap_grad_reduce", encode=lambda on: on and None),
     Pair("zero_optimization.offload_param.device", "remote_device"),
     Pair("zero_optimization.offload_param.pin_memory", "use_pin_memory"),
@@ -125,39 +125,39 @@ _BETAS = {
         "optimizer.params.betas.1": ("lion_beta2", 0.999),
     }
 }
-"""Fields of ``betas`` by the type of an optimizer other than Adam, and DeepSpeed's defaults."""
+"""Fields for the ``betas`` of optimizers other than Adam, with DeepSpeed's default values."""
 
 
 def _pairs(content: Json) -> Sequence[Pair]:
-    """Return the pairs in a JSON, with its optimizer's ``betas``."""
+    """Return :data:`PAIRS`, with the fields for the ``betas`` of the optimizer in the JSON."""
     fields = _BETAS.get(str(get(content, "optimizer.type")).lower(), {})
     return [replace(p, field=fields[p.key][0]) if p.key in fields else p for p in PAIRS]
 
 
 def _defaults(content: Json) -> dict[str, Any]:
-    """DeepSpeed's values of keys that a section of the JSON leaves out, where the flags have
-    others: a loss scale of 2^32 would skip the first steps."""
+    """Return DeepSpeed's defaults for keys whose flags have other defaults, to be used if the JSON
+    omits them: with the flags' loss scale of 2^32 the first steps would be skipped."""
     fields = _BETAS.get(str(get(content, "optimizer.type")).lower(), {})
     scale = {"fp16.initial_scale_power": 16} if get(content, "fp16.enabled") is True else {}
     return {key: default for key, (_, default) in fields.items()} | scale
 
 
 MAX_GRAD_NORM = Pair("optimizer.params.max_grad_norm", "clip_grad")
-"""Another spelling of gradient_clipping in files for older versions; DeepSpeed refuses it."""
+"""Key for gradient_clipping in JSON files for older DeepSpeed versions; newer ones refuse it."""
 
 ULYSSES = Pair("sequence_parallel_size", "ds_sequence_parallel_size")
-"""Read by the trainer, which divides sequences itself, and left out for DeepSpeed."""
+"""Key that is not passed to DeepSpeed, because the trainer splits sequences itself."""
 
 _FILLED: dict[str, Callable[[RunConfig], Any]] = {
     "steps_per_print": lambda config: config.logging.log_interval,
     "prescale_gradients": lambda config: config.engine.zero_stage == 0,
 }
-"""Keys without a flag of their meaning, and what "auto" stands for."""
+"""Keys without a flag, each with a function of the configuration whose result replaces "auto"."""
 
 
 def merge(flags: Settings, content: Json, path: str, world_size: int) -> Settings:
-    """Adds the values of the JSON at ``path`` to the settings from flags. Raises ConfigError if a
-    flag and the JSON contradict each other; names both values and sources."""
+    """Add the values of the JSON at ``path`` to the settings from flags. Raises ConfigError if a
+    flag and the JSON contradict each other; the message has both values and sources."""
     name = Path(path).name
     flags = _with_scale(flags, content, name)
     merged = dict(flags)
@@ -185,8 +185,8 @@ def merge(flags: Settings, content: Json, path: str, world_size: int) -> Setting
 
 
 def _with_scale(flags: Settings, content: Json, name: str) -> Settings:
-    """The flags without a static loss scale where the JSON has a dynamic one: as under
-    Megatron-DeepSpeed, whose scripts pass a power of two as ``--loss-scale``."""
+    """Return the flags without a static loss scale if the JSON has a dynamic one. Scripts for
+    Megatron-DeepSpeed pass a power of two as ``--loss-scale`` and rely on this."""
     scale, section = flags.get("loss_scale"), content.get("fp16")
     if scale is None or scale.value is None:
         return flags
@@ -197,7 +197,7 @@ def _with_scale(flags: Settings, content: Json, name: str) -> Settings:
 
 
 def _with_accumulation(settings: Settings, content: Json, path: str, world: int) -> Settings:
-    """Uses or checks gradient_accumulation_steps, which has no flag."""
+    """Derive a missing batch size from gradient_accumulation_steps, or check the given ones."""
     steps = content.get("gradient_accumulation_steps", "auto")
     if steps == "auto":
         return settings
@@ -234,9 +234,9 @@ def _with_accumulation(settings: Settings, content: Json, path: str, world: int)
 
 
 def complete(content: Json, config: RunConfig) -> Json:
-    """The JSON with every ``"auto"`` filled and all values of flags written out, without keys that
-    DeepSpeed has removed. Raises ConfigError if an ``"auto"`` is left because no flag has the key's
-    meaning, or DeepSpeed handles the combination incorrectly."""
+    """Return the JSON with every ``"auto"`` filled in, all flag values written out, and keys left
+    out that DeepSpeed no longer has. Raises ConfigError if an ``"auto"`` remains because no flag
+    has the key's meaning, or if DeepSpeed handles the combination incorrectly."""
     values = {name: value for part in config.to_dict().values() for name, value in part.items()}
     result = copy.deepcopy(content)
     for key, _ in removed_keys(content):
@@ -269,70 +269,27 @@ def complete(content: Json, config: RunConfig) -> Json:
             f'{config.engine.deepspeed_config}: "auto" at {", ".join(left)}: no flag sets '
             "this key; give a value or leave it out"
         )
-    _refuse(result, config)
-    return result
-
-
-_FP16_MAIN_WEIGHTS = "fp16.fp16_master_weights_and_grads"
-
-
-def _refuse(content: Json, config: RunConfig) -> None:
-    path = config.engine.deepspeed_config
-    if content.get("bf16", {}).get("check_grad_overflow") is False:
-        raise ConfigError(
-            f"{path}: bf16.check_grad_overflow false would let gradients that are not finite into "
-            "the weights; remove the key (--no-check-for-nan-in-loss-and-grad skips such steps)"
-        )
-    if get(content, "fp16.auto_cast") is True:
-        raise ConfigError(
-            f"{path}: fp16.auto_cast true would cast masks and weights of losses to float16, which "
-            "are float32; remove the key"
-        )
-    if config.engine.zero_stage == 0 and get(content, _FP16_MAIN_WEIGHTS):
-        raise ConfigError(
-            f"{path}: {_FP16_MAIN_WEIGHTS} true, --zero-stage 0: main weights and the gradients "
-            "that update them are float32 there; remove the key"
-        )
-    if get(content, "flops_profiler.enabled") and config.parallel.pipeline_model_parallel_size > 1:
-        raise ConfigError(
-            f"{path}: flops_profiler.enabled true, --pipeline-model-parallel-size "
-            f"{config.parallel.pipeline_model_parallel_size}: the profiler measures the engine's "
-            "forward pass, which a pipeline does not have as a whole; remove the key, or profile "
-            "without a pipeline"
-        )
-    check_layout(config.layout(content))
-    feature_notes(content, config)
-    _refuse_prescaling(content, config)
+    check_layout(config.layout(result))
+    feature_notes(result, config)
     mode = config.fast_paths.torch_compile_mode
-    if mode in GRAPH_MODES and running_stage(content, config) == 3:
+    if mode in GRAPH_MODES and running_stage(result, config) == 3:
         raise ConfigError(
             f"--torch-compile-mode {mode}, --zero-stage 3: a CUDA graph reads weights where they "
             f"were when it was recorded, and stage 3 gathers them again each time; {NO_GRAPHS}"
         )
-
-
-def _refuse_prescaling(content: Json, config: RunConfig) -> None:
-    """Refuse values that DeepSpeed's assertions reject when the engine is built."""
-    stage = running_stage(content, config)
-    scatters = get(content, "zero_optimization.reduce_scatter") is not False
-    if content.get("prescale_gradients") and stage >= 2 and scatters:
-        raise ConfigError(
-            f"{config.engine.deepspeed_config}: prescale_gradients true, --zero-stage {stage}: "
-            "DeepSpeed scales before it reduces at stages 0 and 1 only; set false or "
-            '"auto", which is true at stage 0'
-        )
+    return result
 
 
 _ONLY_AT_STAGE_3 = tuple(
     f"zero_quantized_{name}" for name in ("weights", "nontrainable_weights", "gradients")
 )
-"""Keys of zero_optimization that change what stage 3 computes, on one data-parallel rank too."""
+"""Keys of zero_optimization that change the results of stage 3 even on one data-parallel rank."""
 
 
 def running_stage(content: Json, config: RunConfig) -> int:
-    """The ZeRO stage that the engine runs, which is not the stage asked for where there is one
-    data-parallel rank (:attr:`Layout.running_zero`). Folders in DeepSpeed's own format are written
-    by the stage asked for, so that DeepSpeed resumes at it."""
+    """Return the ZeRO stage that the engine runs. On one data-parallel rank it can differ from the
+    requested stage (:attr:`Layout.running_zero`), unless checkpoints are in DeepSpeed's own format,
+    so that DeepSpeed can resume at the stage, or a key in :data:`_ONLY_AT_STAGE_3` is set."""
     layout, zero = config.layout(content), content.get("zero_optimization", {})
     kept = config.checkpoint.checkpoint_format == "deepspeed" or any(
         zero.get(key) for key in _ONLY_AT_STAGE_3
@@ -341,7 +298,7 @@ def running_stage(content: Json, config: RunConfig) -> int:
 
 
 def stage_notes(content: Json, config: RunConfig) -> list[str]:
-    """A line for the user if another ZeRO stage runs than the one asked for."""
+    """Return a note for the user if the ZeRO stage that runs differs from the requested one."""
     asked, runs = config.engine.zero_stage, running_stage(content, config)
     if asked == runs:
         return []
@@ -350,42 +307,42 @@ def stage_notes(content: Json, config: RunConfig) -> list[str]:
 
 
 def feature_notes(content: Json, config: RunConfig) -> list[str]:
-    """Lines for the user from features that do what the completed JSON says. Raises ConfigError
-    where it contradicts the run."""
+    """Return notes for the user from features that implement keys of the completed JSON. Raises
+    ConfigError if the JSON contradicts the run's configuration."""
     return [line for f in features().values() for line in f.check_engine(content, config)]
 
 
 def stage_of(settings: Json) -> int:
-    """The ZeRO stage in what :func:`for_engine` returned: the one that runs."""
+    """Return the ZeRO stage that runs, from settings that :func:`for_engine` returned."""
     return settings["zero_optimization"]["stage"]
 
 
 def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
-    """The JSON for ``deepspeed.initialize``, with the stage that runs, and without what the trainer
-    does itself: the optimizer, its schedule and the curriculum; at stage 0 also clipping, since
-    DeepSpeed reports no norm there, and bf16, since its half-precision optimizers make an
-    additional first step there."""
+    """Return the JSON for ``deepspeed.initialize``, with the stage that runs, and without what the
+    trainer does itself: the optimizer, its schedule and the curriculum. At stage 0 it also omits
+    clipping, since DeepSpeed reports no norm there, and bf16, since DeepSpeed's half-precision
+    optimizers make an additional first step there."""
     result = copy.deepcopy(content)
     put(result, "zero_optimization.stage", running_stage(content, config))
-    # It counts the samples of each rank that has the same layers.
+    # DeepSpeed counts samples once for each rank, and context-parallel ranks share samples.
     result["train_batch_size"] *= config.parallel.context_parallel_size
     result.pop("optimizer", None)
     for key in OWN_SECTIONS:
         result.pop(key, None)
     result.setdefault("steps_per_print", 2**62)
-    # torch's AdamW does the offloaded step, so that nothing has to be compiled.
+    # Offloaded steps use torch's AdamW, so that nothing has to be compiled.
     result["zero_force_ds_cpu_optimizer"] = False
     result["zero_allow_untested_optimizer"] = True
     if config.precision.accumulate_allreduce_grads_in_fp32:
         # DeepSpeed would accumulate in float32 and then reduce in half precision.
         result.setdefault("communication_data_type", "fp32")
     if config.precision.bf16:
-        # Some versions would let gradients that are not finite into the weights.
+        # Without the check, some DeepSpeed versions update the weights with non-finite gradients.
         result["bf16"]["check_grad_overflow"] = True
     if config.engine.zero_stage == 0:
         result["gradient_clipping"] = 0.0
         if config.precision.fp16:
-            # DeepSpeed has no float32 sums there; our optimizer does.
+            # DeepSpeed cannot sum gradients in float32 at stage 0; our optimizer does.
             result.pop("data_types", None)
         if config.precision.bf16:
             result["bf16"]["enabled"] = False
@@ -396,7 +353,7 @@ def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
 
 
 def removed_keys(content: Json) -> Iterator[tuple[str, Any]]:
-    """The keys of :data:`REMOVED` that the JSON has, with their values."""
+    """Yield the keys of :data:`REMOVED` that the JSON contains, with their values."""
     for key in REMOVED:
         section, _, name = key.rpartition(".")
         node = content.get(section) if section else content
@@ -405,7 +362,7 @@ def removed_keys(content: Json) -> Iterator[tuple[str, Any]]:
 
 
 def get(content: Any, key: str) -> Any:
-    """The value of a dotted key; None without one, "auto" where a section above it is."""
+    """Return a dotted key's value: None if it is missing, "auto" if a section above it is."""
     for part in key.split("."):
         if isinstance(content, list):
             content = content[int(part)] if int(part) < len(content) else None
@@ -417,12 +374,12 @@ def get(content: Any, key: str) -> Any:
 
 
 def offloads(content: Json, key: str) -> bool:
-    """True if the section ``key``, ``offload_optimizer`` or ``offload_param``, has a device."""
+    """Return whether the JSON sets a device for ``offload_optimizer`` or ``offload_param``."""
     return get(content, f"zero_optimization.{key}.device") not in (None, "none")
 
 
 def put(content: Json, key: str, value: Any) -> None:
-    """Sets a dotted key, and makes the sections that it is in."""
+    """Set a dotted key, creating the sections that contain it."""
     *sections, last = key.split(".")
     node: Any = content
     for part, following in zip(sections, (*sections, last)[1:], strict=True):
@@ -436,7 +393,7 @@ def put(content: Json, key: str, value: Any) -> None:
 
 
 def drop(content: Json, key: str) -> None:
-    """Removes a dotted key from the object that it is in."""
+    """Remove a dotted key from the section that contains it."""
     section, _, name = key.rpartition(".")
     node = get(content, section) if section else content
     if isinstance(node, dict):
@@ -444,7 +401,7 @@ def drop(content: Json, key: str) -> None:
 
 
 def drop_auto(content: Json, key: str) -> None:
-    """Removes a key that is "auto", or the list or the "auto" section that it would be in."""
+    """Remove a key whose value is "auto", or the list or "auto" section that would contain it."""
     *sections, last = key.split(".")
     node = get(content, ".".join(sections)) if sections else content
     if isinstance(node, dict):

@@ -1,10 +1,8 @@
-"""Everything that is replaced inside DeepSpeed, where :mod:`megatron.engine.deepspeed_replacements`
-says that it may be."""
+"""Replaces parts of DeepSpeed where :mod:`megatron.engine.deepspeed_replacements` allows it."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,7 +23,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as ds_groups
 from torch import Tensor, nn
 
-from megatron.config import ConfigError, RunConfig
+from megatron.config import RunConfig
 from megatron.engine.deepspeed_json import Json, get, offloads, stage_of
 from megatron.engine.deepspeed_replacements import (
     FEW_GROUPS,
@@ -56,8 +54,8 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_what_is_wrong(stage: int, sums_in_fp32: bool) -> None:
-    """Raises ConfigError if this run needs what some DeepSpeed versions compute incorrectly;
-    ``sums_in_fp32``: DeepSpeed sums gradients in float32."""
+    """Raise ConfigError if this DeepSpeed version computes incorrectly what the run needs.
+    ``sums_in_fp32`` tells whether DeepSpeed sums gradients in float32."""
     if stage == 3:
         require(GUARD_OF_PARTITIONS)
     if sums_in_fp32:
@@ -65,12 +63,12 @@ def refuse_what_is_wrong(stage: int, sums_in_fp32: bool) -> None:
 
 
 def start_without_compiler() -> None:
-    """Makes DeepSpeed start without compiling anything, and without torch's compiler."""
+    """Make DeepSpeed start without compiling anything and without importing torch's compiler."""
     if made(NO_OPERATORS):
-        # Not updated: reading the old value searches compilers and libraries for all operators.
+        # Reading the old value would search for the compilers and libraries of all operators.
         vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     if made(NO_COMPILER):
-        # DeepSpeed's own decorator for a torch without a compiler replaces torch.compile.
+        # Replaces torch.compile, as DeepSpeed does itself for a torch without a compiler.
         with _replaced(compiler, "compile", lambda: compiler.dummy_decorator):
             importlib.import_module(MUON)
 
@@ -82,9 +80,9 @@ def allow_fp16() -> None:
 
 @contextmanager
 def sharing_groups(handles: Mapping[tuple[int, ...], Any]) -> Iterator[None]:
-    """Gives DeepSpeed the groups that exist, by their ranks, where it would make others inside.
-    Every rank must have the same keys, of groups of which it is no member too."""
-    # DeepSpeed's own counts the ranks of torch's world group without end.
+    """Within this context, give DeepSpeed existing process groups, keyed by their ranks, instead of
+    new ones. Every rank must pass the same keys, including those of groups without this rank."""
+    # DeepSpeed's own function loops without end on torch's world group.
     vars(deepspeed.comm)["get_all_ranks_from_group"] = dist.get_process_group_ranks
     if not made(FEW_GROUPS):
         yield
@@ -102,16 +100,15 @@ def sharing_groups(handles: Mapping[tuple[int, ...], Any]) -> Iterator[None]:
 
 
 def take_out(engine: Any, replicas: int) -> None:
-    """Removes work without effect from DeepSpeed's engine with this number of data-parallel
-    ranks."""
+    """Turn off DeepSpeed's gradient all-reduce if there is only one data-parallel rank."""
     partitioned = isinstance(engine.optimizer, DeepSpeedZeroOptimizer)
     if replicas == 1 and not partitioned and made(NO_COPIES):
         engine.buffered_allreduce_fallback = _nothing
 
 
 def reduces(settings: Json, config: RunConfig) -> bool:
-    """True if this trainer reduces the gradients, and not DeepSpeed. Raises ConfigError if this is
-    needed, and was not tested with this DeepSpeed."""
+    """Return whether this trainer reduces the gradients instead of DeepSpeed. Raises ConfigError if
+    the run depends on that, but it was not tested with this version of DeepSpeed."""
     stage = stage_of(settings)
     if stage not in (1, 2) or offloads(settings, "offload_optimizer"):
         return False
@@ -124,7 +121,7 @@ def reduces(settings: Json, config: RunConfig) -> bool:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives an attribute another value inside."""
+    """Set an attribute to another value within this context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -134,15 +131,15 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def own_reduction(make: Callable[..., Any] | None) -> AbstractContextManager[None]:
-    """Makes an engine that is built inside get its optimizer of ZeRO 1 or 2 from ``make``, which
-    takes DeepSpeed's arguments; None for DeepSpeed's."""
+    """Make an engine built within this context create its ZeRO 1 or 2 optimizer with ``make``,
+    which gets DeepSpeed's arguments. None keeps DeepSpeed's optimizer."""
     zero = DeepSpeedZeroOptimizer.__name__
     return nullcontext() if make is None else _replaced(ds_engine, zero, make)
 
 
 def fp16_optimizer(config: RunConfig, mesh: Mesh) -> AbstractContextManager[None]:
-    """Makes an engine that is built inside get this trainer's optimizer for fp16 at stage 0. Raises
-    ConfigError if DeepSpeed's own, which is wrong, cannot be replaced in this version."""
+    """Make an engine built within this context use this trainer's optimizer for fp16 at stage 0,
+    since DeepSpeed's is wrong. Raises ConfigError if it cannot be replaced in this version."""
     if not config.precision.fp16 or config.engine.zero_stage > 0:
         return nullcontext()
     require(UNPARTITIONED_FP16)
@@ -154,30 +151,13 @@ def fp16_optimizer(config: RunConfig, mesh: Mesh) -> AbstractContextManager[None
     return _replaced(DeepSpeedEngine, "_configure_fp16_optimizer", configure)
 
 
-def check_fewer_replicas(settings: Json, stage: int) -> None:
-    """Raises ConfigError where DeepSpeed does something else with parameters that have fewer
-    replicas than others."""
-    defaults: dict[str, Any] = {}
-    if stage in (1, 2) and offloads(settings, "offload_optimizer"):
-        defaults = {"contiguous_gradients": True, "reduce_scatter": True}
-    elif stage == 3:
-        defaults = {"zero_hpz_partition_size": 1, "zero_quantized_gradients": False}
-    for name, default in defaults.items():
-        value = get(settings, f"zero_optimization.{name}")
-        if value not in (None, default):
-            raise ConfigError(
-                f"zero_optimization.{name} {json.dumps(value)} of the DeepSpeed JSON: experts that "
-                f"are divided over ranks need {json.dumps(default)} at ZeRO {stage}; leave it out"
-            )
-
-
 @contextmanager
 def fewer_replicas_apart(
     params: Collection[nn.Parameter], mesh: Mesh, stage: int
 ) -> Iterator[None]:
-    """Makes an engine that is built inside, at any stage but 3, sum the gradients of these
-    parameters over their own replicas, divide by the number of all, and partition them among their
-    own. All of them have the same replicas."""
+    """Make an engine built within this context, at any stage but 3, sum the gradients of ``params``
+    over these parameters' own replicas, divide them by the number of replicas of dense layers, and
+    partition them among their own replicas. All of ``params`` must have the same replicas."""
     if not params or stage == 3:
         yield
         return
@@ -185,7 +165,7 @@ def fewer_replicas_apart(
     for param in params:
         param.allreduce, param.group_name = False, EXPERTS  # type: ignore[attr-defined]
     replicas = mesh.replicas(shard_of(next(iter(params))))
-    # Kept while the engine exists: it uses the group in every step.
+    # Kept as long as the engine exists, since it uses the group in every step.
     vars(ds_groups)["_EXPERT_DATA_PARALLEL_GROUP"] = {EXPERTS: replicas.handle}
     vars(ds_groups)["_EXPERT_PARALLEL_GROUP"] = {EXPERTS: mesh.group("expert").handle}
     configure = DeepSpeedEngine._configure_distributed_model
@@ -199,7 +179,7 @@ def fewer_replicas_apart(
 
 
 def partition_among_replicas(init: Any, mesh: Mesh) -> None:
-    """Makes ``zero.Init`` partition each parameter among its replicas."""
+    """Make ``zero.Init`` partition each parameter among its own replicas."""
     convert = init._convert_to_deepspeed_param
 
     def convert_among_replicas(param: nn.Parameter) -> None:
@@ -213,8 +193,8 @@ def partition_among_replicas(init: Any, mesh: Mesh) -> None:
 
 
 def measure_fewer_replicas(wrapper: Any, params: Collection[nn.Parameter], mesh: Mesh) -> None:
-    """Makes DeepSpeed's own steps at stages 1 to 3 count the gradients of these parameters once in
-    the norm, and stage 3 divide them by the number of all replicas."""
+    """Make DeepSpeed's own steps at stages 1 to 3 count the gradients of these parameters only once
+    in the norm, and make stage 3 divide them by the number of replicas of dense layers."""
     if not params:
         return
     if isinstance(wrapper, DeepSpeedZeroOptimizer):
@@ -226,21 +206,21 @@ def measure_fewer_replicas(wrapper: Any, params: Collection[nn.Parameter], mesh:
 
 
 def guard(wrapper: Any) -> None:
-    """Makes ZeRO 1 and 2 skip a step with gradients that are not finite, in every dtype: DeepSpeed
-    0.19.0 does so only in half precision, later versions by the norm."""
+    """Make ZeRO 1 and 2 skip a step with non-finite gradients, in every dtype. DeepSpeed 0.19.0
+    does so only in half precision; later versions decide by the norm."""
     looks_at_norm = "compute_grad_norm" in DeepSpeedZeroConfig.model_fields
     if isinstance(wrapper, DeepSpeedZeroOptimizer) and not looks_at_norm:
         wrapper.check_grad_overflow = True
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Replaces a method without effect."""
+    """Do nothing, in place of a DeepSpeed method that is not needed."""
 
 
 def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
-    """Makes a ZeRO optimizer change its dynamic loss scale after a good step instead of within it;
-    returns the update to call after every step that was not skipped. Raises ConfigError if
-    DeepSpeed's own way is wrong and cannot be replaced in this version."""
+    """Make a ZeRO optimizer raise its dynamic loss scale after a good step instead of within it.
+    Return a function to call after every step that was not skipped. Raises ConfigError if
+    DeepSpeed's own code is wrong and cannot be replaced in this version."""
     update = getattr(wrapper, "_update_scale", None)
     if update is None or not wrapper.dynamic_loss_scale:
         return lambda: None
@@ -255,8 +235,8 @@ def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
 
 
 def keep_smallest_scale(wrapper: Any) -> Callable[[], bool]:
-    """Makes a dynamic loss scale stay at its minimum when it cannot fall, where DeepSpeed raises a
-    bare Exception; returns whether the next overflow will be such a one."""
+    """Keep a dynamic loss scale at its minimum, where DeepSpeed would raise a bare Exception.
+    Return a function that tells whether the next overflow would need a scale below the minimum."""
     scaler: Any = getattr(wrapper, "loss_scaler", None)
     if not getattr(scaler, "dynamic", False):
         return lambda: False
@@ -267,13 +247,13 @@ def keep_smallest_scale(wrapper: Any) -> Callable[[], bool]:
 
 
 def queues(stage: int) -> bool:
-    """True if norm and clipping of a ZeRO stage can be taken over from DeepSpeed."""
+    """Return whether this trainer can replace DeepSpeed's norm and clipping at a ZeRO stage."""
     kinds = (QUEUED_UNPARTITIONED, OWN_REDUCTION, OWN_REDUCTION, QUEUED_PARTITIONED_3)
     return made(kinds[stage])
 
 
 def leave_norm_to_us(settings: Json) -> None:
-    """Sets DeepSpeed's keys for neither norm, nor clipping, nor a check for infinities."""
+    """Edit ``settings`` to turn off DeepSpeed's gradient norm, clipping and overflow check."""
     settings["gradient_clipping"] = 0.0
     if get(settings, "bf16.enabled"):
         settings["bf16"]["check_grad_overflow"] = False
@@ -282,8 +262,8 @@ def leave_norm_to_us(settings: Json) -> None:
 def take_clipping_over(
     wrapper: DeepSpeedZeroOptimizer_Stage3, clip: Callable[[Sequence[Tensor]], None]
 ) -> None:
-    """Replaces norm and clipping of stage 3; ``clip`` scales flat gradients."""
-    # Its step reads the norms that it gets: here a constant on the CPU.
+    """Replace stage 3's norm and clipping by ``clip``, which scales flat gradients in place."""
+    # DeepSpeed's step reads the norms on the CPU; a constant avoids waiting for the device.
     wrapper._get_norm_groups = lambda: [1.0]
     wrapper.unscale_and_clip_grads = lambda group, norm: clip(
         [wrapper.fp32_partitioned_groups_flat[group].grad]
@@ -291,7 +271,7 @@ def take_clipping_over(
 
 
 def drop_gradients(optimizer: Any) -> None:
-    """Forgets the gradients of a step before its update, as DeepSpeed does after an overflow."""
+    """Discard a step's gradients before the update, as DeepSpeed does after an overflow."""
     if hasattr(optimizer, "reduction"):
         optimizer.forget_gradients()
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -313,10 +293,10 @@ def drop_gradients(optimizer: Any) -> None:
 
 
 class PlacedModule(PipelineModule):
-    """DeepSpeed's pipeline module with arbitrary bounds, and several stages in a process.
-    ``bounds`` are where each stage starts, and the number of layers; ``owner`` gives the pipeline
-    rank of a stage; ``stage_modules`` are this process's, by the index of their first layer. Raises
-    ConfigError if this version of DeepSpeed was not tested with it."""
+    """DeepSpeed's pipeline module with arbitrary stage boundaries and several stages per process.
+    ``bounds`` has the index of each stage's first layer and then the number of layers. ``owner``
+    returns a stage's pipeline rank. ``stage_modules`` has this process's layers, by the index of
+    their stage's first layer. Raises ConfigError if not tested with this version of DeepSpeed."""
 
     def __init__(
         self,
@@ -348,23 +328,23 @@ class PlacedModule(PipelineModule):
             self.stage_modules[begin] = self.forward_funcs
 
     def _synchronize_tied_weights(self) -> None:
-        """Nothing to do: copies of a tied layer have the same canonical name, and with it the same
-        initial values."""
+        """Do nothing: copies of a tied layer have the same name, and thus the same initial
+        values."""
 
     def save_state_dict(self, *args: Any, **options: Any) -> None:
-        """Saves all stages' layers, each under its index; DeepSpeed's method saves one stage."""
+        """Save the layers of all stages under their indices. DeepSpeed's method saves one stage."""
         before = self.forward_funcs
         for first, layers in self.stage_modules.items():
             self._set_bounds(first, first + len(layers))
             self.forward_funcs = layers
             super().save_state_dict(*args, **options)
-        # As _build has left them: the last stage's.
+        # The state after _build: the last stage's layers.
         assert self.forward_funcs is before
 
 
 def outlast_monitor(engine: Any) -> None:
-    """Keeps DeepSpeed's own writers (``tensorboard`` and others of its JSON) from ending a run, as
-    on a full disk."""
+    """Prevent errors in DeepSpeed's own metric writers (``tensorboard`` and others in its JSON),
+    such as a full disk, from ending a run."""
     monitor = getattr(engine, "monitor", None)
     if monitor is None or not monitor.enabled:
         return
@@ -373,7 +353,7 @@ def outlast_monitor(engine: Any) -> None:
     def write_events(*events: Any, **options: Any) -> None:
         try:
             write(*events, **options)
-        except Exception as error:  # each library has its own classes
+        except Exception as error:  # every library has its own error classes
             logger.warning(
                 "DeepSpeed's monitor cannot write (%s); training continues without it", error
             )
@@ -384,7 +364,7 @@ def outlast_monitor(engine: Any) -> None:
 
 @contextmanager
 def fetching_whole(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Make a ZeRO 3 engine built within this context fetch each of these blocks as a whole."""
+    """Make a ZeRO 3 engine built within this context all-gather each of these blocks as a whole."""
     if not made(WHOLE_BLOCKS):
         yield
         return
@@ -395,8 +375,7 @@ def fetching_whole(blocks: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def partition_late(model: nn.Module) -> None:
-    """Partitions parameters that modules were given after they were built; called within
-    ``zero.Init``."""
+    """Partition parameters added to modules after construction. Called within ``zero.Init``."""
     params = list(model.parameters())
     late = [param for param in params if not hasattr(param, "ds_id")]
     if late:
@@ -405,7 +384,7 @@ def partition_late(model: nn.Module) -> None:
 
 
 def partition_range(param: nn.Parameter, data: Group) -> tuple[int, int]:
-    """This rank's partition of a flattened parameter at ZeRO stage 3: [start, end)."""
+    """Return this rank's range [start, end) of a flattened parameter at ZeRO stage 3."""
     size = param.ds_tensor.ds_numel  # type: ignore[attr-defined]
     start = min(data.rank * size, param.ds_numel)  # type: ignore[attr-defined]
     return start, min(start + size, param.ds_numel)  # type: ignore[attr-defined]
@@ -413,5 +392,5 @@ def partition_range(param: nn.Parameter, data: Group) -> tuple[int, int]:
 
 def set_partition(param: nn.Parameter, values: Tensor) -> None:
     param.ds_tensor.data[: values.numel()].copy_(values)  # type: ignore[attr-defined]
-    # hpZ keeps a second copy of earlier values; without it DeepSpeed makes a new one.
+    # hpZ keeps a second copy, now outdated. Without one DeepSpeed makes a new copy.
     param.ds_secondary_tensor = None  # type: ignore[attr-defined]

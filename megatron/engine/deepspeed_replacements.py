@@ -1,10 +1,9 @@
-"""Replacements of parts of DeepSpeed: why, which test compares the two, and which versions that was
-tested with; ``deepspeed_patches.py`` does it.
+"""Replaceable parts of DeepSpeed: why each is replaced, the test that compares both versions, and
+the tested versions of DeepSpeed. ``deepspeed_patches.py`` makes the replacements.
 
-A replacement is made for these versions only, and where the code that it replaces looks as
-expected. Elsewhere DeepSpeed's own path runs, which a line reports; where that would be wrong, the
-run is refused. Each replacement's test compares it with DeepSpeed's own path, or with the right
-numbers where DeepSpeed has none.
+A replacement is made only for these versions, and only if the replaced code looks as expected.
+Otherwise DeepSpeed's own code runs, and a line reports it. If the result would be wrong, the run is
+refused instead. Where DeepSpeed's results are wrong, tests compare with the correct ones.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from megatron.config import ConfigError
 from megatron.util.processes import is_main_process
 
 FIRST, LAST = "0.19.0", "0.19.8"
-"""The first and the last version of DeepSpeed that the replacements were tested with."""
+"""First and last version of DeepSpeed with which the replacements were tested."""
 
 
 class Replacement(NamedTuple):
-    """Something that is done in another way than DeepSpeed does it.
+    """Replacement of a part of DeepSpeed by this project's own code.
 
     Attributes:
-        what: its name, which completes "Without ..." in messages.
-        otherwise: the consequence for a user without it.
-        test: compares it with what it replaces.
-        looks: whether the replaced code looks as it did when this was written.
+        what: name of the replacement, which completes "Without ..." in messages.
+        otherwise: consequence for the user if the replacement is not made.
+        test: test that compares the replacement with the original.
+        looks: returns whether the replaced code still has the expected form.
     """
 
     what: str
@@ -72,16 +71,16 @@ _TESTS = "tests/distributed/engine"
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 
 NO_OPERATORS = Replacement(
-    # Built when torch.distributed starts: half a minute, and an error without a compiler.
+    # Otherwise built when torch.distributed starts: half a minute, or an error without a compiler.
     "leaving out DeepSpeed's operator for collectives on CPUs",
     "it is compiled when a run starts, which needs a C++ compiler and ninja",
     f"{_TESTS}/test_deepspeed_patches.py::test_against_collectives_that_are_compiled",
-    # Newer versions make the list on first use.
+    # Newer versions create the list on first use.
     lambda: "__compatible_ops__" in vars(deepspeed.ops) or has(deepspeed.ops, "__getattr__"),
 )
 NO_COMPILER = Replacement(
-    # ZeRO imports Muon to check whether it is the optimizer, which it never is here, and passes it
-    # to torch.compile, whose import takes as much CPU time as that of torch.
+    # ZeRO imports Muon only to check whether it is the optimizer, which is never the case. The
+    # import passes Muon to torch.compile, which takes as much CPU time to import as torch itself.
     "keeping torch's compiler out when DeepSpeed's Muon is imported",
     "runs start more slowly",
     "tests/core/engine/update/test_optimizer.py::test_a_run_imports_nothing_heavy",
@@ -92,15 +91,15 @@ NO_COMPILER = Replacement(
     ),
 )
 FP16_ON_CPUS = Replacement(
-    # DeepSpeed refuses fp16 on CPUs without instructions for it; torch supports it on all.
+    # DeepSpeed refuses fp16 on CPUs without instructions for it; torch supports fp16 on all CPUs.
     "fp16 on every CPU",
     "DeepSpeed refuses --fp16 on CPUs without instructions for it",
     f"{_TESTS}/test_precision.py::test_fp16_follows_fp32",
     lambda: _takes(get_accelerator(), "is_fp16_supported"),
 )
 NO_COPIES = Replacement(
-    # With one data-parallel rank there is nothing to average. Nevertheless stage 0 flattens,
-    # reduces and copies back, which is the identity.
+    # One data-parallel rank has nothing to average. Nevertheless stage 0 flattens, reduces and
+    # copies back, without any effect.
     "leaving out copies and reductions of gradients among one data-parallel rank",
     "steps are slower and take more memory",
     f"{_TESTS}/test_async_optimizer_step.py::test_against_deepspeed",
@@ -118,7 +117,7 @@ FEW_GROUPS = Replacement(
 )
 SCALE_GROWS_LATER = Replacement(
     # DeepSpeed doubles the dynamic scale before it divides the gradients by it, so that a step in
-    # which the scale grows would use half the gradients.
+    # which the scale grows uses gradients of half their size.
     "growth of the dynamic loss scale after a step instead of within it",
     "a step in which it grows would use half the gradients: give a --loss-scale, or use --bf16",
     f"{_TESTS}/test_precision.py::test_growing_loss_scale_changes_nothing",
@@ -128,9 +127,8 @@ SCALE_GROWS_LATER = Replacement(
     ),
 )
 UNPARTITIONED_FP16 = Replacement(
-    # DeepSpeed scales the loss for its ZeRO optimizers only, while its fp16 optimizers of stage 0
-    # divide gradients and norm by the scale. They have no hysteresis either, and begin with an
-    # update by zeros.
+    # DeepSpeed scales the loss for its ZeRO optimizers only, but its fp16 optimizers of stage 0
+    # divide gradients and norm by the scale, lack hysteresis, and begin with a zero update.
     "this trainer's optimizer for fp16 without ZeRO",
     "gradients would be divided by a loss scale that they do not have: use --zero-stage 1",
     f"{_TESTS}/test_unpartitioned_fp16.py::test_against_zero_1",
@@ -148,9 +146,9 @@ _WAITS = "the CPU synchronizes with the device in every step"
 _AGAINST_DEEPSPEED = f"{_TESTS}/test_async_optimizer_step.py::test_against_deepspeed"
 QUEUED_UNPARTITIONED = Replacement(f"{_QUEUED} (stage 0)", _WAITS, _AGAINST_DEEPSPEED, lambda: True)
 OWN_REDUCTION = Replacement(
-    # DeepSpeed sums with all-reduce, twice the bytes: at stage 1 after the last backward pass, at
-    # stage 2 in every one, in which the CPU waits. Its pipeline engine refuses stage 2. In bf16
-    # with sums in float32 it has another optimizer at stage 1, with all sums on every rank.
+    # DeepSpeed sums with all-reduce, which moves twice the bytes: at stage 1 after the last
+    # backward pass, at stage 2 in every pass while the CPU waits. Its pipeline engine refuses stage
+    # 2. For bf16 with float32 sums at stage 1 it keeps all sums on every rank.
     "this trainer's reduction of gradients (ZeRO 1 and 2)",
     "gradients are reduced after the backward pass, and as whole ones: use --zero-stage 3, or "
     "leave out --use-precision-aware-optimizer and --accumulate-allreduce-grads-in-fp32, and "
@@ -173,25 +171,25 @@ QUEUED_PARTITIONED_3 = Replacement(
     f"{_QUEUED} (ZeRO 3)",
     _WAITS,
     _AGAINST_DEEPSPEED,
-    # A decorator hides their parameters. Norms of groups must be numbers on the CPU.
+    # A decorator hides the methods' parameters. Group norms must be numbers on the CPU.
     lambda: (
         has(DeepSpeedZeroOptimizer_Stage3, "_get_norm_groups", "unscale_and_clip_grads")
         and has(stage3, "combine_grad_norm_groups")
     ),
 )
 WHOLE_BLOCKS = Replacement(
-    # DeepSpeed's leaf modules: parameters of all layers inside are fetched at once, and hooks stay
-    # around the block, which remains one graph when it is compiled. But a leaf module's gradients
-    # are reduced by a hook on its inputs, which torch does not find in a LayerState: it would run
-    # before there are gradients. They are reduced as they come instead, as those of other layers.
+    # As DeepSpeed's leaf modules, blocks fetch all parameters inside at once, and hooks stay around
+    # the block, which remains one graph when compiled. But a hook on a leaf module's inputs reduces
+    # its gradients. torch does not find the inputs in a LayerState, so the hook would run before
+    # gradients exist. As in other layers, each gradient is reduced when it is ready instead.
     "fetching the parameters of a block at once (ZeRO 3)",
     "those of every layer are fetched by themselves, and --torch-compile compiles them one by one",
     f"{_TESTS}/test_whole_blocks.py::test_same_bits_with_a_fetch_per_block",
     lambda: has(stage3, "z3_leaf_parameter") and has(deepspeed.utils, "set_z3_leaf_module"),
 )
 FEWER_REPLICAS = Replacement(
-    # DeepSpeed makes its own groups of ranks, for its own layer. At stages 1 and 2 it then averages
-    # norms that are those of all ranks already.
+    # DeepSpeed creates its own groups of ranks, for its own expert layer. At stages 1 and 2 it also
+    # averages norms that already cover all ranks.
     "this trainer's groups of ranks for experts (ZeRO 0 to 2)",
     "the gradients of experts would be averaged over the wrong ranks: use "
     "--expert-model-parallel-size 1",
@@ -206,8 +204,8 @@ FEWER_REPLICAS = Replacement(
     ),
 )
 FEWER_REPLICAS_3 = Replacement(
-    # It partitions parameters among groups of their own for its own layer only, and knows no
-    # parameter of an expert that tensor-parallel ranks have in common.
+    # DeepSpeed partitions among separate groups for its own expert layer only. It does not support
+    # parameters of an expert that tensor-parallel ranks share.
     "this trainer's groups of ranks for experts (ZeRO 3)",
     "experts would be partitioned among the wrong ranks: use --zero-stage 1 or 2, or "
     "--expert-model-parallel-size 1",
@@ -220,21 +218,21 @@ FEWER_REPLICAS_3 = Replacement(
     ),
 )
 GUARD_OF_PARTITIONS = Replacement(
-    # DeepSpeed 0.19.0 updates with any gradients; nothing here replaces that.
+    # DeepSpeed 0.19.0 applies gradients that are not finite. Nothing here replaces that.
     "a guard against infinities at ZeRO 3",
     "gradients that are not finite would get into the weights: use --zero-stage 1 or 2",
     f"{_TESTS}/test_precision.py::test_nan_stops_with_step_and_samples",
     lambda: has(stage3, "is_invalid_grad_norm", "combine_grad_norm_groups"),
 )
 SUMS_IN_FP32 = Replacement(
-    # DeepSpeed 0.19.0 sums in half precision at stage 2, and checks no sums in fp16 at stage 1.
+    # DeepSpeed 0.19.0 sums in half precision at stage 2, and does not check fp16 sums at stage 1.
     "sums of gradients in float32",
     "the result would not be that: leave out --accumulate-allreduce-grads-in-fp32",
     f"{_TESTS}/test_precision.py::test_sums_in_fp32_are_nearer_to_fp32",
     lambda: "compute_grad_norm" in DeepSpeedZeroConfig.model_fields,
 )
 OWN_SCHEDULES = Replacement(
-    # DeepSpeed's schedules have one stage per process, hidden states only, and 1F1B.
+    # DeepSpeed's schedules have one stage per process, send hidden states only, and are 1F1B.
     "this trainer's pipeline schedules on DeepSpeed's pipeline engine",
     "no schedule runs: leave out --pipeline-model-parallel-size",
     f"{_TESTS}/test_pipeline.py::test_uneven_stages",
@@ -253,7 +251,7 @@ OWN_SCHEDULES = Replacement(
 
 @cache
 def made(replacement: Replacement) -> bool:
-    """True if a replacement is made; if not, the main process reports it, once."""
+    """Return whether to make a replacement. If not, the main process prints the reason once."""
     fault = _fault(replacement)
     if fault and is_main_process():
         print(f"{fault}. Without {replacement.what} {replacement.otherwise}", flush=True)
@@ -261,8 +259,8 @@ def made(replacement: Replacement) -> bool:
 
 
 def require(replacement: Replacement) -> None:
-    """Refuses a run in which DeepSpeed's own path would be wrong. Raises ConfigError if the
-    replacement was not tested with this DeepSpeed."""
+    """Raise ConfigError if a replacement was not tested with this version of DeepSpeed, whose own
+    code would give wrong results."""
     fault = _fault(replacement)
     if fault:
         raise ConfigError(

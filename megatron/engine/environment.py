@@ -1,4 +1,4 @@
-"""A process before DeepSpeed starts: device, cores and torch.distributed, without compilation."""
+"""Sets up a process for DeepSpeed: device, CPU cores and torch.distributed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 STALE_LOCK_SECONDS = 600.0
 _WORKSPACES = (":4096:8", ":16:8")
-"""Workspaces of cuBLAS with which it adds in one order, as its manual says."""
+"""cuBLAS workspace settings with which, according to its manual, sums have a fixed order."""
 
 
 def world_size() -> int:
-    """Number of processes that the launcher started; 1 without a launcher. Raises ConfigError if
-    srun or mpirun started several processes and no variable says which this one is, or a variable
-    by which launchers describe a process makes no sense."""
+    """Return the number of processes that the launcher started; 1 without a launcher. Raises
+    ConfigError if srun or mpirun started several processes without setting their ranks in the
+    environment, or if a launcher's environment variable is invalid."""
     name, tasks = tasks_of_scheduler()
     if "WORLD_SIZE" not in os.environ and tasks > 1:
         raise ConfigError(
@@ -52,7 +52,7 @@ def world_size() -> int:
 
 
 def _whole_number(name: str, default: int, least: int) -> int:
-    """The number in a variable of the environment that a launcher sets."""
+    """Return the integer in a launcher's environment variable. Raises ConfigError if invalid."""
     given = os.environ.get(name)
     if given is None:
         return default
@@ -65,8 +65,8 @@ def _whole_number(name: str, default: int, least: int) -> int:
 
 
 def tasks_of_scheduler() -> tuple[str, int]:
-    """Number of processes that srun or mpirun has started, and the variable that says so; 1
-    without them."""
+    """Return the name of the environment variable with the number of processes that srun or mpirun
+    has started, and that number. Return ("", 1) if there is only this process."""
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         tasks = _whole_number(name, 1, 1)
         if tasks > 1:
@@ -75,9 +75,9 @@ def tasks_of_scheduler() -> tuple[str, int]:
 
 
 def training_device() -> torch.device:
-    """Return this process's GPU, or else the CPU (also with DS_ACCELERATOR=cpu)."""
+    """Return this process's GPU, or the CPU if there is no GPU or DS_ACCELERATOR is cpu."""
     if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
-        # Launchers may make only its own GPU visible to a process, as slurm's --gpus-per-task does.
+        # A launcher may make only one GPU visible to each process, as slurm's --gpus-per-task does.
         alone = torch.cuda.device_count() == 1
         return torch.device("cuda", 0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
@@ -89,12 +89,12 @@ def distributed(
     facts: Callable[[], Facts] | None = None,
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[Mesh]:
-    """torch.distributed and the layout's groups, until the block ends. The processes first compare
-    ``facts``, which must be the same in all of them. The context ``within`` is that of the block
-    and of the wait until all of them have come to its end. Raises ConfigError if they are not,
-    there are several and this one has no RANK, ``--local_rank`` contradicts the environment, nccl
-    is asked for and torch does not see the GPUs, gloo is asked for in a pipeline on GPUs, the
-    processes do not meet, or a killed build of a DeepSpeed operator left a lock."""
+    """Start torch.distributed and create the layout's process groups, until the block ends. First
+    the processes compare ``facts``, which must agree. ``within`` is a context that surrounds the
+    block and the barrier at its end. Raises ConfigError if facts differ, several processes have no
+    RANK, ``--local_rank`` contradicts the environment, nccl is selected but torch does not see the
+    GPUs, gloo is selected for a pipeline on GPUs, the processes cannot connect, or a killed build
+    of a DeepSpeed operator left a lock."""
     if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" not in os.environ:
         raise ConfigError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} in the environment without RANK: launchers "
@@ -135,7 +135,7 @@ def distributed(
     with ExitStack() as opened:
         if "MASTER_PORT" not in os.environ:
             os.environ["MASTER_PORT"] = str(_free_port())
-            opened.callback(os.environ.pop, "MASTER_PORT")  # free now; not for whoever comes later
+            opened.callback(os.environ.pop, "MASTER_PORT")  # later starts must choose their own
         if together_with_others():
             own = {"the device": device.type, "the backend": backend}
             with _meeting(config):
@@ -157,11 +157,11 @@ def distributed(
 
 @contextmanager
 def deterministic_kernels(config: RunConfig) -> Iterator[None]:
-    """Within it, with ``--deterministic-mode``, GPUs run only kernels that add in the same order at
-    every start. Enter it before CUDA starts. Raises ConfigError if the environment contradicts.
+    """With ``--deterministic-mode``, run only GPU kernels that sum in the same order in every run.
+    Enter this context before CUDA starts. Raises ConfigError if the environment contradicts it.
 
-    Ranks that share a layer compute its norms each for itself: with tensor parallelism torch's
-    compiler never chooses a kernel by a measurement, which ranks may decide differently, so that
+    Tensor-parallel ranks compute the norms of a layer separately. With tensor parallelism torch's
+    compiler therefore never chooses a kernel by benchmarking: ranks could choose differently, and
     their copies of weights would drift apart.
     """
     asked = config.fast_paths.deterministic_mode
@@ -177,7 +177,7 @@ def deterministic_kernels(config: RunConfig) -> Iterator[None]:
             f"environment: unset it, or set it to {' or '.join(_WORKSPACES)}"
         )
     before = torch.are_deterministic_algorithms_enabled()
-    # Filling new tensors costs time, and only shows mistakes.
+    # Filling new tensors costs time and only helps to find programming errors.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     try:
@@ -187,7 +187,7 @@ def deterministic_kernels(config: RunConfig) -> Iterator[None]:
 
 
 def _choose_kernels_without_measuring() -> None:
-    if not torch.cuda.is_available():  # code for CPUs is never chosen by a measurement
+    if not torch.cuda.is_available():  # the compiler never benchmarks code for CPUs
         return
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read when the compiler is imported
     settings = sys.modules.get("torch._inductor.config")
@@ -196,7 +196,7 @@ def _choose_kernels_without_measuring() -> None:
 
 
 def _meeting(config: ParallelConfig) -> AbstractContextManager[None]:
-    """:func:`meeting` of all processes, where the launcher says."""
+    """Return :func:`meeting` for all processes, at the launcher's address and port."""
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     address, given = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if not given.isdecimal() or not 0 < int(given) < 2**16:
@@ -215,7 +215,7 @@ def _process_groups(
 
     from megatron.engine.deepspeed_patches import sharing_groups
 
-    # Under matrix products that fill a GPU a collective begins only when its stream goes first.
+    # Next to GEMMs that fill the GPU, a collective starts in time only if its stream has priority.
     if backend == "nccl":
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
@@ -228,8 +228,8 @@ def _process_groups(
             init_method=run_meeting().init_method if together_with_others() else None,
         )
     if backend != "nccl":
-        # DeepSpeed binds a GPU to the group of all ranks, and torch would then make further groups
-        # by splitting it, which only NCCL can do.
+        # DeepSpeed binds the world group to a GPU. torch would then create further groups by
+        # splitting that group, which only NCCL supports.
         world: Any = dist.group.WORLD
         world.bound_device_id = None
     healthy = False
@@ -238,7 +238,7 @@ def _process_groups(
             mesh = build_mesh(config.axes, timeout)
             with sharing_groups(mesh.handles):
                 yield mesh
-            # A process that exits while another is still in a collective can crash that one.
+            # A process that exits while another is still in a collective can crash the other one.
             dist.barrier(device_ids=[torch.cuda.current_device()] if backend == "nccl" else None)
             healthy = True
     finally:
@@ -250,13 +250,12 @@ def _process_groups(
 
 @contextmanager
 def meeting(who: str, address: str, port: int, origin: str, timeout: timedelta) -> Iterator[None]:
-    """Explains why processes or nodes do not meet at a port: raises ConfigError instead of torch's
-    error.
+    """Replace torch's error by a ConfigError that says why the processes cannot connect.
 
     Args:
-        who: this one, such as ``process 1 of 4``.
-        address: of the first one, which listens.
-        origin: the flag or variable that sets ``port``.
+        who: this process, such as ``process 1 of 4``.
+        address: address of the first process, which listens.
+        origin: flag or environment variable that sets ``port``.
     """
     try:
         yield
@@ -283,7 +282,7 @@ def meeting(who: str, address: str, port: int, origin: str, timeout: timedelta) 
 
 
 def _joined(text: str) -> str:
-    """Torch's count of those that came, such as ``1/2 clients joined``."""
+    """Return torch's count of connected processes, such as ``1/2 clients joined``."""
     joined = re.search(r"\d+/\d+ clients joined", text)
     return joined[0] if joined else "not all came"
 
@@ -295,10 +294,9 @@ def _tell_deepspeed(device: torch.device) -> None:
 
 
 def _let_segments_grow() -> None:
-    """Makes torch's allocator for GPUs extend the memory that it has instead of adding pieces of
-    fixed sizes, between which memory is lost, unless the user configures it; torch reads the
-    variable at the first allocation. Only cudaIpcGetMemHandle cannot use such memory, which nothing
-    here calls."""
+    """Make torch's GPU allocator extend its memory segments. Segments of fixed sizes, its default,
+    waste memory between them. A user's own configuration takes precedence. torch reads the variable
+    at the first allocation. Only cudaIpcGetMemHandle, unused here, does not support this."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if torch.version.hip is None and not any(map(os.environ.get, names)):
         os.environ[names[0]] = "expandable_segments:True"
@@ -306,12 +304,12 @@ def _let_segments_grow() -> None:
 
 @contextmanager
 def own_cores(device: torch.device) -> Iterator[None]:
-    """Divides the cores among this node's processes until the block ends: a thread per core, unless
-    OMP_NUM_THREADS is set; on CPUs each process is bound to neighbouring cores.
+    """Divide the node's cores among its processes until the block ends: a thread per core, unless
+    OMP_NUM_THREADS is set. In CPU training each process is bound to neighbouring cores.
 
-    A process that slurm, numactl or taskset has bound already keeps its cores, all of them if they
-    are no more than its share of the node. OMP_PROC_BIND=false binds nothing. Threads that exist
-    before the block are not bound.
+    A process that slurm, numactl or taskset has already bound keeps its cores. It uses all of them
+    if they are no more than its share of the node. OMP_PROC_BIND disables binding. Threads that
+    exist before the block are not bound.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
     bindable = hasattr(os, "sched_getaffinity")  # not on macOS
@@ -335,19 +333,19 @@ def own_cores(device: torch.device) -> Iterator[None]:
 
 
 def prepare_deepspeed() -> None:
-    """Makes importing and starting DeepSpeed quick, quiet and free of compilation.
+    """Make DeepSpeed import and start quickly, quietly and without compilation.
 
     torch's compiler is not imported until something is compiled. gloo replaces DeepSpeed's
-    shared-memory collectives, which would have to be built. Operators that are built go into the
+    shared-memory collectives, which would have to be compiled. Operators are built in the Python
     environment's own folder, so that environments do not wait for each other's locks. Raises
     ConfigError if a killed build left a lock.
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
-    # Users can do nothing about deprecations inside DeepSpeed and torch.
+    # Users cannot do anything about deprecations inside DeepSpeed and torch.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     _refuse_stale_locks(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
-    with _not_installed("mlflow"):  # an import of seconds, for DeepSpeed's autotuning
+    with _not_installed("mlflow"):  # DeepSpeed's autotuner would import it, which takes seconds
         from deepspeed.utils import logger
 
     from megatron.engine.deepspeed_patches import start_without_compiler
@@ -359,7 +357,7 @@ def prepare_deepspeed() -> None:
 
 @contextmanager
 def _not_installed(name: str) -> Iterator[None]:
-    """A package that is not imported yet cannot be."""
+    """Make a package appear not installed within this context, unless it is already imported."""
     before = name in sys.modules
     sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     try:
@@ -386,9 +384,9 @@ def _free_port() -> int:
 
 
 class Mpu:
-    """Model-parallel unit: the object from which DeepSpeed gets process groups, here a view of
-    :class:`Mesh`. Without one it assumes a tensor-parallel size of 1. It must not have a method
-    ``initialize_sequence_parallel``: DeepSpeed would assume another kind of layout."""
+    """Model-parallel unit (mpu), the interface through which DeepSpeed gets the groups of a
+    :class:`Mesh`. Without it DeepSpeed assumes a tensor-parallel size of 1. There must be no method
+    ``initialize_sequence_parallel``, or DeepSpeed would assume another kind of layout."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._kinds = {
@@ -400,8 +398,11 @@ class Mpu:
         }
 
     def __getattr__(self, name: str) -> Any:
-        """Answers ``get_<kind>_parallel_<rank|world_size|group|group_ranks|src_rank>``."""
-        for kind, group in self.__dict__.get("_kinds", {}).items():
+        """Return the method
+        ``get_<kind>_parallel_<rank|world_size|group|group_ranks|src_rank>``."""
+        kind, _, what = name.removeprefix("get_").partition("_parallel_")
+        group = self.__dict__.get("_kinds", {}).get(kind)
+        if group is not None:
             answers = {
                 "rank": group.rank,
                 "world_size": group.size,
@@ -409,7 +410,6 @@ class Mpu:
                 "group_ranks": list(group.ranks),
                 "src_rank": group.ranks[0],
             }
-            for what, answer in answers.items():
-                if name == f"get_{kind}_parallel_{what}":
-                    return lambda answer=answer: answer
+            if what in answers:
+                return lambda: answers[what]
         raise AttributeError(name)

@@ -1,27 +1,26 @@
-"""Loads a checkpoint, written at any layout and by any program, into the engine.
+"""Loads checkpoints into the engine, whatever layout and program wrote them.
 
-Each rank reads its own elements, one parameter at a time, without a copy of the model.
+Each rank reads only its own shards, one parameter at a time, without a copy of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron.checkpoint.files import CheckpointError, DamagedError
-from megatron.checkpoint.manifest import KEPT_COUNTS, MORE_STATES
+from megatron.checkpoint.manifest import KEPT_COUNTS
 from megatron.checkpoint.reader import differences
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source
-from megatron.config.features import taking_part
+from megatron.config.features import first_answer
 from megatron.config.optimizer import STATES
 from megatron.engine.state import (
     create_moments,
@@ -42,11 +41,10 @@ T = TypeVar("T")
 def load_checkpoint(
     engine: ModelEngine, found: FoundCheckpoint, weights_only: bool = False
 ) -> Source:
-    """Loads a checkpoint written at any layout; every rank must call it. With ``weights_only``, as
-    always where nothing is trained, optimizer, loss scaler and random state stay as they are.
-    Parameters that a feature finds to be this model's alone keep their initial values. Raises
-    DamagedError if a rank finds the checkpoint damaged, CheckpointError if it is of another
-    architecture.
+    """Load a checkpoint that was saved with any layout. Collective. With ``weights_only``, and for
+    models that are not trained, optimizer, loss scaler and random state are not loaded. Parameters
+    that a feature reports as new in this model keep their initial values. Raises DamagedError if a
+    rank finds damage, and CheckpointError if the architecture differs.
     """
     options, world = engine.config.checkpoint, engine.mesh.world
     source = open_whole(engine, found)
@@ -68,9 +66,10 @@ def load_checkpoint(
             f"{found.folder} has a different architecture: {'; '.join(differing)} "
             "(--use-checkpoint-args uses the checkpoint's values for flags that are not given)"
         )
-    parts = (feature.fresh_parts(engine, source, weights_only) for feature in taking_part())
-    fresh = next((names for names in parts if names is not None), ())
-    loaded = _loaded_by_feature(engine, source, fresh, continues=not weights_only)
+    fresh = first_answer(lambda f: f.fresh_parts(engine, source, weights_only)) or ()
+    loaded: Source | None = None
+    if isinstance(engine, TrainEngine):
+        loaded = first_answer(lambda f: f.load(engine, source, fresh, not weights_only))
     if loaded is not None:
         source = loaded
     elif source.additions is not None and not weights_only:
@@ -80,7 +79,7 @@ def load_checkpoint(
         )
     else:
         _undamaged(engine, lambda: load_weights(engine, source, fresh))
-    # Later checkpoints record where these weights came from.
+    # Later checkpoints record the architecture from which these weights were loaded.
     model = replace(engine.config.model, hf_architecture=source.model.hf_architecture)
     engine.config = replace(engine.config, model=model)
     if weights_only or not source.state or not isinstance(engine, TrainEngine):
@@ -88,7 +87,10 @@ def load_checkpoint(
     if options.load_optim:
         together(engine, lambda: check_optimizer(engine, source))
         _undamaged(engine, lambda: load_optimizer(engine, source))
-        together(engine, lambda: _load_more_states(engine, found.folder))
+        load_more = getattr(engine.optimizer, "load_more", None)
+        if load_more is not None and optimizer_step(engine):
+            optimizer = engine.config.optimizer.optimizer
+            together(engine, lambda: load_more(found.folder, optimizer))
         together(engine, lambda: _load_kernel_state(engine, found.folder))
     path = found.folder / f"random-{world.rank:05d}.safetensors"
     if options.load_rng and source.state.get("world_size") == world.size and path.is_file():
@@ -96,60 +98,24 @@ def load_checkpoint(
     return source
 
 
-def _loaded_by_feature(
-    engine: ModelEngine, source: Source, fresh: Sequence[str], continues: bool
-) -> Source | None:
-    """The source to continue from, if a feature has loaded the weights of a model in training."""
-    if not isinstance(engine, TrainEngine):
-        return None
-    sources = (feature.load(engine, source, fresh, continues) for feature in taking_part())
-    return next((loaded for loaded in sources if loaded is not None), None)
-
-
 def open_whole(engine: ModelEngine, found: FoundCheckpoint) -> Source:
-    """Opens a checkpoint whose files the ranks have compared with their checksums, each its share.
-    Raises DamagedError on every rank if one finds it damaged."""
+    """Open a checkpoint after verifying the checksums of its files, which are divided among all
+    ranks. Collective. Raises DamagedError on every rank if one finds the checkpoint damaged."""
     world = engine.mesh.world
     _undamaged(engine, lambda: found.verify(world.rank, world.size))
     return _undamaged(engine, lambda: found.open(verify=False))
 
 
 def _undamaged(engine: ModelEngine, step: Callable[[], T]) -> T:
-    """:func:`together` for steps that fail only if the checkpoint is damaged."""
+    """Run ``step`` as :func:`together` does, but raise every error as DamagedError."""
     try:
         return together(engine, step)
-    except Exception as error:  # of any kind: all ranks must go the same way
+    except Exception as error:  # any error: all ranks must take the same path
         raise DamagedError(str(error) or repr(error)) from error
 
 
-def _load_more_states(engine: TrainEngine, folder: Path) -> None:
-    """Fills the states that have other shapes than parameters, which ranks have written whole or,
-    of parts of a parameter, to be summed. Raises CheckpointError if some are missing."""
-    load = getattr(engine.optimizer, "load_more", None)
-    if load is None or not optimizer_step(engine):
-        return
-    with ExitStack() as files:
-        opened = [
-            files.enter_context(safe_open(path, "pt"))  # type: ignore[no-untyped-call]
-            for path in sorted(folder.glob(f"{MORE_STATES}-*.safetensors"))
-        ]
-        places = {key: file for file in opened for key in file.keys()}  # noqa: SIM118
-
-        def read(name: str) -> Tensor:
-            keys = [key for key in places if key.partition("/")[0] == name]
-            if not keys:
-                raise CheckpointError(
-                    f"{folder} has no {name} of --optimizer {engine.config.optimizer.optimizer}: "
-                    "--no-load-optim starts with a new state"
-                )
-            return sum((places[key].get_tensor(key) for key in keys[1:]),
-                       start=places[keys[0]].get_tensor(keys[0]))  # fmt: skip
-
-        load(read)
-
-
 def _load_kernel_state(engine: TrainEngine, folder: Path) -> None:
-    """Fills the state of linear kernels; a line says if the checkpoint lacks it."""
+    """Load the saved state of linear kernels. Print a note if the checkpoint lacks it."""
     if engine.kernels.file is None:
         return
     state: dict[str, Tensor] = {}
@@ -171,9 +137,9 @@ def _load_random_state(path: Path) -> None:
 
 
 def together(engine: ModelEngine, step: Callable[[], T]) -> T:
-    """Runs ``step`` on this rank and raises on all ranks if it failed on one, so that none waits
-    for a rank that has failed. A model of one process, such as one next to a run of several, asks
-    no other. Raises the error of this rank, or else CheckpointError with that of another."""
+    """Run ``step`` on this rank. If it fails on any rank, raise an error on all ranks, so that no
+    rank waits for a failed one: this rank's own error, or CheckpointError with another rank's
+    reason. Not collective for a model on one process, even within a run of several processes."""
     result, error = None, None
     try:
         result = step()
@@ -191,8 +157,8 @@ def together(engine: ModelEngine, step: Callable[[], T]) -> T:
 
 @torch.no_grad()
 def load_weights(engine: ModelEngine, source: Source, fresh: Collection[str] = ()) -> None:
-    """Fills the float32 weights that this rank owns, and the model's working weights; the
-    parameters named ``fresh`` keep their initial values."""
+    """Load this rank's shards of the float32 weights, and the weights that the model computes with.
+    Parameters named in ``fresh`` keep their initial values."""
     slices = owned_slices(engine) if isinstance(engine, TrainEngine) else ()
     owned = {own.param: own for own in slices}
     kept = {param for param, name in engine.names.items() if name in fresh}
@@ -222,18 +188,18 @@ def load_weights(engine: ModelEngine, source: Source, fresh: Collection[str] = (
 
 @torch.no_grad()
 def load_optimizer(engine: TrainEngine, source: Source) -> None:
-    """Fills the optimizer's moments and the loss scaler."""
+    """Load the optimizer's moments, the engine's kept states and the loss scaler."""
     set_loss_scaler_state(engine, source.state.get("loss_scaler", {}))
     for kind, kept in engine.kept.items():
         kept.restart(holders(engine), source.state.get(KEPT_COUNTS, {}).get(kind, 0))
     for own in owned_slices(engine) if engine.kept else ():
         for kind in own.kept:
             own.set(kind, _read(source, own.name, kind, own.slice, own.count))
-    # Stored by element or by matrix; neither is before the first update, or SGD without momentum.
+    # States are per element or per matrix. None exist before the first update or for plain SGD.
     by_matrix = hasattr(engine.optimizer, "load_more") and source.state["optimizer_step"]
     if not by_matrix and stored_kinds(source).isdisjoint(STATES[engine.config.optimizer.optimizer]):
         if any(engine.optimizer.state.get(holder) for holder in holders(engine)):
-            create_moments(engine, source.state["optimizer_step"])  # of a run that goes back
+            create_moments(engine, source.state["optimizer_step"])  # a rollback resets its states
         return
     create_moments(engine, source.state["optimizer_step"])
     for own in owned_slices(engine):
@@ -242,12 +208,12 @@ def load_optimizer(engine: TrainEngine, source: Source) -> None:
 
 
 def stored_kinds(source: Source) -> set[str]:
-    """``weight`` and the moments that any parameter has."""
+    """Return the names of a checkpoint's states over all parameters: ``weight`` and moments."""
     return {kind for parameter in source.names() for kind in source.kinds(parameter)}
 
 
 def check_optimizer(engine: TrainEngine, source: Source) -> None:
-    """Raises CheckpointError if a checkpoint has no state of this run's optimizer."""
+    """Raise CheckpointError if a checkpoint has no state for this run's optimizer."""
     name, run, stored = engine.config.optimizer.optimizer, source.run, stored_kinds(source)
     other = None if run is None else run.optimizer.optimizer
     if other not in (None, name):

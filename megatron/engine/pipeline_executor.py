@@ -1,4 +1,4 @@
-"""Runs any pipeline schedule, forward only or on DeepSpeed's pipeline engine."""
+"""Executes any pipeline schedule, for evaluation or for training in DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from megatron.parallel.timeline import Exchange, Transfer
 from megatron.util.phases import moved
 
 _Key = tuple[int, int]
-"""(stage, micro batch)."""
+"""Stage index and micro batch index."""
 _Arrival = tuple[bool, _Key]
-"""(whether gradients arrive, for which stage and micro batch)."""
+"""Tensors that arrive: True for gradients or False for inputs, and their stage and micro batch."""
 _Tensors = tuple[Tensor, ...]
-"""The tensors that cross one boundary, in the order of its names."""
+"""Tensors that cross one boundary between stages, in the order of :attr:`Boundary.names`."""
 
 
 class PipelinePasses:
-    """The passes of a process through its stages, in the order of any schedule with several stages
-    per process; by itself without gradients. Only the tensors of the boundaries, and their
-    gradients, travel between stages. Sends and receives of one moment are one batch, in the same
-    order on all processes. A receive is awaited where its result is needed; what was sent is kept
-    until it has left. ``executed`` are the passes of the last run."""
+    """Runs a process's passes through its stages in the order of any schedule, with several stages
+    per process. This base class computes no gradients. Only the boundaries' tensors and their
+    gradients are sent between stages. Simultaneous sends and receives form one batch, in the same
+    order on all processes. A process waits for a receive when it needs the result, and keeps sent
+    tensors until the send has completed. ``executed`` lists the passes of the last run."""
 
     module: StageModule
     device: torch.device
@@ -51,12 +51,12 @@ class PipelinePasses:
         self.module, self.device = module, device
 
     def connect(self, spec: ModelSpec, tensor: TensorParallel, mesh: Mesh) -> None:
-        """Prepares the exchange between the processes of the pipeline, all of which call it."""
+        """Prepare communication. Collective: all processes of the pipeline must call this."""
         self._spec, self._tensor, self._mesh = spec, tensor, mesh
         self._last_stage = len(self.module.parts) - 2
         self._agreed: set[tuple[Boundary, ...]] = set()
         self.executed: list[Action] = []
-        # NCCL needs every rank of a group in its first call; later batches involve only some.
+        # NCCL needs every rank of a group in its first call, unlike in later batches of transfers.
         handle = mesh.transfers.handle
         on_gpus = dist.get_backend(handle) == "nccl"
         dist.barrier(group=handle, device_ids=[torch.cuda.current_device()] if on_gpus else None)
@@ -68,10 +68,10 @@ class PipelinePasses:
         seeds: Sequence[int | None],
         measure: Measure,
     ) -> dict[int, Tensor]:
-        """Executes this process's part of a schedule; returns the measure's numbers by micro batch,
-        in the order of their passes, on the process with the last stage. With gradients they are
-        averaged over data-parallel ranks and summed over copies of tied weights. The micro batches
-        have one shape."""
+        """Execute this process's passes in a schedule. All micro batches must have the same shape.
+        Return the values of ``measure`` by micro batch index, in the order of their passes; empty
+        on processes without the last stage. In training, also average gradients over data-parallel
+        ranks and sum them over copies of tied weights."""
         self._batches, self._seeds, self._measure = batches, seeds, measure
         self._loaded: dict[int, tuple[Any, LayerState]] = {}
         self._next_batch_number = 0
@@ -107,25 +107,25 @@ class PipelinePasses:
         return numbers
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """In which dtype a stage computes, where that is not its weights'."""
+        """Return a context that sets a stage's compute dtype if it is not the weights' dtype."""
         return contextlib.nullcontext()
 
     def backward_pass(self, action: Action) -> None:
-        """Compute the gradients of a stage and micro batch."""
+        """Run the backward pass of a micro batch through a stage."""
         raise AssertionError("evaluations have no backward passes")
 
     def weight_pass(self, action: Action) -> None:
-        """Compute the weight gradients that a stage's backward pass of a micro batch deferred."""
+        """Compute the weight gradients that the backward pass of a micro batch has deferred."""
         raise AssertionError("evaluations have no backward passes")
 
     def leaving_weights(self, key: _Key) -> contextlib.AbstractContextManager[Any]:
-        """The passes of a stage and micro batch, within which products for weights are left for
-        later where the schedule has a pass of their own."""
+        """Return a context for running a stage's pass. If the schedule has separate weight passes,
+        the context defers the GEMMs of weight gradients."""
         left = self._later.get(key)
         return contextlib.nullcontext() if left is None else products_later(left)
 
     def reduce_gradients(self) -> None:
-        """Finish the gradients after the last pass."""
+        """Reduce the accumulated gradients. Called after the last pass."""
         raise AssertionError("evaluations have no gradients")
 
     def _load(self, micro_batch: int) -> tuple[Any, LayerState]:
@@ -140,8 +140,8 @@ class PipelinePasses:
         return self._loaded[micro_batch]
 
     def _agree_on_boundaries(self) -> tuple[Boundary, ...]:
-        """Every process derives the boundaries from the micro batches that it reads; the processes
-        compare them once for each shape."""
+        """Derive the boundaries from this process's first micro batch, and check once for each
+        shape that all processes agree."""
         _, state = self._load(0)
         dtype = next(self.module.parameters()).dtype
         boundaries = tuple(
@@ -175,7 +175,7 @@ class PipelinePasses:
         if stage == max(self.module.sequences):
             del self._loaded[micro_batch]
         if not torch.is_grad_enabled():
-            # No gradients follow; what another process waits for is kept until it is sent.
+            # There is no backward pass. Keep only outputs for other processes, until sent.
             self._inputs.pop(key, None)
             if stage + 1 in self.module.sequences:
                 del self._outputs[key]
@@ -189,7 +189,7 @@ class PipelinePasses:
         self._free_what_was_sent()
         operations = [operation for operation, _ in self._queue]
         works = dist.batch_isend_irecv(operations)
-        if len(works) < len(operations):  # NCCL returns one for the whole batch
+        if len(works) < len(operations):  # NCCL returns a single handle for the whole batch
             works = works[:1] * len(operations)
         leaving = []
         for work, (operation, key) in zip(works, self._queue, strict=True):
@@ -228,9 +228,9 @@ class PipelinePasses:
         self._queue.append((peer, key))
 
     def _free_what_was_sent(self) -> None:
-        """Lets go of tensors that have left. On a GPU to wait would be to let all that is computed
-        from now on wait for a slow neighbour. gloo says that a send has ended to who waits only:
-        what was sent two batches ago should have arrived."""
+        """Release tensors whose send has completed. On a GPU, waiting for a send would make all
+        later computation wait for a slow neighbour. gloo reports a completed send only to a caller
+        that waits; there, wait for all but the last two batches, which should have arrived."""
         if self.device.type != "cuda":
             self.wait_for_sends(keep=2)
         while self._leaving and all(work.is_completed() for work, _ in self._leaving[0]):
@@ -244,15 +244,14 @@ class PipelinePasses:
 
     @record_function("megatron::receive")
     def wait_for_arrival(self, gradient: bool, key: _Key, place: dict[_Key, _Tensors]) -> _Tensors:
-        """The inputs or gradients of a stage and micro batch, in ``place``, once they have
-        arrived."""
+        """Wait until a stage's inputs (or gradients) for a micro batch arrive, and return them."""
         for work in self._arriving.pop((gradient, key), ()):
             work.wait()
         return place[key]
 
 
 class PipelineExecutor(PipelinePasses, PipelineEngine):
-    """DeepSpeed's pipeline engine, with passes in the order of our schedules."""
+    """DeepSpeed's pipeline engine, running passes in the order of our schedules."""
 
     def __init__(
         self,
@@ -263,7 +262,7 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
         tensor: TensorParallel,
         mesh: Mesh,
     ) -> None:
-        # Instead of DeepSpeed's own grid, whose groups lack --distributed-timeout-minutes.
+        # Replaces DeepSpeed's own grid, whose groups lack --distributed-timeout-minutes.
         mpu = Mpu(mesh)
         PipelineEngine.__init__(
             self,
@@ -290,7 +289,7 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
 
     @property
     def _reduction(self) -> GradientReduction | None:
-        """None where DeepSpeed reduces: without ZeRO, and where it offloads."""
+        """This trainer's gradient reduction; None if DeepSpeed reduces (no ZeRO, or offloading)."""
         return getattr(self.optimizer, "reduction", None)
 
     @record_function("megatron::backward")
@@ -310,10 +309,10 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
             else:
                 gradients = self.wait_for_arrival(True, key, self._gradients)
                 del self._gradients[key]
-            # A tensor that crosses may need no gradient, or get none.
+            # Some tensors at a boundary need no gradient or get none.
             pairs = zip(outputs, gradients, strict=True)
             kept = [(x, grad) for x, grad in pairs if x.requires_grad and grad is not None]
-            # None does where all that came before is frozen.
+            # If all earlier layers are frozen, no tensor needs one.
             outputs, gradients = zip(*kept, strict=True) if kept else ((), ())
         complete = key not in self._later
         with self._backward(action, complete), self.leaving_weights(key):
@@ -329,8 +328,8 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
 
     @contextlib.contextmanager
     def _backward(self, action: Action, complete: bool) -> Iterator[None]:
-        """A backward pass to DeepSpeed, which accumulates what it adds to gradients; ``complete``:
-        no later one adds to those of its stage and micro batch."""
+        """Return a context for a backward pass, in which DeepSpeed accumulates gradients.
+        ``complete`` tells whether no later pass adds to those of the stage and micro batch."""
         reduction = self._reduction if complete else None
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.clear_backward_seen_flag()
@@ -347,16 +346,15 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
             self._running_engine_backward = False
 
     def _reduce_tied_gradients(self) -> None:
-        """Sums the gradients of tied parameters over the stages that have a copy. DeepSpeed's own
-        method reads ``weight.grad``, which is empty when fp16 gradients are accumulated in
-        float32."""
+        """Sum the gradients of tied parameters over the stages that have a copy. DeepSpeed's own
+        method reads ``weight.grad``, which is None if fp16 gradients are summed in float32."""
         for weight, tied_group in self.module.tied_parameters():
             if not weight.requires_grad:
                 continue  # frozen on every stage with a copy
             gradient = self._accumulated(weight)
             # The copies must stay bitwise equal. DeepSpeed averages in buckets that differ between
-            # the stages, and so does the order of sums of three or more, which does not matter
-            # where all addends are equal already: the means over replicas, few of experts.
+            # the stages, and so does its order of summation. Averaging over the replicas first
+            # (experts have fewer) makes all addends equal, so that the order no longer matters.
             replicas = self._mesh.replicas(shard_of(weight))
             if replicas.size > 1:
                 dist.all_reduce(gradient, group=replicas.handle)

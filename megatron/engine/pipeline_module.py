@@ -1,5 +1,5 @@
-"""The layers of one process of a pipeline, as DeepSpeed's PipelineModule, and the tensors that
-cross the boundaries between stages."""
+"""A process's pipeline stages, as a DeepSpeed PipelineModule, and the tensors that cross the
+boundaries between stages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from megatron.parallel.pipeline_schedules import PipelineSchedule, stage_bounds
 
 
 class StageModule(PlacedModule):
-    """The stages of a layer list that ``placement``, any schedule, assigns to one process;
-    ``sequences`` are the stages as they run, by number."""
+    """Pipeline stages that the schedule ``placement`` assigns to this process. It can be a schedule
+    for any number of micro batches. ``sequences`` has the executable layers by stage index."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class StageModule(PlacedModule):
         specs = [
             _PlainSpec(layer) if layer.tied_key is None else _TiedSpec(layer) for layer in layers
         ]
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints about layer seeds
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints about layer seeds
             super().__init__(specs, topology, bounds, stages, placement.rank_of)
         grid = self._grid
         assert tuple(grid.pp_group) == mesh.pipeline.ranks
@@ -62,13 +62,13 @@ class StageModule(PlacedModule):
         return self.sequences[stage](state)
 
     def parameters_of_stages(self) -> Iterator[tuple[int, set[nn.Parameter]]]:
-        """The parameters of each stage of this process, by its number."""
+        """Yield the index and the parameters of each of this process's stages."""
         for stage in self.sequences:
             layers = self.stage_modules[self.parts[stage]]
             yield stage, {param for layer in layers for param in layer.parameters()}
 
     def tied_parameters(self) -> Iterator[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """The parameters of tied layers of this process, each with the processes that have it."""
+        """Yield each parameter of this process's tied layers with the group that shares it."""
         for key, tied in self.tied_comms.items():
             for param in self.tied_modules[key].parameters():
                 yield param, tied["group"]
@@ -93,7 +93,7 @@ class _TiedSpec(TiedLayerSpec):
 
 
 def layer_bounds(layers: Sequence[LayerSpec], parallel: ParallelConfig) -> list[int]:
-    """Return the first layer of each stage, and the length of the layer list."""
+    """Return the index of the first layer of each stage, followed by the number of layers."""
     weights = [0] * len(layers)
     if parallel.pipeline_partition == "parameters":
         with torch.device("meta"):
@@ -112,8 +112,8 @@ _COMPUTED = ("hidden", "encoder")
 
 
 class Boundary(NamedTuple):
-    """The tensors that cross one boundary, in the order of sending: fields of the state or losses
-    by name, their shapes and dtypes."""
+    """Tensors that cross one stage boundary, in the order in which they are sent, with their shapes
+    and dtypes. A name is a field of :class:`LayerState` or the name of a loss."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -123,8 +123,8 @@ class Boundary(NamedTuple):
     def of(
         cls, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, widened: bool = False
     ) -> Boundary:
-        """A boundary for tensors of these shapes, with the dtype of weights. Losses have at least
-        32 bits, and so have hidden states where they are ``widened``."""
+        """Return a boundary for tensors of these shapes, by name. ``dtype`` is the weights' dtype.
+        Losses have at least 32 bits. With ``widened``, so do hidden states."""
         wide = torch.promote_types(dtype, torch.float32)
         computed = {"hidden": wide if widened else dtype, "encoder": dtype}
         return cls(
@@ -156,8 +156,8 @@ class Boundary(NamedTuple):
 
 
 def check_agreement(boundaries: Sequence[Boundary], pipeline: Group) -> None:
-    """Compares the boundaries that each rank of a pipeline has derived; every rank must call it.
-    Raises AssertionError if two ranks differ; says where, and what each expects."""
+    """Check that all ranks of a pipeline have derived the same boundaries. Collective. Raises
+    AssertionError if two ranks differ; the message has the boundary and what each rank expects."""
     of_stages = pipeline.gathered(tuple(boundaries))
     for stage, ours in enumerate(zip(*of_stages, strict=True)):
         for rank, theirs in enumerate(ours):

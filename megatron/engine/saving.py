@@ -1,14 +1,12 @@
-"""Saves the engine's state in the project's own format, at once or in the background."""
+"""Saves the engine's state in the project's own format."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,25 +38,25 @@ from megatron.parallel.mesh import AXES, MODEL, Group, any_rank, first_reason
 from megatron.parallel.random import random_state
 from megatron.parallel.shard import shard_of
 from megatron.util.files import Lock
-from megatron.util.phases import background_groups, phase
+from megatron.util.phases import phase
+from megatron.util.secrets import without_secrets
 
 
 class LostRanksError(CheckpointError):
-    """The ranks could not agree on a save: one has ended, or took longer than the time limit."""
+    """Error when the ranks cannot agree on a save because one has ended or exceeded the timeout."""
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Result of a save; times, bytes and notes differ between ranks.
+    """Result of a save. Times, bytes and notes differ between ranks.
 
     Attributes:
-        stall_seconds: how long training was interrupted on this rank, including the wait for an
-            earlier save.
-        error: why there is no checkpoint; :class:`NotFiniteError` on all ranks if the weights or
-            moments of one are not finite.
-        bytes: size of the files, on the main process; elsewhere 0.
-        published: on the main process, whether the checkpoint is whole under its name; so it can be
-            in spite of an ``error`` that came after that.
+        stall_seconds: time that training waited on this rank, including for earlier saves.
+        error: reason why the save failed, or None. It is :class:`NotFiniteError` on all ranks if
+            any rank's weights or moments are not finite.
+        bytes: size of the checkpoint in bytes on the main process; 0 elsewhere.
+        published: on the main process, whether the checkpoint is complete and has its final name.
+            This is possible in spite of an ``error``, if that occurred afterwards.
     """
 
     iteration: int
@@ -72,27 +70,31 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """A save in progress, which training does not change."""
+    """Save in progress. Training does not change the contents."""
 
     folder: Path
-    """The incomplete folder that is written."""
+    """Temporary folder that the save writes to."""
     iteration: int
     slices: SliceWriter
-    """This rank's part; copies when in the background."""
+    """This rank's shards of the checkpoint."""
     state: dict[str, Any]
-    """Counters; see :class:`megatron.checkpoint.source.Source`."""
+    """Counters of the run; see :class:`megatron.checkpoint.source.Source`."""
 
 
 class CheckpointWriter:
-    """Writes checkpoints of one run. Every rank must create one and call the methods in the same
-    order. With ``--async-save`` a thread of each rank writes copies, with a gloo group of its own.
+    """Writes the checkpoints of one run. Every rank must make the same calls in the same order.
 
     Args:
         content: the completed DeepSpeed JSON.
-        data: the JSON values of the data's files.
-        options: where and how to save, by default as the run's flags say.
-        main: whether this rank does what one of them does, by default the first.
+        data: descriptions of the data files, as JSON values.
+        options: where and how to save; by default the run's flags.
+        main: whether this rank does the work that only one rank does; by default rank 0.
+
+    Attributes:
+        in_background: whether a save may end after :meth:`save` has returned.
     """
+
+    in_background = False
 
     def __init__(
         self,
@@ -110,62 +112,37 @@ class CheckpointWriter:
         self.main = engine.mesh.world.rank == 0 if main is None else main
         self._device = engine.device
         self._group: dist.ProcessGroup | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._running: Future[SaveResult] | None = None
         self._results: list[SaveResult] = []
-        if self.options.save and self.options.async_save:
-            self._thread = ThreadPoolExecutor(1, "checkpoint")
-            self._buffers = HostBuffers(engine.device)
-            self._device = torch.device("cpu")
-            if engine.mesh.world.size > 1:
-                minutes = engine.config.parallel.distributed_timeout_minutes
-                timeout = timedelta(minutes=minutes)
-                self._group = dist.new_group(backend="gloo", timeout=timeout)
-                background_groups.add(self._group)
 
     def save(self, iteration: int, counters: dict[str, Any]) -> None:
-        """Saves a checkpoint, or begins to in the background; :meth:`finished` has the result. It
-        becomes visible only when every rank has written its part; on an error the part-written
-        folder is removed. ``counters`` are those that the training loop needs to continue."""
+        """Save a checkpoint. Get the result from :meth:`finished`. The checkpoint becomes visible
+        only after every rank has written its shards. On an error the incomplete folder is removed.
+        ``counters`` are the values that the training loop needs to continue."""
         began = time.perf_counter()
-        self._wait()
+        job = self._begun(iteration, counters, began)
+        if job is not None:
+            self._results.append(self._write(job, began))
+
+    def finished(self, wait: bool = False) -> list[SaveResult]:
+        """Return the results of the saves that have ended since the last call. With ``wait``, first
+        wait until all saves have ended."""
+        results, self._results = self._results, []
+        return results
+
+    def close(self) -> list[SaveResult]:
+        """Wait for all saves and return their results. Must be the last call."""
+        return self.finished(wait=True)
+
+    def _begun(self, iteration: int, counters: dict[str, Any], began: float) -> SaveJob | None:
+        """Begin a save. If that fails, record the failure as its result and return None."""
         try:
-            job = self._begin(iteration, counters)
+            return self._begin(iteration, counters)
         except CheckpointError as error:
             if self.main:
                 shutil.rmtree(incomplete_folder(self.folder, iteration), ignore_errors=True)
             seconds = time.perf_counter() - began
             self._results.append(SaveResult(iteration, error, seconds, seconds))
-        else:
-            if self._thread is None:
-                result = self._write(job, began)
-                stall = time.perf_counter() - began
-                self._results.append(replace(result, stall_seconds=stall))
-            else:
-                stall = time.perf_counter() - began
-                self._running = self._thread.submit(self._write, job, began, stall)
-
-    def finished(self, wait: bool = False) -> list[SaveResult]:
-        """Results of the saves that have ended since the last call; with ``wait`` also that of the
-        save in the background."""
-        if self._running is not None and (wait or self._running.done()):
-            self._wait()
-        results, self._results = self._results, []
-        return results
-
-    def close(self) -> list[SaveResult]:
-        """Waits for the save in the background, if any, and returns what :meth:`finished` would;
-        the last call."""
-        self._wait()
-        if self._thread is not None:
-            self._thread.shutdown()
-        return self.finished()
-
-    def _wait(self) -> None:
-        if self._running is not None:
-            with phase("save", str(self.folder)):
-                self._results.append(self._running.result())
-            self._running = None
+            return None
 
     def _begin(self, iteration: int, counters: dict[str, Any]) -> SaveJob:
         engine, folder = self.engine, incomplete_folder(self.folder, iteration)
@@ -185,19 +162,21 @@ class CheckpointWriter:
                 "world_size": engine.mesh.world.size,
                 "data": self.data,
             }
-            slices = own_slices(engine, folder)
-            if self._thread is not None:
-                slices.tensors = self._buffers.copy(slices.tensors)
-            jobs.append(SaveJob(folder, iteration, slices, state))
+            jobs.append(SaveJob(folder, iteration, self.slices(folder), state))
 
         self._together(begin)
         return jobs[0]
 
-    def _write(self, job: SaveJob, began: float, stall: float = 0.0) -> SaveResult:
+    def slices(self, folder: Path) -> SliceWriter:
+        """Return a writer with this rank's shards of a checkpoint."""
+        return own_slices(self.engine, folder)
+
+    def _write(self, job: SaveJob, began: float, stall: float | None = None) -> SaveResult:
+        """Write a save. ``stall`` is how long training waits, by default for the whole save."""
         with phase("save", str(job.folder)):
             return self._written(job, began, stall)
 
-    def _written(self, job: SaveJob, began: float, stall: float) -> SaveResult:
+    def _written(self, job: SaveJob, began: float, stall: float | None) -> SaveResult:
         error, size, notes, completing = None, [0], list[str](), False
         try:
             self.write(job)
@@ -211,13 +190,15 @@ class CheckpointWriter:
         seconds = time.perf_counter() - began
         if error is None and self.main:
             notes = self._follow_up(job.iteration)
+        if stall is None:
+            stall = time.perf_counter() - began
         return SaveResult(job.iteration, error, stall, seconds, size[-1], tuple(notes), published)
 
     def _together(self, step: Callable[[], object]) -> None:
         error: Exception | None = None
         try:
             step()
-        except Exception as caught:  # of any kind: other ranks must not wait for this one
+        except Exception as caught:  # any error: other ranks must not wait for this one
             error = caught
         reason = None if error is None else str(error) or repr(error)
         ruined, lost = isinstance(error, NotFiniteError), False
@@ -237,21 +218,21 @@ class CheckpointWriter:
             ) from error
 
     def write(self, job: SaveJob) -> None:
-        """Write the files of all ranks, before one makes the checkpoint visible, in steps that end
-        on all of them or fail on all of them."""
+        """Write the files of all ranks. The checkpoint is not visible yet. Each step either
+        succeeds on all ranks or fails on all ranks."""
         self._together(lambda: self.check(job))
         self._together(lambda: self.write_own(job))
 
     def check(self, job: SaveJob) -> None:
-        """Raises NotFiniteError if what a rank will write is not finite, for formats that do not
-        find that while they write."""
+        """Raise NotFiniteError if this rank would write non-finite values. Override this in formats
+        that do not find such values while writing."""
 
     def write_own(self, job: SaveJob) -> None:
-        """Writes this rank's part; formats override this and :meth:`complete`."""
+        """Write this rank's shards. Formats override this and :meth:`complete`."""
         job.slices.finish()
 
     def complete(self, job: SaveJob) -> int:
-        """Makes the checkpoint visible, on the first rank after all have written; returns bytes."""
+        """Publish the checkpoint. Called on one rank after all have written. Return its bytes."""
         contents = self.descriptions(job)
         if self.engine.base is not None:
             contents[BASE] = self.engine.base.to_json()
@@ -259,16 +240,16 @@ class CheckpointWriter:
         return finish_checkpoint(self.folder, job.iteration, world, contents, self.save_tokenizer)
 
     def descriptions(self, job: SaveJob) -> dict[str, Any]:
-        """The JSON files of a checkpoint, by name, without passwords in the addresses of data."""
+        """Return a checkpoint's JSON files by name. Passwords in URLs are removed."""
         contents = {
             CONFIG: self.engine.config.to_dict(),
             "deepspeed.json": self.content,
             STATE: job.state,
         }
-        return {name: shareable(content) for name, content in contents.items()}
+        return {name: without_secrets(content) for name, content in contents.items()}
 
     def _follow_up(self, iteration: int) -> list[str]:
-        """The universal copy, and what features do after a save; returns notes on failures."""
+        """Write the universal copy and run the features' hooks. Return notes about failures."""
         notes, options = [], self.options
         if options.save_universal:
             try:
@@ -282,17 +263,10 @@ class CheckpointWriter:
         return notes
 
 
-def shareable(content: Any) -> Any:
-    """A JSON value as checkpoints keep it: without passwords in addresses and the like."""
-    from megatron.util.secrets import without_secrets
-
-    return without_secrets(content)
-
-
 def own_slices(engine: TrainEngine, folder: Path) -> SliceWriter:
-    """Return this rank's part of a checkpoint's folder: views of the engine's state where that is
-    float32, otherwise what it takes to decode it a slice at a time. At stage 0 all replicas are
-    equal and the first one writes."""
+    """Return a writer with this rank's shards of a checkpoint: views of the engine's state if that
+    is float32, otherwise tensors that are decoded a slice at a time. At stage 0 all replicas are
+    equal, and only the first one writes."""
     options = engine.config.checkpoint
     writer = SliceWriter(folder, engine.mesh.world.rank, weights_dtype=weights_dtype(engine))
     among = AXES if engine.stage == 0 else MODEL
@@ -318,13 +292,12 @@ def own_slices(engine: TrainEngine, folder: Path) -> SliceWriter:
 
 
 def weights_dtype(engine: TrainEngine) -> torch.dtype:
-    """The dtype in which the model has the weights that are trained."""
+    """Return the dtype in which the model stores the trained weights."""
     return next(iter(engine.trained)).dtype
 
 
 def ruined(engine: TrainEngine) -> str | None:
-    """Return the names of this rank's weights and moments that are not finite, in words; None if
-    all are."""
+    """Return a message about this rank's non-finite weights or moments, or None."""
     stored = engine.stored_states
     for dtype, wanted in ((weights_dtype(engine), True), (torch.float32, False)):
         tensors = {
@@ -339,7 +312,7 @@ def ruined(engine: TrainEngine) -> str | None:
 
 
 def _canonical(own: OwnedSlice, kind: str, stored: StateStore | None) -> Tensor | LazyTensor:
-    """A state of a slice without padding, flat, float32."""
+    """Return a state of a slice as a flat float32 tensor without padding."""
 
     def values() -> Tensor:
         return own.get(kind)[: own.slice.numel].detach().to(torch.float32)
@@ -348,51 +321,20 @@ def _canonical(own: OwnedSlice, kind: str, stored: StateStore | None) -> Tensor 
 
 
 def kernel_state(engine: TrainEngine) -> dict[str, Tensor]:
-    """The state of linear kernels that this rank writes, by name; ranks that share layers have the
-    same, and the first of them writes it."""
+    """Return the states of linear kernels that this rank writes, by name. Ranks that share layers
+    have the same states, which only the first of them writes."""
     mesh, options = engine.mesh, engine.config.checkpoint
     if mesh.dense.rank or mesh.tensor.rank or not options.save_optim:
         return {}
     return engine.kernels.state()
 
 
-class HostBuffers:
-    """CPU memory for a rank's tensors, kept from one save to the next: only the first copy pays for
-    new pages. For GPUs it is pinned."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: dict[tuple[str, str], Tensor] = {}
-
-    def copy(
-        self, files: Mapping[str, Mapping[str, Tensor | LazyTensor]]
-    ) -> dict[str, dict[str, Tensor | LazyTensor]]:
-        """Copies tensors by file and key; afterwards the engine's state may change. Copies from a
-        GPU are queued and awaited together."""
-        copied: dict[str, dict[str, Tensor | LazyTensor]] = {
-            file: {key: self._copy((file, key), values) for key, values in tensors.items()}
-            for file, tensors in files.items()
-        }
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return copied
-
-    def _copy(self, place: tuple[str, str], values: Tensor | LazyTensor) -> Tensor:
-        buffer = self._buffers.get(place)
-        if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
-            pinned = self._device.type == "cuda"
-            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
-            self._buffers[place] = buffer
-        made = values.made() if isinstance(values, LazyTensor) else values
-        return buffer.copy_(made, non_blocking=True)
-
-
 def hold_folder(
     save: str | None, world: Group, device: torch.device, say: Callable[[str], None]
 ) -> Lock | None:
-    """Locks a folder for the saves of this run, and removes what killed runs left half written or
-    half deleted there; every rank must call it. The first rank gets the lock. Raises
-    CheckpointError if another run is saving there, or the folder cannot be written to."""
+    """Lock the run's save folder, and remove checkpoints that killed runs left incomplete or half
+    deleted. Collective. Rank 0 gets the lock, other ranks None. Raises CheckpointError if another
+    run is saving there, or if the folder is not writable."""
     if save is None:
         return None
     lock, reason = None, None
@@ -410,8 +352,8 @@ def hold_folder(
 
 
 def check_writable(save: str, flag: str = "--save") -> None:
-    """Checks before training that checkpoints can be written. Raises CheckpointError if the folder
-    of ``flag`` cannot be created or written to."""
+    """Create the folder given with ``flag`` and check that it is writable. Called before training.
+    Raises CheckpointError if it cannot be created or written to."""
     try:
         Path(save).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=save) as probe:
@@ -421,7 +363,7 @@ def check_writable(save: str, flag: str = "--save") -> None:
 
 
 def cannot_write(save: str, error: OSError, flag: str = "--save") -> CheckpointError:
-    """Return the error of a folder, or of a file in it, that a flag names."""
+    """Return the error for a flag's folder that is not writable, or contains such a file."""
     return CheckpointError(
         f"{flag} {save}: cannot write to it ({error.strerror}); choose a folder with write access"
     )

@@ -1,5 +1,5 @@
-"""The engine's state as float32 slices of canonical parameters and moments that this rank owns.
-Only this file knows where DeepSpeed has them at each ZeRO stage."""
+"""Reads and writes an engine's state as float32 slices of canonical parameters and their moments,
+each owned by this rank. Only this file knows where DeepSpeed stores them at each ZeRO stage."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _SCALER_NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresi
 
 
 TRAINED = "trained_weight"
-"""A state: the weights that are trained, where ``weight`` has others for all other uses."""
+"""Name of the weights that training uses, if ``weight`` holds different ones for all other uses."""
 
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """A slice of a parameter that this rank's optimizer updates.
+    """Slice of a parameter that this rank's optimizer updates.
 
     Attributes:
-        count: its number of elements with the padding that follows them.
-        moments: names of the optimizer's states; none before the first step.
+        count: number of elements in the slice, including the padding that follows it.
+        moments: names of the optimizer's states; empty before the first step.
     """
 
     param: nn.Parameter
@@ -48,52 +48,51 @@ class OwnedSlice:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """``weight``, the moments, and what is kept."""
+        """Names of all tensors of the slice: ``weight``, the moments and the kept states."""
         return "weight", *self.moments, *self._kept
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Names of the numbers of :attr:`TrainEngine.kept` that exist."""
+        """Names of the states in :attr:`TrainEngine.kept` that exist."""
         return tuple(self._kept)
 
     @property
     def trained(self) -> str:
-        """The kind of the weights that the model computes with in training."""
+        """Name of the weights that the model computes with in training."""
         return TRAINED if TRAINED in self.moments else "weight"
 
     def get(self, kind: str) -> Tensor:
-        """Float32 values, flat, followed by padding: a view of the engine's state where that is
-        float32, otherwise a new tensor."""
+        """Return the float32 values of a tensor in :attr:`kinds`, flat and followed by padding.
+        They are a view of the engine's state if that is float32, otherwise a copy."""
         if kind in self._kept:
             return self._kept[kind].view(-1).narrow(0, self._start, self.count)
         return self._states.get(kind, self._start, self.count)
 
     def set(self, kind: str, values: Tensor) -> None:
-        """Writes what :meth:`get` gives."""
+        """Write values in the same form as :meth:`get` returns them."""
         if kind in self._kept:
             self.get(kind).copy_(values)
         else:
             self._states.set(kind, self._start, values)
 
     def of_holder(self, values: Tensor) -> Tensor:
-        """This slice, without padding, of numbers for each element of the tensor that the optimizer
-        updates."""
+        """Return this slice of ``values``, a tensor with the size of :attr:`holder`, unpadded."""
         return values.view(-1).narrow(0, self._start, self.slice.numel)
 
     @property
     def holder(self) -> Tensor:
-        """The tensor that the optimizer updates, which may contain several slices."""
+        """Tensor that the optimizer updates, which may contain several slices."""
         return self._holder
 
 
 class Float32Partition:
-    """Main weights that the optimizer updates, and its states of them, as views."""
+    """Partition whose main weights and optimizer states are float32 tensors; accessed as views."""
 
     def __init__(self, main: Tensor, state: Mapping[str, Tensor]) -> None:
         self._tensors = {**state, "weight": main.data}
 
     def has(self, kind: str) -> bool:
-        """True if there is this state: no moments before the first update."""
+        """Return whether this state exists. Moments do not exist before the first update."""
         return self._tensors.get(kind) is not None
 
     def get(self, kind: str, start: int, count: int) -> Tensor:
@@ -104,8 +103,8 @@ class Float32Partition:
 
 
 def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
-    """The slices that this rank owns, in parameter order. At stage 0 every data-parallel rank owns
-    whole parameters, all of them equal."""
+    """Yield the slices that this rank owns, in parameter order. At stage 0 they are whole
+    parameters, and every data-parallel rank has the same values."""
     place_of, form = places(engine), engine.stored_states
     partitions: dict[Tensor, Partition] = {}
     for param, name in engine.trained.items():
@@ -123,12 +122,12 @@ def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
 
 
 _PlaceOf = Callable[[nn.Parameter], tuple[int, Tensor, int, int]]
-"""From a parameter to: the start of this rank's range in it, the tensor that the optimizer updates,
-the start of the range in that, and its length (nothing below 1)."""
+"""Function that maps a parameter to the start of this rank's range in it, the tensor that the
+optimizer updates, the range's start in that tensor, and its length (below 1 if it is empty)."""
 
 
 def places(engine: TrainEngine) -> _PlaceOf:
-    """The function that finds this rank's range of a parameter."""
+    """Return a function that locates this rank's range of a parameter."""
     find = {0: _whole, 1: _flat_partition, 2: _flat_partition, 3: _own_partition}[engine.stage]
     return find(engine)
 
@@ -139,22 +138,22 @@ def _whole(engine: TrainEngine) -> _PlaceOf:
 
 
 def _unpartitioned_main_weights(engine: TrainEngine) -> Mapping[nn.Parameter, Tensor]:
-    """Main weights of fp16 at stage 0; other dtypes have none there."""
+    """Return the main weights of fp16 at stage 0, by parameter; empty in all other cases."""
     return getattr(engine.optimizer_wrapper, "main_weights", {})
 
 
 def has_main_weights(engine: TrainEngine) -> bool:
-    """True if the optimizer updates other tensors than the model's, which are rounded copies."""
+    """Return whether the optimizer updates main weights, of which the model has rounded copies."""
     separate = engine.stage > 0 or bool(_unpartitioned_main_weights(engine))
     return separate and engine.stored_states is None
 
 
 def _flat_partition(engine: TrainEngine) -> _PlaceOf:
     wrapper = engine.optimizer_wrapper
-    # DeepSpeed's own map from parameters to partitions (_hp_mapping) ignores the order of
+    # DeepSpeed's own mapping from parameters to partitions (_hp_mapping) ignores the order of
     # round_robin_gradients.
     groups = wrapper.round_robin_bit16_groups
-    # DeepSpeed 0.19.0 has no offsets: parameters are contiguous.
+    # DeepSpeed 0.19.0 stores no offsets, as its parameters are contiguous.
     offsets = getattr(wrapper, "round_robin_bit16_offsets", None) or [
         list(accumulate((p.numel() for p in params), initial=0)) for params in groups
     ]
@@ -188,7 +187,7 @@ def _own_partition(engine: TrainEngine) -> _PlaceOf:
 
 
 def holders(engine: TrainEngine) -> list[Tensor]:
-    """The tensors whose state the wrapped optimizer has."""
+    """Return the tensors that the wrapped optimizer updates and has states for."""
     if engine.stage == 0:
         mains = _unpartitioned_main_weights(engine)
         return [mains.get(param, param) for param in engine.trained]
@@ -199,51 +198,50 @@ def holders(engine: TrainEngine) -> list[Tensor]:
 
 
 def owned_gradients(engine: TrainEngine) -> Iterator[tuple[OwnedSlice, Tensor]]:
-    """The slices that this rank owns, each with its gradient, flat and without padding: after
-    :meth:`Backend.accumulate` averaged over the replicas, and before the update neither clipped nor
-    divided by the loss scale."""
+    """Yield the slices that this rank owns, each with its gradient, flat and without padding. Call
+    it after :meth:`Backend.accumulate` and before the update: gradients are averaged over the
+    replicas, but neither clipped nor divided by the loss scale."""
     wrapper, slices = engine.optimizer_wrapper, list(owned_slices(engine))
     offloaded = getattr(wrapper, "cpu_offload", False) or getattr(
         wrapper, "offload_optimizer", False
     )
-    if _unpartitioned_main_weights(engine):
-        for piece in slices:
-            yield piece, piece.of_holder(wrapper.get_gradient_for_reduction(piece.param))
-    elif engine.stage == 0 or offloaded:
+    if offloaded:
         for piece in slices:
             if piece.holder.grad is not None:
                 yield piece, piece.of_holder(piece.holder.grad)
-    else:
-        by_param = dict(_partitioned_gradients(wrapper, engine.stage))
-        for piece in slices:
-            if piece.param in by_param:
-                yield piece, by_param[piece.param].reshape(-1)[: piece.slice.numel]
+        return
+    gradient_of = _gradient_of(engine)
+    for piece in slices:
+        grad = gradient_of(piece.param)
+        if grad is not None:
+            yield piece, grad.reshape(-1)[: piece.slice.numel]
 
 
 def gradients_of(engine: TrainEngine, params: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return what this rank keeps of the gradients of these parameters, in their order, as in
-    :func:`owned_gradients`; of whole parameters all of it. Nothing must be offloaded."""
-    wrapper = engine.optimizer_wrapper
-    grads: Iterable[Tensor | None]
-    if _unpartitioned_main_weights(engine):
-        grads = map(wrapper.get_gradient_for_reduction, params)
-    elif engine.stage == 0:
-        grads = (param.grad for param in params)
-    else:
-        grads = map(dict(_partitioned_gradients(wrapper, engine.stage)).get, params)
+    """Return this rank's shards of the gradients of these parameters, in their order, as in
+    :func:`owned_gradients`. Unpartitioned gradients are whole. Offloading is not supported."""
+    grads = map(_gradient_of(engine), params)
     return [grad for grad in grads if grad is not None]
 
 
-def _partitioned_gradients(wrapper: Any, stage: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    groups = wrapper.fp16_groups if stage == 3 else wrapper.params_in_partition
+def _gradient_of(engine: TrainEngine) -> Callable[[nn.Parameter], Tensor | None]:
+    """Return a function that finds this rank's shard of a parameter's gradient."""
+    wrapper = engine.optimizer_wrapper
+    if _unpartitioned_main_weights(engine):
+        return wrapper.get_gradient_for_reduction  # type: ignore[no-any-return]
+    if engine.stage == 0:
+        return lambda param: param.grad
+    grads: dict[nn.Parameter, Tensor] = {}
+    groups = wrapper.fp16_groups if engine.stage == 3 else wrapper.params_in_partition
     for number, params in enumerate(groups):
-        grads = wrapper.averaged_gradients[number]
-        kept = (grad for grad in grads if not getattr(grad, "_zero_padding", False))
-        yield from zip(params, kept, strict=False)
+        of_group = wrapper.averaged_gradients[number]
+        kept = (grad for grad in of_group if not getattr(grad, "_zero_padding", False))
+        grads |= zip(params, kept, strict=False)
+    return grads.get
 
 
 def optimizer_step(engine: TrainEngine) -> int:
-    """Number of Adam's updates; 0 for SGD, which does not count them."""
+    """Return the number of Adam updates so far, or 0 for SGD, which does not count them."""
     for holder in holders(engine):
         step = engine.optimizer.state.get(holder, {}).get("step")
         if step is not None:
@@ -252,8 +250,7 @@ def optimizer_step(engine: TrainEngine) -> int:
 
 
 def create_moments(engine: TrainEngine, step: int) -> None:
-    """Creates optimizer state, all zero, as after ``step`` updates; states that exist stay where
-    they are."""
+    """Create optimizer states of zeros, as after ``step`` updates, or reset existing states."""
     name = engine.config.optimizer.optimizer
     ruled = _creators(engine)
     for holder in holders(engine):
@@ -269,26 +266,25 @@ def create_moments(engine: TrainEngine, step: int) -> None:
                     values = torch.empty_like(holder, memory_format=torch.preserve_format)
                 state[moment] = values.zero_()
         if name != "sgd":
-            # The fused kernel needs the count on the weights' device.
+            # The fused kernel requires the count on the weights' device.
             state["step"] = torch.tensor(float(step), dtype=torch.float32, device=holder.device)
 
 
 def _creators(engine: TrainEngine) -> dict[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
-    """Functions that make the states of each tensor that the optimizer updates; none where all are
-    alike."""
+    """Return the function that creates each updated tensor's states; empty if all are alike."""
     place_of = places(engine)
     creators = getattr(engine.optimizer, "creators", {})
     return {place_of(param)[1]: create for param, create in creators.items()}
 
 
 def more_states(engine: TrainEngine) -> Mapping[str, Tensor]:
-    """States of the optimizer that this rank writes whole, by name; every rank must call it."""
+    """Return the optimizer states that this rank saves as whole tensors, by name. Collective."""
     states: Mapping[str, Tensor] = getattr(engine.optimizer, "more_states", dict)()
     return states
 
 
 def kept_counts(engine: TrainEngine) -> dict[str, Any]:
-    """Counters of a checkpoint: the updates of what is kept; none where nothing is."""
+    """Return the update counts of the kept states, as an entry for a checkpoint's state, or {}."""
     counts = {kind: int(kept.count) for kind, kept in engine.kept.items()}
     return {KEPT_COUNTS: counts} if counts else {}
 
@@ -299,8 +295,8 @@ def set_working_weights(
     values: Callable[[nn.Parameter, int, int], Tensor],
     but: Collection[nn.Parameter] = (),
 ) -> None:
-    """Sets the weights that the model computes with, in their own dtype, but some; ``values`` gives
-    elements [start, end) of this tensor-parallel rank's share of a parameter, flat."""
+    """Set the weights that the model computes with, in their own dtype, except parameters in
+    ``but``. ``values`` returns elements [start, end) of this tensor-parallel rank's shard, flat."""
     form = engine.stored_states
     for param in engine.names:
         if param in but:
@@ -321,9 +317,9 @@ def set_trained_weights(
     values: Callable[[OwnedSlice], Tensor],
     only: Mapping[nn.Parameter, object] | None = None,
 ) -> None:
-    """Sets the weights that the model computes with from the numbers, flat, of the slices that each
-    rank owns: of the keys of ``only``, by default of all that are trained. Every rank must
-    call it, between steps."""
+    """Set the weights that the model computes with. ``values`` returns the flat elements of a
+    slice, and is called on the rank that owns it. ``only`` limits the change to its keys, by
+    default all trained parameters. Collective: every rank must call this, between steps."""
     owned = {own.param: own for own in owned_slices(engine)}
 
     def of_share(param: nn.Parameter, start: int, end: int) -> Tensor:
@@ -344,13 +340,13 @@ def set_trained_weights(
 
 
 def loss_scaler_state(engine: TrainEngine) -> dict[str, Any]:
-    """The dynamic loss scaler's numbers; empty without one."""
+    """Return the state of the dynamic loss scaler, or {} without a dynamic scaler."""
     scaler = _dynamic_scaler(engine)
     return {} if scaler is None else {key: getattr(scaler, key) for key in _SCALER_NUMBERS}
 
 
 def set_loss_scaler_state(engine: TrainEngine, state: dict[str, Any]) -> None:
-    """The inverse of :func:`loss_scaler_state`; without a scaler in both runs nothing changes."""
+    """Restore the result of :func:`loss_scaler_state`, unless either run has no dynamic scaler."""
     scaler = _dynamic_scaler(engine)
     if scaler is not None and state.keys() == set(_SCALER_NUMBERS):
         for key, value in state.items():
@@ -358,6 +354,6 @@ def set_loss_scaler_state(engine: TrainEngine, state: dict[str, Any]) -> None:
 
 
 def _dynamic_scaler(engine: TrainEngine) -> Any:
-    """None unless dynamic: DeepSpeed has a scaler of scale 1 in other dtypes too."""
+    """Return the loss scaler if it is dynamic, else None. Without fp16 its scale is always 1."""
     scaler = getattr(engine.optimizer_wrapper, "loss_scaler", None)
     return scaler if getattr(scaler, "dynamic", False) else None

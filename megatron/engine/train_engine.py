@@ -1,4 +1,4 @@
-"""One optimizer step, and evaluation, on one of DeepSpeed's engines."""
+"""Training steps (:meth:`TrainEngine.train_step`) and evaluation of a model in DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from megatron.checkpoint.manifest import BaseRecord
 from megatron.config import RunConfig
 from megatron.engine.backend import Backend
 from megatron.engine.deepspeed_patches import (
@@ -30,28 +29,28 @@ from megatron.engine.update.optimizer import clipping_factor, gradient_norm, set
 from megatron.model.layer_list import LayerSequence, canonical_buffers
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.linear import KernelStates
-from megatron.parallel.mesh import Group, Mesh
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of an optimizer step; what is on the device may still be computed, and reading it
-    waits.
+    """Result of an optimizer step. Its tensors may still be computed; reading one waits.
 
     Attributes:
-        loss: the minimised number, the weighted sum of ``losses``; a scalar on the device.
-        losses: means over micro batches and data-parallel ranks by name, scalars on the device.
-        grad_norm: global 2-norm of the gradients before clipping, infinite when they are not
-            finite; a scalar on the device, or a number.
-        skipped: 1 if the gradients were not finite and no weight changed, else 0; a scalar on the
-            device, or a bool.
-        scale_exhausted: whether it was skipped at the smallest loss scale, so that the next ones
-            will be too.
+        loss: minimised loss, the weighted sum of ``losses``; a scalar on the device.
+        losses: means over micro batches and data-parallel ranks, by name; scalars on the device.
+        grad_norm: global 2-norm of the gradients before clipping, a scalar on the device or a
+            float. Infinite if the gradients are not finite.
+        skipped: 1 if no weight changed because gradients were not finite, else 0; on the device, or
+            a bool.
+        loss_scale: loss scale of the step; 1 without fp16.
+        scale_exhausted: whether the step was skipped at the minimum loss scale, so that the
+            following steps will be skipped too.
         own_loss: sum of the losses of this rank's micro batches, a scalar on the device; 0 on
-            stages of a pipeline that do not compute them.
-        zeros: number of elements of the gradients that are zero, a scalar on the device; None
-            without :attr:`TrainEngine.count_zeros`.
+            pipeline stages that do not compute losses.
+        zeros: number of gradient elements that are zero, a scalar on the device; None if
+            :attr:`TrainEngine.count_zeros` is not set.
     """
 
     loss: Tensor
@@ -65,23 +64,24 @@ class StepResult:
 
 
 class ModelEngine:
-    """A model over the ranks of a mesh, whose numbers can be measured.
+    """Model that is distributed over the ranks of a mesh and can be evaluated.
 
     Args:
-        names: canonical name of each parameter of which this process has a part.
-        kernels: what the kernels of linear layers keep.
+        names: canonical name of each parameter that this process has, whole or sharded.
+        kernels: state that the kernels of linear layers keep between steps.
 
     Attributes:
-        stage: the ZeRO stage that runs.
-        buffers: canonical name of each buffer of this process, to the buffer.
-        stored_states: how main weights and moments are stored; None for float32.
-        base: the model that the adapters of ``--lora`` belong to; None without.
-        teach: adds to each of so many micro batches what the losses need of another model; None if
-            they need nothing.
+        stage: the ZeRO stage that runs, which can differ from the requested one.
+        buffers: buffers of this process, by canonical name.
+        stored_states: storage format of main weights and moments; None for float32.
+        base: record of the model that adapters belong to, which checkpoints store as JSON (its
+            ``to_json``); None without adapters.
+        teach: adds the outputs of another model, such as a teacher, to the given number of micro
+            batches, as inputs of the losses; None if the losses need no other model.
     """
 
     stored_states: StateStore | None = None
-    base: BaseRecord | None = None
+    base: Any = None
     teach: Callable[[Iterator[Batch], int], Iterator[Batch]] | None = None
 
     def __init__(
@@ -102,126 +102,95 @@ class ModelEngine:
         for buffer in self.buffers.values():
             buffer.start(device)
         self.quantised: list[tuple[str, Any]] = []
-        """(canonical name, weight) of this process's weights that are no parameters, since fewer
-        bits are stored of them: a ``weight`` fills itself of a tensor."""
+        """Canonical name and weight of each quantised weight of this process. Quantised weights are
+        not parameters; their ``fill`` method quantises a loaded tensor."""
 
     @property
     def model(self) -> nn.Module:
-        """The layers of this process. Here and in the next two are the weights of the last update:
-        who reads a weight outside of forward passes comes by one of them."""
+        """Layers of this process. This property, :attr:`names` and :attr:`trained` wait for the
+        last update. Read weights only through them, except in forward passes."""
         self.backend.await_weights()
         return self.backend.model
 
     @property
     def names(self) -> Mapping[nn.Parameter, str]:
-        """Canonical name of each parameter of which this process has a part."""
+        """Canonical name of each parameter that this process has, whole or sharded."""
         self.backend.await_weights()
         return self._names
 
     @property
     def trained(self) -> Mapping[nn.Parameter, str]:
-        """Names of the parameters that are trained; others are frozen, without gradients,
-        optimizer state or a place in checkpoints."""
+        """Canonical name of each trained parameter. All other parameters are frozen: they have no
+        gradients or optimizer state, and checkpoints omit them."""
         self.backend.await_weights()
         return self._trained
 
     @property
     def sequences(self) -> list[LayerSequence]:
-        """The layers of this process as they run, a sequence for each pipeline stage."""
+        """Layers of this process in execution order, one sequence per pipeline stage."""
         return self.backend.sequences
 
     def evaluate(
         self, batches: Iterator[Batch], count: int, measure: Measure | None = None
     ) -> dict[str, float]:
-        """Return the numbers that a measure reports, from the means by name over ``count`` of each
-        data-parallel rank's batches; by default that of the model's evaluations, the losses."""
+        """Evaluate ``count`` micro batches per data-parallel rank, and return the report of
+        ``measure``, by default of ``spec.evaluated`` or else of the losses. Collective."""
         measure = measure or self.spec.evaluated
         if measure is None:
             batches, measure = self.taught(batches, count), self.spec.loss_measure
         assert not measure.per_sample
         sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self.device)
         means = self._mean_over_ranks(
-            reduce(add, self._measured(batches, count, measure), sums) / count
+            reduce(add, self.measured(batches, count, measure), sums) / count
         )
         return measure.report(dict(zip(measure.names, means.tolist(), strict=True)))
 
-    def rows(self, batches: Iterator[Batch], count: int, measure: Measure) -> Tensor:
-        """The numbers of each sample, float64 [D, ``count``, B, N] or [D, ``count``, B, N, K], over
-        ``count`` batches of each of D data-parallel ranks, the same on every rank; on the CPU. All
-        batches have as many samples, B."""
-        assert measure.per_sample
-        measured = self._measured(batches, count, measure)
-        own = torch.stack(measured) if measured else torch.zeros((), device=self.device).double()
-        return _of_all(self._from_last_stage(own), self.mesh.samples).cpu()
-
     def taught(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-        """Return ``count`` micro batches with the inputs that the losses need."""
+        """Return the next ``count`` micro batches, with what :attr:`teach` adds, if set."""
         return batches if self.teach is None else self.teach(batches, count)
 
     @record_function("megatron::evaluate")
     @torch.no_grad()
-    def _measured(self, batches: Iterator[Batch], count: int, measure: Measure) -> list[Tensor]:
+    def measured(self, batches: Iterator[Batch], count: int, measure: Measure) -> list[Tensor]:
+        """Return the values of ``measure`` (see :meth:`Measure.of`) for each of ``count`` micro
+        batches of this rank. The list is empty on pipeline stages that do not compute them."""
         self.prepare_evaluation()
         self.kernels.refresh()
         return self.backend.evaluate(batches, count, measure)
 
     def prepare_evaluation(self) -> None:
-        """Turns off what is for training only."""
+        """Switch the model to evaluation mode."""
         if self.model.training:
             self.model.eval()
 
     def _mean_over_ranks(self, values: Tensor) -> Tensor:
-        """Sums over pipeline stages, all but one of which have zeros; means over data ranks."""
+        """Sum over pipeline stages (zero on all but one) and average over data-parallel ranks."""
         for group in (self.mesh.pipeline, self.mesh.samples):
             if group.size > 1:
                 dist.all_reduce(values, group=group.handle)
         return values / self.mesh.samples.size
 
-    def _from_last_stage(self, rows: Tensor) -> Tensor:
-        """The rows of the pipeline stage that has them, which has dimensions, on every stage."""
-        pipeline = self.mesh.pipeline
-        if pipeline.size == 1:
-            return rows
-        shape = torch.zeros(_DIMENSIONS, dtype=torch.int64, device=self.device)
-        shape[: rows.dim()] = torch.tensor(rows.shape, device=self.device)
-        dist.all_reduce(shape, op=dist.ReduceOp.MAX, group=pipeline.handle)
-        if not rows.dim():
-            rows = rows.new_zeros([size for size in shape.tolist() if size])
-        dist.all_reduce(rows, group=pipeline.handle)
-        return rows
-
-
-_DIMENSIONS = 4
-
-
-def _of_all(rows: Tensor, group: Group) -> Tensor:
-    """Gather the rows of each rank, in order."""
-    if group.size == 1:
-        return rows[None]
-    parts = [torch.empty_like(rows) for _ in range(group.size)]
-    dist.all_gather(parts, rows.contiguous(), group=group.handle)
-    return torch.stack(parts)
-
 
 class TrainEngine(ModelEngine):
-    """A model in training; made by :func:`build_engine`. Further arguments than of the base:
+    """Model in training, built by :func:`build_engine`. For further arguments see the base class.
 
     Args:
-        asynchronous: whether steps are :class:`AsyncOptimizerStep`.
+        asynchronous: whether steps do not wait for the device (:class:`AsyncOptimizerStep`).
 
     Attributes:
-        look_ahead: makes a step's micro batches of the next ones, before their first pass; None for
-            these as they are.
-        judge: calls :meth:`Backend.accumulate` for a step, perhaps several times; gets its micro
-            batches, their seeds, and the number of samples before, and returns the sums.
-        count_zeros: counts zeros in the gradients of the next step, on every rank; None for none.
-        timed: whether steps leave ``marks``: times before their passes, after them and after the
-            update, in seconds, or events on a CUDA device, which it reaches later.
-        view: makes the :class:`Partition` of a tensor that the optimizer updates and of its states,
-            in float32, where a checkpoint has other weights than those that are trained.
-        kept: by name, see :class:`KeptState`.
-        switch: called with True before passes of training, with False before evaluations: sets
-            the weights that the model computes with, where they differ.
+        look_ahead: called with a step's micro batches and their number before the first pass;
+            returns the micro batches to train on. None leaves them unchanged.
+        judge: called instead of :meth:`Backend.accumulate`, which it calls once or several times.
+            It gets a step's micro batches, their dropout seeds and the number of samples before the
+            step, and returns the sums of the losses.
+        count_zeros: counts zeros in the next step's gradients, on every rank; None counts nothing.
+        timed: whether steps record ``marks``: the times before their passes, after them and after
+            the update, in seconds; on a CUDA device, events that it may not have reached yet.
+        view: returns a float32 :class:`Partition` for an updated tensor and its states, if
+            checkpoints store other weights than the trained ones; None otherwise.
+        kept: states that features keep besides the optimizer's, by name; see :class:`KeptState`.
+        switch: called with True before training passes and with False before evaluations, to set
+            the weights that the model computes with; None if they are the same.
         content: the completed DeepSpeed JSON.
     """
 
@@ -265,9 +234,6 @@ class TrainEngine(ModelEngine):
                 clip_grad=config.optimizer.clip_grad,
                 hold=config.training.check_for_nan_in_loss_and_grad,
                 form=stored_states,
-                keys=None
-                if stored_states is None
-                else stored_states.keys(config.training.seed, self.trained, mesh.coordinates),
             )
 
     def train_step(
@@ -279,10 +245,12 @@ class TrainEngine(ModelEngine):
         weight_decay: float,
         decoupled_lr: float | None = None,
     ) -> StepResult:
-        """Takes ``micro_batches`` batches through the model and updates the weights once, without
-        synchronizing with the device, except for the numbers that fp16, SGD and offloaded state
-        need, at stage 3, and with ``overlap_comm``. ``consumed_samples`` counts those of all
-        earlier steps."""
+        """Run ``micro_batches`` forward and backward passes, then update the weights once.
+
+        The CPU waits for the device only for numbers that fp16, SGD and offloaded optimizer state
+        need, at stage 3, and with ``overlap_comm``. ``consumed_samples`` is the number of samples
+        of all earlier steps; dropout seeds depend on it.
+        """
         set_rates(self.optimizer, lr, weight_decay, decoupled_lr)
         if self.look_ahead is not None:
             batches = self.look_ahead(batches, micro_batches)
@@ -317,30 +285,30 @@ class TrainEngine(ModelEngine):
         self.marks.append(event)
 
     def drop_gradients(self) -> None:
-        """Forgets what :meth:`Backend.accumulate` has left, so that it can compute it again."""
+        """Discard the gradients from :meth:`Backend.accumulate`, so that it can be called again."""
         drop_gradients(self.optimizer_wrapper)
         self.kernels.forget_step()
 
     def norm_before_update(self) -> Tensor | None:
-        """The norm of the gradients, a scalar on the device; None where only DeepSpeed's own step
-        finds it (fp16; SGD and offloaded state at ZeRO 1 to 3)."""
+        """Return the global gradient norm, a scalar on the device. Return None if only DeepSpeed's
+        own step computes it: with fp16, and with SGD or offloaded state at ZeRO 1 to 3."""
         if self._async_step is not None:
             return self._async_step.measure()
         alone = self.optimizer_wrapper is self.optimizer
         return gradient_norm(list(self.trained), self.mesh) if alone else None
 
     def prepare(self, micro_batches: int) -> None:
-        if not self.backend.model.training:  # train() visits every module
+        if not self.backend.model.training:  # slow: train() visits every module
             self.engine.train()
         if self.switch is not None:
             self.switch(True)
-        context = self.mesh.group("context").size  # DeepSpeed counts the samples of each rank
+        context = self.mesh.group("context").size  # DeepSpeed counts a sample once per rank
         self.engine.set_train_batch_size(self._samples_per_round * context * micro_batches)
         if not getattr(self.optimizer_wrapper, "gathers_late", False):
             self.kernels.refresh()
 
     def mean_losses(self, sums: Tensor, micro_batches: int) -> dict[str, Tensor]:
-        """Means of the losses by name, from the sums of each rank's :meth:`Backend.accumulate`."""
+        """Return the mean of each loss over all ranks, given each rank's sums from accumulation."""
         means = self._mean_over_ranks(sums / micro_batches)
         return dict(zip(self.spec.losses, means, strict=True))
 
@@ -355,12 +323,12 @@ class TrainEngine(ModelEngine):
 
     @contextmanager
     def replacing_state(self) -> Iterator[None]:
-        """Within it a checkpoint can be loaded after steps have been trained: they leave more than
-        weights and optimizer state."""
+        """Allow a checkpoint to be loaded within this context after training steps. Resets what
+        steps leave besides weights and optimizer state."""
         if self._async_step is not None:
             self._async_step.held = None
         whole = self.optimizer_wrapper.persistent_parameters if self.stage == 3 else []
-        if whole:  # small ones, which every rank keeps whole between steps
+        if whole:  # small parameters, which every rank keeps whole between steps
             whole[0].partition(whole)
         yield
         if whole:
@@ -373,13 +341,14 @@ class TrainEngine(ModelEngine):
         self.engine.eval()
 
     def close(self) -> None:
-        """Removes DeepSpeed's hooks from the parameters; they would keep the engine alive."""
+        """Remove DeepSpeed's hooks from the parameters, which would keep the engine in memory."""
         self.backend.await_weights()
         self.engine.destroy()
 
     @record_function("megatron::optimizer")
     def update(self) -> tuple[Tensor | float, Tensor | bool]:
-        """Clip and apply the gradients; return their norm, and True if no weight changed."""
+        """Clip the gradients and update the weights. Return the norm before clipping, and whether
+        the update was skipped (1.0 or 0.0 on the device if steps are asynchronous)."""
         self.kernels.end_step()
         if self._async_step is not None:
             self._async_step.prepare()
@@ -409,6 +378,5 @@ class TrainEngine(ModelEngine):
 
     @property
     def optimizer_wrapper(self) -> Any:
-        """DeepSpeed's optimizer around :attr:`optimizer`, or the same object (stage 0, not
-        fp16)."""
+        """DeepSpeed's wrapper around :attr:`optimizer`, or this optimizer itself if unwrapped."""
         return self.engine.optimizer

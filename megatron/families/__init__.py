@@ -1,6 +1,6 @@
-"""Families of models: GPT, and the features' families. A family defines its layer list, its layers'
-inputs from a batch, its data and its losses. A feature adds families by
-:meth:`~megatron.config.features.Feature.family`; everything else uses :func:`family_of`.
+"""Families of models: GPT, and those of features. A family defines its models' layer list, the
+inputs of the first layer, the data and the losses. Features add families with
+:meth:`~megatron.config.features.Feature.family`; all other code uses :func:`family_of`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def family_names() -> tuple[str, ...]:
 
 @cache
 def family_of(name: str) -> Family:
-    """The family of that name; ConfigError if it does not exist."""
+    """Return the family with the given name. Raises ConfigError if it does not exist."""
     if name not in family_names():
         raise ConfigError(
             f"the model family {name!r} is unknown; the families are {', '.join(family_names())}"
@@ -49,7 +49,7 @@ def family_of(name: str) -> Family:
 
 
 def refuse_unused(settings: Settings, family: Family) -> None:
-    """Raises ConfigError for a flag of other families' models or samples."""
+    """Raise ConfigError if a flag was given that no model or sample of this family uses."""
     for name, setting in settings.items():
         if name in family.unused_flags and setting.origin.startswith("flag "):
             flag = setting.origin.removeprefix("flag ")
@@ -62,8 +62,8 @@ def refuse_unused(settings: Settings, family: Family) -> None:
 
 
 def spec_of(model: ModelConfig, parallel: ParallelConfig | None = None) -> ModelSpec:
-    """The model of a configuration; ConfigError if the family is unknown, or has no such
-    head."""
+    """Return the model specification of a configuration, including changes by features. Raises
+    ConfigError if the family is unknown or does not have the requested head."""
     family = family_of(model.family)
     heads = _heads(family)
     if model.head not in heads:
@@ -79,8 +79,8 @@ def spec_of(model: ModelConfig, parallel: ParallelConfig | None = None) -> Model
 
 
 def _heads(family: Family) -> set[str]:
-    """The heads of a family, with those that features add to it or to the families that it derives
-    from, up to one that says itself which it has."""
+    """Return the kinds of output heads that a family supports, including heads that features add to
+    it or to its base classes. The search ends at the first class that defines its own ``heads``."""
     heads = set(family.heads)
     for cls in type(family).__mro__:
         for feature in taking_part():
@@ -91,8 +91,8 @@ def _heads(family: Family) -> set[str]:
 
 
 def trained_spec(config: RunConfig) -> ModelSpec:
-    """The model of a run with the losses that it is trained by and what features add to it. Raises
-    ConfigError as :func:`spec_of` does, or if the family has no such losses."""
+    """Return the model specification of a run, including training losses and changes by features.
+    Raises ConfigError as :func:`spec_of` does, or if the family does not support these losses."""
     spec = spec_of(config.model, config.parallel)
     for feature in taking_part():
         spec = feature.model(spec, config)
@@ -104,6 +104,6 @@ def build_model(
     parallel: ParallelConfig | None = None,
     tp: TensorParallel | None = None,
 ) -> LayerStack:
-    """The same as one module, not yet initialised."""
+    """Return the model of :func:`spec_of` as a single module, with uninitialised weights."""
     parallel = parallel or ParallelConfig()
     return LayerStack(spec_of(model, parallel).layers(tp or TensorParallel()), parallel)

@@ -1,4 +1,4 @@
-"""Interface of a family of models."""
+"""Interface that every model family implements."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig,
 from megatron.config.features import kind_classes, model_parts
 from megatron.data.pipeline import DataPipeline
 from megatron.data.texts import ScoredText
-from megatron.model.caches import LayerCache
 from megatron.model.flops import TransformerShape
-from megatron.model.layer_list import LayerState
+from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
 
 
 class GenerationSpec(NamedTuple):
-    """Text generation by the models of a family.
+    """Description of how a family's models generate text.
 
     Attributes:
-        begin: the initial state of tokens [1, S] of the decoder, their positions and the cache.
-        max_positions: of a sequence of the decoder.
-        encoder_layers: how many layers of the list read the prompt, before those of the decoder; 0
-            without an encoder, where the prompt begins the sequence.
-        max_prompt: tokens that the encoder reads at most; None without an encoder.
-        start_token: what the decoder begins with; None without an encoder.
-        neighbors: a description, by a feature, of text that is
-            retrieved as the text grows; None without retrieval.
+        begin: builds the initial state from decoder tokens [1, S], their positions and the cache.
+        max_positions: maximum length of the decoder's sequence, in tokens.
+        encoder_layers: number of layers at the start of the list that read the prompt. 0 without
+          an encoder: the prompt is then the beginning of the decoder's sequence.
+        max_prompt: maximum number of tokens for the encoder. None without an encoder.
+        start_token: first token of the decoder's sequence. None without an encoder.
+        neighbors: a feature's description of the text to retrieve during generation. None
+          without retrieval.
     """
 
     begin: Callable[[Tensor, Tensor, LayerCache], LayerState]
@@ -45,15 +44,15 @@ class GenerationSpec(NamedTuple):
 
 
 class BlockLengths(NamedTuple):
-    """Tokens of a sample in one of the repeated blocks.
+    """Sequence lengths of a repeated block, in tokens per sample.
 
     Attributes:
-        own: of the hidden states that it computes.
-        other: of the sequence that its cross-attention reads; 0 without cross-attention.
-        seen: how many of its own a token attends to, where parts of them attend by themselves; 0
-            for all.
-        other_seen: the same of the other sequence.
-        inside: blocks that run inside of this one.
+        own: length of the sequence of hidden states that the block computes.
+        other: length of the sequence that its cross-attention reads. 0 without cross-attention.
+        seen: number of tokens of ``own`` that a token attends to, if the sequence consists of
+          independent parts. 0 means all tokens.
+        other_seen: the same limit for tokens of ``other``.
+        inside: lengths of the blocks that run inside this one.
     """
 
     own: int
@@ -64,51 +63,51 @@ class BlockLengths(NamedTuple):
 
     @property
     def whole(self) -> tuple[BlockLengths, ...]:
-        """Yield this block and its inner blocks."""
+        """This block, followed by the blocks inside it."""
         return self, *self.inside
 
     @property
     def keys(self) -> int:
-        """Tokens of its own sequence that a token attends to."""
+        """Number of tokens of ``own`` that a token attends to."""
         return self.seen or self.own
 
     @property
     def other_keys(self) -> int:
-        """Tokens of the other sequence that a token attends to."""
+        """Number of tokens of ``other`` that a token attends to."""
         return self.other_seen or self.other
 
 
 STREAM_FLAGS = frozenset({"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}).union(
     *(kind.streams for kind in kind_classes().values())
 )
-"""Fields of flags that only samples cut from a stream of documents depend on."""
+"""Names of flags that apply only to samples cut from a continuous stream of documents."""
 
 
 class Family(ABC):
-    """Everything that differs between families; the rest of the project names none of them."""
+    """Everything that differs between model families. No other code refers to a family by name."""
 
     name: ClassVar[str]
-    """As in checkpoints and entry points."""
+    """Name of the family in checkpoints and entry points."""
     generates: ClassVar[bool] = False
-    """True if its models generate text, token by token: they have :meth:`generation`."""
+    """True if the models generate text token by token. :meth:`generation` is then defined."""
     tokenizer_type: ClassVar[str] = "GPT2BPETokenizer"
-    """The tokenizer of vocabulary files that are given without ``--tokenizer-type``."""
+    """Default of ``--tokenizer-type`` when vocabulary files are given without it."""
     context_reader: ClassVar[Literal["decoder", "encoder"] | None] = None
-    """Part that reads the context of a text whose continuation its models predict; None if they do
-    not predict text."""
+    """Part of the model that reads the context when it scores a continuation. None if the models
+    cannot predict text."""
     starts_from: ClassVar[frozenset[str]] = frozenset()
-    """Other families from whose weights its models can start: they have all of these, by the same
-    names, and ``added_parts`` of the `ModelSpec`."""
+    """Other families whose weights can initialise this family's models. The models contain all of
+    these weights under the same names, plus the ``added_parts`` of their `ModelSpec`."""
     scoring_note: ClassVar[str | None] = None
-    """Note for users about the scores that its models give to texts of tasks."""
+    """Note for users on how to read the scores that this family's models give to texts."""
     unused_flags: ClassVar[frozenset[str]] = frozenset()
-    """Fields of flags that its models and samples do not depend on, though those of other families
-    do; a run refuses them. Those of features' parts of other families' models are added."""
+    """Names of flags that affect other families but not this one. A run of this family refuses
+    them. The flags that features define for other families are added automatically."""
 
     heads: ClassVar[frozenset[str]] = frozenset({"lm"})
-    """Kinds of the last layer of its models, as `ModelConfig.head` says."""
+    """Supported values of `ModelConfig.head`, the kind of output head."""
     head_states: ClassVar[int] = 0
-    """Hidden states that a predicted token keeps between the final norm and the output head."""
+    """Number of activations [H] stored per predicted token between final norm and output head."""
 
     def __init_subclass__(cls) -> None:
         for part in model_parts():
@@ -116,42 +115,42 @@ class Family(ABC):
                 cls.unused_flags |= {field.name for field in dataclasses.fields(part)}  # type: ignore[arg-type]
 
     def complete_settings(self, settings: Settings) -> Settings:
-        """The settings of a run with what they leave to the family."""
+        """Return a run's settings, completed with the values that the family derives from them."""
         return settings
 
     @abstractmethod
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
-        """Layer list, inputs and losses of a model with the vocabulary sizes filled in."""
+        """Return a model's layer list, inputs and losses. Its vocabulary size must be set."""
 
     @abstractmethod
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> DataPipeline:
-        """The samples and batches of a run. Raises ValueError if flags contradict each other or the
+        """Return a run's data pipeline. Raises ValueError if flags contradict each other or the
         tokenizer."""
 
     def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
-        """The numbers that the model FLOPs of a sample depend on; without a run, whose data may
-        decide how many tokens are predicted, those of the flags' defaults."""
+        """Return the sizes that determine a sample's model FLOPs. The number of predicted tokens
+        may depend on the data of ``run``. Without a run, the flags' defaults are assumed."""
         return TransformerShape.of(model)
 
     def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
-        """Return how a run's model continues text. Raises ValueError if the tokenizer lacks a token
-        for it."""
+        """Return how a run's model continues text. Raises ValueError if the tokenizer lacks a
+        required token."""
         raise AssertionError(f"models of the family {self.name} do not generate")
 
     def answered(
         self, model: ModelConfig, tokenizer: Tokenizer, prompt: str, answer: str
     ) -> ScoredText:
-        """A prompt with one of its answers, of at most ``--seq-length`` tokens: what does not fit
-        of the prompt is left out. Raises ValueError if the tokenizer lacks a token for it, or an
-        answer is too long."""
+        """Return a prompt with one of its answers, in at most ``--seq-length`` tokens. A prompt
+        that is too long is truncated. Raises ValueError if the tokenizer lacks a required token, or
+        if the answer alone is too long."""
         raise self._scores_no_text()
 
     def scored_lengths(
         self, config: RunConfig, texts: Sequence[ScoredText]
     ) -> npt.NDArray[np.int64]:
-        """Tokens that the model reads of each text, [n], or of encoder and decoder, [n, 2]. Raises
-        ConfigError if models of this family do not predict text; ValueError if a text is longer
-        than the model's positions."""
+        """Return the number of tokens that the model reads for each text, [n]. For a model with an
+        encoder, return the encoder's and the decoder's numbers, [n, 2]. Raises ConfigError if the
+        models do not predict text, or ValueError if a text exceeds the model's positions."""
         raise self._scores_no_text()
 
     def scored_batch(
@@ -161,9 +160,9 @@ class Family(ABC):
         texts: Sequence[ScoredText],
         pad_to: Any = None,
     ) -> Any:
-        """A micro batch whose targets are the tokens of the texts' continuations, padded to lengths
-        as :meth:`scored_lengths` gives, by default those of the longest. Raises what that
-        raises."""
+        """Return a micro batch whose targets are the tokens of the texts' continuations. It is
+        padded to ``pad_to`` tokens (of the form that :meth:`scored_lengths` returns), by default to
+        the longest text. Raises the same errors as that method."""
         raise self._scores_no_text()
 
     def _scores_no_text(self) -> ConfigError:
@@ -173,6 +172,6 @@ class Family(ABC):
         )
 
     def block_lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
-        """The sequences of each repeated block, in the order of the layer list. Those of the last
-        one are those of the head."""
+        """Return the sequence lengths of each repeated block, in the order of the layer list. The
+        last block's lengths also apply to the output head."""
         return (BlockLengths(model.seq_length),) * (model.num_layers + model.blocks_ahead)

@@ -1,4 +1,4 @@
-"""GPT: a causal decoder that continues text, trained to predict the next token."""
+"""GPT: a causal decoder that continues text and is trained to predict the next token."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from megatron.families.family import Family, GenerationSpec
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.block import Block
-from megatron.model.caches import LayerCache
 from megatron.model.embedding import InputEmbedding, vocabulary_layers, word_embeddings
 from megatron.model.flops import TransformerShape
-from megatron.model.layer_list import LayerSpec, LayerState
+from megatron.model.layer_list import LayerCache, LayerSpec, LayerState
 from megatron.model.norm import FinalNorm
 from megatron.model.spec import ModelSpec, only_hidden_travels
 from megatron.parallel.loss_head import Targets
@@ -35,14 +34,14 @@ from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
 
 LENGTHS = 8
-"""Number of lengths that samples are padded to on GPUs."""
+"""Maximum number of distinct sequence lengths that samples are padded to on GPUs."""
 
 
 def gpt_layers(
     model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
 ) -> list[LayerSpec]:
-    """The layers of a GPT: token embedding, positions, blocks, final norm, and the head; heads but
-    that for tokens are added by features. ``tp`` is None for a single process."""
+    """Return the layers of a GPT: token embedding, positions, blocks, final norm and head. Features
+    add all heads other than the language-model head. ``tp`` is None for a single process."""
     tp = tp or TensorParallel()
     selective = "core_attn" in parallel.recomputed_modules
     if model.head == "lm":
@@ -62,7 +61,7 @@ def gpt_layers(
 
 
 def begin(model: ModelConfig, batch: GPTBatch) -> LayerState:
-    """The initial state of a micro batch."""
+    """Return the first layer's input state for a micro batch."""
     blocks = block_masks(model, batch.tokens_BS, batch.document_ids_BS)
     return LayerState(
         hidden=batch.tokens_BS,
@@ -73,7 +72,7 @@ def begin(model: ModelConfig, batch: GPTBatch) -> LayerState:
 
 
 def targets_of(batch: GPTBatch) -> Targets:
-    """The tokens to predict, at all positions or some of them."""
+    """Return the tokens to predict, at all positions or only at those that the batch selects."""
     targets = Targets(batch.labels_BS, batch.loss_mask_BS)
     if batch.positions_BP is None:
         return targets
@@ -86,7 +85,7 @@ def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> Lay
 
 
 class GPTData(DataPipeline):
-    """The data of a GPT: streams of text, instructions and answers, text to be filled in."""
+    """Data of a GPT: streams of text, instructions with answers, and fill-in-the-middle text."""
 
     takes = frozenset({DOCUMENTS, PACKED, "pairs", "prompts"})
 
@@ -112,20 +111,20 @@ class GPTData(DataPipeline):
         return self._packed.collator(self, collate) if self.reads_examples else collate
 
     def samples_of(self, tokens: int) -> int | None:
-        return max(0, tokens - 1) // self.seq_length  # neighbours share a token
+        return max(0, tokens - 1) // self.seq_length  # consecutive samples share a token
 
     @property
     def _packed(self) -> DataKind:
-        """The kind of examples, of which several may share a sample."""
+        """Kind of data whose samples pack several examples."""
         return kind_named(next(n for n, cls in kind_classes().items() if cls.samples == PACKED))
 
     @property
     def length_multiple(self) -> int:
         multiple = super().length_multiple
         if self.config.fast_paths.one_length:
-            multiple = self.seq_length  # kernels and graphs of one shape
+            multiple = self.seq_length  # a single shape, for kernels and CUDA graphs
         elif torch.cuda.is_available():
-            # Blocks are compiled for every length; and kernels want multiples of 8.
+            # Use few lengths, because blocks are compiled for each. Kernels prefer multiples of 8.
             eighth = -(-self.seq_length // (LENGTHS * 8)) * 8
             multiple = int(np.lcm(eighth, multiple))
         return min(multiple, self.seq_length)
@@ -144,7 +143,7 @@ class GPTData(DataPipeline):
 
     @property
     def reads_examples(self) -> bool:
-        """True if samples, or some of them, are instructions and answers."""
+        """True if some or all samples are instructions with answers."""
         if self.config.data.mock_data:
             return False
         blends = self.parts.blends()
@@ -152,7 +151,7 @@ class GPTData(DataPipeline):
         return any(source.kind in packed for blend in blends for source in blend.sources)
 
     def view(self, sample: Any, length: int) -> SampleView:
-        """See `DataPipeline.view`; documents that attention keeps apart are on separate lines."""
+        """Return a sample as shown to users. Text that attention separates is on separate lines."""
         batch = self.collator()([sample])
         tokens, labels, mask, documents = (
             None if each is None else each[0, :length].numpy()
@@ -166,7 +165,7 @@ class GPTData(DataPipeline):
 
     @property
     def _special(self) -> SampleTokens | None:
-        """The special tokens of a kind of data that has its own."""
+        """Special tokens of the first kind of data that defines its own, or None."""
         return next(filter(None, (kind.special_tokens(self) for kind in self.acting)), None)
 
     def _eod(self) -> int | None:
@@ -216,8 +215,8 @@ class GPT(Family):
     def answered(
         self, model: ModelConfig, tokenizer: Tokenizer, prompt: str, answer: str
     ) -> ScoredText:
-        """The answer follows the prompt after a space; the beginning of a prompt that is too long
-        is left out."""
+        """Return the prompt, a space and the answer. The beginning of a prompt that is too long is
+        dropped."""
         context, whole = tokenizer.tokenize(prompt), tokenizer.tokenize(f"{prompt} {answer}")
         continuation = whole[len(context) :]
         room = model.seq_length + 1 - len(continuation)

@@ -1,4 +1,4 @@
-"""Availability of torch.compile. Looking imports torch's compiler only for a CPU."""
+"""Checks of whether torch.compile can be used. Only the check for CPUs imports torch's compiler."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ import torch
 from torch._compile import _disable_dynamo
 
 FIRST_CAPABILITY = (7, 0)
-"""Compute capability of the oldest GPUs that Triton builds for."""
+"""Compute capability of the oldest GPUs that Triton supports."""
 
 
 untraced = _disable_dynamo
-"""Decorator of functions that torch's compiler does not trace. ``torch.compiler.disable`` would
-import the compiler where the function is defined, which fails while ZeRO 3 builds a model: torch's
-constructors are replaced then. This one does it at the first call."""
+"""Decorator for functions that torch's compiler must not trace. Unlike ``torch.compiler.disable``,
+it imports the compiler at the first call and not when the function is defined. That import fails
+while ZeRO 3 builds a model, because torch's constructors are replaced then."""
 
 
 @cache
 def missing_compiler(device_type: str) -> str | None:
-    """Return the parts that torch.compile lacks to build code for this kind of device ("cpu",
-    "cuda"), in words; None if nothing. For a CPU this imports torch's compiler, which takes
-    seconds."""
+    """Return a message about what torch.compile lacks on a type of device ("cpu", "cuda"). Return
+    None if nothing is missing. For CPUs this imports torch's compiler, which takes seconds."""
     if device_type == "cuda":
         return _missing_for_gpus()
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -40,15 +39,15 @@ def missing_compiler(device_type: str) -> str | None:
 
 
 def allow_graphs(count: int) -> None:
-    """Has torch compile that many versions of a function, or more, before it runs others as they
-    are. It imports the settings of torch's compiler."""
+    """Allow at least ``count`` compiled versions of a function, by raising torch's limit. Above the
+    limit, torch runs a function uncompiled. This imports the settings of torch's compiler."""
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, count)
 
 
 def _missing_for_gpus() -> str | None:
-    # Triton compiles the code that launches its kernels, with Python's headers.
+    # Triton compiles the code that launches its kernels, which includes Python's headers.
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         return "no C compiler found"
     if not _finds_python_headers():
@@ -64,6 +63,6 @@ def _missing_for_gpus() -> str | None:
 
 def _finds_python_headers() -> bool:
     folders = [sysconfig.get_path("include")]
-    for name in ("CPATH", "C_INCLUDE_PATH"):  # where gcc and clang look too
+    for name in ("CPATH", "C_INCLUDE_PATH"):  # gcc and clang search these, too
         folders += os.environ.get(name, "").split(os.pathsep)
     return any(folder and Path(folder, "Python.h").is_file() for folder in folders)

@@ -1,16 +1,16 @@
-"""Kernels for CPUs, which attention and norms choose there; GPUs use torch's.
+"""CPU kernels of attention and norms. GPUs use torch's.
 
 - Attention in bfloat16, as GEMMs over blocks of queries. torch's fused kernel multiplies small
-  tiles, which takes up to twice the time (benchmarks/RESULTS.md). A block of queries meets all keys
-  at once, in causal attention all up to its own end. Scores and softmax are in float32, as in the
-  fused kernel, the other GEMMs in bfloat16. The probabilities are kept for the backward pass, so
-  this is for short sequences.
-- torch's fused attention with sinks.
-- RMSNorm, of which torch needs a dozen passes over memory, in chunks of rows that stay in a core's
-  caches.
+  tiles, which takes up to twice as long (benchmarks/RESULTS.md). A block of queries is multiplied
+  with all keys at once or, in causal attention, with all keys up to the block's end. Scores and
+  softmax are in float32, as in the fused kernel, the other GEMMs in bfloat16. The probabilities
+  are saved for the backward pass, so this is meant for short sequences.
+- torch's fused attention with attention sinks added.
+- RMSNorm, for which torch needs a dozen passes over memory, in chunks of rows that fit into a
+  core's caches.
 
 Shapes: B batch, N query heads, K key and value heads, G = N / K query heads that share one, S
-queries, T keys, D head width; X = B x K; Q queries of a block, P keys that they see. Of RMSNorm: T
+queries, T keys, D head width; X = B x K; Q queries of a block, P keys that they see. For RMSNorm: T
 rows, C rows of a chunk, H width.
 """
 
@@ -24,18 +24,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK = 128
-"""Queries of a block in causal attention, where a larger one would meet more keys in vain."""
+"""Number of queries per block in causal attention. Larger blocks compute more masked scores."""
 
 WHOLE_BLOCK = 256
-"""Queries of a block that sees all keys."""
+"""Number of queries per block if every query attends to all keys."""
 
 _CHUNK = 1 << 16
-"""Elements of a chunk of rows: 256 KiB in float32."""
+"""Number of elements in a chunk of rows, 256 KiB in float32."""
 
 
 def suits(q_BNSD: Tensor, k_BKTD: Tensor, causal: bool = True) -> bool:
-    """True if :func:`attention` is for these: on a CPU, in bfloat16, probabilities at most twice as
-    large as queries, keys, values and output together; causally, as many keys as queries."""
+    """Return whether :func:`attention` supports these tensors. They must be bfloat16 on a CPU, and
+    the probabilities at most twice as large as queries, keys, values and output together. Causal
+    attention requires as many keys as queries."""
     queries, width = q_BNSD.shape[2:]
     keys = k_BKTD.shape[2]
     if q_BNSD.device.type != "cpu" or q_BNSD.dtype != torch.bfloat16:
@@ -54,9 +55,10 @@ def attention(
     bias: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T + bias) v over all keys or, causally, those up to each query's own,
-    [B, N, S, D]. The bias has four dimensions, broadcastable to [B, N, S, T], and may need a
-    gradient. Sinks are further scores, whose weights multiply nothing."""
+    """Compute softmax(scale q k^T + bias) v, [B, N, S, D], over all keys or, if causal, over the
+    keys up to each query's position. The bias must have four dimensions that broadcast to [B, N, S,
+    T], and may require a gradient. Sinks are one score per head that takes part in the softmax but
+    has no value."""
     return _Attention.apply(q_BNSD, k_BKTD, v_BKTD, bias, sinks_N, scale, causal)
 
 
@@ -76,7 +78,7 @@ class _Attention(torch.autograd.Function):
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
         batch, heads, length, width = q.shape
         values_XTD, kept = _flat(v), []
-        # In the layout that the projection reads.
+        # This memory layout is the one that the output projection reads.
         y_BSND = q.new_empty(batch, length, heads, width)
         y_XGSD = y_BSND.permute(0, 2, 1, 3).unflatten(1, (k.shape[1], -1))
         y, sunk_BNS = y_BSND.transpose(1, 2), None
@@ -93,7 +95,7 @@ class _Attention(torch.autograd.Function):
             block.copy_(y_XQD.view(block.shape))
             kept.append(weights_XQP)
         ctx.sinks = None if sinks is None else sinks.dtype
-        # The output is kept in any case, by the projection.
+        # Saving the output costs no memory, because the projection saves it anyway.
         ctx.save_for_backward(q, k, v, sunk_BNS, y if sinks is not None else None, *kept)
         return y
 
@@ -136,7 +138,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _sinks_gradient(grad: Tensor, y: Tensor, sunk_BNS: Tensor) -> Tensor:
-    """[N], from the weights of the sinks: that of a sink takes from all others in proportion."""
+    """Return the gradient of the sinks, [N]. A sink scales down all other weights equally."""
     dots_BNS = torch.linalg.vecdot(grad.to(sunk_BNS.dtype), y.to(sunk_BNS.dtype))
     return -(sunk_BNS * dots_BNS).sum((0, 2))
 
@@ -150,17 +152,17 @@ def sink_attention(
     causal: bool,
     mask: Tensor | None,
 ) -> Tensor:
-    """As :func:`attention` with sinks, by torch's fused kernel: in any dtype of floating point,
-    with another ``mask`` than the causal one, which is added to the scores and has no gradient.
-    ``scale`` is None for 1 / sqrt(D)."""
+    """Compute :func:`attention` with sinks by torch's fused kernel, in any floating-point dtype.
+    ``mask`` replaces the causal mask. It is added to the scores and has no gradient. A ``scale`` of
+    None means 1 / sqrt(D)."""
     return _SinkAttention.apply(q_BNSD, k_BKTD, v_BKTD, sinks_N, scale, causal, mask)
 
 
 class _SinkAttention(torch.autograd.Function):
-    """The kernel also returns the logarithm of the sum of exponentials of each query's scores. With
-    the sink's added to it, and the output reduced accordingly, the kernel's backward pass computes
-    the gradients with sinks: all that it knows of the weights is exp(score - this logarithm) and
-    that their mean of the gradients is the product of the output and its gradient."""
+    """Attention with sinks, computed by torch's fused kernel without sinks. The kernel also returns
+    the log-sum-exp of each query's scores, to which the sink's score is added; the output is scaled
+    accordingly. With these two, the kernel's backward pass computes the gradients with sinks: its
+    weights are exp(score - log-sum-exp), and it uses the product of output and gradient."""
 
     @staticmethod
     def forward(
@@ -194,8 +196,8 @@ class _SinkAttention(torch.autograd.Function):
 
 
 def _plus(sum_XTD: Tensor | None, addend_XPD: Tensor) -> Tensor:
-    """The sum of blocks' gradients for the first keys, in place; without a sum that of a single
-    block."""
+    """Add a block's gradients for the first keys to the sum in place, and return the sum. If there
+    is only one block, ``sum_XTD`` is None, and its gradients are returned."""
     if sum_XTD is None:
         return addend_XPD
     sum_XTD[:, : addend_XPD.shape[1]] += addend_XPD
@@ -210,11 +212,11 @@ def _softmax(
     scale: float,
     causal: bool,
 ) -> Iterator[tuple[tuple[int, int, int], Tensor]]:
-    """The blocks and their weights in float32; with sinks the last column is theirs."""
+    """Yield each block's (first query, end, number of keys) and float32 weights, sinks last."""
     queries_XGSD = _grouped(q_BNSD, k_BKTD.shape[1]).float() * scale
     keys_XTD, more = _flat(k_BKTD).float(), 0 if sinks_N is None else 1
     if sinks_N is not None:
-        # Products with one more key make room for a sink.
+        # An additional zero key makes room for the sink's score.
         keys_XTD = torch.nn.functional.pad(keys_XTD, (0, 0, 0, 1))
     later_QQ = torch.full((BLOCK, BLOCK), -torch.inf).triu(1) if causal else None
     for first, end, seen in _blocks(q_BNSD.shape[2], k_BKTD.shape[2], causal):
@@ -233,18 +235,18 @@ def _softmax(
 
 
 def _by_head(scores_XQP: Tensor, q_BNSD: Tensor, count: int) -> Tensor:
-    """The scores of a block of ``count`` queries as [B, N, Q, P]; a view."""
+    """Return the scores of a block of ``count`` queries viewed as [B, N, Q, P]."""
     return scores_XQP.view(*q_BNSD.shape[:2], count, -1)
 
 
 def _part(bias: Tensor, first: int, end: int, seen: int) -> Tensor:
-    """Return the part of a bias that belongs to the scores of a block; a view."""
+    """Return a view of the bias for the scores of a block."""
     queries = slice(None) if bias.shape[2] == 1 else slice(first, end)
     return bias[:, :, queries, :seen]
 
 
 def _blocks(queries: int, keys: int, causal: bool) -> list[tuple[int, int, int]]:
-    """(first query, end, keys that they see) of each block."""
+    """Return (first query, end, number of keys that the queries attend to) of each block."""
     size = BLOCK if causal else WHOLE_BLOCK
     ends = [(first, min(first + size, queries)) for first in range(0, queries, size)]
     return [(first, end, end if causal else keys) for first, end in ends]
@@ -259,15 +261,15 @@ def _grouped(x_BNSD: Tensor, kv_heads: int) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight over [..., H], computed in float32 or better; the
-    weight and the result have the dtype of ``x`` (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    """Compute x / sqrt(mean(x^2) + epsilon) * weight over the last dimension, [..., H], in float32
+    or wider (Zhang and Sennrich 2019, arXiv:1910.07467). The result has the dtype of ``x``."""
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight_H, epsilon)
     return _rms_norm(x, weight_H, epsilon)[0]
 
 
 def _rms_norm(x: Tensor, weight_H: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The result, and the factor [T, 1] of each row."""
+    """Return the normalised and weighted ``x``, and each row's factor 1 / sqrt(...), [T, 1]."""
     kind = torch.promote_types(x.dtype, torch.float32)
     x_TH, weight_H = x.reshape(-1, x.shape[-1]), weight_H.to(kind)
     factor_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True, dtype=kind)

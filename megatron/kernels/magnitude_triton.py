@@ -1,7 +1,7 @@
-"""The largest magnitude of what a Triton kernel writes, for casts to 8 bits that follow it.
+"""Maximum magnitude (amax) of the values that a Triton kernel writes, for a later cast to 8 bits.
 
-Magnitudes are compared by their bits: as integers they are in the order of the numbers, and
-not-a-number is above all, as for torch's ``amax``. A maximum is the same in any order of programs.
+Magnitudes are compared by their bits. As integers, these have the order of the numbers, with NaN
+above all, as in torch's ``amax``. The maximum does not depend on the order of the programs.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import triton.language as tl
 
 @triton.jit
 def magnitude_bits(values):
-    """Bits, int32, of magnitudes as float32."""
+    """Return the bits, as int32, of the values' magnitudes in float32."""
     return values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def raise_largest(largest, bits):
-    """Raises the float32 at ``largest``, which is not negative, to the largest of magnitudes, given
-    as bits."""
+    """Raise the float32 amax stored at ``largest`` to the maximum of magnitudes given as bits."""
     most = tl.max(tl.reshape(bits, [bits.numel]), 0)
     at = largest.to(tl.pointer_type(tl.int32), bitcast=True)
-    # The number there only grows: one that is out of date costs an operation, and no more. Almost
-    # every program finds a larger one, so that few wait for each other.
+    # The stored amax only grows, so a stale read merely costs one more atomic operation. Almost
+    # every program finds a larger amax there, so that few atomic operations compete.
     if most > tl.load(at):
         tl.atomic_max(at, most)

@@ -1,4 +1,4 @@
-"""Registration of operators with two bodies, ``torch.ops.megatron.NAME``."""
+"""Registration of operators with two implementations as ``torch.ops.megatron.NAME``."""
 
 from __future__ import annotations
 
@@ -25,23 +25,10 @@ def define(
     backward: Callable[..., Any] | None = None,
     tags: Sequence[torch.Tag] = (),
 ) -> Callable[..., Any]:
-    """Registers ``torch.ops.megatron.NAME`` and returns it. Compilers call it as it is, without a
-    graph break. All callables but ``save`` and ``backward`` have the arguments of the schema, and
-    return new tensors or what they mutate, never an argument or a view of one.
-
-    Args:
-        schema: name, arguments and results, as ``"double(Tensor x) -> Tensor"``;
-            ``Tensor(a!) x`` is an argument that the bodies mutate. Autograd's version counter does
-            not notice that: such an argument must not be saved for a backward pass.
-        formula: the body in torch, for CPUs, and where the kernel cannot run.
-        shapes: results without values (``torch.empty_like``), with the strides that both bodies
-            give them.
-        kernel: the body for GPUs. It imports its Triton source itself. It gets tensors of
-            :data:`~megatron.kernels.switches.DTYPES` (others, as indices, next to them).
-        save: keeps in ``ctx``, from ``(ctx, inputs, output)``, what ``backward`` needs.
-        backward: gradients of all arguments from ``(ctx, *gradients of the results)``; without it
-            the operator has none.
-        tags: of the operator, next to ``pt2_compliant_tag``.
+    """Register ``torch.ops.megatron.NAME`` and return it. Compiled code calls it without a graph
+    break. All callables except ``save`` and ``backward`` have the arguments of the schema. They
+    return new tensors, or arguments that they mutate, but never another argument or a view of
+    one.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
@@ -59,6 +46,6 @@ def define(
 
 
 def _computes(args: Sequence[Any]) -> bool:
-    """True if a kernel computes with all floating-point arguments, and can be built."""
+    """Return whether a kernel supports all floating-point arguments and can be compiled."""
     floats = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
     return all(x.dtype in DTYPES for x in floats) and missing_compiler("cuda") is None

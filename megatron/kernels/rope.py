@@ -1,15 +1,16 @@
-"""Rotary position embedding of queries and keys as the projection writes them: in one row of each
-token, next to the values.
+"""Rotary position embedding of queries and keys in the projection's output, where one row per token
+contains queries, keys and values.
 
-Forwards the heads are rotated where they are; queries, keys and values are views of that tensor:
-only what changes is read and written, and nothing is kept twice for the backward pass. Backwards
-their gradients, rotated back, are written into one tensor, that of the projection's output.
+The forward pass rotates the heads in place, and returns queries, keys and values as views of the
+row. Only the rotated channels are read and written, and nothing is stored twice for the backward
+pass. The backward pass writes all gradients, rotated back, into one tensor: the gradient of the
+projection's output.
 
-Rotations are computed in float32, or in float64 for such tensors, by cosines and sines in the dtype
-of the queries, and rounded once.
+Rotations are computed in float32 (float64 for float64 tensors) and rounded once. Cosines and sines
+are first rounded to the dtype of the queries.
 
-Shapes: B batch, S sequence, N query heads, K key heads, D head width, W = (N + 2K) D, or
-(2N + 2K) D where each query's head is followed by its gate.
+Shapes: B batch, S sequence, N query heads, K key heads, D head width, W = (N + 2K) D, or (2N + 2K)
+D if each query's head is followed by its gate.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron.kernels.operators import define
 
 
 class PackedHeads(NamedTuple):
-    """Layout of a row of queries, keys and values."""
+    """Layout of a row with queries, keys and values: numbers of heads, and the width of a head."""
 
     queries: int
     keys: int
@@ -32,7 +33,7 @@ class PackedHeads(NamedTuple):
     interleaved: bool = False
 
     def views(self, packed_BSW: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys, values and gates, [B, S, heads, D]."""
+        """Return views of queries, keys, values, and gates or None, each [B, S, heads, D]."""
         width = self.queries * self.width
         sizes = [width * (1 + self.gated), *[self.keys * self.width] * 2]
         q, k, v = (x.unflatten(-1, (-1, self.width)) for x in packed_BSW.split(sizes, dim=-1))
@@ -45,14 +46,14 @@ class PackedHeads(NamedTuple):
 def rotated(
     packed_BSW: Tensor, cos: Tensor, sin: Tensor, heads: PackedHeads
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return rotated queries and keys, values, and gates where there are gates, [B, S, heads, D].
+    """Return rotated queries, rotated keys, values, and gates or None, each [B, S, heads, D].
 
     Args:
-        packed_BSW: the projection's output. It is overwritten where torch's compiler sees that
-            nothing else reads it, and copied otherwise.
-        cos: cosines [S, 1, R] or [B, S, 1, R] of all R rotated channels, R <= D.
+        packed_BSW: output of the projection. It is overwritten if torch's compiler can show that
+          nothing else reads it, and copied otherwise.
+        cos: cosines [S, 1, R] or [B, S, 1, R] for all R rotated channels, R <= D.
         sin: sines of the same shape.
-        heads: what is where.
+        heads: layout of the rows.
     """
     views = _Rotated.apply(packed_BSW, cos, sin, heads)
     return views if heads.gated else (*views, None)  # type: ignore[no-any-return]
@@ -65,7 +66,7 @@ class _Rotated(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = heads.interleaved
-        # A compiler drops the copy of what nothing else reads.
+        # torch's compiler drops the copy if nothing else reads the tensor.
         packed_BSW = packed_BSW.clone(memory_format=torch.contiguous_format)
         rope_(packed_BSW, cos, sin, *heads)
         return tuple(x for x in heads.views(packed_BSW) if x is not None)
@@ -79,7 +80,7 @@ class _Rotated(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int = 1) -> Tensor:
-    """Heads with their first R channels rotated, by the opposite angles for sign -1."""
+    """Rotate the first R channels of each head, by the opposite angles if ``sign`` is -1."""
     kind = torch.promote_types(x.dtype, torch.float32)
     width = cos.shape[-1]
     cos, sin = (table.to(x.dtype).to(kind) for table in (cos, sign * sin))
@@ -163,13 +164,13 @@ def _backward_kernel(
 
 
 def _with_channels_together(x: Tensor) -> Tensor:
-    """The tensor, or a copy where a kernel cannot read pairs of channels as words."""
+    """Return ``x``, or a copy if a kernel cannot read its pairs of channels as single words."""
     places = *x.stride()[:-1], x.storage_offset()
     return x if x.stride(-1) == 1 and not any(n % 2 for n in places) else x.contiguous()
 
 
 def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Tables with equal strides."""
+    """Return cosines and sines with equal strides."""
     cos, sin = (_with_channels_together(x) for x in (cos, sin))
     return cos, sin if sin.stride() == cos.stride() else torch.empty_like(cos).copy_(sin)
 
@@ -196,7 +197,7 @@ rope_ = define(
     lambda *_: None,
     _kernel,
 )
-"""Rotates queries and keys in rows [B, S, W] where they are."""
+"""Operator that rotates the queries and keys in rows [B, S, W] in place."""
 
 rope_backward = define(
     "rope_backward(Tensor q, Tensor k, Tensor v, Tensor? gate, Tensor cos, Tensor sin, "
@@ -205,6 +206,6 @@ rope_backward = define(
     _backward_shapes,
     _backward_kernel,
 )
-"""Gradient [B, S, W] of the projection's output, from those of rotated queries and keys, of values
-and gates, [B, S, heads, D] of any strides; with ``largest`` its largest magnitude, float32 [1],
-else [0]."""
+"""Operator that computes the gradient [B, S, W] of the projection's output from the gradients of
+rotated queries and keys, values and gates, [B, S, heads, D] with any strides. The second result is
+the gradient's amax, float32 [1] with ``largest``, else empty."""

@@ -1,9 +1,9 @@
-"""Triton kernel of rotary position embedding: it writes the packed output of the projection to
-queries, keys and values, or its gradient.
+"""Triton kernel for rotary position embedding. It writes the packed output of the projection
+(queries, keys and values), or its gradient.
 
-A row is one head of one token, and its D channels are contiguous. So a number of heads that is no
-power of two costs nothing, and a thread reads eight channels at once. Both channels of a pair are
-in one thread. Tokens are addressed by 64 bits.
+A kernel row is one head of one token, whose D channels are contiguous. Therefore, head counts that
+are not powers of two cost nothing, and a thread reads eight channels at once. The two channels of a
+pair are in one thread. Tokens are addressed with 64 bits.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from megatron.kernels.magnitude_triton import magnitude_bits, raise_largest
 
 PAIRS, WARPS = 1024, 4
-"""Pairs of channels and warps of a program: eight pairs a thread."""
+"""Number of channel pairs and of warps per program: eight pairs per thread."""
 
 
 @triton.jit
 def _copied(source, target, first, valid, COUNT: tl.constexpr, LARGEST: tl.constexpr):
-    """Copies COUNT channels of rows, from a channel on; returns the largest magnitude's bits."""
+    """Copy COUNT channels of each row, starting at ``first``. Return each row's amax as bits."""
     WIDTH: tl.constexpr = triton.next_power_of_2(COUNT)
     channel = tl.arange(0, WIDTH)[None, :]
     inside = valid & (channel < COUNT)
@@ -31,7 +31,7 @@ def _copied(source, target, first, valid, COUNT: tl.constexpr, LARGEST: tl.const
 
 @triton.jit
 def _apart(words, KIND: tl.constexpr):
-    """The two numbers of KIND in words of twice their size, the first in the low bits."""
+    """Split each word into two numbers of type KIND. The first is in the low bits."""
     bits: tl.constexpr = KIND.primitive_bitwidth
     half = tl.core.get_int_dtype(bits, False)
     return (
@@ -42,7 +42,7 @@ def _apart(words, KIND: tl.constexpr):
 
 @triton.jit
 def _together(first, second):
-    """Words of two numbers; the inverse of :func:`_apart`."""
+    """Join pairs of numbers into words. This is the inverse of :func:`_apart`."""
     bits: tl.constexpr = first.dtype.primitive_bitwidth
     half = tl.core.get_int_dtype(bits, False)
     whole = tl.core.get_int_dtype(2 * bits, False)
@@ -62,14 +62,14 @@ def _turned(
     INTERLEAVED: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Rotates the first 2 * HALF channels of rows, by the opposite angles to go back; returns the
-    largest magnitude's bits of each row. A table has the angle of both channels of a pair."""
+    """Rotate the first 2 * HALF channels of each row, by the opposite angles if BACK. Return each
+    row's amax as bits. The tables contain each pair's angle twice, once per channel."""
     WIDTH: tl.constexpr = triton.next_power_of_2(HALF)
     kind: tl.constexpr = target.dtype.element_ty
     pair = tl.arange(0, WIDTH)[None, :]
     inside = valid & (pair < HALF)
     if INTERLEAVED:
-        # A pair is one word, so that no channel moves to another thread.
+        # A pair is read as one word, so that no channel moves to another thread.
         pairs = tl.pointer_type(tl.core.get_int_dtype(2 * kind.primitive_bitwidth, False))
         angles = tl.pointer_type(tl.uint64)
         source = source.to(pairs, bitcast=True)
@@ -82,7 +82,7 @@ def _turned(
         c = tl.load(cos + pair, inside, 0.0)
         s = tl.load(sin + pair, inside, 0.0)
     first, second = first.to(tl.float32), second.to(tl.float32)
-    # Rounded as queries and keys are.
+    # Round cosines and sines to the dtype of queries and keys, as the formula in torch does.
     c, s = c.to(kind).to(tl.float32), s.to(kind).to(tl.float32)
     if BACK:
         s = -s
@@ -122,8 +122,8 @@ def _part(
     COPIED: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Rotates a block of rows of a sample's HEADS heads, or copies them where HALF is 0; channels
-    after those that are rotated are copied if COPIED."""
+    """Rotate a block of rows of a sample's HEADS heads, or copy the rows if HALF is 0. With COPIED,
+    the channels after the rotated ones are copied too."""
     row = block * ROWS + tl.arange(0, ROWS)[:, None]
     token, head = (row // HEADS).to(tl.int64), row % HEADS
     valid = token < length
@@ -153,9 +153,9 @@ def _pack(
     GATED: tl.constexpr, ROWS: tl.constexpr, BACK: tl.constexpr, INTERLEAVED: tl.constexpr,
     COPIED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Writes heads of queries, keys, values and gates into rows of ``target``: each query's head
-    with its gate, then all of keys, then all of values. Programs of one head's kind follow those of
-    another. In a forward pass heads are in ``target``, and only rotated channels are written."""
+    """Write the heads of queries, keys, values and gates into rows of ``target``: each query's head
+    with its gate, then all keys, then all values. Programs are ordered by the kind of head. In a
+    forward pass, the heads are already in ``target``, and only the rotated channels are written."""
     UNIT: tl.constexpr = DIM * (1 + GATED)
     block, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
     target += sample * to_sample
@@ -200,8 +200,8 @@ def launch(
     interleaved: bool,
     largest: Tensor,
 ) -> None:
-    """Rotates queries and keys that are in ``target`` where they are; with values back, from
-    anywhere to there. See ``rope.py``."""
+    """Rotate queries and keys in place in ``target``. If values are given, run the backward pass
+    instead: rotate back, and write gradients with any strides to ``target``. See ``rope.py``."""
     samples, length, heads, width = q_BSND.shape
     kv_heads = k_BSKD.shape[2]
     if not samples * length:

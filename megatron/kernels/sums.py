@@ -1,10 +1,11 @@
-"""Gradients of weights that are added, where they are computed, to their sum over micro batches.
+"""Weight gradients that are added to their sum over micro batches by the kernels that compute them.
 
-Autograd writes the gradient of a micro batch to memory, reads it again, and adds it to the sum. In
-16 bits it rounds both. Here a GEMM adds its product to the sum, rounded once, and a table gets only
-the rows that a micro batch used. A sum starts as the first gradient, without zeros before it.
+By default, autograd writes a micro batch's gradient to memory, reads it again, and adds it to the
+sum. In 16 bits it rounds both times. Here, a GEMM adds its product to the sum with a single
+rounding, and an embedding is updated only in the rows that a micro batch used. A sum starts as the
+first gradient, without being filled with zeros.
 
-Shapes: T tokens, I input, O output, V rows of a table, H their width.
+Shapes: T tokens, I input, O output, V rows of an embedding, H their width.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from megatron.kernels.operators import define
 from megatron.kernels.switches import SWITCHES
 
 PRODUCTS_ON = {"cuda"}
-"""Types of devices where GEMMs add to sums. On a CPU that takes as long as a product and a sum, and
-these round as autograd does."""
+"""Device types on which GEMMs add to sums. On a CPU, this takes as long as a GEMM and an addition,
+with the same rounding as autograd's."""
 
 WORK_BYTES = 2 * 2**20
-"""Size of the float32 work space on CPUs, which fits into a core's caches."""
+"""Size in bytes of the float32 workspace on CPUs, which fits into a core's caches."""
 
 _numbers = count()
 _sums: WeakValueDictionary[int, GradientSum] = WeakValueDictionary()
 
 
 class GradientSum:
-    """The sum of a step's gradients of a weight: its ``grad``, which autograd may add to as well.
-    After the first gradient it is elsewhere if ``total`` returns another sum. Hooks of the weight
-    get the gradient of each pass as from autograd, and None from autograd itself.
+    """Sum of a weight's gradients in a step. By default it is the weight's ``grad``, to which
+    autograd may add too, unless ``total`` returns another tensor after the first gradient. The
+    weight's hooks receive each pass's gradient as with autograd, and None from autograd itself.
 
     Attributes:
-        key: number of this object, for :func:`add_later`. A tensor, so that one graph serves all
-            blocks of a shape.
+        key: number of this object, for :func:`add_later`. It is a tensor, so that one compiled
+          graph serves all blocks of the same shape.
     """
 
     def __init__(
@@ -53,20 +54,20 @@ class GradientSum:
 
     @property
     def total(self) -> Tensor | None:
-        """The sum so far; None before the first gradient of a step."""
+        """Sum so far. None before the first gradient of a step."""
         return self.weight.grad if self._total is None else self._total()
 
     @property
     def hooked(self) -> bool:
-        """True if a hook expects the gradient of a whole backward pass."""
+        """True if the weight has a hook, which expects the gradient of a whole backward pass."""
         return bool(self.weight._backward_hooks)
 
     def start(self, grad: Tensor) -> None:
-        """Take the first gradient of a step, in the weight's dtype, as the sum."""
+        """Use a step's first gradient, in the weight's dtype, as the sum."""
         self.weight.grad = grad
 
     def add(self, grad: Tensor) -> None:
-        """Add a gradient, which may become the sum."""
+        """Run the weight's hooks on a gradient and add it. A step's first one becomes the sum."""
         for hook in list((self.weight._backward_hooks or {}).values()):
             changed = hook(grad)
             grad = grad if changed is None else changed
@@ -77,8 +78,9 @@ class GradientSum:
             add_wider(total, grad)
 
     def add_scaled(self, grad: Tensor, factor: Tensor) -> Tensor | None:
-        """Add a gradient of a backward pass times a factor of one element, rounded once. Return it
-        for autograd, where a hook follows that autograd calls. The gradient may be overwritten."""
+        """Add a backward pass's gradient times a one-element factor, with a single rounding, and
+        return None. If autograd must call a hook afterwards, return the gradient for autograd
+        instead. The argument may be overwritten."""
         total = self.total
         if total is not None and total.is_cuda and not self.hooked:
             total.addcmul_(grad, factor)
@@ -91,8 +93,7 @@ class GradientSum:
         return None
 
     def add_at_end(self, grad: Tensor) -> None:
-        """Add a gradient at the end of the backward pass with the other ones of the pass, summed
-        before, as autograd does."""
+        """Add a gradient at the end of the backward pass, summed over the pass as in autograd."""
         if self._pending is not None:
             self._pending += grad
             return
@@ -106,7 +107,7 @@ class GradientSum:
             self.add(pending)
 
     def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
-        """Add g^T x, [O, I]."""
+        """Add the matrix product g^T x, [O, I]."""
         total = self.total
         in_backward = torch._C._current_graph_task_id() != -1
         if self.hooked and in_backward and not self.weight._post_accumulate_grad_hooks:
@@ -119,8 +120,8 @@ class GradientSum:
             add_product(total, grad_TO, x_TI, 1)
 
     def add_rows(self, grad_TH: Tensor, rows_T: Tensor) -> Tensor | None:
-        """Add gradients to the rows of a table that were used. Return the whole gradient for
-        autograd, [V, H], where there is nothing to add to, or most rows are used."""
+        """Add gradients to the embedding rows that were used, and return None. If no sum exists
+        yet, or most rows are used, return the whole gradient [V, H] for autograd instead."""
         sum_VH, in_autograd = self._pending, self._in_autograd
         self._in_autograd = False
         if sum_VH is None and not self.hooked and not in_autograd:
@@ -131,12 +132,12 @@ class GradientSum:
                 return grad_VH
             self._pending += grad_VH
             return None
-        # Gradients of equal rows are summed first, in their order.
+        # First sum the gradients of equal row indices, in their order.
         sorted_T, order_T = rows_T.sort(stable=True)
         place_T = torch.zeros_like(sorted_T)
         torch.cumsum(sorted_T[1:] != sorted_T[:-1], 0, out=place_T[1:])
         places_T = torch.empty_like(order_T).scatter_(0, order_T, place_T)
-        # Places without a gradient add zeros to different rows: none waits for another.
+        # Unused places add zeros to distinct rows, so that atomic additions do not compete.
         into_T = torch.arange(len(rows_T), device=rows_T.device).scatter_(0, place_T, sorted_T)
         addend_TH = table_gradient(grad_TH, places_T, len(rows_T))
         sum_VH.index_add_(0, into_T, addend_TH.to(sum_VH.dtype))
@@ -144,12 +145,12 @@ class GradientSum:
 
 
 def sum_of(weight: Tensor) -> GradientSum | None:
-    """Return the sum that gradients of a weight are added to; None if autograd adds them."""
+    """Return the sum to which a weight's gradients are added, or None if autograd adds them."""
     return getattr(weight, "gradient_sum", None) if SWITCHES["sums"] else None
 
 
 def key_of(weight: Tensor) -> Tensor | None:
-    """Return the key of the sum that GEMMs add gradients of a weight to; None if none does."""
+    """Return the key of the sum to which GEMMs add a weight's gradients, or None if not used."""
     place = sum_of(weight) if weight.device.type in PRODUCTS_ON else None
     return None if place is None else place.key
 
@@ -159,18 +160,18 @@ def _add_later(key: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
     _sums[int(key)].add_product(grad_TO, x_TI)
 
 
-# The sum is no argument: the first gradient of a step makes it. To compilers the operator changes
-# the key, so that none leaves it out.
+# The sum is not an argument, because it does not exist before the first gradient of a step. The
+# operator is declared to mutate the key, so that compilers do not eliminate the call.
 add_later = define(
     "add_product(Tensor(a!) key, Tensor grad_TO, Tensor x_TI) -> ()",
     _add_later,
     lambda key, grad_TO, x_TI: None,
 )
-"""Operator for compiled code: adds g^T x to the :class:`GradientSum` with a key."""
+"""Operator for compiled code that adds g^T x to the :class:`GradientSum` with this key."""
 
 
 def table_gradient(grad_TH: Tensor, rows_T: Tensor, rows: int) -> Tensor:
-    """Return the gradient [``rows``, H] of a table whose rows ``rows_T`` were used."""
+    """Return the gradient [``rows``, H] of an embedding from which ``rows_T`` were looked up."""
     return torch.ops.aten.embedding_dense_backward(grad_TH, rows_T, rows, -1, False)
 
 
@@ -189,7 +190,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def looked_up(ids: Tensor, weight_VH: Tensor) -> Tensor:
-    """Return the rows of a table, [..., H], for ids [...]."""
+    """Look up ids [...] in an embedding, [..., H]. Its gradients go to its sum if it has one."""
     place = sum_of(weight_VH) if torch.is_grad_enabled() else None
     if place is None:
         return nn.functional.embedding(ids, weight_VH)
@@ -198,9 +199,9 @@ def looked_up(ids: Tensor, weight_VH: Tensor) -> Tensor:
 
 @cache
 def adds_products(device: torch.device, dtype: torch.dtype, into: torch.dtype) -> bool:
-    """True if this torch adds a product of matrices of a dtype to a matrix in the dtype ``into``,
-    as GPUs do: to one in float32 since torch 2.12 or so. On CPUs :data:`PRODUCTS_ON` has the reason
-    for which it does not."""
+    """Return whether this version of torch can add a GEMM of dtype ``dtype`` to a matrix of dtype
+    ``into`` in one kernel. GPUs can, but adding to float32 needs about torch 2.12. CPUs are
+    excluded for the reason given at :data:`PRODUCTS_ON`."""
     if device.type == "cpu":
         return False
     left, right = (torch.zeros(16, 16, dtype=dtype, device=device) for _ in range(2))
@@ -212,7 +213,7 @@ def adds_products(device: torch.device, dtype: torch.dtype, into: torch.dtype) -
 
 
 def add_product(sum_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, keep: int) -> None:
-    """Adds g^T x to the sum if ``keep`` is 1, and replaces it, whatever was there, if it is 0."""
+    """Add g^T x to ``sum_OI`` if ``keep`` is 1, or overwrite it if ``keep`` is 0."""
     if sum_OI.dtype == x_TI.dtype:
         torch.addmm(sum_OI, grad_TO.t(), x_TI, beta=keep, out=sum_OI)
         return
@@ -220,7 +221,8 @@ def add_product(sum_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, keep: int) -> Non
 
 
 def add_wider(total: Tensor, addend: Tensor) -> None:
-    """Adds in place. On a CPU torch would first copy the whole addend into the dtype of the sum."""
+    """Add in place. On a CPU, torch would first convert the whole addend to the dtype of the sum.
+    This function converts a few rows at a time."""
     if total.dtype == addend.dtype or total.device.type != "cpu" or total.dim() < 2:
         total.add_(addend)
         return
@@ -230,13 +232,13 @@ def add_wider(total: Tensor, addend: Tensor) -> None:
 
 
 def scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient times a factor, rounded once; it may be overwritten."""
+    """Return a gradient, which may be overwritten, times a factor, rounded once to ``dtype``."""
     if grad.dtype == dtype or grad.device.type == "cpu":
         return grad.mul_(factor).to(dtype)
-    # One kernel of 6 bytes an element instead of two of 14; CPUs would copy it all the same.
+    # One kernel moves 6 bytes per element, two would move 14. CPUs copy the gradient anyway.
     return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
 
 
 def rows_of_work(columns: int) -> int:
-    """Rows of float32 numbers that a CPU works on at a time."""
+    """Return how many rows of float32 numbers to process at a time on a CPU."""
     return max(1, WORK_BYTES // (4 * columns))

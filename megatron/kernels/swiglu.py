@@ -1,11 +1,9 @@
-"""Gated activations of MLPs: activation of the gate times up, in one pass over memory in each
-direction.
+"""Gated activations of MLPs, activation(gate) * up, in one pass over memory in each direction.
 
-Kinds of activation are those of ``MLPConfig``: ``swiglu`` (Shazeer 2020, arXiv:2002.05202),
-``geglu`` (by tanh), ``geglu_erf``, ``quick_geglu`` and ``squared_reglu``. With a ``clamp`` c the
-gate is at most c and up between -c and c; ``offset`` is added to up.
-
-Everything is computed in float32, or in float64 for such tensors, and rounded once.
+The kinds are those of ``MLPConfig``: ``swiglu`` (Shazeer 2020, arXiv:2002.05202), ``geglu`` (with
+tanh), ``geglu_erf``, ``quick_geglu`` and ``squared_reglu``. A ``clamp`` c limits ``gate`` to at
+most c and ``up`` to [-c, c]. Then ``offset`` is added to ``up``. Everything is computed in float32
+(float64 for float64 tensors) and rounded once.
 
 Shapes: T tokens, F twice the inner width (gate, then up), or the inner width of a result.
 """
@@ -26,16 +24,16 @@ _QUICK, _TWICE = 1.702, 2 * math.sqrt(2 / math.pi)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2)."""
+    """Compute the tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
     if not torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
-    # 1 + tanh(u) = 2 sigmoid(2u), which compiles to a third of the instructions.
+    # Use 1 + tanh(u) = 2 sigmoid(2u), which compiles to a third of the instructions.
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     return (z * torch.sigmoid(z * (_TWICE * (1.0 + 0.044715 * z * z)))).to(x.dtype)
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    """Approximates GELU, as in the paper of GELU."""
+    """Compute the sigmoid approximation of GELU (from the paper of GELU)."""
     return x * torch.sigmoid(_QUICK * x)
 
 
@@ -50,17 +48,17 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_geglu": _quick_gelu,
     "squared_reglu": _squared_relu,
 }
-"""Activations of gates."""
+"""Activation of the gate for each kind."""
 
 
 def gated(x: Tensor, kind: str, clamp: float | None, offset: float) -> Tensor:
-    """Return the gated activation of gate and up, [..., 2F] to [..., F], by the operator."""
+    """Apply the gated activation to [..., 2F], and return [..., F]."""
     y_TF, _ = swiglu(_rows(x), kind, clamp, offset, False)
     return y_TF.view(*x.shape[:-1], x.shape[-1] // 2)  # type: ignore[no-any-return]
 
 
 def _rows(x: Tensor) -> Tensor:
-    """A matrix of the rows along the last dimension, which is contiguous."""
+    """Flatten to a matrix whose last dimension is contiguous."""
     x_TF = x.flatten(0, -2) if x.dim() != 2 else x
     return x_TF if x_TF.stride(1) == 1 else x_TF.contiguous()
 
@@ -68,7 +66,7 @@ def _rows(x: Tensor) -> Tensor:
 def _halves(
     x_TF: Tensor, clamp: float | None, offset: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gate and up as they are, then clamped and with the offset, in the dtype of computation."""
+    """Return gate and up, raw and after clamping and offset, in the dtype of computation."""
     gate, up = x_TF.to(torch.promote_types(x_TF.dtype, torch.float32)).chunk(2, -1)
     if clamp is None:
         return gate, up, gate, up + offset if offset else up
@@ -103,7 +101,7 @@ def _backward_formula(
 
 
 def _through(grad: Tensor, gate: Tensor, kind: str) -> Tensor:
-    """A gradient times the activation's derivative."""
+    """Multiply a gradient by the derivative of the gate's activation."""
     if kind == "swiglu":
         return torch.ops.aten.silu_backward(grad, gate)
     if kind == "quick_geglu":
@@ -169,8 +167,9 @@ swiglu_backward = define(
     _backward_shapes,
     _backward_kernel,
 )
-"""Gradient of gate and up, [T, 2F], from them and from the gradient [T, F] of the activation; with
-``largest`` its largest magnitude, float32 [1], else [0]."""
+"""Operator that computes the gradient [T, 2F] of gate and up, given gate, up and the result's
+gradient [T, F]. It also returns the new gradient's amax, float32 [1] with ``largest``, else
+empty."""
 
 swiglu = define(
     "swiglu(Tensor x, str kind, float? clamp, float offset, bool largest) -> (Tensor, Tensor)",
@@ -180,5 +179,5 @@ swiglu = define(
     save=_save,
     backward=_backward,
 )
-"""Gated activation [T, F] of gate and up [T, 2F]; with ``largest`` its largest magnitude, float32
-[1], else [0]. The magnitude has no gradient."""
+"""Operator that computes the gated activation [T, F] of gate and up [T, 2F]. It also returns the
+activation's amax without a gradient, float32 [1] with ``largest``, else empty."""

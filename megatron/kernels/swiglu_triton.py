@@ -1,8 +1,8 @@
 """Triton kernels of gated activations.
 
-A program reads a block of columns of one row: of gate and up, so that what both gradients need
-(the sigmoid) is computed once. Rows are addressed by 64 bits, columns by 32: a thread's eight
-columns are one load of 16 bytes.
+A program reads a block of columns of one row, from both gate and up, so that the sigmoid that both
+gradients need is computed once. Rows are addressed with 64 bits and columns with 32, so that the
+eight columns of a thread are one load of 16 bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.kernels.magnitude_triton import magnitude_bits, raise_largest
 
 BLOCK, WARPS = 1024, 4
-"""Columns and warps of a program: eight columns a thread."""
+"""Number of columns and of warps per program: eight columns per thread."""
 
 QUICK = tl.constexpr(1.702)
 CUBIC = tl.constexpr(0.044715)
@@ -28,8 +28,7 @@ DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi), the normal density
 
 @triton.jit
 def activation(gate, KIND: tl.constexpr):
-    """The activation of the gate and its derivative, float32; of those the compiler drops what is
-    not used."""
+    """Return the gate's activation and derivative in float32. Unused results are compiled away."""
     if KIND == "squared_reglu":
         root = tl.maximum(gate, 0.0, tl.PropagateNan.ALL)
         value = root * root
@@ -39,7 +38,7 @@ def activation(gate, KIND: tl.constexpr):
         value = gate * below
         derivative = below + gate * DENSITY * tl.exp(-0.5 * gate * gate)
     else:
-        # gate * sigmoid(z), by z of the gate and its slope.
+        # gate * sigmoid(z), where z depends on the kind; slope is dz / dgate.
         if KIND == "swiglu":
             z = gate
             slope = 1.0
@@ -161,7 +160,7 @@ def _launched(
 def forward(
     x_TF: Tensor, kind: str, clamp: float | None, offset: float, largest: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gated activation and its largest magnitude; see ``swiglu.py``."""
+    """Return the gated activation and its amax. See ``swiglu.py``."""
     y = x_TF.new_empty(x_TF.shape[0], x_TF.shape[1] // 2)
     most = torch.zeros(int(largest), dtype=torch.float32, device=x_TF.device)
     _launched(_forward, x_TF, (y, most), kind, (clamp, offset, largest))
@@ -176,7 +175,7 @@ def backward(
     offset: float,
     largest: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of gate and up, and its largest magnitude; see ``swiglu.py``."""
+    """Return the gradient of gate and up, and its amax. See ``swiglu.py``."""
     result = x_TF.new_empty(x_TF.shape)
     most = torch.zeros(int(largest), dtype=torch.float32, device=x_TF.device)
     _launched(_backward, x_TF, (grad_TF, result, most), kind, (clamp, offset, largest))

@@ -1,4 +1,4 @@
-"""Operators that run, by name: a table for measurements, not for users."""
+"""Switches for operators, by name. They are for measurements rather than for users."""
 
 from __future__ import annotations
 
@@ -16,29 +16,25 @@ SWITCHES: dict[str, bool] = {
     "sums": True,
     "casts": True,
 }
-"""Operators by name, and whether they run where they can. Compiled blocks depend on the values that
-they read: after a change they are compiled again."""
+"""Whether each operator may run. Compiled code depends on these values, and is recompiled when they
+change."""
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
-"""Dtypes of what kernels read and write; they compute in float32."""
+"""Dtypes that kernels read and write. They compute in float32."""
 
 
 def uses(name: str, x: Tensor) -> bool:
-    """Return True if the operator called ``name`` is to process ``x``: it is on a GPU, has a dtype
-    that kernels compute with, Triton can build code for it, and :data:`SWITCHES` allows it."""
+    """Return whether the operator ``name`` handles ``x``: ``x`` must be on a GPU, in one of the
+    kernels' dtypes, Triton must be usable, and :data:`SWITCHES` must enable the operator."""
     if not x.is_cuda or not SWITCHES[name] or x.dtype not in DTYPES:
         return False
-    # Whoever traces has a compiler; the search for one cannot be traced.
+    # While tracing, a compiler certainly exists, and the check for one could not be traced.
     return torch.compiler.is_compiling() or missing_compiler("cuda") is None
 
 
 @contextmanager
 def switched(**values: bool) -> Iterator[None]:
-    """Sets entries of :data:`SWITCHES` inside of the context.
-
-    Raises:
-        KeyError: there is no switch of a name.
-    """
+    """Set entries of :data:`SWITCHES` inside the context. Raises KeyError if a name is unknown."""
     before = {name: SWITCHES[name] for name in values}
     SWITCHES.update(values)
     try:

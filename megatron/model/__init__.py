@@ -1,1 +1,1 @@
-"""Models as lists of layers."""
+"""Layers of transformer models, and models as lists of layers."""

@@ -18,9 +18,8 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 
 class XIELU(nn.Module):
-    """xIELU (Huang and Schlag 2024, arXiv:2411.13010): p x^2 + x/2 for x > 0, else
-    n (expm1(x) - x) + x/2, where p = softplus(alpha_p) and n = 1/2 + softplus(alpha_n) are learned
-    in each block, from 0.8 on."""
+    """xIELU (Huang and Schlag 2024, arXiv:2411.13010): p x^2 + x/2 for x > 0, else n (expm1(x) - x)
+    + x/2. The learned p = softplus(alpha_p) and n = 1/2 + softplus(alpha_n) start at 0.8."""
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
@@ -30,9 +29,10 @@ class XIELU(nn.Module):
             setattr(self, name, parameter(Shard((1,)), start, tp.coordinates, summed=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., F / tensor size] to the same shape."""
+        """Map [..., F / tensor size] to the same shape."""
         p, n = (F.softplus(alpha.to(x.dtype)) for alpha in self.share(*self.parameters()))
-        # The bound keeps the unused branch from overflowing; it is the original code's.
+        # As in the original code, the clamp keeps the branch that where() discards from
+        # overflowing.
         below = (torch.expm1(x.clamp(max=-1e-6)) - x) * (0.5 + n)
         return torch.where(x > 0, p * x * x, below) + 0.5 * x
 
@@ -52,14 +52,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "squared_relu": GATES["squared_reglu"],
 }
-"""Activations without a gate, by the names of :class:`MLPConfig`."""
+"""Activations without a gate, by :attr:`MLPConfig.activation`."""
 
 
 @cache
 def activation_of(mlp: MLPConfig) -> Callable[[Tensor], Tensor]:
-    """The function between the two projections of an MLP; with a gate, which is the first half of
-    the last dimension, it halves that dimension. One object for equal MLPs: code compiled for a
-    block then serves all blocks with it."""
+    """Return the function between an MLP's two projections. A gated one expects the gate and up
+    projections concatenated along the last dimension, gate first, and halves the width. Equal MLPs
+    share one function object, so that code compiled for one block serves all of them."""
     if not mlp.gated:
         return ACTIVATIONS[mlp.activation]
     return partial(

@@ -1,4 +1,4 @@
-"""Attention kernels with one signature.
+"""Attention kernels that share one signature.
 
 Shapes: B batch, N query heads, K key and value heads, S queries, T keys (T >= S when a cache has
 earlier positions), D head width.
@@ -17,29 +17,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.config import ConfigError, ModelConfig
+from megatron.config import ConfigError
 from megatron.config.features import taking_part
 from megatron.kernels import cpu_kernels
 from megatron.model.attention_flex import DTYPES as FLEX_DTYPES
 from megatron.model.attention_flex import flex
-from megatron.model.attention_masks import (
-    AttentionKind,
-    AttentionMasks,
-    AttentionScoring,
-    causal_mask,
-)
+from megatron.model.attention_masks import AttentionMasks, AttentionScoring, causal_mask
 
 CUDNN_BLOCK = 128
 WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""torch's kernels other than cuDNN's, in its own order."""
+"""torch's kernels other than cuDNN's, in torch's order of preference."""
 
 
 class KernelOrder(NamedTuple):
-    """The order in which torch tries its kernels.
+    """Order in which torch tries its attention kernels.
 
     Attributes:
-        kernels: the first one first; empty for torch's own order.
-        any_length: whether cuDNN is right for all lengths.
+        kernels: kernels to try, the preferred one first; empty for torch's own order.
+        any_length: whether cuDNN's results are correct for all sequence lengths.
     """
 
     kernels: tuple[SDPBackend, ...] = ()
@@ -53,13 +48,13 @@ class KernelOrder(NamedTuple):
         masked: bool,
         learned: bool = False,
     ) -> AbstractContextManager[object]:
-        """Sets the order, as part of compiled code also: torch's cache of compiled code does not
-        know of an order for the whole process, and would return another kernel.
+        """Return a context manager that applies the order. Unlike a process-wide order, it also
+        works in compiled code, because it is part of the key of torch's compile cache.
 
-        cuDNN is left out where its results may be wrong: lengths that are not multiples of its
-        blocks, in old versions, and in all with a dense mask, whose gradient may then be NaN
-        (pytorch issue 196678); and where the mask is ``learned``: torch would choose it, and fail
-        for want of the mask's gradient.
+        cuDNN is excluded where its results may be wrong: for lengths that are not multiples of its
+        block size, in old versions, and in all versions with a dense mask, whose gradient may be
+        NaN (pytorch issue 196678). It is also excluded if the mask is ``learned``: torch would
+        choose cuDNN and fail, as it does not compute the mask's gradient.
         """
         whole = queries % CUDNN_BLOCK == 0 and keys % CUDNN_BLOCK == 0
         wrong = not whole and (masked or not self.any_length)
@@ -83,10 +78,10 @@ AttentionBackend = Callable[
     ],
     Tensor,
 ]  # fmt: skip
-"""(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout probability, bias, sinks_N) -> [B, N, S, D]. In
-causal attention the last query is at the last key. The bias is an addend of the scores,
-broadcastable to [B, N, S, T], which has a gradient and contains the masks; None: masks and slopes
-apply. A sink is one more score of each query of a head, whose weight multiplies nothing."""
+"""Signature of an attention kernel: (q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout probability,
+bias, sinks_N) -> [B, N, S, D]. In causal attention the last query is aligned with the last key. The
+bias is differentiable, broadcastable to [B, N, S, T], added to the scores, and includes the masks.
+If it is None, masks and ALiBi slopes apply. A sink is an extra score per query without a value."""
 
 
 def sdpa(
@@ -100,10 +95,10 @@ def sdpa(
     sinks_N: Tensor | None = None,
     order: KernelOrder = TORCHS_ORDER,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention: flash or cuDNN kernels on GPUs, fused on CPUs, where
-    short sequences use our own kernel. With block masks it is FlexAttention; without them
-    softcapped scores need :func:`eager`, as do sinks where torch's kernel for CPUs cannot have
-    them. ``order`` is that of torch's kernels."""
+    """Attend with torch's scaled_dot_product_attention: flash or cuDNN kernels on GPUs, a fused
+    kernel on CPUs, where our own handles short sequences. FlexAttention is used if there is a block
+    mask. Otherwise softcapped scores fall back to :func:`eager`, as do sinks if no fused kernel
+    supports them. ``order`` is the order in which torch tries its kernels."""
     queries, causal = q_BNSD.shape[2], scores.causal
     if causal == masks.causal and not dropout and queries == k_BKTD.shape[2]:
         block_mask = masks.blocks.get(scores.window)
@@ -114,17 +109,17 @@ def sdpa(
         return eager(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias, sinks_N)
     window = scores.window if bias is None and causal else None
     if isinstance(window, int) and k_BKTD.shape[2] > window + queries - 1:
-        # No query sees earlier keys.
+        # Earlier keys are outside the window of every query.
         seen = window + queries - 1
         k_BKTD, v_BKTD = k_BKTD[:, :, -seen:], v_BKTD[:, :, -seen:]
     keys, mask = k_BKTD.shape[2], bias
     if mask is None:
         visible = masks.visible(queries, keys, scores.window, q_BNSD.device, causal)
         if scores.slopes or visible is not None or (causal and 1 < queries < keys):
-            # Made once in the dtype that the kernels need; they would convert a boolean mask, and
-            # keep the result, in every layer.
+            # Created once in the kernels' dtype: given a boolean mask, every layer would create and
+            # keep a converted copy.
             mask = masks.bias(queries, keys, scores.window, scores.slopes, q_BNSD, causal)
-    # A bias has minus infinity for later keys.
+    # A bias already sets the scores of later keys to minus infinity.
     triangle = causal and bias is None
     masked = triangle and mask is not None
     if not (dropout or masked) and cpu_kernels.suits(q_BNSD, k_BKTD, triangle):
@@ -137,8 +132,8 @@ def sdpa(
         )
     groups = q_BNSD.shape[1] // k_BKTD.shape[1]
     if mask is not None and groups > 1 and q_BNSD.device.type != "cpu":
-        # Of torch's kernels for GPUs only cuDNN's supports a mask with groups of heads; the others
-        # would write out all scores, which takes more memory than copies of the keys.
+        # Among torch's GPU kernels, only cuDNN's supports a mask with grouped heads. The others
+        # would materialise all scores, which takes more memory than repeating the keys and values.
         k_BKTD, v_BKTD = (x.repeat_interleave(groups, dim=1) for x in (k_BKTD, v_BKTD))
     learned = mask is not None and mask.requires_grad
     with order.during(q_BNSD.device, queries, keys, mask is not None, learned):
@@ -164,7 +159,7 @@ def eager(
     bias: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """The definition, in plain GEMMs; the reference for the others."""
+    """Compute attention by its definition with plain GEMMs. Reference for the other kernels."""
     groups = q_BNSD.shape[1] // k_BKTD.shape[1]
     k_BNTD = k_BKTD.repeat_interleave(groups, dim=1)
     v_BNTD = v_BKTD.repeat_interleave(groups, dim=1)
@@ -194,8 +189,8 @@ def eager(
 
 
 def attention_backend(name: str, dropout: float = 0.0) -> AttentionBackend:
-    """The kernel that ``--attention-backend`` names, for attention with dropout of this
-    probability. Raises ConfigError if the kernel's package or a GPU for it is missing."""
+    """Return the kernel selected by ``--attention-backend`` for a dropout probability. Raises
+    ConfigError if the kernel's package or a suitable GPU is missing."""
     if name == "eager":
         return eager
     kernels = (feature.attention_kernel(name, dropout) for feature in taking_part())
@@ -206,21 +201,3 @@ def attention_backend(name: str, dropout: float = 0.0) -> AttentionBackend:
             "use sdpa or eager"
         )
     return kernel or sdpa
-
-
-def describe_attention(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    tensor: int,
-    documents: bool,
-    kind: AttentionKind = "causal",
-) -> str | None:
-    """A line about the kernels of a run for queries and keys of its shapes; None where no feature
-    chooses among kernels. ``tensor`` is the tensor-parallel size, ``documents`` whether attention
-    stays within documents, or leaves out padding."""
-    lines = (
-        feature.attention_line(config, dtype, device, tensor, documents, kind)
-        for feature in taking_part()
-    )
-    return next(filter(None, lines), None)

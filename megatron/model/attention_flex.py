@@ -1,11 +1,11 @@
-"""FlexAttention: one fused kernel for documents, windows, softcapped scores, ALiBi and sinks on
-GPUs.
+"""FlexAttention: one fused GPU kernel for documents, windows, softcap, ALiBi and sinks.
 
-torch generates it from functions of a score and of its position. Instead of a dense mask it reads
-which blocks of keys a block of queries sees: all of it, some, or nothing, in which case the kernel
-skips the block.
+torch generates the kernel from functions that modify a score given its position. Instead of a
+dense mask, the kernel reads a block mask: for each block of queries, the blocks of keys that are
+fully, partly, or not visible. Invisible blocks are skipped.
 
-Shapes: B batch, N query heads, K key and value heads, S sequence, D head width, Q = S / 128 blocks.
+Shapes: B batch, N query heads, K key and value heads, S sequence, D head width, Q = S / 128
+blocks.
 """
 
 from __future__ import annotations
@@ -27,27 +27,26 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
-"""Positions of a block."""
+"""Positions per block."""
 
 DEVICES = ("cuda",)
-"""For which torch generates the kernel and its gradient."""
+"""Device types for which torch generates the kernel and its gradient."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""In which Triton multiplies; float64 is for comparisons."""
+"""Dtypes that Triton can multiply. float64 is used only to compare results."""
 
 _MOST_LENGTHS = 64
 
 SMALLEST_HEAD = 16
-"""Head width below which Triton has no matrix product."""
+"""Smallest head width for which Triton has a matrix product."""
 
 
 def block_masks(
     config: ModelConfig, tokens_BS: Tensor, document_ids_BS: Tensor | None, causal: bool = True
 ) -> dict[Window, BlockMask]:
-    """For a micro batch of a model whose blocks are all causal, or none, the block mask of every
-    window that a block of the model has and whose keys torch's other kernels would need a dense
-    mask, or dense scores, for; with sinks of all. Empty if FlexAttention cannot be used, see
-    :func:`why_not_flex`."""
+    """Return a micro batch's block masks by window, for the windows of the model for which torch's
+    other kernels would need a dense mask or dense scores; with sinks, for all windows. ``causal``
+    applies to all blocks. Empty if FlexAttention is not used (:func:`why_not_flex`)."""
     device, length = tokens_BS.device, tokens_BS.shape[1]
     if device.type not in DEVICES:
         return {}
@@ -63,8 +62,8 @@ def block_masks(
 def flex_windows(
     config: ModelConfig, length: int, documents: bool, causal: bool = True
 ) -> set[Window]:
-    """The windows of the blocks whose attention is more than causal, or than whole; None stands for
-    no window."""
+    """Return the windows of the blocks whose attention is not plain causal (or plain full)
+    attention. The element None stands for blocks without a window."""
     attention = config.attention
     everywhere = (
         documents
@@ -78,8 +77,7 @@ def flex_windows(
 
 
 def why_not_flex(config: ModelConfig, device_type: str) -> str | None:
-    """Return the reason for which FlexAttention is not used for a model on a kind of device; None
-    if it is."""
+    """Return the reason why FlexAttention is not used on a device type, or None if it is used."""
     attention = config.attention
     if device_type not in DEVICES:
         return "FlexAttention is for GPUs"
@@ -100,15 +98,15 @@ def block_mask(
     device: torch.device,
     causal: bool = True,
 ) -> BlockMask:
-    """Attention to the keys of a ``window`` (see :class:`AttentionScoring`) within documents,
-    without a tensor of S x S: which blocks are seen follows from the first and last positions and
-    the smallest and largest ids of each. The host reads nothing."""
+    """Return the block mask of a ``window`` (see :class:`AttentionScoring`) within documents. No
+    [S, S] tensor is created: each block's first and last position, and its smallest and largest
+    document id, decide which blocks are visible. The CPU does not synchronize with the GPU."""
     from torch.nn.attention.flex_attention import BlockMask
 
     count = -(-length // BLOCK)
     first_Q = torch.arange(count, device=device) * BLOCK
     last_Q = first_Q + (BLOCK - 1)
-    first, last = first_Q[:, None], last_Q[:, None]  # of queries
+    first, last = first_Q[:, None], last_Q[:, None]  # of query blocks
 
     def seen_from(query: Tensor) -> Tensor:
         return query * 0 if window is None else first_key(query, window, causal)
@@ -118,7 +116,7 @@ def block_mask(
         return query * 0 + length if whole_row else last_key(query, window or 1, causal)
 
     some = (first_Q <= seen_to(last)) & (last_Q >= seen_from(first))
-    # Not the last block if it is not full: its other positions are none.
+    # The last block is not fully visible if it is partial: it has positions beyond the sequence.
     whole = (last_Q < length) & (last < length)
     whole = whole & (last_Q <= seen_to(first)) & (first_Q >= seen_from(last))
     some, whole = some[None, None], whole[None, None]
@@ -126,7 +124,7 @@ def block_mask(
     if ids_BS is not None:
         places = torch.arange(count * BLOCK, device=device).clamp(max=length - 1)
         low_BQ, high_BQ = ids_BS[:, places].unflatten(1, (count, BLOCK)).aminmax(dim=2)
-        low, high = low_BQ[:, None, :, None], high_BQ[:, None, :, None]  # of queries
+        low, high = low_BQ[:, None, :, None], high_BQ[:, None, :, None]  # of query blocks
         low_of_keys, high_of_keys = low.mT, high.mT
         some = some & (low <= high_of_keys) & (low_of_keys <= high)
         whole = whole & (low == high_of_keys) & (low_of_keys == high)
@@ -161,10 +159,10 @@ def block_mask(
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each row of a bool [B, 1, Q, Q], how many are chosen, int32 [B, 1, Q], and all
-    columns, int32 [B, 1, Q, Q], the chosen ones first, each part in rising order."""
+    """Sort each row of a bool [B, 1, Q, Q]. Return the number of True entries, int32 [B, 1, Q], and
+    the column indices, int32 [B, 1, Q, Q]: those of True entries first, each group ascending."""
     order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
-    # The kernels read a row as neighbours in memory, and sorting keeps the strides of a transpose.
+    # The kernels expect contiguous rows, but argsort keeps the strides of a transposed tensor.
     order = order.to(torch.int32, memory_format=torch.contiguous_format)
     return chosen.sum(-1, dtype=torch.int32), order
 
@@ -177,8 +175,8 @@ def flex(
     mask: BlockMask,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """[B, N, S, D]: attention to the keys of ``mask``, with softcap, ALiBi and sinks. Within
-    compiled code it is part of that; elsewhere it is compiled alone."""
+    """Attend to the keys that ``mask`` shows, with softcap, ALiBi and sinks. Returns [B, N, S, D].
+    The kernel is compiled with the surrounding code if that is compiled, otherwise on its own."""
     attend = _uncompiled() if torch.compiler.is_compiling() else _compiled()
     attend = partial(
         attend,
@@ -195,7 +193,7 @@ def flex(
     from torch.nn.attention.flex_attention import AuxRequest
 
     y_BNSD, aux = attend(return_aux=AuxRequest(lse=True))
-    # The keys' share of the sum of exponentials that includes the sink's.
+    # Fraction of the softmax's denominator that belongs to the keys, not to the sink.
     shares_BNS = torch.sigmoid(aux.lse - sinks_N.to(aux.lse.dtype)[:, None])
     return (y_BNSD * shares_BNS[..., None]).to(y_BNSD.dtype)
 
@@ -229,6 +227,7 @@ def _uncompiled() -> Callable[..., Any]:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    # Compiled for every length, as blocks are. Over torch's limit it would write out all scores.
+    # Compiled once per sequence length, like blocks. Beyond torch's recompilation limit,
+    # FlexAttention would run uncompiled and materialise all scores.
     allow_graphs(_MOST_LENGTHS)
     return torch.compile(_uncompiled(), dynamic=False)

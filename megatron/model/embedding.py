@@ -1,4 +1,4 @@
-"""The first layers, token embedding and positions, and the last, the output head."""
+"""Input layers (token embedding and positions) and output head."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.norm import build_norm
 from megatron.model.rope import sinusoids
 from megatron.parallel.layers import Dropout, VocabParallelEmbedding, WholeEmbedding
-from megatron.parallel.loss_head import HeadInput, LossHead, Objective, Targets, TokenScores
+from megatron.parallel.loss_head import HeadInput, LossHead, Objective, Targets
 from megatron.parallel.shard import initial
 from megatron.parallel.tensor_parallel import TensorParallel
 
 LM_LOSS = "lm loss"
-"""Name of the loss of a language model's head."""
+"""Name of a language model head's loss."""
 
 WORDS = "embedding.word_embeddings"
 """Canonical name of the token embedding."""
 
 
 class TokenEmbedding(VocabParallelEmbedding):
-    """The token embedding; with ``project`` the output head with the same weight, whose logits have
-    a ``bias`` on request. ``chunk_bytes`` is as in :class:`LossHead`."""
+    """Token embedding, and, if called with ``project``, the output head with the same weight.
+    ``bias`` adds a bias to the logits. ``chunk_bytes`` is as in :class:`LossHead`."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class TokenEmbedding(VocabParallelEmbedding):
         )
 
     def forward(self, state: LayerState, project: bool = False) -> LayerState:  # type: ignore[override]
-        """Token ids [B, S] to [B, S, H]; with ``project`` hidden states [B, S, H] to this rank's
-        logits [B, S, V / tensor size], or, where the state has targets, to a loss or their
-        scores."""
+        """Embed token ids [B, S] as [B, S, H]. With ``project``, map hidden states [B, S, H] to
+        this rank's logits [B, S, V / tensor size], or, if the state has targets, to the loss or to
+        the results of the state's objective."""
         x = state.hidden
         if project and self.input_scale is not None:
             x = x * self.input_scale
@@ -66,8 +66,6 @@ class TokenEmbedding(VocabParallelEmbedding):
             for name, loss in outputs.items():
                 state = state.with_loss(name, loss)
             return state
-        if isinstance(outputs, TokenScores):
-            return state.changed(scores=outputs)
         if project and state.targets is not None:
             return state.with_loss(LM_LOSS, outputs)
         return state.with_hidden(outputs)
@@ -86,15 +84,15 @@ def _losses(
 
 
 def precise(logits: Tensor) -> Tensor:
-    """Return logits in float32, or float64."""
+    """Return logits in float32, or in float64 if they are float64."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def vocabulary_layers(
     model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel, head_bias: bool = False
 ) -> tuple[LayerSpec, LayerSpec]:
-    """The first and the last layer of a language model: token embedding and output head, one module
-    where they are tied."""
+    """Return the first and the last layer of a language model: token embedding and output head, one
+    module if their weights are tied."""
     chunk = parallel.logits_chunk_mib
     table = partial(TokenEmbedding, model, tp, None if chunk is None else chunk * 2**20)
     with_bias = partial(table, bias=True) if head_bias else table
@@ -105,7 +103,7 @@ def vocabulary_layers(
 
 
 def word_embeddings(model: ModelConfig, tp: TensorParallel) -> LayerSpec:
-    """The first layer of a model that predicts no tokens."""
+    """Return the token embedding of a model without an output head over the vocabulary."""
     return LayerSpec(WORDS, partial(TokenEmbedding, model, tp, None))
 
 
@@ -114,8 +112,8 @@ def _project(table: nn.Module, state: LayerState) -> LayerState:
 
 
 class InputEmbedding(nn.Module):
-    """From embeddings to the input of the first block: scale, positions, ``token_types`` and norm,
-    as far as the model has them, then dropout."""
+    """Layer that turns token embeddings into the first block's input. It applies those of scale,
+    position embeddings, token type embeddings and norm that the model has, then dropout."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, token_types: int = 0) -> None:
         super().__init__()
@@ -144,13 +142,13 @@ class InputEmbedding(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, tp)
 
     def forward(self, state: LayerState) -> LayerState:
-        """[B, S, H] to [B, S, H]."""
+        """Map token embeddings [B, S, H] to the same shape."""
         x_BSH = state.hidden
         if state.noise is not None and self.training:
             assert state.dropout_seed is not None
             x_BSH = x_BSH + state.noise.drawn(x_BSH, state.dropout_seed, self.tp)
         if self.scale is not None:
-            # Rounded to the dtype of the embeddings, as Gemma is trained.
+            # The scale is rounded to the embeddings' dtype, as in Gemma's training.
             x_BSH = x_BSH * torch.full((), self.scale, dtype=x_BSH.dtype, device=x_BSH.device)
         if self.position_embeddings is not None or self.sinusoidal:
             positions = state.position_ids

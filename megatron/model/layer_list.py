@@ -1,86 +1,94 @@
-"""A model is an ordered list of layers, and a state that flows through them."""
+"""A model as an ordered list of layers, and the state that is passed through them.
+
+Shapes: B batch, S sequence, H hidden; in generation S current tokens, N query heads, K key and
+value heads, D head width, T distances.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ParallelConfig
-from megatron.model.attention_masks import AttentionMasks
-from megatron.model.caches import LayerCache
+from megatron.model.attention_masks import AttentionMasks, AttentionScoring
 from megatron.parallel.context import Context
-from megatron.parallel.loss_head import Objective, Targets, TokenScores
+from megatron.parallel.loss_head import Objective, Targets
 from megatron.parallel.mesh import ALONE, Coordinates
 from megatron.parallel.random import derive_seed, generator, seed_devices
 from megatron.parallel.shard import Buffer, init_of, shard_of
-from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype
+from megatron.parallel.tensor_parallel import autocast_dtype
 
 
-class EmbeddingNoise(NamedTuple):
-    """Noise on token embeddings in training: uniform between -w and w, where w is ``alpha`` over
-    the root of tokens x hidden size (NEFTune, Jain et al. 2023, arXiv:2310.05914, algorithm 1).
+class LayerCache(Protocol):
+    """KV cache for generation. It stores the keys and values of the current tokens, which may
+    belong to several sequences, and lets each token attend to its own sequence up to itself. The
+    caches of features add methods, which their layers call.
 
     Attributes:
-        longest: most tokens of a sample: as many are drawn, whatever the padding.
-        tokens_BS: how many tokens the example has that each token is in, padding left out; float32.
+        lengths_BS: length of the sequence that each current token belongs to, int64.
+        positions: maximum sequence length.
+        neighbors: store of retrieved text, defined by the feature whose layers read it; None
+            without retrieval.
+        padded: returns the number of rows to which n rows of a GEMM are padded, so that a row's
+            result has the same bits whatever n is.
     """
 
-    alpha: float
-    longest: int
-    tokens_BS: Tensor
+    padded: Callable[[int], int]
+    lengths_BS: Tensor
+    positions: int
+    neighbors: Any
 
-    def drawn(self, x_BSH: Tensor, seed: int, tp: TensorParallel) -> Tensor:
-        """The noise of embeddings, which are this rank's slice in a split region: the same values
-        in every layout."""
-        random = torch.Generator(x_BSH.device).manual_seed(seed)
-        samples, length = self.tokens_BS.shape
-        shape = (samples, self.longest, x_BSH.shape[-1])
-        draws_BSH = torch.rand(shape, generator=random, device=x_BSH.device)[:, :length]
-        width_BS = self.alpha * (self.tokens_BS * shape[-1]).rsqrt()
-        draws_BSH, width_BS = (
-            tp.own(tp.context.take(each, 1), 1) for each in (draws_BSH, width_BS)
-        )
-        noise_BSH = (2 * draws_BSH - 1) * width_BS[..., None]
-        return noise_BSH.to(x_BSH.dtype)
+    def attend(
+        self,
+        layer: int,
+        q_BSND: Tensor,
+        k_BSKD: Tensor,
+        v_BSKD: Tensor,
+        scores: AttentionScoring,
+        bias_NT: Tensor | None,
+        sinks_N: Tensor | None,
+    ) -> Tensor:
+        """Attend in block ``layer``, and return [B, S, N, D]. The bias is added to the scores by
+        the distance from query back to key. A sink is an extra score per query without a value."""
+        ...
 
 
 class LayerState(NamedTuple):
     """Input and output of a layer.
 
-    ``hidden``, ``encoder`` and ``losses`` are computed, and can travel between pipeline stages; the
-    others belong to the micro batch, of which every stage has its own copy. A layer returns
-    unchanged what it does not use.
+    ``hidden``, ``encoder`` and ``losses`` are computed, and can be sent between pipeline stages.
+    The other fields belong to the micro batch, and every stage has its own copy of them. A layer
+    returns the fields that it does not use unchanged.
 
     Attributes:
-        hidden: token ids int64 [B, S] into the first layer; hidden states [B, S, H] between layers
-            (this rank's slice of S where the sequence is split); without targets, logits
-            [B, S, V / tensor size] out of the last layer.
-        encoder: output of the encoder that decoder blocks attend to, [B, T, H], sliced as
-            ``hidden`` is; None in a family without one.
+        hidden: token ids int64 [B, S] before the first layer; hidden states [B, S, H] between
+            layers (this rank's slice of S with sequence parallelism); after the last layer, without
+            targets, logits [B, S, V / tensor size].
+        encoder: encoder output that decoder blocks attend to, [B, T, H], sliced like ``hidden``;
+            None in a family without an encoder.
         losses: scalars by name, added by layers; with targets the last layer adds its own.
         position_ids: positions int64 [B, S]; None for 0, 1, 2, ...
-        token_types: int64 [B, S], for models that have an embedding of them.
-        dropout_seed: seed of the dropout masks of this micro batch; None leaves torch's generators
-            alone.
-        bias: addend of the attention scores, masks included, that all blocks of a stack share,
-            [1 or B, N / tensor size, S, S]; with a cache the addend by distance,
-            [N / tensor size, positions]; None without relative positions. Every stage computes its
-            own.
-        pending: between blocks that hand their last sum on, what is to be added to ``hidden``.
-        pooled: what stands for a whole sample after the blocks, [B, H], which every rank has;
-            without targets, the logits of a head on it.
-        scores: of the targets, where they are to be scored.
-        objective: what the head computes instead of the cross entropy of the targets.
-        noise: on the token embeddings.
-        apart: the numbers of a sample must not depend on the samples next to it, as in generation.
-        ahead: of each multi-token prediction, the initial state of the same micro batch with the
-            tokens, positions and targets that it reads; empty where nothing further is predicted.
+        token_types: int64 [B, S], for models with a token type embedding.
+        dropout_seed: seed of this micro batch's dropout masks; None leaves torch's generators
+            unchanged.
+        bias: tensor added to the attention scores of all blocks in a stack, masks included: [1 or
+            B, N / tensor size, S, S]. With a cache, values by distance: [N / tensor size,
+            positions]. None without relative positions. Every stage computes its own.
+        pending: tensor that the next block must add to ``hidden``, see
+            :meth:`LayerSequence.hand_on`; otherwise None.
+        pooled: representation of each whole sample after the blocks, [B, H], on every rank; without
+            targets, the logits that a head computes from it.
+        objective: function that the head computes instead of the targets' cross entropy.
+        noise: noise added to the token embeddings, drawn by a feature.
+        apart: whether a sample's results must not depend on other samples, as in generation.
+        ahead: for each multi-token prediction, the initial state of the same micro batch with the
+            tokens, positions and targets that the prediction uses; empty without predictions.
     """
 
     hidden: Tensor
@@ -96,23 +104,22 @@ class LayerState(NamedTuple):
     pending: Tensor | None = None
     token_types: Tensor | None = None
     pooled: Tensor | None = None
-    scores: TokenScores | None = None
     objective: Objective | None = None
-    noise: EmbeddingNoise | None = None
+    noise: Any = None
     apart: bool = False
     ahead: Sequence[Any] = ()
 
     def changed(self, **fields: Any) -> LayerState:
-        """This state with other values of some fields."""
-        # Not _replace: a tuple that leaves compiled code through it is empty with torch 2.11.
+        """Return a copy of this state with some fields replaced."""
+        # Not _replace: with torch 2.11 the tuple that it returns from compiled code is empty.
         return LayerState(**dict(zip(LayerState._fields, self, strict=True)) | fields)
 
     def with_hidden(self, hidden: Tensor) -> LayerState:
         return self.changed(hidden=hidden, pending=None)
 
     def divided(self, context: Context) -> LayerState:
-        """The part of a rank of a context of the state before the first layer, with the positions
-        of its tokens in the whole sequences; ``batch``, ``masks`` and ``noise`` stay whole."""
+        """Return a context-parallel rank's slice of the initial state. Positions still refer to the
+        whole sequences. ``batch``, ``masks`` and ``noise`` are not sliced."""
         length, positions_BS = self.hidden.shape[1], self.position_ids
         if positions_BS is None:
             positions_BS = torch.arange(length, device=self.hidden.device)[None]
@@ -127,7 +134,7 @@ class LayerState(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """The hidden states, with what is pending."""
+        """Hidden states with ``pending`` added."""
         return self.hidden if self.pending is None else self.hidden + self.pending
 
     def with_loss(self, name: str, loss: Tensor) -> LayerState:
@@ -138,19 +145,19 @@ class LayerState(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Recipe of one layer.
+    """Recipe for building and running one layer.
 
     Attributes:
-        name: canonical name (``layers.3``), the prefix of its parameters' names.
-        tied_key: layers with the same key are one module at several positions of the list.
-        forward: how the module runs at this position; None calls it with the state.
-        with_next_block: whether it must be on the pipeline stage of the next block, which, after a
-            block of which that is so, is no block that a stage can begin with.
-        once_per_stage: whether, of several in a stage that are one module, only the first runs: it
-            computes what all blocks after it share.
-        cost: of a block: work, compared with other blocks.
-        ahead: of a layer that only predicts a further token, the number of that token, from 0; the
-            layers of one follow each other, and the last is its output head.
+        name: canonical name (``layers.3``), the prefix of the layer's parameter names.
+        tied_key: layers with the same key share one module at several positions of the list.
+        forward: function that runs the module at this position. If None, the module is called.
+        with_next_block: whether the layer must be on the next block's pipeline stage. After a
+            block with this set, no stage can begin with the next block.
+        once_per_stage: whether a stage runs only the first of its layers with the same module,
+            because all later blocks share what it computes.
+        cost: compute cost of a block relative to other blocks.
+        ahead: index, from 0, of the multi-token prediction that the layer belongs to; None for
+            others. A prediction's layers are consecutive, and its output head is the last.
     """
 
     name: str
@@ -165,12 +172,13 @@ class LayerSpec:
 
 
 Step = Callable[[LayerState], LayerState]
-"""Applies one layer, or several, to the state."""
+"""Function that applies one or several layers to the state."""
 
 
 class LayerSequence:
-    """Consecutive layers, as they run on one process: layers with their indices in the whole list,
-    or, with None, several that are recomputed together; and the repeated blocks among them."""
+    """Consecutive layers as one process runs them. ``steps`` are pairs of a layer's index in the
+    whole list and the layer, or of None and a group of layers that are recomputed together.
+    ``blocks`` are the transformer blocks among the layers."""
 
     def __init__(
         self, steps: Sequence[tuple[int | None, Step]], blocks: Sequence[nn.Module] = ()
@@ -180,14 +188,14 @@ class LayerSequence:
     def __call__(self, state: LayerState) -> LayerState:
         for index, step in self.steps:
             if state.dropout_seed is not None and index is not None:
-                # A layer's masks depend on its index, not on the layers before it on this process:
-                # they are the same however the list is cut into pipeline stages.
+                # Dropout masks depend on a layer's index, not on earlier layers of this process, so
+                # they do not depend on the division into pipeline stages.
                 seed_devices(derive_seed(state.dropout_seed, index))
             state = step(state)
         return state
 
     def part(self, first: int, end: int) -> LayerSequence:
-        """The layers with these indices, without recomputation."""
+        """Return the layers with indices in [``first``, ``end``), without recomputation."""
         return LayerSequence([step for step in self._flat() if first <= (step[0] or 0) < end])
 
     def _flat(self) -> Iterator[tuple[int | None, Step]]:
@@ -198,9 +206,9 @@ class LayerSequence:
                 yield index, step
 
     def hand_on(self) -> None:
-        """Lets every block leave its last sum to the block after it, which computes it together
-        with its norm. Nothing changes for other layers, nor for what is kept to recompute: before
-        and after such blocks nothing is pending."""
+        """Let each block leave its last addition to the next block, where it is fused with the
+        norm. Only runs of consecutive blocks do so: nothing is pending before or after a run, so
+        other layers and the inputs saved for recomputation do not change."""
         runs: list[list[int]] = [[]]
         for place, (_, step) in enumerate(self.steps):
             if isinstance(step, LayerSequence):
@@ -225,28 +233,28 @@ class LayerSequence:
                 step.wrap(around)
 
     def observe(self, observer: Callable[[int, LayerState], None]) -> None:
-        """Calls a function with the index of every layer and the state after it."""
+        """Call ``observer`` after every layer, with the layer's index and the resulting state."""
         self.wrap(partial(_observed, observer))
 
 
 class RecomputedLayers(LayerSequence):
-    """Layers whose first input alone is kept for the backward pass."""
+    """Layers that are recomputed in the backward pass. Only the input of the first one is saved."""
 
     def __call__(self, state: LayerState) -> LayerState:
         if not torch.is_grad_enabled():
             return super().__call__(state)
-        # Of what is computed by the arguments: so it is saved as other tensors are, by their hooks.
+        # Tensors with gradients are passed as arguments, so that hooks apply when they are saved.
         rest = state.changed(hidden=None, encoder=None)
         return checkpoint(self._again, state.hidden, state.encoder, rest, use_reentrant=False)
 
     def _again(self, hidden: Tensor, encoder: Tensor | None, rest: LayerState) -> LayerState:
-        # Recomputation must not find masks that the first pass made: compiled code would differ.
+        # Masks cached by the first pass would make the recomputation compile to other code.
         masks = None if rest.masks is None else rest.masks.unmade()
         return super().__call__(rest.changed(hidden=hidden, encoder=encoder, masks=masks))
 
 
 def _from_zero(block: Step, state: LayerState) -> LayerState:
-    # The first of several blocks is then compiled as the others are, whose input has a gradient.
+    # With pending zeros, the first block of a run compiles to the same code as the others.
     x = state.hidden
     zeros = torch.zeros_like(x, dtype=autocast_dtype(x), requires_grad=x.requires_grad)
     return block(state.changed(pending=zeros))
@@ -272,8 +280,8 @@ def layer_sequence(
     modules: Sequence[nn.Module],
     parallel: ParallelConfig,
 ) -> LayerSequence:
-    """Consecutive layers with their modules, from index ``first`` of the whole list, with the
-    recomputation of ``parallel``."""
+    """Return a sequence of consecutive layers with the recomputation that ``parallel`` selects.
+    ``first`` is the first layer's index in the whole list."""
     running: list[tuple[int, LayerSpec, nn.Module]] = []
     for n, (spec, module) in enumerate(zip(specs, modules, strict=True)):
         if not (spec.once_per_stage and any(module is other for _, _, other in running)):
@@ -288,7 +296,7 @@ def layer_sequence(
         chunk = layers[begin:end]
         steps += [(None, RecomputedLayers(chunk))] if recomputed else chunk
     blocks = [module for _, spec, module in running if spec.block]
-    # A block may have others inside.
+    # A block may contain other blocks.
     for mlp in (getattr(module, "mlp", None) for block in blocks for module in block.modules()):
         if mlp is not None and hasattr(mlp, "recomputes_activation"):
             mlp.recomputes_activation = "mlp_act" in parallel.recomputed_modules
@@ -296,9 +304,9 @@ def layer_sequence(
 
 
 class LayerStack(nn.Module):
-    """The whole layer list as one module. Layers are registered as DeepSpeed's PipelineModule
-    registers them (by index, tied ones under ``tied_modules.<key>``), so that parameter names are
-    the same in both engines."""
+    """The whole layer list as one module. Layers are registered as in DeepSpeed's PipelineModule
+    (by index, tied ones under ``tied_modules.<key>``), so that parameter names are the same with
+    and without pipeline parallelism."""
 
     def __init__(self, specs: Sequence[LayerSpec], parallel: ParallelConfig) -> None:
         super().__init__()
@@ -316,10 +324,9 @@ class LayerStack(nn.Module):
         self.sequence = layer_sequence(specs, 0, modules, parallel)
 
     def forward(self, state: LayerState) -> LayerState:
-        """From the state with token ids to that after the last layer: with losses if there are
-        targets, else with logits. Nothing but losses has a gradient: DeepSpeed 0.19.0 divides that
-        of every output by the number of micro batches, which would count twice where two outputs
-        depend on one."""
+        """Run all layers on an initial state. The result has losses if there are targets, else
+        logits. Only losses keep gradients: DeepSpeed 0.19.0 divides every output's gradient by the
+        number of micro batches, twice if one output depends on another."""
         state = self.sequence(state)
         if not state.losses:
             return state
@@ -330,15 +337,15 @@ class LayerStack(nn.Module):
         return self.sequence.blocks
 
     def canonical_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(canonical name, parameter) of every parameter once, in registration order."""
+        """Yield (canonical name, parameter) once for every parameter, in registration order."""
         return canonical_parameters(self, self.layers)
 
     def canonical_buffers(self) -> Iterator[tuple[str, Buffer]]:
-        """(canonical name, buffer) of every buffer once."""
+        """Yield (canonical name, buffer) once for every buffer."""
         return canonical_buffers(self, self.layers)
 
     def canonical_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of parameters and buffers as in checkpoints, by canonical name."""
+        """Return the checkpoint shapes of parameters and buffers, by canonical name."""
         shards = [(name, shard_of(param)) for name, param in self.canonical_parameters()]
         shards += [(name, buffer.shard) for name, buffer in self.canonical_buffers()]
         return {name: shard.canonical_shape for name, shard in shards}
@@ -347,9 +354,9 @@ class LayerStack(nn.Module):
 def recomputed_chunks(
     specs: Sequence[LayerSpec], parallel: ParallelConfig
 ) -> list[tuple[int, int, bool]]:
-    """(first, end, recomputed) of consecutive parts that cover the list. ``full`` recomputation
-    with method ``uniform`` recomputes all blocks, ``recompute_num_layers`` at a time; with
-    ``block`` the first ``recompute_num_layers`` blocks, one at a time."""
+    """Divide the list into consecutive ranges (first, end, recomputed), ``end`` exclusive. With
+    ``full`` recomputation, method ``uniform`` recomputes all blocks, ``recompute_num_layers`` at a
+    time; ``block`` recomputes the first ``recompute_num_layers`` blocks, one at a time."""
     length = len(specs)
     if parallel.recompute_granularity != "full":
         return [(0, length, False)]
@@ -369,8 +376,8 @@ def recomputed_chunks(
 def canonical_parameters(
     module: nn.Module, specs: Sequence[LayerSpec]
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """(canonical name, parameter) of the parameters of a module that registers layers of this list
-    by their indices; parts of one parameter share its name."""
+    """Yield (canonical name, parameter) for a module whose children are the layers of ``specs``,
+    registered by index. Parameters that are parts of one whole share its name."""
     prefixes = canonical_prefixes(specs)
     for registered, param in module.named_parameters():
         name = canonical_name(registered, prefixes)
@@ -381,7 +388,7 @@ def canonical_parameters(
 def canonical_buffers(
     module: nn.Module, specs: Sequence[LayerSpec]
 ) -> Iterator[tuple[str, Buffer]]:
-    """(canonical name, buffer) of the buffers of such a module."""
+    """Yield (canonical name, buffer) for a module, as in :func:`canonical_parameters`."""
     prefixes = canonical_prefixes(specs)
     for registered, part in module.named_modules():
         for attribute, value in vars(part).items():
@@ -390,7 +397,7 @@ def canonical_buffers(
 
 
 def canonical_prefixes(specs: Sequence[LayerSpec]) -> dict[str, str]:
-    """Registered prefix (``3`` or ``tied_modules.embed``) to canonical layer name."""
+    """Map each registered prefix (``3``, ``tied_modules.embed``) to the layer's canonical name."""
     prefixes: dict[str, str] = {}
     for place, spec in enumerate(specs):
         key = str(place) if spec.tied_key is None else f"tied_modules.{spec.tied_key}"
@@ -399,7 +406,7 @@ def canonical_prefixes(specs: Sequence[LayerSpec]) -> dict[str, str]:
 
 
 def canonical_name(registered: str, prefixes: dict[str, str]) -> str:
-    """Canonical name of a parameter: ``3.mlp.up.weight`` is ``layers.2.mlp.up.weight``."""
+    """Return a parameter's canonical name: ``layers.2.mlp.up.weight`` for ``3.mlp.up.weight``."""
     parts = registered.split(".")
     length = 2 if parts[0] == "tied_modules" else 1
     return ".".join([prefixes[".".join(parts[:length])], *parts[length:]])
@@ -407,12 +414,12 @@ def canonical_name(registered: str, prefixes: dict[str, str]) -> str:
 
 @torch.no_grad()
 def initialise(name: str, param: nn.Parameter, seed: int, coordinates: Coordinates = ALONE) -> None:
-    """Fill a parameter of local shape: drawn whole in any layout, then divided. The canonical name
-    and the seed determine the values."""
+    """Initialise this rank's shard of a parameter in place. The whole parameter is drawn and then
+    sharded, so the values depend only on the canonical name and the seed, not on the layout."""
     shard, init, random = shard_of(param), init_of(param), generator(seed, name)
     plain = param.device.type == "cpu" and param.dtype == torch.float32 and param.is_contiguous()
     if plain and tuple(param.shape) == shard.full_shape == shard.canonical_shape:
-        # The same values without a second copy, whose pages cost as much as the numbers.
+        # Same values, filled in place: allocating a second copy would take as long as drawing it.
         init.fill(param, random)
         return
     whole = init.draw(shard.canonical_shape, random)

@@ -1,6 +1,6 @@
-"""The MLP of a block.
+"""MLP of a transformer block.
 
-Shapes: B batch, S sequence, H hidden size, F inner channels of this rank.
+Shapes: B batch, S sequence, H hidden size, F this rank's slice of the inner width.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 
 class MLP(nn.Module):
-    """Up, activation, down; the inner width is cut over ranks.
+    """Up projection, activation, down projection. Ranks of ``tp`` share the inner width.
 
     With U, G and D the weights of up, gate and down and f the activation, y = f(x U^T) D^T, or with
     a gate y = (f(x G^T) * (x U^T)) D^T (Shazeer 2020, arXiv:2002.05202), where gate and up are one
-    GEMM, gate first. Each product adds its bias, if there is one.
+    GEMM, gate first. Each projection adds its bias, if it has one.
 
-    With a sub-norm f(...) is normalised over all inner channels (Wang et al. 2022,
-    arXiv:2210.06423).
+    With a sub-norm, the input of the down projection is normalised over the whole inner width (Wang
+    et al. 2022, arXiv:2210.06423).
 
     Args:
-        config: of the model.
-        tp: the ranks that the weights are cut over.
-        inner: width between the projections, of all ranks; by default the configuration's.
+        config: configuration of the model.
+        tp: tensor-parallel group over which the weights are sharded.
+        inner: inner width over all ranks; by default the configuration's.
 
     Attributes:
-        recomputes_activation: the backward pass computes the activation again.
+        recomputes_activation: whether the backward pass recomputes the activation.
     """
 
     recomputes_activation = False
@@ -48,7 +48,7 @@ class MLP(nn.Module):
             init=initial(config),
             tp=tp,
         )
-        # Each inner channel is a separate head.
+        # The norm treats each inner channel as a head.
         self.sub_norm = AllHeadsNorm.of(config, inner, tp, 1) if config.norm.sub_norm else None
         self.down = RowParallelLinear(
             inner,
@@ -59,7 +59,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H] to the same shape."""
+        """Map [B, S, H] to the same shape."""
         up_BSF = self.up(x_BSH)
         if self.recomputes_activation and up_BSF.requires_grad:
             return checkpoint(self._down, up_BSF, use_reentrant=False)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension: hidden states [B, S, H], or heads [B, S, N, D]."""
+"""Norms over the last dimension of hidden states [B, S, H] or heads [B, S, N, D]."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from megatron.parallel.tensor_parallel import TensorParallel, sum_over_ranks
 
 
 class Norm(nn.Module, ABC):
-    """A norm with a weight, which starts at 1 - ``offset``, and a bias, where the class has them.
-    With ``heads`` it normalises a rank's heads, inside the cut layers.
+    """Base class of norms. The weight, if ``weighted``, starts at 1 - ``offset``; a bias is added
+    if ``biased``. With ``heads`` the norm applies to a rank's heads, inside tensor-parallel layers.
 
     Attributes:
-        narrows: whether the result has the dtype of the weight, not that of the input.
+        narrows: whether the output has the weight's dtype instead of the input's.
     """
 
-    biased = False
-    weighted = True
     narrows = False
 
     def __init__(
@@ -34,23 +32,25 @@ class Norm(nn.Module, ABC):
         tp: TensorParallel,
         offset: float = 0.0,
         heads: bool = False,
+        biased: bool = False,
+        weighted: bool = True,
     ) -> None:
         super().__init__()
         self.width, self.epsilon, self.offset = width, epsilon, offset
         self.share = tp.over_heads if heads else tp.shared
         start, summed = Init(constant=1.0 - offset), heads or tp.split
         shard, at = Shard((width,)), tp.coordinates
-        self.weight = parameter(shard, start, at, summed) if self.weighted else None
-        self.bias = parameter(shard, Init(), at, summed) if self.biased else None
+        self.weight = parameter(shard, start, at, summed) if weighted else None
+        self.bias = parameter(shard, Init(), at, summed) if biased else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] to the same shape; to the same dtype unless it ``narrows``."""
+        """Map [..., width] to the same shape, and to the same dtype unless the norm ``narrows``."""
         if self.weight is None:
             return self.normalise(x, None, None).to(x.dtype)
         dtype = self.weight.dtype if self.narrows else x.dtype
         weight, *biases = self.share(*(p for p in self._parameters.values() if p is not None))
         if self.offset:
-            # In 16 bits the offset would swallow a much smaller weight.
+            # In 16 bits, adding the offset would round away a much smaller weight.
             weight = self.offset + weight.to(torch.promote_types(weight.dtype, torch.float32))
         kind = torch.promote_types(x.dtype, weight.dtype)
         bias = biases[0].to(kind) if biases else None
@@ -58,32 +58,18 @@ class Norm(nn.Module, ABC):
 
     @abstractmethod
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The formula, with all tensors of one dtype."""
+        """Apply the norm's formula to tensors that all have the same dtype."""
 
 
 class LayerNorm(Norm):
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias."""
-
-    biased = True
+    """Layer norm: (x - mean) / sqrt(variance + epsilon) * weight + bias."""
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.layer_norm(x, (self.width,), weight, bias, self.epsilon)
 
 
-class UnbiasedLayerNorm(LayerNorm):
-    """(x - mean) / sqrt(variance + epsilon) * weight."""
-
-    biased = False
-
-
-class PlainLayerNorm(UnbiasedLayerNorm):
-    """(x - mean) / sqrt(variance + epsilon)."""
-
-    weighted = False
-
-
 class RMSNorm(Norm):
-    """x / sqrt(mean(x^2) + epsilon) * weight."""
+    """RMS norm: x / sqrt(mean(x^2) + epsilon) * weight."""
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -92,15 +78,9 @@ class RMSNorm(Norm):
         return F.rms_norm(x, (self.width,), weight, self.epsilon)
 
 
-class PlainRMSNorm(RMSNorm):
-    """x / sqrt(mean(x^2) + epsilon)."""
-
-    weighted = False
-
-
 class AllHeadsNorm(RMSNorm):
-    """:class:`RMSNorm` of ``heads`` heads together, [B, S, N, D], of which a rank has N; where
-    there are fewer than ranks, neighbouring ranks have the same one. A rank has all weights."""
+    """:class:`RMSNorm` over all ``heads`` heads together, of which a rank has N: [B, S, N, D]. If
+    there are fewer heads than ranks, neighbouring ranks share a head. The weight is replicated."""
 
     def __init__(
         self, heads: int, head_dim: int, epsilon: float, tp: TensorParallel, offset: float
@@ -112,7 +92,7 @@ class AllHeadsNorm(RMSNorm):
     def of(
         cls, config: ModelConfig, heads: int, tp: TensorParallel, width: int | None = None
     ) -> AllHeadsNorm:
-        """Return the norm of this many heads of a model, by default as wide as attention's."""
+        """Return the norm over ``heads`` heads of ``width`` channels (default: attention's)."""
         norm, width = config.norm, width or config.attention.kv_channels
         return cls(heads, width, norm.norm_epsilon, tp, float(norm.apply_layernorm_1p))
 
@@ -131,8 +111,8 @@ class AllHeadsNorm(RMSNorm):
 
 
 class EachHeadNorm(Norm):
-    """A norm of each head of [B, S, N, D] by itself, with a weight [heads, D] and no bias, of which
-    a rank uses those of its N heads. ``centred``: layer norm instead of RMS norm."""
+    """Norm of each head of [B, S, N, D] separately, without a bias. Its weight is [heads, D], and a
+    rank uses the rows for its N heads. ``centred`` selects layer norm instead of RMS norm."""
 
     def __init__(
         self, heads: int, head_dim: int, epsilon: float, tp: TensorParallel, centred: bool
@@ -151,15 +131,9 @@ class EachHeadNorm(Norm):
         return formula(x, (self.width,), eps=self.epsilon) * weight
 
 
-_NORMS: dict[str, type[Norm]] = {
-    cls.__name__: cls
-    for cls in (LayerNorm, RMSNorm, UnbiasedLayerNorm, PlainLayerNorm, PlainRMSNorm)
-}
-
-
 def build_norm(config: ModelConfig, tp: TensorParallel, heads: bool = False) -> Norm:
-    """The norm that ``--normalization`` names, for hidden states; with ``heads`` for each head by
-    itself, with one weight [D] for all heads."""
+    """Return the norm selected by ``--normalization`` for hidden states, or with ``heads`` for each
+    head separately, with one weight [D] for all heads."""
     width = config.attention.kv_channels if heads else config.hidden_size
     built = norm_of(config, width, tp, heads=heads)
     built.narrows = config.fp32_residual_connection and not heads
@@ -173,38 +147,39 @@ def norm_of(
     epsilon: float | None = None,
     heads: bool = False,
 ) -> Norm:
-    """The norm that ``--normalization`` names, of vectors of a width; ``epsilon`` by default
-    ``--norm-epsilon``."""
-    norm = config.norm
+    """Return the norm selected by ``--normalization`` over a last dimension of ``width`` channels.
+    ``epsilon`` defaults to ``--norm-epsilon``."""
+    norm, traits = config.norm, config.norm.traits
     offset, epsilon = float(norm.apply_layernorm_1p), epsilon or norm.norm_epsilon
-    return _NORMS[norm.normalization](width, epsilon, tp, offset, heads)
+    cls = LayerNorm if traits.centred else RMSNorm
+    return cls(width, epsilon, tp, offset, heads, traits.biased, traits.weighted)
 
 
 def build_qk_norm(config: ModelConfig, tp: TensorParallel, heads: int) -> Norm:
-    """Return the norm of queries or keys with this many heads."""
+    """Return the norm that the flags select for queries or keys with ``heads`` heads."""
     norm = config.norm
     if norm.qk_layernorm_per_head:
-        width, centred = config.attention.kv_channels, norm.traits.statistics > 1
-        return EachHeadNorm(heads, width, norm.norm_epsilon, tp, centred)
+        width = config.attention.kv_channels
+        return EachHeadNorm(heads, width, norm.norm_epsilon, tp, norm.traits.centred)
     if norm.qk_layernorm_whole:
         return AllHeadsNorm.of(config, heads, tp)
     return build_norm(config, tp, heads=True)
 
 
 def l2_norm(x_BSND: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) over each head, computed in float32 or better."""
+    """Return x / sqrt(mean(x^2) + epsilon) per head, computed in float32 or better."""
     kind = torch.promote_types(x_BSND.dtype, torch.float32)
     x = x_BSND.to(kind)
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)).to(x_BSND.dtype)
 
 
 class FinalNorm(nn.Module):
-    """The norm before the head."""
+    """Norm before the output head."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.norm = build_norm(config, tp)
 
     def forward(self, state: LayerState) -> LayerState:
-        """Hidden states [B, S, H] to [B, S, H]."""
+        """Normalise hidden states [B, S, H]."""
         return state.with_hidden(self.norm(state.hidden))

@@ -1,11 +1,10 @@
 """Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864), RoPE scaling for sequences
-longer than those of the first training, and sinusoidal positions.
+longer than in pretraining, and sinusoidal position embeddings.
 
-Channels are in the half-split order of GPT-NeoX and Llama: channel i is rotated together with
-channel i + R/2, of R rotated channels; with --rotary-interleaved channel 2i with channel 2i + 1.
-Scaled frequencies equal those of transformers' ``modeling_rope_utils`` for the same JSON; its
-functions are not called, since they take transformers' own configurations, and importing it takes
-longer than a short run.
+Channels are in the half-split order of GPT-NeoX and Llama: of R rotated channels, i is rotated
+together with i + R/2, or with --rotary-interleaved 2i with 2i + 1. Scaled frequencies equal those
+of transformers' ``modeling_rope_utils`` for the same JSON. Its functions are not called: they
+require transformers' configurations, and importing them takes longer than a short run.
 
 Shapes: B batch, S sequence, N heads, D head width, P = R/2 pairs of rotated channels.
 """
@@ -26,9 +25,9 @@ from megatron.model.attention_masks import tensor_cache
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
-    """Angles by which a block rotates R channels of its queries and keys; ``positions`` is the
-    model's longest sequence, ``interleaved`` says that neighbouring channels are a pair. Equal
-    ones have the same ``number``, for :func:`rope_table`."""
+    """Rotation of the first R channels of a block's queries and keys. ``positions`` is the model's
+    maximum sequence length. With ``interleaved``, neighbouring channels form a pair. Equal
+    rotations share a ``number``, the argument of :func:`rope_table`."""
 
     rotated: int
     base: float
@@ -44,7 +43,7 @@ class RotaryEmbedding:
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> RotaryEmbedding | None:
-        """Return the embedding of block ``layer``; None for a block without RoPE."""
+        """Return the rotation of block ``layer``, or None for a block without RoPE."""
         positions = config.positions
         if not positions.rotates(layer):
             return None
@@ -55,7 +54,7 @@ class RotaryEmbedding:
         return cls(config.rotated, base, longest, scaling, positions.rotary_interleaved)
 
     def rotate(self, x_BSND: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Return queries or keys rotated by :meth:`angles`."""
+        """Return queries or keys rotated by the result of :meth:`angles`."""
         return apply_rope(x_BSND, *angles, self.interleaved)
 
     def angles(
@@ -66,12 +65,12 @@ class RotaryEmbedding:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for :func:`apply_rope` for ``length`` current tokens of ``dtype``,
-        float32 or better: each [S, 1, R], or [B, S, 1, R] with positions.
+        """Return cosines and sines of ``length`` current tokens for :func:`apply_rope`: each [S, 1,
+        R], or [B, S, 1, R] with positions, in ``dtype`` or at least float32.
 
-        LongRoPE has other frequencies for sequences longer than the original ones. The length of
-        the whole sequence decides, so that positions may restart with each document; of tokens
-        whose sequence has others, in a cache, ``lengths_BS`` says it.
+        LongRoPE uses other frequencies for sequences longer than the original maximum. The length
+        of the whole sequence decides, so that positions may restart with each document. With a KV
+        cache it is given by ``lengths_BS``.
         """
         original, dtype = 0, torch.promote_types(dtype, torch.float32)
         if self.scaling.rope_type == "longrope":
@@ -91,9 +90,9 @@ class RotaryEmbedding:
 
 @dataclass(frozen=True)
 class Temperature:
-    """Factors of queries by their position, for the weights of more keys (Nakanishi 2025,
-    arXiv:2501.19399; as Llama 4): 1 + ``scale`` log(1 + floor((p + ``first``) / ``floor``)) at
-    position p, from 0."""
+    """Factor for queries at position p (from 0), which keeps attention to many keys sharp
+    (Nakanishi 2025, arXiv:2501.19399; Llama 4): 1 + ``scale`` log(1 + floor((p + ``first``) /
+    ``floor``))."""
 
     scale: float
     floor: int
@@ -101,15 +100,15 @@ class Temperature:
 
     @classmethod
     def of(cls, positions: PositionsConfig, layer: int) -> Temperature | None:
-        """Return the factors that the flags ask for in block ``layer``; None without."""
+        """Return the scaling that the flags select for block ``layer``, or None."""
         scale, rotary = positions.attention_temperature, positions.attention_temperature_rotary
         if scale is None or positions.rotates(layer) != rotary:
             return None
         return cls(scale, positions.attention_temperature_floor, int(not rotary))
 
     def applied(self, q_BSND: Tensor, positions_BS: Tensor | None) -> Tensor:
-        """Return the queries times their factors, which are float32 or better; without positions
-        they are 0, 1, 2, ..."""
+        """Return the scaled queries, computed in float32 or better. ``positions_BS`` is None for 0,
+        1, 2, ..."""
         if positions_BS is None:
             positions_BS = torch.arange(q_BSND.shape[1], device=q_BSND.device)[None]
         kind = torch.promote_types(q_BSND.dtype, torch.float32)
@@ -119,16 +118,16 @@ class Temperature:
 
 
 _ROTATIONS: list[RotaryEmbedding] = []
-"""Each once, at the place that is its number."""
+"""All distinct rotations. A rotation's ``number`` is its index in this list."""
 
 
 def rope_table(
     number: int, long: bool, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions, each [positions, R], of the rotation with this number.
-    The angle of channel pair i at position p is p * base^(-2i / R) without scaling; ``long`` is
-    whether the sequence is longer than the original ones (LongRoPE)."""
-    # By number: torch 2.11 compiles no such call with a frozen dataclass among its arguments.
+    """Return cosines and sines, each [positions, R], for all positions of the rotation ``number``.
+    The angle of channel pair i at position p is p * base^(-2i / R) without scaling. ``long`` tells
+    whether the sequence is longer than the original maximum (LongRoPE)."""
+    # Takes a number because torch 2.11 cannot compile such a call with a frozen dataclass.
     return _table(_ROTATIONS[number], long, device, dtype)
 
 
@@ -151,8 +150,8 @@ def _table(
 
 
 def apply_rope(x_BSND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotates the first R channels of each head of queries or keys, [B, S, N, D], by cosines and
-    sines [S, 1, R] or [B, S, 1, R]; the channels of a pair are neighbours if ``interleaved``."""
+    """Rotate the first R channels of each head of queries or keys, [B, S, N, D], by cosines and
+    sines [S, 1, R] or [B, S, 1, R]. With ``interleaved``, neighbouring channels form a pair."""
     rotated = cos.shape[-1]
     x, rest = x_BSND[..., :rotated], x_BSND[..., rotated:]
     if interleaved:
@@ -168,9 +167,9 @@ def apply_rope(x_BSND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fal
 def scaled_frequencies(
     frequencies_P: Tensor, base: float, scaling: RopeScaling, positions: int, long: bool
 ) -> tuple[Tensor, float]:
-    """Frequencies after RoPE scaling, [P], and a factor of cosines and sines;
-    ``frequencies_P`` are base^(-2i / R), in radians per position. ``dynamic`` scales only sequences
-    longer than ``positions``, which no model here accepts. ``long`` is as in :func:`rope_table`."""
+    """Return the scaled frequencies [P] and the factor for cosines and sines. ``frequencies_P`` are
+    base^(-2i / R) in radians per position. ``dynamic`` would scale only sequences longer than
+    ``positions``, which no model accepts. ``long`` is as in :func:`rope_table`."""
     if scaling.rope_type in ("default", "dynamic"):
         return frequencies_P, 1.0
     if scaling.rope_type == "linear":
@@ -190,8 +189,8 @@ def scaled_frequencies(
 
 
 def _llama3(frequencies_P: Tensor, scaling: RopeScaling) -> Tensor:
-    """By parts, as Llama 3.1: short wavelengths stay, long ones are scaled, and between the two
-    bounds the share that stays grows with the number of turns over the original length."""
+    """Scale as in Llama 3.1: high frequencies are unchanged, low ones divided by the factor. In
+    between, the two are interpolated by the number of rotations within the original length."""
     original, factor = scaling.original_max_position_embeddings, scaling.factor
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert original and factor and low and high
@@ -201,21 +200,22 @@ def _llama3(frequencies_P: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies_P: Tensor, base: float, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Peng et al. 2023 (arXiv:2309.00071), sections 3.2 (frequencies by parts, with a ramp over the
-    number of the pair) and 3.4 (attention factor)."""
+    """Scale as in YaRN (Peng et al. 2023, arXiv:2309.00071): "NTK-by-parts" frequencies, with a
+    ramp over the pair's index (section 3.2), and the attention factor (section 3.4)."""
     original, factor = scaling.original_max_position_embeddings, scaling.factor
     assert original and factor
     pairs = frequencies_P.shape[0]
 
     def pair_of(turns: float) -> float:
-        """The pair, as a fraction, that turns this often over the original length."""
+        """Return the (fractional) index of the pair that makes this number of rotations within the
+        original length."""
         return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
 
     first, last = pair_of(scaling.beta_fast or 32.0), pair_of(scaling.beta_slow or 1.0)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
-    width = last - first or 0.001  # a step
+    width = last - first or 0.001  # 0.001: a step, not a ramp
     numbers_P = torch.arange(pairs, device=frequencies_P.device, dtype=frequencies_P.dtype)
     scaled_P = ((numbers_P - first) / width).clamp(0, 1)
     frequencies_P = frequencies_P * (1 - scaled_P + scaled_P / factor)
@@ -228,15 +228,15 @@ def _yarn(frequencies_P: Tensor, base: float, scaling: RopeScaling) -> tuple[Ten
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:
-    """0.1 ln(s) + 1, equation 22 of the paper of YaRN; the weight is DeepSeek's."""
+    """Return YaRN's attention factor 0.1 w ln(s) + 1 (equation 22), with DeepSeek's weight w."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _longrope(
     frequencies_P: Tensor, scaling: RopeScaling, positions: int, long: bool
 ) -> tuple[Tensor, float]:
-    """Ding et al. 2024 (arXiv:2402.13753): a divisor for each pair, found by search, with other
-    divisors for sequences up to the original length."""
+    """Scale as in LongRoPE (Ding et al. 2024, arXiv:2402.13753). Each pair has two divisors, found
+    by search: one for sequences up to the original length, and one for longer ones."""
     original = scaling.original_max_position_embeddings
     divisors = scaling.long_factor if long else scaling.short_factor
     assert original and divisors
@@ -253,9 +253,9 @@ def _longrope(
 
 
 def sinusoids(positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Return the sinusoidal embeddings of positions, [..., H], computed in float32 or better: H/2
-    sines, then H/2 cosines of frequencies 10000^(-i / (H/2 - 1)), as in tensor2tensor and fairseq,
-    and a zero where H is odd."""
+    """Return sinusoidal position embeddings [..., H], computed in float32 or better: H/2 sines,
+    then H/2 cosines with frequencies 10000^(-i / (H/2 - 1)), as in tensor2tensor and fairseq, and a
+    zero if H is odd."""
     half, kind = width // 2, torch.promote_types(dtype, torch.float32)
     step = -math.log(10000.0) / max(half - 1, 1)
     frequencies = torch.exp(torch.arange(half, device=positions.device).to(kind) * step)

@@ -1,1 +1,1 @@
-"""Process groups, tensor-parallel layers and how a parameter is cut."""
+"""Process groups, collectives, tensor-parallel layers, sharding and pipeline schedules."""

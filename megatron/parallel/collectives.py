@@ -1,10 +1,10 @@
-"""Collectives that are started early, and finished where their result is needed.
+"""Collectives that are started early and finished where their result is needed.
 
-Inside a graph of torch's compiler they are torch's functional collectives: they change no argument,
-so that a layer with them is one graph. There the order of a program is kept too: what stands
-between start and finish overlaps with the collective.
+In a graph of torch's compiler, they are torch's functional collectives. These do not modify their
+arguments, so a layer with collectives is one graph. The graph also keeps the program's order:
+computation between start and finish overlaps with the collective.
 
-Shapes: B batch, S sequence, a slice of it S/t long on each of t ranks.
+Shapes: B batch, S sequence, of which each of t ranks has a slice of length S/t.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from torch import Tensor
 from megatron.parallel.mesh import Group
 
 Finish = Callable[[], Tensor]
-"""Waits for a collective and returns its result; work done before the call overlaps with it."""
+"""Function that waits for a collective and returns its result. Work before the call overlaps."""
 
-# The names before torch 2.13.
+# Before torch 2.13, only the right-hand names exist.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Collectives without side effects, which torch's compiler takes into a graph.
+# Collectives without side effects, which torch's compiler can include in a graph.
 _TRACED = torch.ops._c10d_functional
 
 
 class Graphs:
-    """Collectives in the graphs of the compiler.
+    """Treatment of collectives by torch's compiler.
 
     Attributes:
-        between: they break graphs: those that become CUDA graphs would record NCCL's streams, which
-            is not tested.
-        for_products: sequences are gathered and scattered in the forms that the compiler looks for
-            next to a product: a copy more, unless it joins both.
+        between: whether collectives break graphs. CUDA graphs that contain them would record NCCL's
+          streams, which is not tested.
+        for_products: whether sequences are gathered and scattered in a form that the compiler can
+          fuse with a GEMM. If it does not, this costs an extra copy.
     """
 
     between = for_products = False
 
 
 def finds_products() -> bool:
-    """True within a graph in which the compiler looks for products next to collectives."""
+    """Return whether the compiler looks for GEMMs to fuse with collectives in this graph."""
     return Graphs.for_products and traced()
 
 
 def traced() -> bool:
-    """True where the compiler takes what is called into a graph."""
+    """Return whether the compiler includes the calling code's collectives in a graph."""
     return torch.compiler.is_compiling() and not Graphs.between
 
 
 def after(x: Tensor, grad: Tensor) -> Tensor:
-    """Return ``x``, for a collective of the backward pass with ``grad``. A graph that did not need
-    ``grad`` for it would begin it in the forward pass and keep the result."""
+    """Return ``x`` with a dependency on ``grad``, for a collective of the backward pass. Without
+    the dependency, a graph could run the collective in the forward pass and store its result."""
     if not traced():
         return x
     return torch.where(grad.flatten()[0].isnan(), x, x)
 
 
 def start_all_reduce(x: Tensor, group: Group) -> Finish:
-    """Sums contiguous ``x`` over the ranks, in place except in a graph."""
+    """Start an all-reduce (sum) of contiguous ``x``, in place except within a compiled graph."""
     if traced():
         return partial(_TRACED.wait_tensor, _TRACED.all_reduce(x, "sum", group.name))
     work = dist.all_reduce(x, group=group.handle, async_op=True)
@@ -74,7 +74,7 @@ def start_all_reduce(x: Tensor, group: Group) -> Finish:
 
 
 def start_gather(x: Tensor, group: Group) -> Finish:
-    """The tensors of all ranks, one after another along the first dimension."""
+    """Start an all-gather that concatenates the ranks' tensors along the first dimension."""
     x = x.contiguous()
     if traced():
         started = _TRACED.all_gather_into_tensor(x, group.size, group.name)
@@ -90,7 +90,7 @@ def start_gather(x: Tensor, group: Group) -> Finish:
 
 
 def start_scatter(x: Tensor, group: Group) -> Finish:
-    """This rank's part along the first dimension, of the sum over the ranks."""
+    """Start a reduce-scatter (sum). The result is this rank's slice along the first dimension."""
     x = x.contiguous()
     if traced():
         started = _TRACED.reduce_scatter_tensor(x, "sum", group.size, group.name)
@@ -106,7 +106,7 @@ def start_scatter(x: Tensor, group: Group) -> Finish:
 
 
 def start_gather_sequence(x: Tensor, group: Group) -> Finish:
-    """The slices [B, S/t, ...] of all ranks as [B, S, ...]; without a copy when B is 1."""
+    """Start an all-gather of slices [B, S/t, ...] to [B, S, ...]. No copy is made if B is 1."""
     finish = start_gather(x, group)
     if finds_products():
         return lambda: torch.cat(finish().chunk(group.size), 1)
@@ -114,8 +114,8 @@ def start_gather_sequence(x: Tensor, group: Group) -> Finish:
 
 
 def start_scatter_sequence(x: Tensor, group: Group) -> Finish:
-    """This rank's slice [B, S/t, ...] of the sum of all ranks' [B, S, ...]; without a copy when B
-    is 1."""
+    """Start a reduce-scatter (sum) of [B, S, ...]. The result is this rank's slice [B, S/t, ...].
+    No copy is made if B is 1."""
     assert x.shape[1] % group.size == 0, (x.shape, group.size)
     if finds_products():
         return start_scatter(torch.cat(x.chunk(group.size, 1)), group)
@@ -123,7 +123,7 @@ def start_scatter_sequence(x: Tensor, group: Group) -> Finish:
 
 
 def start_sum_over_copies(x: Tensor, copies: int, group: Group) -> Finish:
-    """Sums flat ``x`` over each ``copies`` neighbouring ranks; no group of their own is needed."""
+    """Start summing flat ``x`` over each block of ``copies`` consecutive ranks of a group."""
     slots = x.new_zeros(group.size // copies, x.numel())
     mine = slots[group.rank // copies].copy_(x)
     finish_all = start_all_reduce(slots, group)

@@ -1,9 +1,9 @@
-"""The context axis: ranks that divide each sequence among them.
+"""Context parallelism: ranks that divide each sequence among them.
 
-A sequence is cut into 2P pieces for P ranks, of which rank r has the pieces r and 2P - 1 - r: under
-a causal mask all ranks then have the same work (zig-zag, as in Megatron-LM). Every rank computes
-the same losses, of the whole sequence. Gradients are averaged over the axis as over other replicas,
-so that the gradient of a rank's share of a sum has the factor P.
+A sequence is cut into 2P chunks for P ranks. Rank r has the chunks r and 2P - 1 - r, so that all
+ranks have the same amount of work under a causal mask (zig-zag, as in Megatron-LM). Every rank
+computes the same losses, those of the whole sequence. Gradients are averaged over context ranks as
+over other replicas, so the gradient of a rank's contribution to a sum is multiplied by P.
 
 Shapes: S whole sequence, s = S / P tokens of a rank.
 """
@@ -22,12 +22,12 @@ from megatron.parallel.mesh import SINGLE, Group
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks that divide sequences.
+    """Context-parallel group, whose ranks divide sequences.
 
     Attributes:
-        kinds: how blocks communicate, one value for all or one for each: ``p2p``, ``a2a``,
-            ``allgather`` or ``a2a+p2p``; empty for p2p.
-        inner: neighbouring ranks that exchange heads in ``a2a+p2p``.
+        kinds: communication pattern of attention: ``p2p``, ``a2a``, ``allgather`` or ``a2a+p2p``.
+          One value applies to all blocks; otherwise there is one per block. Empty means p2p.
+        inner: number of neighbouring ranks that exchange heads in ``a2a+p2p``.
     """
 
     group: Group = SINGLE
@@ -43,21 +43,21 @@ class Context:
         return self.group.rank
 
     def kind(self, layer: int) -> str:
-        """Communication of a block."""
+        """Return the communication pattern of a block's attention."""
         kinds = self.kinds or ("p2p",)
         return kinds[layer if len(kinds) > 1 else 0]
 
     @property
     def pieces(self) -> tuple[int, int]:
-        """Numbers of this rank's pieces among the 2P of a sequence."""
+        """Indices of this rank's two chunks among the 2P chunks of a sequence."""
         return self.rank, 2 * self.size - 1 - self.rank
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """int64 [s]: positions of this rank's tokens in a sequence of ``length`` tokens."""
+        """Return this rank's token positions in a sequence of ``length`` tokens, int64 [s]."""
         return self.take(torch.arange(length, device=device), 0)
 
     def take(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor, along the dimension of the whole sequence."""
+        """Return this rank's chunks of a tensor whose dimension ``dim`` is the whole sequence."""
         if self.size == 1:
             return x
         length = x.shape[dim]
@@ -66,8 +66,9 @@ class Context:
         return torch.cat([x.narrow(dim, piece * width, width) for piece in self.pieces], dim)
 
     def local(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Positions in sequences of ``length`` tokens, one sequence after another, to those in this
-        rank's parts of the sequences, one after another; and which are in them (elsewhere 0)."""
+        """Map positions in concatenated sequences of ``length`` tokens to positions in this rank's
+        concatenated chunks. Tokens of other ranks are mapped to 0. Also return a mask that is True
+        for this rank's tokens."""
         width = length // (2 * self.size)
         first, second = (positions % length // width == piece for piece in self.pieces)
         within = positions // length * 2 * width + positions % width
@@ -75,12 +76,12 @@ class Context:
         return torch.where(second, within + width, within).masked_fill(~here, 0), here
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, each of which uses it identically."""
+        """Return the sum over the ranks. Every rank must use the result in the same way."""
         return _Sum.apply(x, self.group) if self.size > 1 else x
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        """The parts of all ranks in the order of the sequence; each rank computes the same with
-        them."""
+        """All-gather the ranks' chunks in the order of the sequence. Every rank must use the result
+        in the same way."""
         return _Whole.apply(x, self, dim) if self.size > 1 else x
 
 

@@ -1,12 +1,12 @@
-"""Cross entropy of a linear map onto a vocabulary, without all of the logits in memory.
+"""Cross entropy of a projection onto the vocabulary, without all logits in memory at once.
 
-The forward pass computes, chunk of tokens by chunk, the logits, the loss, and the gradients of the
-input and of the weight; the next chunk reuses the memory of the logits. There are the same three
-GEMMs as with all logits at once; the backward pass only scales. What happens to the logits of a
-chunk is in softmax_loss.py.
+The forward pass processes one chunk of tokens at a time. It computes the chunk's logits and loss,
+and the gradients of the input and the weight. The next chunk reuses the memory of the logits. These
+are the same three GEMMs as with all logits at once, and the backward pass only scales the
+gradients. The loss and gradient for a chunk's logits are computed in softmax_loss.py.
 
-Shapes: B batch, S sequence (outside the region a rank's slice of it if that is split), T tokens
-(B x S), C tokens of a chunk, H hidden, P one rank's share of the padded vocabulary.
+Shapes: B batch, S sequence (outside tensor-parallel layers, a rank's slice of it if split), T
+tokens (B x S), C tokens of a chunk, H hidden, P one rank's share of the padded vocabulary.
 """
 
 from __future__ import annotations
@@ -32,37 +32,27 @@ from megatron.parallel.collectives import (
     start_gather_sequence,
     start_scatter_sequence,
 )
-from megatron.parallel.loss_head import LossHead, Targets, TokenScores
-from megatron.parallel.mesh import Group
-from megatron.parallel.softmax_loss import (
-    Columns,
-    Softmax,
-    compiled_loss,
-    compiles_for,
-    eager_loss,
-    of_ranks,
-    score_chunk,
-    slices,
-)
+from megatron.parallel.loss_head import LossHead, Targets
+from megatron.parallel.softmax_loss import Columns, compiled_loss, compiles_for, eager_loss, slices
 from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype
 
 LOGITS_CHUNK_MIB = {"cpu": 64, "cuda": 256}
-"""Default of ``--logits-chunk-mib`` where the loss is not compiled. Each chunk adds to the gradient
-of the token embedding in float32, which costs relatively more on a GPU."""
+"""Default of ``--logits-chunk-mib`` if the loss is not compiled. Each chunk adds to the token
+embedding's float32 gradient, which costs relatively more on a GPU."""
 
 COMPILED_CHUNK_TOKENS, COMPILED_CHUNK_MIB, TOKENS_MULTIPLE = 8192, 2560, 256
-"""Limits where it is compiled: most tokens, most MiB, and what the tokens are a multiple of, as the
-tiles of GEMMs are. GEMMs of fewer tokens are slower, and there is no float32 copy of the logits."""
+"""Limits of a chunk if the loss is compiled: maximum tokens, maximum MiB, and the multiple to which
+the number of tokens is rounded (the tile size of GEMMs). GEMMs over fewer tokens are slower."""
 
 
 def linear_cross_entropy(
     x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead, bias: Tensor | None = None
 ) -> Tensor:
-    """Mean of -log softmax(x weight^T + bias)[label] over the tokens whose mask is 1, zero if none
-    is: a scalar, float32 or float64, the same on every rank. Hidden states are the same on every
-    rank or, in a split region, this rank's slice; weight and bias are this rank's rows of the
-    vocabulary, padding included; targets are those of the whole sequence, or of a context rank's
-    part of it, whose sum is divided by the mask of all."""
+    """Return the mean of -log softmax(x weight^T + bias)[label] over the tokens with mask 1, or 0
+    if no token has: a float32 or float64 scalar, the same on every rank. ``x_BSH`` is the same on
+    every rank or, with sequence parallelism, this rank's slice. ``weight`` and ``bias`` are this
+    rank's vocabulary rows, including padding. ``targets`` are those of the whole sequence or of a
+    context rank's chunks, whose sum is divided by the mask's sum over the whole sequence."""
     (loss,) = chunked_losses(LogitChunks, x_BSH, weight, targets, head, bias)
     return loss
 
@@ -75,8 +65,8 @@ def chunked_losses(
     head: LossHead,
     bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """The numbers of a kind of chunks, with the arguments of :func:`linear_cross_entropy`; the
-    first has a gradient, as in :class:`ChunkedCrossEntropy`."""
+    """Return the losses that a class of chunks computes. Other arguments are those of
+    :func:`linear_cross_entropy`. Only the first loss has a gradient."""
     make = partial(chunks, targets=targets, head=head)
     numbers: tuple[Tensor, ...] = ChunkedCrossEntropy.apply(
         x_BSH, weight, bias, head, make, torch.is_grad_enabled()
@@ -84,33 +74,11 @@ def chunked_losses(
     return numbers if targets.whole is None else tuple(map(head.tp.context.sum, numbers))
 
 
-@torch.no_grad()
-def linear_scores(
-    x_BPH: Tensor, weight: Tensor, targets: Targets, head: LossHead, bias: Tensor | None = None
-) -> TokenScores:
-    """The score of every target, with the arguments of :func:`linear_cross_entropy`; the same on
-    every rank."""
-    whole, weight, bias = as_computed(x_BPH, weight, bias, head.tp)
-    with torch.autocast(x_BPH.device.type, enabled=False):
-        run = LogitChunks(whole.flatten(0, 1), weight, bias, targets, head, compiled=False)
-        log_probs_T, best_T = run.scores()
-    counts_BP = targets.mask_BS > 0
-    correct_BP = (best_T == targets.labels_BS.flatten()).view(counts_BP.shape) & counts_BP
-    log_probs_BP = log_probs_T.view(counts_BP.shape).masked_fill(~counts_BP, 0.0)
-    if targets.whole is None:
-        return TokenScores(log_probs_BP, correct_BP)
-    whole_BP, right_BP = (
-        targets.gathered(each, head.tp.context)
-        for each in (log_probs_BP, correct_BP.to(log_probs_BP.dtype))
-    )
-    return TokenScores(whole_BP, right_BP > 0)
-
-
 def as_computed(
     x_BSH: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The hidden states of the whole sequence, the weight and the bias in the dtype that
-    autocast, if it is on, has for products."""
+    """Return the hidden states of the whole sequence, the weight and the bias. With autocast, they
+    are converted to its dtype for GEMMs."""
     dtype = autocast_dtype(x_BSH)
     x_BSH = x_BSH.to(dtype)
     whole = start_gather_sequence(x_BSH, tp.group)() if tp.split else x_BSH
@@ -118,11 +86,11 @@ def as_computed(
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Numbers of a micro batch, computed chunk by chunk, of which the first has a gradient: that of
-    a mean over ``counted`` tokens. ``make`` makes the chunks, with the method ``losses``, of hidden
-    states [T, H], weight, bias and which gradients are needed."""
+    """Losses of a micro batch, computed chunk by chunk. Only the first loss has a gradient: that of
+    the mean over ``counted`` tokens. ``make`` builds the :class:`LogitChunks` from hidden states
+    [T, H], weight, bias, and a flag for each of their gradients that is needed."""
 
-    # ZeRO 3 frees the weight after the forward pass; the backward pass does not need it.
+    # The backward pass must not need the weight: ZeRO 3 frees it after the forward pass.
 
     @staticmethod
     def forward(
@@ -152,7 +120,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         x_grad, weight_grad, bias_grad = ctx.saved_tensors
         factor = factor_of(grad / ctx.counted)
         if x_grad is not None:
-            # In place: a second backward pass is an error.
+            # In place: a second backward pass is not supported anyway.
             x_grad = summed(x_grad.view(ctx.shape), ctx.head.tp).mul_(factor).to(ctx.dtypes[0])
         if weight_grad is not None and ctx.place is not None:
             weight_grad = ctx.place.add_scaled(weight_grad, factor)
@@ -164,9 +132,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class LogitChunks:
-    """The tokens of a micro batch, chunk by chunk. The gradients (None where not needed) are those
-    of ``counted`` (tokens whose mask is 1, at least 1) x loss: each token has weight 1, which 16
-    bits represent well."""
+    """Tokens of a micro batch, processed in chunks. Gradients are None if not needed. They are the
+    gradients of ``counted`` x the mean loss, where ``counted`` is the number of tokens with mask 1,
+    at least 1. Each token then has weight 1, which 16-bit dtypes represent exactly."""
 
     def __init__(
         self,
@@ -198,15 +166,15 @@ class LogitChunks:
         self._allocate(head.chunk_bytes)
 
     log_T: Tensor | None = None
-    """Memory for the logarithm of each softmax's denominator, where it is asked for."""
+    """Buffer for the log of each token's softmax denominator. None if it is not needed."""
     logits_CP: Tensor
     x_grad_TH: Tensor | None
     weight_grad_PH: Tensor | None
     bias_grad_P: Tensor | None
 
     def _allocate(self, chunk_bytes: int | None) -> None:
-        """Cuts the tokens into chunks, and takes the memory of one and of the gradients. Where that
-        of a GPU is short, chunks are halved, unless the user or other ranks count on their size."""
+        """Divide the tokens into chunks, and allocate the gradients and one chunk's logits. If GPU
+        memory is short, halve the chunks, unless the user or other ranks determine their size."""
         x_TH, rows = self.x_TH, len(self.weight_PH)
         kind = "cpu" if x_TH.device.type == "cpu" else "cuda"
         token_bytes = rows * x_TH.element_size()
@@ -230,7 +198,7 @@ class LogitChunks:
                 print(f"loss: {most:,} tokens at a time, since memory is short", flush=True)
 
     def allocate_gradients(self) -> None:
-        """Allocate the required ones."""
+        """Allocate the gradients that are needed."""
         self.x_grad_TH = torch.empty_like(self.x_TH) if self.x_needs else None
         self.weight_grad_PH = self._new_weight_gradient() if self.weight_needs else None
         self.bias_grad_P = None
@@ -238,12 +206,12 @@ class LogitChunks:
             self.bias_grad_P = self.x_TH.new_zeros(len(self.weight_PH), dtype=self.work)
 
     def _new_weight_gradient(self) -> Tensor:
-        """Memory for it, in a dtype in which the chunks' gradients can be added."""
+        """Allocate the weight's gradient, in a wide dtype if several chunks are summed."""
         dtype = self.work if len(self.chunks) > 1 else self.x_TH.dtype
         return torch.empty_like(self.weight_PH, dtype=dtype)
 
     def losses(self) -> tuple[Tensor, ...]:
-        """The mean loss, and numbers that features add; fills in the gradients."""
+        """Return the mean loss, and other values that features add. Also fill in the gradients."""
         total = torch.zeros((), dtype=self.work, device=self.x_TH.device)
         gradients = self.x_needs or self.weight_needs or self.bias_needs
         for chunk in self.chunks:
@@ -251,13 +219,13 @@ class LogitChunks:
             loss_C, logits_CP = self.losses_of(chunk, gradients)
             total += loss_C @ mask_C
             if gradients:
-                # The mask is in the gradient of the logits if it was compiled.
+                # The compiled loss has already multiplied the logits' gradient by the mask.
                 self.multiply(chunk, logits_CP, None if self.compiled else mask_C)
         return (total / self.counted,)
 
     def losses_of(self, chunk: slice, gradients: bool) -> tuple[Tensor, Tensor]:
-        """The loss of each token, [C], and the memory of the logits, [C, P], with the gradient of
-        these losses if that is asked for."""
+        """Return the loss of each token, [C], and the buffer of the logits, [C, P]. With
+        ``gradients``, the buffer then contains the losses' gradient with respect to the logits."""
         labels_C, used = self.labels_T[chunk], self.columns.used
         logits_CP, group = self.logits(chunk), self.group
         log_C = None if self.log_T is None else self.log_T[chunk]
@@ -272,22 +240,8 @@ class LogitChunks:
             loss_C = eager_loss(used_CV, labels_C, self.columns, group, gradients, log_C)
         return loss_C, logits_CP
 
-    def scores(self) -> tuple[Tensor, Tensor]:
-        """The log-probability of each label, and the first of the most probable tokens, [T]."""
-        used, count = self.columns.used, len(self.x_TH)
-        softmax = Softmax(*(self.x_TH.new_zeros(count, dtype=self.work) for _ in Softmax._fields))
-        best = BestTokens(self.labels_T, self.work)
-        for chunk in self.chunks:
-            into = Softmax(*(part[chunk] for part in softmax))
-            logits_CV = self.logits(chunk)[:, :used]
-            score_chunk(logits_CV, self.labels_T[chunk], self.columns, into, best.best_T[chunk])
-        best.largest_T = softmax.largest_C
-        if self.group.size > 1:
-            softmax = softmax.over_ranks(self.group)
-        return -softmax.loss(), best.over_ranks(self.first, self.group)
-
     def logits(self, chunk: slice) -> Tensor:
-        """[C, P], with the padding, whose width suits GEMMs, in memory that the next overwrites."""
+        """Return a chunk's logits [C, P], including padding, in a buffer that all chunks share."""
         x_CH = self.x_TH[chunk]
         logits_CP = self.logits_CP[: len(x_CH)]
         if self.bias_P is None:
@@ -295,8 +249,9 @@ class LogitChunks:
         return torch.addmm(self.bias_P, x_CH, self.weight_PH.t(), out=logits_CP)
 
     def multiply(self, chunk: slice, grad_CP: Tensor, weight_C: Tensor | None) -> None:
-        """The gradients of the input, the weight and the bias from that of the logits, whose rows
-        have these weights, or all weight 1. The first chunk comes first."""
+        """Compute the gradients of input, weight and bias from the logits' gradient, whose rows
+        are multiplied by ``weight_C`` if given. Start with the first chunk, which overwrites the
+        sums."""
         x_CH = self.x_TH[chunk]
         weight_C1 = None if weight_C is None else weight_C[:, None]
         if self.x_grad_TH is not None:
@@ -319,52 +274,22 @@ class LogitChunks:
             add_wider(self.weight_grad_PH, grad_CP.t() @ x_CH)
 
 
-class BestTokens:
-    """The most probable token of each place, the first if there are several, and its logit."""
-
-    def __init__(self, labels_T: Tensor, work: torch.dtype) -> None:
-        self.best_T = torch.zeros_like(labels_T)
-        self.largest_T = torch.full_like(labels_T, -torch.inf, dtype=work)
-
-    def add(self, chunk: slice, logits_CV: Tensor) -> None:
-        """Store the largest logits of this rank's columns, for the places of a chunk."""
-        if logits_CV.shape[1]:
-            largest_C, self.best_T[chunk] = logits_CV.max(-1)
-            self.largest_T[chunk] = largest_C
-
-    def over_ranks(self, first: int, group: Group) -> Tensor:
-        """Return the columns of the largest logits of all ranks, where this rank's columns begin at
-        ``first``."""
-        best_T = self.best_T + first
-        if group.size == 1:
-            return best_T
-        # Integers and the bits of numbers in one collective; float64 has every float32.
-        bits_RT, best_RT = of_ranks(group, self.largest_T.double().view(torch.int64), best_T)
-        largest_RT = bits_RT.view(torch.float64)
-        best_RT = best_RT.masked_fill(
-            largest_RT < largest_RT.amax(0), torch.iinfo(best_T.dtype).max
-        )
-        return best_RT.amin(0)
-
-
 _fitting: dict[torch.device, int] = {}
-"""Tokens of a chunk that fitted into a GPU's memory, where the default did not."""
+"""Chunk size, in tokens, that fitted into each GPU's memory after the default had not."""
 
 
 def logits_chunk(
     device: str, token_bytes: int, chunk_bytes: int | None, compiled: bool
 ) -> tuple[int | None, int]:
-    """Return the number of tokens whose logits are in memory at a time.
+    """Return the size of a chunk: the number of tokens whose logits are in memory at a time.
 
     Args:
         device: "cpu" or "cuda".
         token_bytes: size of a token's logits on one rank.
-        chunk_bytes: what the user wants: at most so many bytes, or 0 for all tokens at once; None
-            for the default.
+        chunk_bytes: the user's limit in bytes. 0 means all tokens at once, None the default.
         compiled: whether the loss is compiled.
-
     Returns:
-        The most tokens (None: all), and what their number is rounded to a multiple of.
+        The maximum number of tokens (None for all), and the multiple to which it is rounded.
     """
     if chunk_bytes == 0:
         return None, 1
@@ -377,15 +302,15 @@ def logits_chunk(
 
 
 def factor_of(scalar: Tensor) -> Tensor:
-    """A number that gradients are multiplied by."""
-    # One dimension, since torch on GPUs rounds a factor without dimensions to the dtype of what it
-    # multiplies, which would scale all gradients slightly. On CPUs the products are the same, and
-    # 16-bit ones with dimensions take ten times as long.
+    """Return a scalar in the shape with which it multiplies gradients without being rounded."""
+    # On GPUs it has one dimension: torch rounds a zero-dimensional factor to the dtype of the
+    # other operand, which would scale all gradients slightly. On CPUs the products are equal, and
+    # 16-bit products with a one-dimensional factor take ten times as long.
     return scalar if scalar.device.type == "cpu" else scalar.view(1)
 
 
 def summed(x_grad_BSH: Tensor, tp: TensorParallel) -> Tensor:
-    """The gradient of the input, of which each rank has that of its rows of the vocabulary."""
+    """Sum the input's gradient over the ranks. Each has the contribution of its vocabulary rows."""
     if tp.group.size == 1:
         return x_grad_BSH
     start = start_scatter_sequence if tp.split else start_all_reduce
@@ -393,12 +318,12 @@ def summed(x_grad_BSH: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def _column_sums(grad_CP: Tensor, weight_C1: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[P], of the rows times their weights."""
+    """Return the sum [P] over the rows, each multiplied by its weight."""
     if grad_CP.device.type != "cpu":
         return (grad_CP if weight_C1 is None else grad_CP * weight_C1.to(grad_CP.dtype)).sum(
             0, dtype=dtype
         )
-    # A few rows at a time: torch would first copy all of 16-bit numbers into the dtype of the sum.
+    # A few rows at a time: torch would first convert the whole 16-bit tensor to the sum's dtype.
     total_P = grad_CP.new_zeros(grad_CP.shape[1], dtype=dtype)
     for at in slices(len(grad_CP), rows_of_work(grad_CP.shape[1])):
         rows = grad_CP[at].to(dtype)
@@ -407,6 +332,7 @@ def _column_sums(grad_CP: Tensor, weight_C1: Tensor | None, dtype: torch.dtype) 
 
 
 def _even_slices(length: int, most: int, multiple: int) -> list[slice]:
-    """As few as possible of at most ``most``, which is a multiple if it is less than the length."""
+    """Divide ``length`` into as few, almost equal slices of at most ``most`` as possible. All sizes
+    but the last are multiples of ``multiple``, as ``most`` must be if less than ``length``."""
     count = -(-length // most)
     return list(slices(length, -(-length // (count * multiple)) * multiple))

@@ -1,8 +1,8 @@
-"""Gradients of weights that are computed after those of inputs, while a pipeline stage would wait.
+"""Weight gradients computed after input gradients, at a time when a pipeline stage would idle.
 
-Within :func:`products_later` the backward pass of a linear layer leaves the products for the
-gradients of its parameters (W of Qi et al. 2023, arXiv:2401.10241), and :func:`add_products`
-computes them.
+Within :func:`products_later`, a linear layer's backward pass postpones the GEMMs for the
+gradients of its parameters (W of Qi et al. 2023, arXiv:2401.10241). :func:`add_products`
+computes them later.
 """
 
 from collections import Counter
@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 Gradients = tuple[Tensor | None, ...]
 Products = Callable[[], Gradients]
-"""Computes the gradients of some parameters."""
+"""Function that computes the gradients of some parameters with GEMMs."""
 GradientsOf = Callable[[Products], Gradients]
-"""Returns gradients of products, or None for each and leaves them for later."""
+"""Function that returns the gradients of ``Products``, or postpones them and returns Nones."""
 LaterProducts = list[tuple[tuple[nn.Parameter | None, ...], Products]]
-"""Products that a backward pass has left, in its order, each with its parameters."""
+"""Postponed gradient computations, in the order of the backward pass, each with its parameters."""
 
-_left: LaterProducts | None = None  # one for all threads: CUDA's backward passes run in others
+_left: LaterProducts | None = None  # shared by threads: CUDA backward passes run in other threads
 
 
 @contextmanager
 def products_later(left: LaterProducts) -> Iterator[None]:
-    """Within it the forward passes of linear layers prepare, and their backward passes leave in
-    ``left``, the products for gradients of weights, for :func:`add_products`. Passes that recompute
-    must be within it too."""
+    """In this context, the backward passes of linear layers append their weight gradients' GEMMs to
+    ``left``, for :func:`add_products`. Their forward passes, and passes that recompute activations,
+    must be inside the context too, because they prepare this."""
     global _left
     before, _left = _left, left
     try:
@@ -37,20 +37,20 @@ def products_later(left: LaterProducts) -> Iterator[None]:
 
 
 def leaves_products() -> bool:
-    """True within :func:`products_later`."""
+    """Return whether a :func:`products_later` context is active."""
     return _left is not None
 
 
 def compute_now(compute: Products) -> Gradients:
-    """Return gradients in the backward pass that they belong to."""
+    """Compute gradients immediately, within their backward pass."""
     return compute()
 
 
 def now_or_later(*params: Tensor | None) -> tuple[GradientsOf, Gradients]:
-    """Return what a backward pass hands its products for these parameters to, and the tensors that
-    an autograd function gets in their place. Products are computed at once, or left: then hooks of
-    the parameters do not run in this pass, and gradients are None. What is computed from a
-    parameter, or is a copy of one, has its gradient at once."""
+    """Return the function to which a backward pass hands the GEMMs for these parameters' gradients,
+    and the tensors to give to the autograd function instead of the parameters. If GEMMs are
+    postponed, the gradients are None and the parameters' hooks do not run in this pass. Nothing is
+    postponed if one of ``params`` is not a parameter itself, but for example a copy."""
     left, parameters = _left, tuple(p for p in params if p is None or isinstance(p, nn.Parameter))
     if left is None or len(parameters) < len(params):
         return compute_now, params
@@ -66,9 +66,9 @@ def now_or_later(*params: Tensor | None) -> tuple[GradientsOf, Gradients]:
 
 @torch.no_grad()
 def add_products(left: LaterProducts) -> None:
-    """Compute what a backward pass has left and add it to the gradients, by a backward pass from
-    the parameters, so that their hooks run as after the whole one. The gradients of a parameter
-    with several uses are summed before, in the order of their uses, as autograd does."""
+    """Compute the postponed gradients and add them to the parameters'. This runs a backward pass
+    from the parameters, so that their hooks run as after a complete pass. The gradients of a
+    parameter that is used several times are summed first, in the order of use, as autograd does."""
     uses = Counter(id(p) for params, _ in left for p in params if p is not None and p.requires_grad)
     sums: dict[int, Tensor] = {}
     for params, compute in left:
@@ -83,7 +83,7 @@ def add_products(left: LaterProducts) -> None:
                 continue
             if key in sums:
                 torch.autograd.backward(param, sums.pop(key))
-            else:  # added to their sum as they were computed
+            else:  # already added to their sum by the GEMM that computed them
                 for hook in list((param._post_accumulate_grad_hooks or {}).values()):
                     hook(param)
     left.clear()

@@ -1,4 +1,4 @@
-"""Linear layers and the token embedding, divided over the tensor-parallel ranks."""
+"""Linear layers and the token embedding, sharded over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -10,44 +10,43 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.kernels.sums import looked_up
-from megatron.parallel.cross_entropy import linear_cross_entropy, linear_scores
+from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.linear import LinearKernel, LinearMap, column_linear, linear
 from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.shard import Cut, Init, Shard, parameter
 from megatron.parallel.tensor_parallel import TensorParallel
 
 RowMap = tuple[Tensor | None, Tensor]
-"""Rows that use a weight, bool [S, 1], or None for all, and the weight."""
+"""A mask of the rows that use a weight, bool [S, 1] (None for all rows), and the weight."""
 
 
 class LayerAdapters(Protocol):
-    """Additions to the outputs of a layer; its parameters are the layer's own."""
+    """Adapters of a linear layer, which add to its outputs. The layer owns their parameters."""
 
     def outputs(
         self, layer: ParallelLinear, x_BSI: Tensor, maps: Sequence[LinearMap]
     ) -> tuple[Tensor, ...]:
-        """The outputs of :func:`column_linear`, or, of a layer that is cut along its inputs, those
-        of all ranks together (:meth:`TensorParallel.leave`)."""
+        """Return the outputs of :func:`column_linear` with the adapters' outputs added. For a layer
+        sharded along its inputs, sum over all ranks (:meth:`TensorParallel.leave`)."""
         ...
 
     def changed(self, layer: ParallelLinear, weight: Tensor) -> Sequence[RowMap]:
-        """The weight [OP, I] of a layer whose outputs are cut with what is added to it, without
-        gradients: for all rows, and then for some."""
+        """Return the weight [OP, I] of a layer sharded along its outputs with the adapters merged,
+        and without gradients: first for all rows, then for some rows only."""
         ...
 
 
 class ParallelLinear(nn.Module):
-    """A linear layer that is cut over the ranks of ``tp``. Widths are those of the whole layer;
-    ``init`` draws the weights, and biases start at zero."""
+    """Linear layer sharded over the ranks of ``tp``. Its widths are those of the full layer.
+    ``init`` initialises the weights. Biases start at zero."""
 
     matrices: ClassVar[tuple[str, ...]] = ()
-    """Names of the matrices that are fused in the weight, in their order, where there are
-    several."""
+    """Names of the matrices fused in the weight, in order. Empty for a single matrix."""
     adapters: LayerAdapters | None = None
     kernel: LinearKernel | None = None
     weight_kept: Any = None
-    """Form in which the kernel keeps :attr:`weight`; a layer with a second weight has a second
-    attribute named after it."""
+    """Data that the kernel stores for :attr:`weight` between steps. A layer with a second weight
+    has a second attribute, named after that weight."""
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
@@ -67,19 +66,28 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """y = x A^T + b with the output features cut over ranks; ``outputs`` are the widths of fused
-    outputs, each cut by itself, and O is their sum."""
+    """Linear layer y = x A^T + b whose output features are sharded over ranks. ``outputs`` are the
+    widths of fused outputs, each of which is sharded separately. O is their sum. ``heads`` is for
+    outputs that consist of fewer heads than there are ranks: neighbouring ranks share a head."""
 
     def __init__(
-        self, inputs: int, outputs: Sequence[int], *, bias: bool, init: Init, tp: TensorParallel
+        self,
+        inputs: int,
+        outputs: Sequence[int],
+        *,
+        bias: bool,
+        init: Init,
+        tp: TensorParallel,
+        heads: int | None = None,
     ) -> None:
         super().__init__(tp)
-        cut = Cut(0, parts=tuple(outputs))
+        self.copies = 1 if heads is None else max(1, tp.group.size // heads)
+        cut = Cut(0, parts=tuple(outputs), copies=self.copies)
         self.weight, self.bias = self._parameters_of(sum(outputs), inputs, cut, bias, init)
 
     def forward(self, x_BSI: Tensor) -> Tensor:
-        """[B, S, I] to this rank's features of the whole sequence, [B, S, OP]."""
-        whole = LinearMap(self.weight, self.bias, 1, self.kernel, self.weight_kept)
+        """Map [B, S, I] to this rank's output features for the whole sequence, [B, S, OP]."""
+        whole = LinearMap(self.weight, self.bias, self.copies, self.kernel, self.weight_kept)
         if self.adapters is not None:
             (y_BSO,) = self.adapters.outputs(self, x_BSI, (whole,))
         else:
@@ -88,11 +96,11 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class QKVParallelLinear(ParallelLinear):
-    """Queries, keys and values by one GEMM, heads cut over ranks. With fewer key and value heads
-    than ranks each is on several neighbouring ranks; its weights are then parameters of their own,
-    ``kv_weight`` and ``kv_bias``, with the same canonical names as the queries'. The number of
-    ranks divides ``heads``, and divides ``kv_heads`` or is divisible by it. With ``gated`` a query
-    has twice ``head_dim`` channels, those of its gate last."""
+    """Query, key and value projections in one GEMM, with heads sharded over ranks. If there are
+    fewer key and value heads than ranks, neighbouring ranks share a head. Its weights are then
+    separate parameters, ``kv_weight`` and ``kv_bias``, with the canonical names of the queries'
+    parameters. The number of ranks must divide ``heads``, and divide ``kv_heads`` or be a multiple
+    of it. With ``gated``, a query has twice ``head_dim`` channels; the last half is its gate."""
 
     matrices = ("q", "k", "v")
     kv_weight_kept: Any = None
@@ -125,8 +133,8 @@ class QKVParallelLinear(ParallelLinear):
             )
 
     def forward(self, x_BSI: Tensor, apart: bool = True) -> Sequence[Tensor]:
-        """[B, S, I] to this rank's queries, keys and values of the whole sequence, each with its
-        heads side by side in the last dimension; not ``apart``, those of one weight together."""
+        """Map [B, S, I] to this rank's queries, keys and values for the whole sequence, with the
+        heads concatenated in the last dimension. If not ``apart``, return one output per weight."""
         maps = [LinearMap(self.weight, self.bias, 1, self.kernel, self.weight_kept)]
         if self.kv_weight is not None:
             both = self.kv_weight, self.kv_bias
@@ -146,43 +154,9 @@ class QKVParallelLinear(ParallelLinear):
         return q, k, v
 
 
-class KVParallelLinear(ParallelLinear):
-    """Keys and values by one GEMM, ``heads`` cut over ranks; with fewer heads than ranks each is
-    held by several neighbouring ranks."""
-
-    matrices = ("k", "v")
-
-    def __init__(
-        self,
-        inputs: int,
-        heads: int,
-        head_dim: int,
-        *,
-        bias: bool,
-        init: Init,
-        tp: TensorParallel,
-    ) -> None:
-        super().__init__(tp)
-        self.copies = max(1, tp.group.size // heads)
-        rows = heads * head_dim
-        cut = Cut(0, parts=(rows, rows), copies=self.copies)
-        self.weight, self.bias = self._parameters_of(2 * rows, inputs, cut, bias, init)
-
-    def forward(self, x_BTI: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, I] to this rank's keys and values of the whole sequence, each with its heads side
-        by side in the last dimension."""
-        both = LinearMap(self.weight, self.bias, self.copies, self.kernel, self.weight_kept)
-        if self.adapters is not None:
-            (kv,) = self.adapters.outputs(self, x_BTI, (both,))
-        else:
-            (kv,) = column_linear(x_BTI, (both,), self.tp)
-        k, v = kv.chunk(2, dim=-1)
-        return k, v
-
-
 class RowParallelLinear(ParallelLinear):
-    """y = x A^T + b with the input features cut over ranks; the bias is added after the sum over
-    ranks."""
+    """Linear layer y = x A^T + b whose input features are sharded over ranks. The bias is added
+    after the sum over ranks."""
 
     def __init__(
         self, inputs: int, outputs: int, *, bias: bool, init: Init, tp: TensorParallel
@@ -191,7 +165,7 @@ class RowParallelLinear(ParallelLinear):
         self.weight, self.bias = self._parameters_of(outputs, inputs, Cut(1), bias, init)
 
     def forward(self, x_BSI: Tensor) -> Tensor:
-        """This rank's features of the whole sequence [B, S, IP] to [B, S, O]."""
+        """Map this rank's input features for the whole sequence, [B, S, IP], to [B, S, O]."""
         if self.adapters is not None:
             (y_BSO,) = self.adapters.outputs(self, x_BSI, (LinearMap(self.weight, self.bias),))
             return y_BSO
@@ -202,8 +176,8 @@ class RowParallelLinear(ParallelLinear):
 
 
 class WholeLinear(nn.Module):
-    """y = x A^T + b outside the cut layers, which every rank has whole. ``tp`` says whether a rank
-    applies it to its slice of the sequence; biases start at zero."""
+    """Linear layer y = x A^T + b, replicated on every rank. ``tp`` determines whether a rank
+    applies it only to its slice of the sequence. Biases start at zero."""
 
     def __init__(
         self, inputs: int, outputs: int, *, bias: bool, init: Init, tp: TensorParallel
@@ -215,24 +189,24 @@ class WholeLinear(nn.Module):
         self.bias = parameter(Shard((outputs,)), Init(), at, tp.split) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] to [..., O]."""
+        """Map [..., I] to [..., O]."""
         return F.linear(x, *self.tp.shared(*self.parameters()))
 
 
 class Dropout(nn.Module):
-    """Dropout outside the cut layers; ranks with the same activations draw the same mask."""
+    """Dropout outside tensor-parallel layers. Ranks with equal activations draw equal masks."""
 
     def __init__(self, probability: float, tp: TensorParallel) -> None:
         super().__init__()
         self.probability, self.tp = probability, tp
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H]."""
+        """Apply dropout to [B, S, H] in training. In evaluation, return the input."""
         if not self.training or not self.probability:
             return x_BSH
         context = self.tp.context
         if context.size > 1 and not self.tp.split:
-            # This rank's part of the mask of one process.
+            # Take this rank's chunks of the mask that a single process would draw.
             samples, length, width = x_BSH.shape
             ones_BSH = x_BSH.new_ones(samples, length * context.size, width)
             return x_BSH * context.take(F.dropout(ones_BSH, self.probability), 1)
@@ -241,12 +215,12 @@ class Dropout(nn.Module):
 
 
 Losses = Callable[[Tensor, Tensor, Targets, LossHead, Tensor | None], Any]
-"""From the arguments of :func:`linear_cross_entropy`."""
+"""Function that returns losses, given the arguments of :func:`linear_cross_entropy`."""
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding with its rows, padding included, cut over the ranks of ``head``; also the
-    output head that shares its weights, with a ``bias`` of the logits where it is asked for."""
+    """Token embedding whose rows, including padding, are sharded over the ranks of ``head``. It
+    also serves as the output head if weights are tied, optionally with a ``bias`` of the logits."""
 
     def __init__(
         self, rows: int, width: int, *, init: Init, head: LossHead, bias: bool = False
@@ -266,16 +240,13 @@ class VocabParallelEmbedding(nn.Module):
         targets: Targets | None = None,
         losses: Losses | None = None,
     ) -> Any:
-        """Token ids of the whole sequence to embeddings [B, S, H]; with ``project`` hidden states
-        [B, S, H] to this rank's logits [B, S, VP], or, where there are targets, to the loss or
-        their scores, or to what ``losses`` makes of them. All go through ``forward`` because ZeRO 3
-        gathers the weight around module calls."""
+        """Map token ids of the whole sequence to embeddings [B, S, H]. With ``project``, map hidden
+        states [B, S, H] to this rank's logits [B, S, VP] instead or, if ``targets`` are given, to
+        the loss or the result of ``losses``. All go through ``forward`` because ZeRO 3 gathers the
+        weight around module calls."""
         if project and targets is not None:
             x, targets = targets.taken(x, self.tp)
-            if losses is not None and not targets.scored:
-                return losses(x, self.weight, targets, self.head, self.bias)
-            over_targets = linear_scores if targets.scored else linear_cross_entropy
-            return over_targets(x, self.weight, targets, self.head, self.bias)
+            return (losses or linear_cross_entropy)(x, self.weight, targets, self.head, self.bias)
         if project:
             (logits_BSV,) = column_linear(x, (LinearMap(self.weight, self.bias),), self.tp)
             return self.tp.context.whole(self.head.capped(logits_BSV), 1)
@@ -292,8 +263,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ZeroGradient(torch.autograd.Function):
-    """Identity of its first argument; the gradient of the second, a parameter, is zero. Without one
-    a pipeline stage that only looks ids up would not update its copy of the head's bias."""
+    """Identity of ``x`` that gives ``param`` a zero gradient. Without it, a pipeline stage that
+    only looks up ids would not update its copy of the head's bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, param: Tensor) -> Tensor:
@@ -307,7 +278,7 @@ class ZeroGradient(torch.autograd.Function):
 
 
 class WholeEmbedding(nn.Module):
-    """Table [rows, H] of positions or token types, which every rank has whole."""
+    """Embedding [rows, H] of positions or token types, replicated on every rank."""
 
     def __init__(self, rows: int, width: int, *, init: Init, tp: TensorParallel) -> None:
         super().__init__()
@@ -315,7 +286,7 @@ class WholeEmbedding(nn.Module):
         self.weight = parameter(Shard((rows, width)), init, tp.coordinates, tp.split)
 
     def forward(self, ids_S: Tensor) -> Tensor:
-        """Ids of the whole sequence, [S] or [B, S], to rows of this rank's slice of it, [S, H] or
-        [B, S, H]."""
+        """Map ids of the whole sequence, [S] or [B, S], to embeddings of this rank's slice, [S, H]
+        or [B, S, H]."""
         (weight,) = self.tp.shared(self.weight)
         return F.embedding(self.tp.own(ids_S, dim=-1), weight)

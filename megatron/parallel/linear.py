@@ -1,12 +1,12 @@
-"""The GEMM by which activations enter tensor-parallel layers, and the kernels that compute products
-of linear layers.
+"""The GEMM with which activations enter tensor-parallel layers, and the interface of the kernels
+that compute the GEMMs of linear layers.
 
-With sequence parallelism the input is gathered for the GEMM and again in the backward pass, so that
-only a rank's slice of it is kept in between (Korthikanti et al. 2022, arXiv:2205.05198, section
-4.2.2). Collectives of the backward pass overlap with GEMMs that do not wait for them.
+With sequence parallelism, the input is gathered for the GEMM and again in the backward pass, so
+that only a rank's slice is stored in between (Korthikanti et al. 2022, arXiv:2205.05198, section
+4.2.2). Collectives of the backward pass overlap with GEMMs that do not depend on them.
 
-Shapes: B batch, S sequence (outside the cut layers a rank's slice of it if the region is split), I
-input, O output, T tokens (B x S); a width followed by P is one rank's share of it.
+Shapes: B batch, S sequence (outside tensor-parallel layers, a rank's slice of it if split), I
+input, O output, T tokens (B x S). A width followed by P is one rank's share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,25 +42,25 @@ from megatron.parallel.mesh import SINGLE, Group
 from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype
 
 
-class LinearKernel(Protocol):
-    """The products of linear layers in another format than that of their tensors.
+class LinearKernel:
+    """GEMMs of linear layers. This base class computes them in the dtype of the input [B, S, I].
+    Kernels of features multiply in another format than the dtype of the tensors.
 
-    A layer keeps for each of its weights what the kernel wants to have of one step in the next
-    (``kept``, None at first). A factor is the kernel's own form of a matrix in a product, for which
-    the layers of several ranks let it compute step by step.
+    For each of its weights, a layer stores data that the kernel keeps from one step to the next
+    (``kept``, initially None). A factor is an operand of a GEMM in the kernel's own format. Layers
+    on several ranks call the methods for the steps of a GEMM separately.
     """
 
     def linear(self, x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, kept: Any) -> Tensor:
-        """x A^T + b on one rank, [B, S, O], with its gradients."""
-        ...
+        """Return x A^T + b, [B, S, O], with this rank's weight. It is differentiable."""
+        return F.linear(x_BSI, weight_OI, bias_O)
 
     def check_tokens(self, count: int) -> None:
-        """Raise ValueError if weight gradients cannot be summed over so many tokens."""
-        ...
+        """Raise ValueError if weight gradients cannot be summed over ``count`` tokens."""
 
     def leaf(self, kept: Any) -> Tensor | None:
-        """The tensor as whose gradient a backward pass returns :meth:`measured`; None for none."""
-        ...
+        """Return a tensor that receives :meth:`measured` as its gradient, or None if not needed."""
+        return None
 
     def outputs(
         self,
@@ -70,9 +70,16 @@ class LinearKernel(Protocol):
         kept: Sequence[Any],
         save: bool,
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
-        """Outputs [B, S, OP] of maps of one input, and what is saved of that; with ``save`` all
-        that the gradients of weights need."""
-        ...
+        """Return the outputs [B, S, OP] of projections of one input, and the tensors to save for
+        the backward pass. With ``save``, these include everything that weight gradients need."""
+        # F.linear rather than a plain GEMM, because DeepSpeed's profiler counts it.
+        outputs = [
+            F.linear(x_BSI, weight.to(x_BSI.dtype)) + bias
+            if bias is not None and finds_products()  # fused products have no bias
+            else F.linear(x_BSI, weight.to(x_BSI.dtype), bias)
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        return outputs, (x_BSI if save else None,)
 
     def gradients(
         self,
@@ -81,12 +88,12 @@ class LinearKernel(Protocol):
         of_input: bool,
         of_weights: Sequence[bool],
     ) -> list[Any]:
-        """The gradients of outputs as factors for the gradient of the input and of weights."""
-        ...
+        """Return the outputs' gradients as factors for the input's and the weights' gradients."""
+        return list(grads_BSO)
 
     def whole_input(self, x_BSI: Tensor | None, saved: Sequence[Any], kept: Sequence[Any]) -> Any:
-        """The input, gathered again or as it was saved, as a factor for gradients of weights."""
-        ...
+        """Return the input, gathered again or as saved, as a factor for weight gradients."""
+        return saved[0] if x_BSI is None else x_BSI
 
     def input_gradient_of(
         self,
@@ -95,59 +102,66 @@ class LinearKernel(Protocol):
         kept: Sequence[Any],
         grads_BSO: Sequence[Tensor],
     ) -> Tensor:
-        """This rank's addend of the gradient of the whole input, [B, S, I]."""
-        ...
+        """Return this rank's contribution to the full input's gradient, [B, S, I]."""
+        first, *rest = (g @ w.to(g.dtype) for g, w in zip(grads_BSO, weights, strict=True))
+        for addend in rest:
+            first += addend
+        return first
 
     def weight_gradient(self, gradient: Any, x: Any, dtype: torch.dtype) -> Tensor:
-        """g^T x, [OP, I]."""
-        ...
+        """Return a weight's gradient g^T x, [OP, I]."""
+        product: Tensor = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+        return product
 
     def measured(self, gradient: Any, saved: Sequence[Any]) -> Tensor:
-        """The gradient of :meth:`leaf`."""
-        ...
+        """Return measurements, such as amax values, as the gradient of :meth:`leaf`."""
+        raise AssertionError("nothing is measured")
+
+
+PLAIN = LinearKernel()
 
 
 class KernelStates:
-    """Values that layers or their kernels keep from one optimizer step to the next; here nothing.
+    """State that layers or their kernels keep between optimizer steps. This base class has none.
 
     Attributes:
-        file: prefix of the names of files in checkpoints; None where checkpoints keep nothing.
+        file: prefix of the state's file names in checkpoints. None if the state is not saved.
     """
 
     file: str | None = None
 
     @property
     def members(self) -> Sequence[KernelStates]:
-        """The states of each feature."""
+        """The states of the features that it combines, by default itself."""
         return (self,)
 
     def refresh(self) -> None:
-        """Called before every forward pass that follows an update, a load or an initialisation."""
+        """Update data derived from the weights. Called before a forward pass after they changed."""
 
     def refresh_layer(self, layer: nn.Module) -> None:
-        """Called instead where weights arrive a layer at a time, before each of them runs."""
+        """Prepare a single layer before it runs, where weights are gathered layer by layer."""
         self.refresh()
 
     def invalidate(self) -> None:
-        """Called when weights have changed other than by a step."""
+        """Discard data derived from the weights. Called when they change other than by a step."""
 
     def forget_step(self) -> None:
-        """Forget what the backward passes since the last :meth:`end_step` measured."""
+        """Discard all measurements of backward passes since the last :meth:`end_step`."""
 
     def end_step(self) -> None:
-        """Called on every rank after the last backward pass of a step."""
+        """Complete a step. Called on every rank after the last backward pass of the step."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return the values for checkpoints, by name, the same on all ranks that share layers."""
+        """Return the values to save, by name. They are equal on all ranks that share layers."""
         return {}
 
     def load(self, state: Mapping[str, Tensor], folder: Path) -> str | None:
-        """Take the state of a checkpoint of any layout, or leave everything as it is and return a
-        line about a state that is missing."""
+        """Load the state from a checkpoint of any layout. If ``state`` lacks values, change nothing
+        and return a message about it."""
 
 
 class SeveralStates(KernelStates):
-    """The states of several features, of which at most one keeps something in checkpoints."""
+    """Combined states of several features, of which at most one saves values in checkpoints."""
 
     def __init__(self, members: Sequence[KernelStates]) -> None:
         self._members = members
@@ -186,9 +200,9 @@ class SeveralStates(KernelStates):
 
 
 class LinearMap(NamedTuple):
-    """One rank's share of y = x A^T + b: ``weight`` [OP, I], ``bias`` [OP]. The gradient is summed
-    over the ``copies`` neighbouring ranks that have this same share. ``kept`` is what ``kernel``
-    keeps for the weight."""
+    """One rank's share of y = x A^T + b: ``weight`` [OP, I] and ``bias`` [OP]. Its gradient is
+    summed over the ``copies`` neighbouring ranks that have the same share. ``kept`` is the data
+    that ``kernel`` stores for the weight."""
 
     weight: Tensor
     bias: Tensor | None
@@ -204,8 +218,8 @@ def linear(
     kernel: LinearKernel | None,
     kept: Any = None,
 ) -> Tensor:
-    """x A^T + b on one rank, [B, S, O]. Raises ValueError if the kernel cannot sum weight gradients
-    over so many tokens."""
+    """Return x A^T + b, [B, S, O], with this rank's weight. Raises ValueError if the kernel cannot
+    sum weight gradients over this number of tokens."""
     adds = torch.is_grad_enabled() and key_of(weight_OI) is not None
     if kernel is None and (adds or (leaves_products() and weight_OI.requires_grad)):
         return _column_linear(x_BSI, SINGLE, False, (LinearMap(weight_OI, bias_O),))[0]
@@ -217,9 +231,9 @@ def linear(
 def column_linear(
     x_BSI: Tensor, maps: Sequence[LinearMap], tp: TensorParallel
 ) -> tuple[Tensor, ...]:
-    """Outputs of several maps of one input, each [B, S, OP], all by one kernel. The input is the
-    same on every rank; in a split region it is this rank's [B, S/t, I]. Raises ValueError as
-    :func:`linear` does."""
+    """Return the outputs [B, S, OP] of several projections of one input, with one kernel. The input
+    is the same on every rank or, with sequence parallelism, this rank's slice [B, S/t, I]. Raises
+    ValueError as :func:`linear` does."""
     if tp.group.size == 1:
         weights, biases, _, kernels, kept = zip(*maps, strict=True)
         return tuple(map(linear, repeat(x_BSI), weights, biases, kernels, kept))
@@ -235,7 +249,7 @@ def _column_linear(
     if trained:
         kernel.check_tokens(x_BSI.shape[:-1].numel() * (group.size if split else 1))
     leaves = [kernel.leaf(each) for each in kept]
-    # Sums over copies precede sums over micro batches.
+    # Gradients must be summed over copies before they are summed over micro batches.
     keys = tuple(
         key_of(weight) if trained and kernel is PLAIN and count == 1 else None
         for weight, count in zip(weights, copies, strict=True)
@@ -246,72 +260,9 @@ def _column_linear(
     )
 
 
-class PlainKernel:
-    """The :class:`LinearKernel` of matrix products in the dtype of the input, [B, S, I]."""
-
-    def linear(self, x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, kept: Any) -> Tensor:
-        return F.linear(x_BSI, weight_OI, bias_O)
-
-    def check_tokens(self, count: int) -> None:
-        pass
-
-    def leaf(self, kept: Any) -> Tensor | None:
-        return None
-
-    def outputs(
-        self,
-        x_BSI: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        kept: Sequence[Any],
-        save: bool,
-    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
-        # F.linear, not a plain GEMM: DeepSpeed's profiler counts it.
-        outputs = [
-            F.linear(x_BSI, weight.to(x_BSI.dtype)) + bias
-            if bias is not None and finds_products()  # of products without a bias
-            else F.linear(x_BSI, weight.to(x_BSI.dtype), bias)
-            for weight, bias in zip(weights, biases, strict=True)
-        ]
-        return outputs, (x_BSI if save else None,)
-
-    def gradients(
-        self,
-        grads_BSO: Sequence[Tensor],
-        kept: Sequence[Any],
-        of_input: bool,
-        of_weights: Sequence[bool],
-    ) -> list[Any]:
-        return list(grads_BSO)
-
-    def whole_input(self, x_BSI: Tensor | None, saved: Sequence[Any], kept: Sequence[Any]) -> Any:
-        return saved[0] if x_BSI is None else x_BSI
-
-    def input_gradient_of(
-        self,
-        gradients: Sequence[Any],
-        weights: Sequence[Tensor],
-        kept: Sequence[Any],
-        grads_BSO: Sequence[Tensor],
-    ) -> Tensor:
-        first, *rest = (g @ w.to(g.dtype) for g, w in zip(grads_BSO, weights, strict=True))
-        for addend in rest:
-            first += addend
-        return first
-
-    def weight_gradient(self, gradient: Any, x: Any, dtype: torch.dtype) -> Tensor:
-        return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-
-    def measured(self, gradient: Any, saved: Sequence[Any]) -> Tensor:
-        raise AssertionError("nothing is measured")
-
-
-PLAIN = PlainKernel()
-
-
 class _ColumnLinear(torch.autograd.Function):
-    # Parameters are saved as they came, not cast and not as views: ZeRO 3 frees their values after
-    # the forward pass and has them back before the backward pass.
+    # Save parameters as they are, neither cast nor as views: ZeRO 3 frees their values after the
+    # forward pass and restores them before the backward pass.
 
     @staticmethod
     def forward(
@@ -335,7 +286,7 @@ class _ColumnLinear(torch.autograd.Function):
         if sequence:
             x = start_gather_sequence(x, group)()
         biases = tuple(None if bias is None else bias.to(x.dtype) for bias in biases)
-        # Of a split sequence a rank saves its own part, which is smaller from two ranks on.
+        # If the sequence is split, a rank saves only its own slice, which is smaller.
         outputs, saved = kernel.outputs(x, weights, biases, kept, trained and not sequence)
         ctx.saved = len(saved)
         ctx.save_for_backward(mine if sequence else None, *saved, *params)
@@ -361,7 +312,7 @@ class _ColumnLinear(torch.autograd.Function):
             addend = kernel.input_gradient_of(gradients, weights, kept, grads_BSO)
             finish_x_grad = start(addend, group) if group.size > 1 else lambda: addend
 
-        def products() -> Gradients:  # without ctx, which would keep the graph
+        def products() -> Gradients:  # must not refer to ctx, which would keep the graph alive
             x: Any = None
             if any(needs[:count]):
                 finish = finish_x

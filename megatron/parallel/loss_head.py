@@ -1,7 +1,7 @@
-"""Predictions of an output head, and the inputs of its losses.
+"""Targets of an output head, and the inputs of its losses.
 
-Shapes: B batch, S sequence, P predicted positions (outside the region a rank's slice of them if
-that is split), H hidden, V one rank's share of the padded vocabulary.
+Shapes: B batch, S sequence, P predicted positions (outside tensor-parallel layers, a rank's slice
+of them if split), H hidden, V one rank's share of the padded vocabulary.
 """
 
 from __future__ import annotations
@@ -19,44 +19,41 @@ from megatron.parallel.softmax_loss import capped
 from megatron.parallel.tensor_parallel import TensorParallel
 
 _POSITIONS = 8
-"""Divisor of the number of a rank's targets at positions, for kernels."""
+"""Multiple to which a rank's number of predicted positions is padded, for efficient kernels."""
 
 
 class Targets(NamedTuple):
-    """Token ids (int64) that a model should predict, and a mask: 1 where the loss counts, else
-    0.
+    """Token ids (int64) that a model should predict, and a mask: 1 if the loss counts, else 0.
 
     Attributes:
-        positions_BP: where in the sequence they are predicted; None for everywhere, in order. With
-            fewer rows than the hidden states: where in these rows, one after another.
-        scored: whether each is to be scored, instead of a loss of all.
-        of_samples: whether they belong to samples, and not to places of a sequence.
-        whole: of all ranks of a context, where these are one's.
-        places_BP: where among those these are; None for this rank's part of all, in order.
+        positions_BP: positions that predict the targets. None for all positions, in order. If it
+          has fewer rows than the hidden states, each row indexes several of their rows, joined.
+        of_samples: whether each target belongs to a whole sample rather than to a position.
+        whole: the targets of all context ranks, if these are only one rank's.
+        places_BP: indices of these targets in ``whole``. None for this rank's chunks, in order.
     """
 
     labels_BS: Tensor
     mask_BS: Tensor
     positions_BP: Tensor | None = None
-    scored: bool = False
     of_samples: bool = False
     whole: Targets | None = None
     places_BP: Tensor | None = None
 
     def changed(self, **fields: Any) -> Targets:
-        """Return these targets with other values of some fields."""
-        # Not _replace: a tuple that leaves compiled code through it is empty with torch 2.11.
+        """Return a copy of these targets with some fields replaced."""
+        # Not _replace: with torch 2.11, compiled code would then return an empty tuple.
         return Targets(**dict(zip(Targets._fields, self, strict=True)) | fields)
 
     @property
     def total(self) -> Tensor | None:
-        """Sum of the mask of all ranks of a context; None where these are all targets."""
+        """Sum of the mask over all context ranks. None if these targets are complete."""
         return None if self.whole is None else self.whole.mask_BS.sum()
 
     def divided(self, context: Context, length: int) -> Targets:
-        """Return the targets of a rank's part of sequences of ``length`` tokens, which matters for
-        targets at positions only. They are the counted ones, padded to the same number in each row,
-        and at least one, by others that do not count."""
+        """Return the targets in a context rank's chunks of sequences of ``length`` tokens. With
+        ``positions_BP``, keep only this rank's targets with mask 1. Each row is padded to the same
+        number of targets, at least one, with mask 0."""
         if self.of_samples:
             return self
         if self.positions_BP is None:
@@ -73,8 +70,8 @@ class Targets(NamedTuple):
         return targets.changed(whole=self, places_BP=places_BP)
 
     def gathered(self, x_BP: Tensor, context: Context) -> Tensor:
-        """Numbers of a rank's targets, [B, P], 0 where these do not count, as those of all ranks'
-        targets, in the order of ``whole``; each rank computes the same with them."""
+        """Return the values of all context ranks' targets in the order of ``whole``. ``x_BP`` has
+        this rank's values, 0 where the mask is 0. All ranks must use the result in the same way."""
         if self.whole is None:
             return x_BP
         if self.places_BP is None:
@@ -83,14 +80,14 @@ class Targets(NamedTuple):
         return context.sum(zeros.scatter_add(1, self.places_BP, x_BP))
 
     def at(self, positions_BP: Tensor) -> Targets:
-        """Return the targets of some positions, of each row or of as many rows together as there
-        are for one of the positions'."""
+        """Return the targets at the given positions. If ``positions_BP`` has fewer rows than the
+        targets, each of its rows indexes several rows of targets, concatenated."""
         together = (each.reshape(len(positions_BP), -1) for each in self[:2])
         labels_BP, mask_BP = (each.gather(1, positions_BP) for each in together)
         return self.changed(labels_BS=labels_BP, mask_BS=mask_BP)
 
     def ending_in(self, labels_BK: Tensor) -> Targets:
-        """Return targets with other labels for the last K, all of which count."""
+        """Return these targets with the last K labels replaced. These K count in the loss."""
         first = self.labels_BS.shape[1] - labels_BK.shape[1]
         labels_BP = torch.cat((self.labels_BS[:, :first], labels_BK), dim=1)
         mask_BP = self.mask_BS.clone()
@@ -98,7 +95,7 @@ class Targets(NamedTuple):
         return self.changed(labels_BS=labels_BP, mask_BS=mask_BP)
 
     def padded(self, count: int) -> Targets:
-        """With further ones that do not count."""
+        """Return these targets followed by ``count`` targets with mask 0."""
         if not count:
             return self
         labels, mask = (F.pad(each, (0, count)) for each in self[:2])
@@ -106,7 +103,7 @@ class Targets(NamedTuple):
         return self.changed(labels_BS=labels, mask_BS=mask, places_BP=places)
 
     def taken(self, x_BSH: Tensor, tp: TensorParallel) -> tuple[Tensor, Targets]:
-        """The hidden states that predict them, and themselves, as many as ranks can divide."""
+        """Return the hidden states of the targets and the targets, padded for an even split."""
         if self.positions_BP is None:
             return x_BSH, self
         missing = -self.positions_BP.shape[1] % tp.slices
@@ -114,27 +111,14 @@ class Targets(NamedTuple):
         return x_BPH, self.padded(missing)
 
 
-class TokenScores(NamedTuple):
-    """Probability of each target.
-
-    Attributes:
-        log_probs_BP: natural logarithm of its probability, float32 or float64; 0 where the mask is.
-        correct_BP: whether no token is more probable; of several that are equal the first is. False
-            where the mask is 0.
-    """
-
-    log_probs_BP: Tensor
-    correct_BP: Tensor
-
-
 @dataclass(frozen=True)
 class LossHead:
-    """Computation of a loss from hidden states.
+    """Settings with which an output head computes losses from hidden states.
 
     Attributes:
-        softcap: logits are softcap x tanh(logit / softcap); None leaves them alone.
-        chunk_bytes: size of the logits in memory at a time; 0 for all; None for a default that
-            suits the device.
+        softcap: logits become softcap x tanh(logit / softcap). None leaves them unchanged.
+        chunk_bytes: maximum size of the logits in memory at a time. 0 means no limit, None the
+          device's default.
         z_coeff: see :class:`~megatron.parallel.softmax_loss.Columns`.
     """
 
@@ -152,10 +136,10 @@ class HeadInput(NamedTuple):
     """Input of an output head.
 
     Attributes:
-        x_BPH: hidden states that predict the targets (a rank's slice of them where the region is
-            split), scaled as the head scales its input.
-        weight_VH: this rank's rows of the vocabulary, padding included.
-        bias_V: of the logits, or None.
+        x_BPH: hidden states that predict the targets, scaled as the head requires. With sequence
+          parallelism, a rank's slice of them.
+        weight_VH: this rank's vocabulary rows, including padding.
+        bias_V: bias of the logits, or None.
     """
 
     x_BPH: Tensor
@@ -166,16 +150,16 @@ class HeadInput(NamedTuple):
 
 
 class Objective(Protocol):
-    """Losses, and numbers to report, of a micro batch.
+    """Losses of a micro batch, and other values to report.
 
     Attributes:
-        losses: weight of each in the number that is minimised, in the order of logging; 0 for
-            numbers that are only reported, which have no perplexity.
+        losses: weight of each loss in the sum that is minimised, in the order of logging. 0 for
+          values that are only reported; they have no perplexity.
     """
 
     losses: Mapping[str, float]
 
     def __call__(self, inputs: HeadInput, batch: Any) -> dict[str, Tensor]:
-        """Scalars by the names of ``losses``, float32 or float64, the same on every tensor-parallel
-        rank; those of weight 0 without a gradient."""
+        """Return a scalar per name in ``losses``, float32 or float64, equal on all tensor-parallel
+        ranks, without a gradient if its weight is 0. Evaluations may return any tensors."""
         ...

@@ -1,4 +1,4 @@
-"""The mesh of processes, its axes and its process groups."""
+"""Mesh of processes: its axes, each rank's coordinates, and the process groups."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import torch
 import torch.distributed as dist
 
 AXES = ("pipeline", "data", "context", "expert", "tensor")
-"""The axes of the mesh, slowest first, in the order of DeepSpeed's pipeline grid (pipe, data,
-model): neighbours in global rank differ along the last."""
+"""Axes of the mesh, slowest first: consecutive global ranks differ along the last axis. The order
+is that of DeepSpeed's pipeline grid (pipe, data, model)."""
 
 REPLICAS = ("data", "context", "expert")
-"""The axes along which dense layers are replicated; together they are DeepSpeed's data parallel."""
+"""Axes along which dense layers are replicated. Their product is DeepSpeed's data-parallel size."""
 
 SAMPLES = ("data", "expert")
-"""The axes along which ranks read different samples."""
+"""Axes along which ranks read different samples."""
 
 MODEL = ("pipeline", "tensor")
-"""The axes over which dense layers are divided."""
+"""Axes over which a model's dense layers are divided."""
 
 SHARDED = ("pipeline", "expert", "tensor")
-"""The axes along which ranks can have different parameters."""
+"""Axes along which ranks can have different parameters."""
 
 Coordinates = Mapping[str, tuple[int, int]]
-"""A rank's position: (rank, size) along each axis; a missing axis is (0, 1)."""
+"""A rank's coordinates: (rank, size) along each axis. A missing axis means (0, 1)."""
 
 ALONE: Coordinates = {}
-"""The coordinates of a single process."""
+"""Coordinates of a single process."""
 
 
 class Replicated(Protocol):
-    """Has the axes along which a parameter is replicated, as a ``Shard`` does."""
+    """Object that lists the axes along which a parameter is replicated, such as a ``Shard``."""
 
     @property
     def reduced(self) -> tuple[str, ...]: ...
@@ -44,16 +44,16 @@ class Replicated(Protocol):
 
 @dataclass(frozen=True)
 class Group:
-    """One rank's view of a process group."""
+    """Process group as seen by one of its ranks."""
 
     ranks: tuple[int, ...] = (0,)
     """Global ranks of the members, in order."""
     rank: int = 0
-    """This process's index among them."""
+    """Index of this process in ``ranks``."""
     handle: dist.ProcessGroup | None = None
-    """torch's group; None for a single process without torch.distributed."""
+    """torch's process group. None for a single process without torch.distributed."""
     name: str = field(init=False, default="")
-    """Its name to torch's compiler, in whose graphs a group is a string."""
+    """Name of the group in graphs of torch's compiler."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", getattr(self.handle, "group_name", ""))
@@ -63,14 +63,14 @@ class Group:
         return len(self.ranks)
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return the value of every member, in order. Every member must call it."""
+        """All-gather the members' values, in rank order. Collective: every member must call it."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.handle)
         return values
 
     def shared(self, value: Any, source: int = 0) -> Any:
-        """Return the value of one member, on all of them. Every member must call it."""
+        """Broadcast the value of the member ``source``. Collective: every member must call it."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, self.ranks[source], group=self.handle)
@@ -83,24 +83,24 @@ SINGLE = Group()
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's view of the mesh; by default that of a single process. ``sizes`` are the ranks
-    along each axis, 1 for a missing one; ``groups`` the groups that were created, by their axes
-    with more than one rank."""
+    """Mesh of processes as seen by one rank, by default a single process. ``sizes`` are the numbers
+    of ranks along each axis, 1 for a missing axis. ``groups`` are the process groups, keyed by the
+    axes along which they have more than one rank."""
 
     world: Group = SINGLE
     sizes: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[tuple[str, ...], Group] = field(default_factory=dict)
     handles: Mapping[tuple[int, ...], Any] = field(default_factory=dict)
-    """torch's groups by their ranks, those of other ranks too; the same keys on every rank."""
+    """torch's groups by their ranks, including groups without this rank. Same keys on all ranks."""
     transfers: Group = SINGLE
-    """The ranks of the pipeline, for what stages send each other."""
+    """This rank's pipeline group, as used for transfers between stages."""
 
     @cached_property
     def coordinates(self) -> Coordinates:
         return coordinates_of(self.world.rank, self.sizes)
 
     def group(self, *axes: str) -> Group:
-        """The ranks whose coordinates differ from this one's along these axes only."""
+        """Return the ranks whose coordinates differ from this rank's only along these axes."""
         wide = _wide(axes, self.sizes)
         if not wide and wide not in self.groups:
             return Group((self.world.rank,))
@@ -109,7 +109,7 @@ class Mesh:
 
     @cached_property
     def tensor(self) -> Group:
-        """The ranks over which this one's layers are cut."""
+        """Ranks over which this rank's layers are sharded (tensor parallelism)."""
         return self.group("tensor")
 
     @cached_property
@@ -118,29 +118,29 @@ class Mesh:
 
     @cached_property
     def samples(self) -> Group:
-        """The ranks that read different samples for the same layers: data x expert. A mean over
-        samples is one over these."""
+        """Ranks with the same layers that read different samples: data x expert. Means over samples
+        are computed over this group."""
         return self.group(*SAMPLES)
 
     @cached_property
     def dense(self) -> Group:
-        """All replicas of this rank's dense layers, over whose number gradients are averaged: data
-        x context x expert, DeepSpeed's data parallel."""
+        """All replicas of this rank's dense layers: data x context x expert. Gradients are averaged
+        over this group, which is DeepSpeed's data-parallel group."""
         return self.group(*REPLICAS)
 
     def replicas(self, shard: Replicated) -> Group:
-        """The ranks with the same share of a parameter as this one, over which its gradient is
-        summed and ZeRO partitions it."""
+        """Return the ranks that have the same share of a parameter as this rank. Its gradient is
+        summed over this group, and ZeRO partitions it over this group."""
         return self.group(*shard.reduced)
 
     @cached_property
     def model(self) -> Group:
-        """The ranks of one replica of the model: pipeline x tensor."""
+        """Ranks of one replica of the model: pipeline x tensor."""
         return self.group(*MODEL)
 
 
 _ALWAYS = (("tensor",), REPLICAS, ("data", "context"), ("pipeline",), MODEL)
-"""Combinations of axes whose groups are created at any size: DeepSpeed needs their handles."""
+"""Combinations of axes whose groups always exist, even of one rank, as DeepSpeed requires."""
 
 _COMBINATIONS = (*_ALWAYS, SAMPLES, ("context",), ("expert",), ("expert", "tensor"), SHARDED)
 """All combinations of axes along which ranks communicate."""
@@ -157,7 +157,7 @@ def coordinates_of(rank: int, sizes: Mapping[str, int]) -> dict[str, tuple[int, 
 
 
 def memberships(sizes: Mapping[str, int], axes: Collection[str]) -> list[tuple[int, ...]]:
-    """Global ranks of every group along these axes, groups in the order of their first ranks."""
+    """Return the global ranks of every group along these axes, ordered by their first rank."""
     others = [axis for axis in AXES if axis not in axes]
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(sizes.values())):
@@ -167,11 +167,11 @@ def memberships(sizes: Mapping[str, int], axes: Collection[str]) -> list[tuple[i
 
 
 def build_mesh(sizes: Mapping[str, int], timeout: timedelta | None = None) -> Mesh:
-    """Creates the groups on every rank; torch.distributed must be initialised. ``sizes`` are the
-    ranks along each axis but ``data``, which gets the rest of the world. Groups of the same ranks
-    share one group of torch: each costs connections and threads (gloo), or memory on the device
-    (NCCL). Only what stages send each other never waits for a collective of all ranks: on GPUs all
-    that a group sends is on one stream."""
+    """Create the process groups. Collective: every rank must call this, with torch.distributed
+    initialised. ``sizes`` has the number of ranks along each axis but ``data``, which gets the
+    remaining factor of the world size. Groups of the same ranks share one torch group, since each
+    costs connections and threads (gloo) or device memory (NCCL). Transfers between stages do not:
+    with NCCL, a group's operations share a stream, so they would wait for collectives."""
     world, rank = tuple(range(dist.get_world_size())), dist.get_rank()
     data_size, rest = divmod(len(world), math.prod(sizes.values()))
     assert rest == 0, "the configuration checks divisibility"
@@ -183,7 +183,7 @@ def build_mesh(sizes: Mapping[str, int], timeout: timedelta | None = None) -> Me
         wide = _wide(axes, sizes)
         if wide in groups or not (wide or axes in _ALWAYS):
             continue
-        # Every rank must take part in creating every group, in the same order.
+        # Every rank must participate in creating every group, in the same order.
         for ranks in memberships(sizes, wide):
             if ranks not in handles:
                 handles[ranks] = dist.new_group(list(ranks), timeout=timeout)
@@ -201,7 +201,8 @@ def _wide(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def any_rank(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """True if ``flag`` is true on any rank of a group (None for all); every rank must call it."""
+    """Return whether ``flag`` is true on any rank of a group (None for all ranks). Collective:
+    every rank must call this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return flag
     flags = torch.tensor(float(flag), dtype=torch.float64, device=device)
@@ -212,7 +213,7 @@ def any_rank(flag: bool, device: torch.device, group: dist.ProcessGroup | None =
 def first_reason(
     reason: str | None, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> str | None:
-    """The reason of the first rank that has one, None without; every rank must call it."""
+    """Return the reason, with the rank, of the first rank that has one, or None. Collective."""
     if not any_rank(reason is not None, device, group):
         return None
     if not dist.is_initialized() or dist.get_world_size() == 1:

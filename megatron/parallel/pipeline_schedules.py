@@ -1,4 +1,4 @@
-"""Pipelines: which stage has which layers, and the order of their work."""
+"""Pipeline parallelism: which layers each stage has, and the order of passes on each rank."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def stage_bounds(
     costs: Sequence[int] | None = None,
     with_next_block: Sequence[bool] | None = None,
 ) -> list[int]:
-    """Return the first layer of each stage, followed by the length of the layer list. Every stage
-    gets at least one of the repeated blocks; other layers follow a block, or belong to the first or
-    the last stage. Raises ValueError if the list does not fit.
+    """Return the index of each stage's first layer, followed by the number of layers. Every stage
+    gets at least one of the repeated ``blocks``. Another layer stays with the block before it, or
+    belongs to the first or last stage. Raises ValueError if the list cannot be divided this way.
 
     Args:
-        weights: parameters of each layer.
-        method: ``blocks`` (equal numbers of blocks; the remainder goes to the middle stages, away
-            from embedding and head; where blocks differ in their costs, the costliest stage as
-            cheap as possible), ``parameters`` (the largest stage as small as possible), or the
-            numbers of blocks, separated by commas.
-        costs: of each layer, for ``blocks``; None where all blocks cost the same.
-        with_next_block: whether a layer must be on the stage of the next block; None: none must.
-            Blocks that are together by that count as one.
+        weights: number of parameters of each layer.
+        method: ``blocks`` (equal numbers of blocks, with the remainder on the middle stages, away
+          from embedding and head; if the costs of blocks differ, the cost of the most expensive
+          stage is minimised), ``parameters`` (the size of the largest stage is minimised), or
+          comma-separated numbers of blocks.
+        costs: cost of each layer, for ``blocks``. None if all blocks cost the same.
+        with_next_block: whether each layer must be on the same stage as the next block. Blocks
+          that are tied in this way count as one. None if no layers are tied.
     """
     places = _first_blocks(blocks, with_next_block)
     if len(places) < stages:
@@ -57,7 +57,7 @@ def stage_bounds(
 
 
 def _first_blocks(blocks: Sequence[bool], with_next_block: Sequence[bool] | None) -> list[int]:
-    """Places of the blocks, of those that must be on one stage of the first."""
+    """Return the indices of the blocks. Of blocks tied to one stage, only the first is included."""
     places, together = [], False
     for place, block in enumerate(blocks):
         if block and not together:
@@ -74,7 +74,7 @@ def _first_with_block(place: int, with_next_block: Sequence[bool]) -> int:
 
 
 def explicit_counts(method: str) -> list[int]:
-    """The numbers of ``3,4,4,3``; ValueError if it is not such a list."""
+    """Parse numbers of blocks such as ``3,4,4,3``. Raises ValueError if the text is malformed."""
     try:
         return [int(count) for count in method.split(",")]
     except ValueError:
@@ -91,8 +91,8 @@ def _even(blocks: int, stages: int) -> list[int]:
 
 
 def _balanced(places: Sequence[int], weights: Sequence[int], stages: int) -> list[int]:
-    """Numbers of blocks per stage that make the heaviest stage as light as possible, by bisection
-    over the bound."""
+    """Return the numbers of blocks per stage that minimise the weight of the heaviest stage.
+    Bisects over the bound on that weight."""
     begins, ends = [0, *places[1:]], [*places[1:], len(weights)]
     loads = [sum(weights[begin:end]) for begin, end in zip(begins, ends, strict=True)]
     low, high = max(loads), sum(loads)
@@ -100,7 +100,7 @@ def _balanced(places: Sequence[int], weights: Sequence[int], stages: int) -> lis
         range(low, high + 1), True, key=lambda bound: len(_fill(loads, bound)) <= stages
     )
     counts = _fill(loads, bound)
-    # Fewer stages than there are: splitting the fullest ones never makes the heaviest heavier.
+    # If this bound needs fewer stages, split the stages with the most blocks. None becomes heavier.
     while len(counts) < stages:
         fullest = max(range(len(counts)), key=lambda stage: counts[stage])
         half = counts[fullest] // 2
@@ -120,14 +120,14 @@ def _fill(loads: Sequence[int], bound: int) -> list[int]:
 
 
 INPUTS, WEIGHTS = "inputs", "weights"
-"""The parts of a backward pass: the gradients of inputs, and later those of linear layers' weights,
-for which no other stage waits."""
+"""Parts of a backward pass: the gradients of inputs, and later those of linear layers' weights, for
+which no other stage waits."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """The forward or backward of one micro batch through one stage; ``part`` is which of a backward
-    pass, empty for all of it."""
+    """Forward or backward pass of one micro batch through one stage. ``part`` is the part of a
+    backward pass, or empty for a complete pass."""
 
     backward: bool
     stage: int
@@ -136,15 +136,15 @@ class Action:
 
     @property
     def result(self) -> Action:
-        """The pass whose result others wait for: that of its first part is all of a backward's."""
+        """Pass that other actions wait for: the complete one, if this is its first part."""
         return replace(self, part="") if self.part == INPUTS else self
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The order of actions on each rank during one step of a pipeline, with ``chunks`` stages per
-    rank. With ``forward_only``, for evaluation, any number of micro batches is possible. Raises
-    ValueError if the schedule does not exist or does not fit; says why and what would fit."""
+    """Order of each rank's actions in one step of a pipeline with ``chunks`` stages per rank. With
+    ``forward_only``, for evaluation, any number of micro batches is possible. Raises ValueError if
+    the schedule does not exist or does not fit. The message says what would fit."""
 
     name: str
     ranks: int
@@ -190,7 +190,7 @@ class PipelineSchedule:
         return list(_weights_later(order, rank)) if self.name == "zbh1" and rank else order
 
     def _alternating(self, rank: int) -> list[Action]:
-        """Warm-up forwards, then forwards and backwards in turn, then the remaining backwards."""
+        """Return the warm-up forwards, then alternating passes, then the remaining backwards."""
         p, m = self.ranks, self.micro_batches
         if self.name in ("1f1b", "zbh1"):
             warm_up = p - rank - 1
@@ -205,7 +205,7 @@ class PipelineSchedule:
         return order
 
     def _forwards(self, rank: int) -> list[Action]:
-        """All forwards of a rank, in the order of a pipeline that never waits."""
+        """Return all forwards of a rank, in their order in a pipeline that never waits."""
         forwards = [
             Action(False, stage, micro_batch)
             for stage in self.stages_of(rank)
@@ -214,24 +214,24 @@ class PipelineSchedule:
         return sorted(forwards, key=self._tick)
 
     def _backwards(self, rank: int) -> list[Action]:
-        """The mirror image of the forwards: the last chunk comes first."""
+        """Return all backwards of a rank, in the order of its forwards with the stages reversed."""
         stages = self.stages_of(rank)
         mirror = dict(zip(stages, reversed(stages), strict=True))
         return [Action(True, mirror[a.stage], a.micro_batch) for a in self._forwards(rank)]
 
     def _tick(self, forward: Action) -> int:
-        """When a forward runs if each takes one tick: after that of the previous stage, and no two
-        at once on one rank."""
+        """Return the tick at which a forward runs if each takes one tick. It follows the previous
+        stage's forward, and never coincides with another forward on the same rank."""
         if self.name in BOTH_WAYS:
-            # A rank's two stages are an odd number apart, so every second tick is free for each.
+            # A rank's two stages are an odd number apart, so each uses every second tick.
             return 2 * forward.micro_batch + forward.stage
         group, place = divmod(forward.micro_batch, self.ranks)
         return group * self.stages + forward.stage + place
 
     def _dualpipev(self, rank: int) -> Iterator[Action]:
-        """DualPipeV's phases; F and B are forward and backward, 0 and 1 the chunk. Where it fills
-        idle time (``enable_zb`` in https://github.com/deepseek-ai/DualPipe) I is a backward for
-        inputs, and W the oldest for weights that is left."""
+        """Yield DualPipeV's actions, phase by phase. F and B are forward and backward passes, 0 and
+        1 the rank's chunks. In the variant that fills idle time (``enable_zb`` in
+        https://github.com/deepseek-ai/DualPipe), I and W are the two parts of a backward pass."""
         below = self.ranks - rank - 1
         half, odd = divmod(rank + 1, 2)
         later = self.name == "dualpipev_zb"
@@ -262,9 +262,9 @@ class PipelineSchedule:
 
 
 def _weights_later(order: Iterable[Action], delay: int) -> Iterator[Action]:
-    """Cut the backward passes of an order in two, with the second part of each ``delay`` passes
-    after its first, in the order of micro batches. With 1F1B and a delay of its rank a rank keeps
-    as much as the first one: ZB-H1 (Qi et al. 2024, arXiv:2401.10241, section 2.2.1)."""
+    """Split each backward pass in two. The second part runs ``delay`` backward passes after the
+    first part. For 1F1B with the rank as the delay, every rank stores as many activations as rank
+    0. This is ZB-H1 (Qi et al. 2024, arXiv:2401.10241, section 2.2.1)."""
     left: deque[Action] = deque()
     for action in order:
         if not action.backward:

@@ -1,4 +1,4 @@
-"""Seeds and states of random numbers, which some ranks draw alike and others differently."""
+"""Seeds and states of random number generators. Some are the same on all ranks, others differ."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from megatron.util.digests import hash64
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from anything printable, stable over processes and versions."""
+    """Return a 63-bit seed derived from printable values, stable across processes and versions."""
     return hash64("\0".join(map(str, parts)).encode()) >> 1
 
 
 def generator(seed: int, name: str) -> torch.Generator:
-    """The CPU generator of the initial values of the parameter ``name``."""
+    """Return the CPU generator that draws the initial values of the parameter ``name``."""
     return torch.Generator().manual_seed(derive_seed(seed, name))
 
 
 def dropout_seed(seed: int, first_sample: int) -> int:
-    """Seed of the dropout masks of the micro batch that starts at a sample."""
+    """Return the dropout seed of the micro batch whose first sample has index ``first_sample``."""
     return derive_seed(seed, "dropout", first_sample)
 
 
 def seed_devices(seed: int) -> None:
-    """Seeds the generators of the CPU and of every GPU that this process uses.
-    ``torch.manual_seed`` gives the same numbers, but also formats the stack for each absent
-    accelerator (0.3 ms a call)."""
+    """Seed the generators of the CPU and of every GPU in use, like ``torch.manual_seed``, which
+    also formats the stack for each absent accelerator (0.3 ms a call)."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         for of_device in torch.cuda.default_generators:
@@ -39,9 +38,9 @@ def seed_devices(seed: int) -> None:
 
 @contextlib.contextmanager
 def tensor_parallel_random(*groups: Group) -> Iterator[None]:
-    """Random numbers inside the block differ between the ranks of the groups. Outside, all ranks
-    that have the same samples draw the same numbers, so that they draw a common seed here; the
-    state outside is restored on leaving."""
+    """In this context, random numbers differ between the ranks of the groups. Outside it, all ranks
+    with the same samples must draw the same numbers; the common seed is drawn from these. The outer
+    state is restored on exit."""
     ranks = [group.rank for group in groups if group.size > 1]
     if not ranks:
         yield
@@ -54,7 +53,7 @@ def tensor_parallel_random(*groups: Group) -> Iterator[None]:
 
 
 def random_state() -> dict[str, Tensor]:
-    """The states of torch's generators on this process, as tensors."""
+    """Return the states of this process's CPU and GPU generators in torch."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -1,7 +1,7 @@
-"""Division of a parameter over the mesh.
+"""Sharding of parameters over the mesh.
 
-Initialisation, gradient norm, checkpoints, conversion and the parity tests all read this
-description; nothing else knows a layout.
+Initialisation, gradient norm, checkpoints, conversion and the parity tests all use this
+description. No other code depends on how a layout shards a parameter.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from megatron.config import ModelConfig
 from megatron.parallel.mesh import ALONE, AXES, REPLICAS, Coordinates, coordinates_of
 
 Ranges = tuple[tuple[int, int], ...]
-"""(start, length) along a dimension of a whole parameter, in the order of a share."""
+"""Ranges (start, length) along a dimension of a whole parameter, in their order within a share."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Cut of one dimension of a parameter over an axis of the mesh, or several together.
+    """Sharding of one dimension of a parameter over one or several axes of the mesh.
 
     Attributes:
-        axis: its name, or the names of several, slowest first: a rank's place is that among the
-            ranks along all of them.
-        parts: lengths along ``dim`` of matrices fused into this one, for example (query, key,
-            value); each part is cut by itself. Empty means one part.
-        held: indices of the parts in this parameter; None for all. The others are in another
-            parameter of the same layer.
+        axis: name of an axis, or of several, slowest first, that together number the ranks.
+        parts: lengths along ``dim`` of the matrices fused into this parameter, for example (query,
+          key, value). Each is sharded separately. Empty means a single matrix.
+        held: indices of the matrices in this parameter; another one has the others. None for all.
         copies: number of neighbouring ranks with the same share.
+        unpadded: length along ``dim`` without padding. None if there is no padding.
     """
 
     dim: int
@@ -48,7 +47,7 @@ class Cut:
         return (self.axis,) if isinstance(self.axis, str) else self.axis
 
     def of(self, coordinates: Coordinates) -> tuple[int, int]:
-        """(rank, size) along all of the axes at ``coordinates``."""
+        """Return a rank's (index, number of ranks) along all of the cut's axes together."""
         rank, size = 0, 1
         for axis in self.axes:
             place, count = coordinates.get(axis, (0, 1))
@@ -56,7 +55,7 @@ class Cut:
         return rank, size
 
     def ranges(self, length: int, coordinates: Coordinates) -> Ranges:
-        """The share of the rank at ``coordinates`` along a dimension of this padded length."""
+        """Return a rank's ranges along this dimension, whose length with padding is ``length``."""
         rank, size = self.of(coordinates)
         parts = self.parts or (length,)
         starts = [0, *accumulate(parts)]
@@ -72,9 +71,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shard:
-    """Division of one parameter over the mesh: ``full_shape`` includes padding (under ``zero.Init``
-    the tensor itself is empty); each of ``cuts`` is over other axes; ``whole`` is the last name of
-    the whole parameter where several parameters are parts of it."""
+    """Sharding of one parameter over the mesh. ``full_shape`` includes padding; the tensor itself
+    may be empty (``zero.Init``). No two of ``cuts`` share an axis. If a checkpoint joins this
+    parameter with others, ``whole`` is the last component of the joint parameter's name."""
 
     full_shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
@@ -101,27 +100,27 @@ class Shard:
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """The axes over which the gradient is averaged: those along which it is replicated."""
+        """Axes along which the parameter is replicated. Its gradient is averaged over them."""
         return tuple(axis for axis in REPLICAS if self.over(axis) is None)
 
     @property
     def decays(self) -> bool:
-        """True for matrices, whose weights decay, and False for vectors; where several experts are
-        one parameter, an expert's part of it decides."""
+        """True for matrices, which have weight decay, False for vectors. For a parameter with
+        several experts, the dimensions of a single expert count."""
         return len(self.full_shape) - (self.over("expert") is not None) > 1
 
     @property
     def part(self) -> str:
-        """Distinguishes the parameters that are parts of one; empty for a whole parameter."""
+        """Label that distinguishes several parts of one parameter. Empty for a whole parameter."""
         held = [part for cut in self.cuts for part in cut.held or ()]
         return "parts" + "-".join(map(str, held)) if held else ""
 
     def over(self, axis: str) -> Cut | None:
-        """The cut over an axis; None where every rank along it has the same."""
+        """Return the cut over an axis, or None if the parameter is replicated along it."""
         return next((cut for cut in self.cuts if axis in cut.axes), None)
 
     def ranges(self, coordinates: Coordinates = ALONE) -> dict[int, Ranges]:
-        """Ranges of a rank's share in the whole, by dimension that is cut."""
+        """Return the ranges of a rank's share of the full parameter, by sharded dimension."""
         return {cut.dim: cut.ranges(self.full_shape[cut.dim], coordinates) for cut in self.cuts}
 
     def local_shape(self, coordinates: Coordinates = ALONE) -> tuple[int, ...]:
@@ -131,8 +130,8 @@ class Shard:
         return tuple(shape)
 
     def counted(self, coordinates: Coordinates, among: Sequence[str] = AXES) -> bool:
-        """True if a rank's copy counts in norms and checkpoints: the first of those with the same
-        values along the axes ``among`` does. Pipeline stages have other parameters."""
+        """Return whether a rank's copy counts in norms and checkpoints. Of the ranks with the same
+        values along the axes ``among``, the first counts. Pipeline stages share no values."""
         for axis in among:
             rank, _ = coordinates.get(axis, (0, 1))
             if rank and axis != "pipeline":
@@ -142,7 +141,7 @@ class Shard:
         return True
 
     def cut(self, canonical: Tensor, coordinates: Coordinates = ALONE) -> Tensor:
-        """One rank's share of a whole parameter without padding; padding is filled with zeros."""
+        """Return one rank's share of a whole, unpadded parameter. Padding is filled with zeros."""
         assert tuple(canonical.shape) == self.canonical_shape, (canonical.shape, self)
         share = canonical
         for dim, ranges in self.ranges(coordinates).items():
@@ -151,7 +150,7 @@ class Shard:
         return share
 
     def place(self, canonical: Tensor, share: Tensor, coordinates: Coordinates = ALONE) -> None:
-        """Writes one rank's share into a whole parameter without padding."""
+        """Write one rank's share into a whole, unpadded parameter."""
         assert tuple(canonical.shape) == self.canonical_shape, (canonical.shape, self)
         blocks = [(canonical, share)]
         for dim, ranges in self.ranges(coordinates).items():
@@ -162,8 +161,8 @@ class Shard:
             whole.copy_(piece)
 
     def join(self, shares: Sequence[Tensor], sizes: Mapping[str, int] | None = None) -> Tensor:
-        """The whole parameter without padding, from the shares of all ranks of a mesh with
-        ``sizes`` (None for one process), in order; not for a part of a parameter."""
+        """Return the whole, unpadded parameter. ``shares`` are those of all ranks, in order, of a
+        mesh with ``sizes`` (None for one process). Not available for a part of a parameter."""
         assert not self.part, self
         sizes = sizes or {}
         assert len(shares) == math.prod(sizes.values()), (len(shares), sizes)
@@ -195,10 +194,10 @@ def _taken(values: Tensor, dim: int, start: int, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: normal around 0 with a standard deviation, uniform between ``-bound`` and
-    ``bound``, with ``xavier`` uniform within a bound that follows from the two dimensions of the
-    whole parameter (Glorot and Bengio 2010), ``function`` of uniform values between 0 and 1, or
-    constant."""
+    """Distribution of initial values: normal around 0 with standard deviation ``std``, uniform
+    between ``-bound`` and ``bound``, Xavier uniform with the bound that the whole parameter's two
+    dimensions determine (Glorot and Bengio 2010), ``function`` of uniform values between 0 and 1,
+    or constant."""
 
     std: float = 0.0
     constant: float = 0.0
@@ -210,7 +209,7 @@ class Init:
         return self.fill(torch.empty(tuple(shape)), generator)
 
     def fill(self, values: Tensor, generator: torch.Generator) -> Tensor:
-        """Writes the initial values of a whole parameter (float32, on the CPU)."""
+        """Fill a whole parameter (float32, on the CPU) with its initial values."""
         if self.std:
             return values.normal_(0.0, self.std, generator=generator)
         if self.xavier:
@@ -223,17 +222,17 @@ class Init:
 
 
 def initial(config: ModelConfig, scaled: bool = False) -> Init:
-    """Initial weights of a network's matrices; ``scaled``: of those whose outputs are added to the
-    residual stream."""
+    """Return the initialisation of a network's matrices. Set ``scaled`` for matrices whose outputs
+    are added to the residual stream."""
     if config.init_method_xavier_uniform:
         return Init(xavier=True)
     return Init(config.init_method_std / ((2 * config.num_layers) ** 0.5 if scaled else 1.0))
 
 
 class Buffer:
-    """Values of a layer that a rule changes, not a gradient. They are float32 whatever the dtype of
-    the weights, the same on all ranks that have the layer, and in checkpoints like a weight. The
-    module has it as an attribute, and torch does not know it, so that no engine casts or cuts it.
+    """Values of a layer that are updated by a rule instead of a gradient. They are always float32,
+    equal on all ranks that have the layer, and saved in checkpoints like a weight. They are not
+    registered with torch, so that no engine casts or partitions them.
     """
 
     def __init__(self, *shape: int) -> None:
@@ -241,20 +240,20 @@ class Buffer:
         self.values = torch.zeros(shape)
 
     def start(self, device: torch.device) -> None:
-        """Set the initial values, zeros."""
+        """Set the values to zeros on a device."""
         self.values = torch.zeros(self.shard.full_shape, dtype=torch.float32, device=device)
 
 
 def parameter(
     shard: Shard, init: Init, coordinates: Coordinates = ALONE, summed: bool = False
 ) -> nn.Parameter:
-    """An uninitialised parameter: the share of the rank at ``coordinates``, with ``shard`` and
-    ``init`` attached; ``summed``: each tensor-parallel rank computes an addend of its gradient."""
+    """Return an uninitialised parameter, the share of the rank at ``coordinates``, with ``shard``
+    and ``init`` attached. ``summed`` marks its gradient as partial on each tensor-parallel rank."""
     param = nn.Parameter(torch.empty(shard.local_shape(coordinates)))
     param.shard = shard  # type: ignore[attr-defined]
     param.init = init  # type: ignore[attr-defined]
     param.summed = summed  # type: ignore[attr-defined]
-    # DeepSpeed's gradient norm counts a parameter without this mark on tensor rank 0 only.
+    # DeepSpeed's gradient norm counts a parameter without this mark only on tensor-parallel rank 0.
     param.tensor_model_parallel = shard.counted(coordinates, ("tensor",))  # type: ignore[attr-defined]
     return param
 

@@ -1,12 +1,12 @@
-"""Cross entropy of a chunk of logits, and its gradient instead of them.
+"""Cross entropy of a chunk of logits, and its gradient, which overwrites the logits.
 
-There are two ways. On CPUs torch's own functions go over a few rows at a time, in float32 memory
-that fits into a core's caches. On GPUs with a compiler the whole chunk is compiled into kernels
-that hold nothing but 16-bit logits in memory: they are read twice and written once. Between the two
-reads tensor-parallel ranks exchange what each knows of the softmax.
+There are two implementations. On CPUs, torch's own functions process a few rows at a time, in a
+float32 buffer that fits into a core's caches. On GPUs with a compiler, the whole chunk is compiled
+into kernels that keep only 16-bit logits in memory, which they read twice and write once. Between
+the two reads, tensor-parallel ranks exchange their partial softmaxes.
 
-Shapes: C tokens of the chunk, R rows of them, P columns of logits on this rank, V those of P that
-are tokens and no padding, N blocks of columns.
+Shapes: C tokens of the chunk, R rows of them, P columns of logits on this rank, V columns of these
+that are tokens and not padding, T tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megatron.parallel.mesh import Group
 from megatron.util.processes import is_main_process
 
 GRAPHS = 64
-"""Number of versions of a function that are compiled. Over torch's default, 8, a run whose numbers
-of tokens vary, as with a curriculum, would end with an error."""
+"""Maximum number of compiled versions of a function. With torch's default of 8, a run whose number
+of tokens varies, for example with a curriculum, would end with an error."""
 
 
 class Columns(NamedTuple):
-    """Columns of the logits.
+    """Columns of this rank's logits, and how they enter the loss.
 
     Attributes:
-        used: columns that are tokens (V); the rest is padding.
-        softcap: that of :func:`capped`.
-        z_coeff: factor of the squared logarithm of the softmax's denominator, whose gradient is
-            added to that of the loss (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
+        used: number of columns that are tokens (V). The others are padding.
+        softcap: see :func:`capped`.
+        z_coeff: factor of the z-loss, the squared logarithm of the softmax denominator. Only its
+          gradient is added, not its value (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
     """
 
     used: int
@@ -45,33 +45,33 @@ class Columns(NamedTuple):
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """softcap x tanh(logit / softcap); None leaves them alone."""
+    """Return softcap x tanh(logit / softcap), or the logits unchanged if ``softcap`` is None."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _slope(capped_logits: Tensor, softcap: float | None) -> Tensor | None:
-    """Derivative of the softcap, from what it returned."""
+    """Return the derivative of the softcap, computed from its output."""
     return None if softcap is None else 1.0 - (capped_logits / softcap).square_()
 
 
 class Softmax(NamedTuple):
     """Partial softmax of each token: the largest logit, the sum of exp(logit - largest), and the
-    label's logit (zero where another rank has it), each [C] in the dtype of the work."""
+    label's logit (0 if another rank has it), each [C], in the dtype of the computation."""
 
     largest_C: Tensor
     total_C: Tensor
     target_C: Tensor
 
     def loss(self) -> Tensor:
-        """-log softmax at the label: [C]."""
+        """Return -log softmax at the label, [C]."""
         return (self.largest_C - self.target_C) + self.total_C.log()
 
     def log_denominator(self) -> Tensor:
-        """Logarithm of the sum of exponentials: [C]."""
+        """Return the logarithm of the softmax denominator, [C]."""
         return self.largest_C + self.total_C.log()
 
     def over_ranks(self, group: Group) -> Softmax:
-        """Return the softmax over all ranks' columns, given one rank's."""
+        """Return the softmax over all ranks' columns, given this rank's columns. Collective."""
         largest_TC, total_TC, target_TC = of_ranks(group, *self)
         largest_C = largest_TC.amax(0)
         total_C = (total_TC * (largest_TC - largest_C).exp()).sum(0)
@@ -79,16 +79,16 @@ class Softmax(NamedTuple):
 
 
 def of_ranks(group: Group, *rows_C: Tensor) -> tuple[Tensor, ...]:
-    """The rows of one dtype of every rank, [ranks, C] each, in one collective. What is computed of
-    them is the same on every rank, bit for bit, in whatever order a library would add."""
+    """All-gather tensors [C] of one dtype in one collective, each as [ranks, C]. Values computed
+    from the result agree bit for bit on all ranks, which an all-reduce would not guarantee."""
     parts = start_gather(torch.stack(rows_C)[None], group)()
     return parts.unbind(1)
 
 
 @cache
 def compiles_for(device_type: str) -> bool:
-    """True if the loss is compiled on this kind of device; a line says so if a GPU lacks what it
-    takes. CPUs never ask, since that would import torch's compiler."""
+    """Return whether the loss is compiled on this type of device. If a GPU lacks the compiler,
+    print a line. On CPUs, return False without a check, which would import torch's compiler."""
     if device_type != "cuda":
         return False
     missing = missing_compiler(device_type)
@@ -99,15 +99,15 @@ def compiles_for(device_type: str) -> bool:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of the functions below, compiled for one number of tokens, and at the second number that
-    comes for all others."""
+    """Return one of the functions below, compiled for the first number of tokens it gets. A second
+    number triggers one compilation for all other numbers."""
     allow_graphs(GRAPHS)
     return torch.compile(function, fullgraph=True)
 
 
 def softmax_of(logits_CP: Tensor, labels_C: Tensor, columns: Columns) -> Softmax:
-    """One read of the logits. A label that is no column of this rank must be negative."""
-    # torch's compiler takes a maximum and a sum of exponentials over one dimension for one loop
+    """Return the partial softmax, reading the logits once. Other ranks' labels must be negative."""
+    # torch's compiler fuses a maximum and a sum of exponentials over one dimension into one loop
     # (online softmax; Milakov and Gimelshein 2018, arXiv:1805.02867).
     capped_CP = _used(capped(_wide(logits_CP), columns.softcap), columns)
     largest_C1 = capped_CP.amax(-1, keepdim=True)
@@ -122,7 +122,7 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def _used(capped_CP: Tensor, columns: Columns) -> Tensor:
-    """Hides the padding. No -inf, whose difference from itself is not a number."""
+    """Mask the padding with the lowest finite number, since -inf minus -inf is NaN."""
     width = capped_CP.shape[1]
     if columns.used == width:
         return capped_CP
@@ -133,11 +133,11 @@ def _used(capped_CP: Tensor, columns: Columns) -> Tensor:
 def write_gradient(
     logits_CP: Tensor, labels_C: Tensor, weight_C: Tensor, softmax: Softmax, columns: Columns
 ) -> None:
-    """Replaces the logits by the gradient of each token's loss times its weight, and padding by
-    zeros: one read and one write."""
+    """Overwrite the logits with the gradient of each token's loss times its weight, and padding
+    with zeros, in one read and one write."""
     capped_CP = capped(_wide(logits_CP), columns.softcap)
     slope_CP = _slope(capped_CP, columns.softcap)
-    # From the largest logit and not from the logarithm of the sum, which rounds more.
+    # Subtract the largest logit rather than the log-sum-exp, whose rounding error is larger.
     share_C = softmax.total_C.reciprocal()
     if columns.z_coeff:
         share_C = share_C * (1.0 + 2.0 * columns.z_coeff * softmax.log_denominator())
@@ -155,7 +155,7 @@ def write_gradient(
 def loss_and_gradient(
     logits_CP: Tensor, labels_C: Tensor, weight_C: Tensor, columns: Columns
 ) -> Tensor:
-    """Loss of each token, whose logits become the gradient of its weighted loss."""
+    """Return each token's loss. Overwrite its logits with the gradient of its weighted loss."""
     softmax = softmax_of(logits_CP, labels_C, columns)
     write_gradient(logits_CP, labels_C, weight_C, softmax, columns)
     return softmax.loss()
@@ -170,10 +170,10 @@ def compiled_loss(
     gradients: bool,
     log_C: Tensor | None = None,
 ) -> Tensor:
-    """Loss of each token; with ``gradients`` the logits become the gradient of the weighted loss.
-    A label that is no column of this rank must be negative. ``log_C`` is filled with the logarithm
-    of the softmax's denominator."""
-    # torch compiles a view again for every shape of what it is a view of.
+    """Return the loss of each token. With ``gradients``, overwrite the logits with the gradient of
+    the weighted loss. Labels of other ranks must be negative. If given, ``log_C`` is filled with
+    the logarithm of the softmax denominator."""
+    # Detach, because torch recompiles for a view whenever the shape of its base changes.
     logits_CP, labels_C, weight_C = (x.detach() for x in (logits_CP, labels_C, weight_C))
     if group.size == 1 and gradients and log_C is None:
         return compiled(loss_and_gradient)(logits_CP, labels_C, weight_C, columns)
@@ -195,8 +195,8 @@ def eager_loss(
     gradients: bool,
     log_C: Tensor | None = None,
 ) -> Tensor:
-    """Loss of each token; with ``gradients`` the logits become softmax - label. ``log_C`` is filled
-    with the logarithm of the softmax's denominator."""
+    """Return the loss of each token. With ``gradients``, overwrite the logits with the gradient of
+    the loss. If given, ``log_C`` is filled with the logarithm of the softmax denominator."""
     work = torch.promote_types(logits_CV.dtype, torch.float32)
     absent_C = (labels_C < 0) | (labels_C >= logits_CV.shape[1])
     columns_C = labels_C.masked_fill(absent_C, 0)
@@ -204,14 +204,14 @@ def eager_loss(
     if not logits_CV.shape[1]:
         return _loss_over_ranks(norm_C.fill_(-torch.inf), torch.zeros_like(norm_C), group)
     target_C = logits_CV.new_empty(len(labels_C), dtype=work)
-    alone, rows, z = group.size == 1, list(_rows(logits_CV)), columns.z_coeff
+    alone, rows, z = group.size == 1, list(rows_at_a_time(logits_CV)), columns.z_coeff
     for at in rows:
         logits_RV = capped(logits_CV[at].to(work), columns.softcap)
         target_C[at] = logits_RV.gather(1, columns_C[at, None]).squeeze(1)
         if not (alone and gradients):
             norm_C[at] = logits_RV.logsumexp(-1)
             continue
-        # One pass instead of two: the largest probability gives the normaliser.
+        # One pass instead of two: the log-sum-exp follows from the largest logit and probability.
         slope_RV, largest_R = _slope(logits_RV, columns.softcap), logits_RV.amax(-1)
         softmax_RV = torch.softmax(logits_RV, -1, out=logits_RV)
         norm_C[at] = largest_R - softmax_RV.amax(-1).log()
@@ -227,25 +227,8 @@ def eager_loss(
     return loss_C
 
 
-def score_chunk(
-    logits_CV: Tensor, labels_C: Tensor, columns: Columns, softmax: Softmax, best_C: Tensor
-) -> None:
-    """Fill in this rank's part of each token's softmax, and its column with the largest logit, the
-    first among several. A label may be no column of this rank."""
-    absent_C = (labels_C < 0) | (labels_C >= logits_CV.shape[1])
-    columns_C = labels_C.masked_fill(absent_C, 0)
-    if not logits_CV.shape[1]:
-        softmax.largest_C.fill_(-torch.inf)
-        return
-    for at in _rows(logits_CV):
-        logits_RV = capped(logits_CV[at].to(softmax.total_C.dtype), columns.softcap)
-        softmax.target_C[at] = logits_RV.gather(1, columns_C[at, None]).squeeze(1)
-        softmax.largest_C[at], best_C[at] = logits_RV.max(-1)
-        softmax.total_C[at] = logits_RV.sub_(softmax.largest_C[at, None]).exp_().sum(-1)
-    softmax.target_C.masked_fill_(absent_C, 0.0)
-
-
-def _rows(logits_CV: Tensor) -> Iterator[slice]:
+def rows_at_a_time(logits_CV: Tensor) -> Iterator[slice]:
+    """Yield slices of the rows of logits that are processed at a time."""
     rows = len(logits_CV)
     if logits_CV.device.type == "cpu":
         rows = rows_of_work(logits_CV.shape[1])
@@ -261,7 +244,7 @@ def _write(
     z_coeff: float,
     norm_R: Tensor,
 ) -> None:
-    """Replaces logits by the gradient of each token's loss."""
+    """Overwrite logits with the gradient of each token's loss. Also overwrites ``softmax_RV``."""
     if z_coeff:
         softmax_RV.mul_(1.0 + 2.0 * z_coeff * norm_R[:, None])
     at_label_R = absent_R.to(softmax_RV.dtype) - 1.0
@@ -280,6 +263,6 @@ def _loss_over_ranks(norm_C: Tensor, target_C: Tensor, group: Group) -> Tensor:
 
 
 def slices(length: int, step: int) -> Iterator[slice]:
-    """0 to ``length`` in steps; the last may be shorter."""
+    """Yield consecutive slices of ``step`` elements up to ``length``. The last may be shorter."""
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))

@@ -1,9 +1,9 @@
-"""The tensor-parallel region: how activations enter and leave layers that are cut over ranks.
+"""Tensor-parallel region: how activations enter and leave layers that are sharded over ranks.
 
-Outside, every rank has the whole activations or, with sequence parallelism, its slice of the
-sequence; inside, the whole sequence and a share of the features.
+Outside the region, every rank has the full activations or, with sequence parallelism, its slice of
+the sequence. Inside, it has the full sequence and a share of the features.
 
-Shapes: B batch, S sequence, a slice of it S/t long on each of t ranks.
+Shapes: B batch, S sequence, of which each of t ranks has a slice of length S/t.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.parallel.random import tensor_parallel_random
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that autocast gives the inputs of a GEMM; it leaves float64 alone."""
+    """Return the dtype to which autocast converts the inputs of a GEMM. float64 stays unchanged."""
     device = x.device.type
     if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -49,20 +49,20 @@ class _ReduceFromRanks(torch.autograd.Function):
 
 
 def reduce_from_ranks(x: Tensor, group: Group) -> Tensor:
-    """Sum over ``group`` forward, identity backward. Overwrites ``x``, which must be contiguous and
-    needed by nothing else."""
+    """Sum over ``group`` in the forward pass, and pass the gradient through unchanged. ``x`` is
+    overwritten. It must be contiguous and not needed elsewhere."""
     return _ReduceFromRanks.apply(x, group)
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
-    """Sum over ranks each of which computes another part with it, so that its gradient is summed
-    too. Overwrites ``x`` like :func:`reduce_from_ranks`."""
+    """Sum over ranks that use the result for different parts of a computation, so that gradients
+    are summed over the ranks too. ``x`` is overwritten as by :func:`reduce_from_ranks`."""
     return _EnterRanks.apply(reduce_from_ranks(x, group), group, False)
 
 
 class _EnterRanks(torch.autograd.Function):
-    """The whole sequence forward; backward the sum over the ranks, of a split one this rank's slice
-    of it."""
+    """Forward: the whole sequence, gathered if it is split. Backward: the sum over the ranks or, if
+    the sequence is split, this rank's slice of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, split: bool) -> Tensor:
@@ -76,7 +76,7 @@ class _EnterRanks(torch.autograd.Function):
 
 
 class _ScatterToRanks(torch.autograd.Function):
-    """This rank's slice of the sum over the group forward; gathered backward."""
+    """Forward: this rank's slice of the sum over the group. Backward: all-gather the slices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -89,7 +89,7 @@ class _ScatterToRanks(torch.autograd.Function):
 
 
 class _WholeSequence(torch.autograd.Function):
-    """Gathered forward; backward this rank's slice of a gradient that is the same on every rank."""
+    """Forward: all-gather. Backward: this rank's slice of a gradient that all ranks share."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -102,7 +102,7 @@ class _WholeSequence(torch.autograd.Function):
 
 
 class _SumGradients(torch.autograd.Function):
-    """Identity forward; backward the gradients are summed over the group, all at once."""
+    """Forward: identity. Backward: sum the gradients over the group, all in one collective."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, *params: Tensor) -> tuple[Tensor, ...]:
@@ -117,8 +117,8 @@ class _SumGradients(torch.autograd.Function):
 
 
 def sum_gradients(group: Group, *params: Tensor) -> tuple[Tensor, ...]:
-    """Parameters whose gradients are summed over the group: in one collective, but for those that
-    the engine sums once a step, :func:`sum_later`."""
+    """Return the parameters such that their gradients are summed over the group in one collective.
+    Parameters marked by :func:`sum_later` are excluded: the engine sums their gradients."""
     if group.size == 1:
         return params
     now = [param for param in params if not getattr(param, "summed_later", False)]
@@ -127,13 +127,13 @@ def sum_gradients(group: Group, *params: Tensor) -> tuple[Tensor, ...]:
 
 
 def summed_as(stand_in: Tensor, param: nn.Parameter) -> None:
-    """Make the gradient of what stands in for a parameter be summed when the parameter's is."""
+    """Mark a substitute for a parameter, so that its gradient is summed when the parameter's is."""
     stand_in.summed_later = getattr(param, "summed_later", False)  # type: ignore[attr-defined]
 
 
 def sum_later(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return those of which each tensor-parallel rank computes an addend of the gradient. From then
-    on backward passes leave these addends, and the caller sums them."""
+    """Mark and return the parameters whose gradient is computed partly on each tensor-parallel
+    rank. From then on, the caller must sum their gradients; backward passes no longer do."""
     summed = [param for param in params if getattr(param, "summed", False)]
     for param in summed:
         param.summed_later = True  # type: ignore[attr-defined]
@@ -141,19 +141,19 @@ def sum_later(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def sum_at_once(params: Iterable[nn.Parameter]) -> None:
-    """Sum the gradients of these in every backward pass again, as where layers use what is computed
-    from a parameter in its place."""
+    """Undo :func:`sum_later`: gradients of these parameters are summed in every backward pass. This
+    is needed if layers use a tensor computed from a parameter instead of the parameter itself."""
     for param in params:
         param.summed_later = False  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Over which ranks layers are cut, and, with ``sequence``, that activations between them are
-    split along the sequence. ``axes`` are groups along other axes than ``tensor`` that some layers
-    are cut over, see :meth:`over`. ``experts`` is how the ranks share experts: each has a part of
-    every expert (``cut``), they have different ones (``folded``), or all the same (``whole``).
-    ``context``: the ranks that divide sequences."""
+    """Tensor-parallel group, over whose ranks layers are sharded. With ``sequence``, activations
+    between these layers are split along the sequence. ``axes`` are groups along axes other than
+    ``tensor``, over which some layers are sharded, see :meth:`over`. ``experts`` is how ranks share
+    experts: each has a slice of every expert (``cut``), different experts (``folded``), or all of
+    them (``whole``). ``context`` is the context-parallel group."""
 
     group: Group = SINGLE
     sequence: bool = False
@@ -163,7 +163,8 @@ class TensorParallel:
 
     @classmethod
     def of(cls, mesh: Mesh, parallel: ParallelConfig | None = None) -> TensorParallel:
-        """The groups of a mesh; without ``parallel`` activations are whole."""
+        """Return the object for the groups of a mesh. Without ``parallel``, there is no sequence
+        parallelism."""
         further: tuple[tuple[str, ...], ...] = (("expert",), ("expert", "tensor"), SAMPLES)
         axes = {each: mesh.group(*each) for each in further}
         if parallel is None:
@@ -175,13 +176,13 @@ class TensorParallel:
 
     @property
     def coordinates(self) -> Coordinates:
-        """This rank's place, for parameters that are cut over the groups."""
+        """This rank's coordinates, for parameters that are sharded over the groups."""
         single = {axes[0]: group for axes, group in self.axes.items() if len(axes) == 1}
         groups = {**single, "tensor": self.group}
         return {axis: (group.rank, group.size) for axis, group in groups.items()}
 
     def over(self, *axes: str) -> Group:
-        """The ranks that differ from this one along these axes only, slowest axis first."""
+        """Return the ranks that differ from this one along these axes only, slowest axis first."""
         return self.group if axes == ("tensor",) else self.axes.get(axes, SINGLE)
 
     @property
@@ -194,13 +195,13 @@ class TensorParallel:
 
     @property
     def whole(self) -> TensorParallel:
-        """For activations that every rank has whole, in spite of ``sequence`` and ``context``."""
+        """Copy of this object that never splits activations along the sequence."""
         return replace(self, sequence=False, context=Context())
 
     @contextlib.contextmanager
     def unsplit(self) -> Iterator[None]:
-        """Within the block no layer that has this object splits activations, whatever ``sequence``
-        and ``context`` say: for generation, whose steps have few tokens."""
+        """In this context, no layer that has this object splits activations along the sequence.
+        Generation needs this, because its steps have few tokens."""
         before = vars(self).copy()
         vars(self).update(sequence=False, context=Context())
         try:
@@ -209,18 +210,18 @@ class TensorParallel:
             vars(self).update(before)
 
     def whole_sequence(self, x_BSH: Tensor) -> Tensor:
-        """All tokens [B, S, H] on every rank; each then computes the same with them, and the
-        gradient of a token goes to the rank that has it."""
+        """Return all tokens [B, S, H] on every rank. Every rank must compute the same with them. In
+        the backward pass, each token's gradient then goes to the rank that has the token."""
         return self.context.whole(self.whole_part(x_BSH), 1)
 
     def whole_part(self, x_BSH: Tensor) -> Tensor:
-        """The same of the tokens of this context rank, on its tensor-parallel ranks."""
+        """Return all tokens of this context rank on each of its tensor-parallel ranks."""
         return _WholeSequence.apply(x_BSH, self.group) if self.split else x_BSH
 
     def take(self, x_BSH: Tensor, positions_GP: Tensor) -> Tensor:
-        """The tokens [G, P, H] at positions of the whole sequence, each G-th part of the rows one
-        after another; with sequence parallelism this rank's slice [G, P/t, H] of them, wherever in
-        the sequence they are."""
+        """Return the tokens [G, P, H] at positions of the full sequence. The B rows are divided
+        into G groups, and each group's rows are concatenated. With sequence parallelism, return
+        this rank's slice [G, P/t, H] of the result, whichever ranks have its tokens."""
         if not self.split:
             return _rows(x_BSH, positions_GP)
         length = x_BSH.shape[1]
@@ -232,43 +233,43 @@ class TensorParallel:
         return self.leave(found_GPH.masked_fill(elsewhere_GP.unsqueeze(-1), 0.0))
 
     def enter(self, x_BSI: Tensor) -> Tensor:
-        """Activations [B, S/t, I] of outside for cut layers, [B, S, I], each of which computes an
-        addend of their gradient; ``column_linear`` does it together with its GEMM."""
+        """Gather activations [B, S/t, I] from outside the region to [B, S, I] for layers inside.
+        The backward pass sums the gradient over the ranks. ``column_linear`` includes this step."""
         if self.group.size == 1:
             return x_BSI
         return _EnterRanks.apply(x_BSI, self.group, self.split)
 
     def leave(self, x_BSO: Tensor) -> Tensor:
-        """Sums the addends that cut layers compute on each rank; with sequence parallelism this
-        rank's slice [B, S/t, O] of the sum. The inverse of entering by ``column_linear``. ``x_BSO``
-        must be contiguous and may be overwritten; nothing else must need it."""
+        """Sum the partial results of layers over the ranks, after ``column_linear``. With sequence
+        parallelism, return this rank's slice [B, S/t, O] of the sum. ``x_BSO`` must be contiguous.
+        It may be overwritten, so it must not be needed elsewhere."""
         if self.split:
             return _ScatterToRanks.apply(x_BSO, self.group)
         return x_BSO if self.group.size == 1 else reduce_from_ranks(x_BSO, self.group)
 
     def shared(self, *params: Tensor) -> tuple[Tensor, ...]:
-        """Parameters for use outside: where every rank applies them to its slice only, their
-        gradients are summed over the ranks, see :func:`sum_gradients`."""
+        """Return parameters for use outside the region. If every rank applies them to its slice of
+        the sequence only, :func:`sum_gradients` sums their gradients over the ranks."""
         return sum_gradients(self.group, *params) if self.split else params
 
     def over_heads(self, *params: Tensor) -> tuple[Tensor, ...]:
-        """Parameters for use inside that every rank applies to each of its heads alike: their
-        gradients are summed over the ranks. Where ranks share a key head, each has the part of the
-        gradient that comes from its own queries, so the sum counts nothing twice."""
+        """Return parameters for use inside the region that every rank applies to each of its heads.
+        Their gradients are summed over the ranks. If ranks share a key head, each has only the
+        gradient that its own queries cause, so nothing is counted twice."""
         return sum_gradients(self.group, *params)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's slice, along the sequence dimension ``dim``, of a tensor that is the same on
-        every rank."""
+        """Return this rank's slice along the sequence dimension ``dim`` of a tensor that is the
+        same on every rank."""
         return x.chunk(self.group.size, dim)[self.group.rank] if self.split else x
 
     def random(self) -> contextlib.AbstractContextManager[None]:
-        """Random numbers for activations outside: they differ between ranks that have slices, or
-        parts of a sequence."""
+        """Return a context for random numbers outside the region. They differ between ranks that
+        have different slices or chunks of a sequence."""
         return tensor_parallel_random(*[self.group] * self.split, self.context.group)
 
     def random_inside(self) -> contextlib.AbstractContextManager[None]:
-        """Random numbers for activations of cut layers: they differ between all ranks."""
+        """Return a context for random numbers inside the region. They differ between all ranks."""
         return tensor_parallel_random(self.group, self.context.group)
 
 

@@ -1,6 +1,5 @@
-"""A pipeline schedule in time: when each action runs, and which messages the ranks exchange when.
-
-Times are exact fractions, so that "at the same time" means just that.
+"""Pipeline schedule over time: when each action runs, and when ranks exchange which messages. Times
+are exact fractions, so that simultaneous events compare as equal.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from megatron.parallel.pipeline_schedules import INPUTS, WEIGHTS, Action, Pipeli
 
 @dataclass(frozen=True)
 class Slot:
-    """When an action runs on its rank."""
+    """An action with the rank on which it runs, and its start and end time."""
 
     rank: int
     action: Action
@@ -25,7 +24,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of a schedule in time; ``slots`` are all actions, rank after rank, each in order."""
+    """One step of a schedule over time. ``slots`` lists each rank's actions in order, by rank."""
 
     schedule: PipelineSchedule
     slots: tuple[Slot, ...]
@@ -37,26 +36,16 @@ def simulate(
     backward_time: float | Fraction = 2.0,
     transfer_time: float | Fraction = 0.0,
     weight_time: float | Fraction | None = None,
+    orders: Sequence[Sequence[Action]] | None = None,
 ) -> Timeline:
-    """Runs a schedule: every rank does its actions in order, each as soon as the rank is free and
-    the action's input has arrived. Forward and backward times are those of one micro batch through
-    all stages of a rank; during a transfer both ranks can work. The gradients of weights that come
-    later take ``weight_time`` of the backward time, by default half."""
-    orders = [schedule.actions(rank) for rank in range(schedule.ranks)]
-    times = forward_time, backward_time, transfer_time, weight_time
-    return simulate_order(orders, schedule, *times)
-
-
-def simulate_order(
-    orders: Sequence[Sequence[Action]],
-    schedule: PipelineSchedule,
-    forward_time: float | Fraction = 1.0,
-    backward_time: float | Fraction = 2.0,
-    transfer_time: float | Fraction = 0.0,
-    weight_time: float | Fraction | None = None,
-) -> Timeline:
-    """:func:`simulate` for the orders in which the ranks actually did their actions. Raises
-    ValueError if a rank would wait indefinitely; names the action and what it waits for."""
+    """Simulate a schedule. Every rank runs its actions in order, each as soon as the rank is free
+    and the action's input has arrived. Forward and backward times are those of one micro batch
+    through all stages of a rank. During a transfer, both ranks can compute. Weight gradients that
+    are computed later take ``weight_time`` out of the backward time, by default half. ``orders``
+    replace the schedule's orders, for example with those in which the ranks actually ran. Raises
+    ValueError, with the action and its missing input, if a rank would wait indefinitely."""
+    if orders is None:
+        orders = [schedule.actions(rank) for rank in range(schedule.ranks)]
     backward, chunks = Fraction(backward_time), schedule.chunks
     weights = backward / 2 if weight_time is None else Fraction(weight_time)
     of_part = {"": backward / chunks, INPUTS: (backward - weights) / chunks}
@@ -91,7 +80,7 @@ def simulate_order(
 
 
 def inputs(schedule: PipelineSchedule, action: Action) -> list[Action]:
-    """The :attr:`Action.result` of the passes that an action needs."""
+    """Return the :attr:`Action.result` of each pass whose output an action needs."""
     needs = []
     if action.part == WEIGHTS:
         needs.append(Action(True, action.stage, action.micro_batch))
@@ -106,7 +95,7 @@ def inputs(schedule: PipelineSchedule, action: Action) -> list[Action]:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A stage's output, or the gradient of its input, sent to another pipeline rank."""
+    """Output of a stage, or gradient of a stage's input, that is sent to another pipeline rank."""
 
     gradient: bool
     micro_batch: int
@@ -125,12 +114,12 @@ class Exchange:
 
 
 def work_plan(schedule: PipelineSchedule, rank: int) -> list[Action | Exchange]:
-    """Actions and communication of a rank in one step.
+    """Return a rank's actions and exchanges in one step, in order.
 
-    Transfers that become ready at the same moment of the simulated step make up a round. Every rank
-    posts its part of each round in the order of these moments: after its own actions that have
-    ended by then, before all later ones. As all ranks keep the same order, there is no deadlock,
-    even where a post blocks until its partners have posted.
+    Transfers that become ready at the same time in the simulation form a round. Every rank posts
+    its share of each round in the order of these times: after its own actions that have ended by
+    then, before all later ones. As all ranks use the same order, there is no deadlock, even if a
+    post blocks until its partners have posted.
     """
     slots = simulate(schedule).slots
     sends: dict[Fraction, list[Transfer]] = defaultdict(list)
@@ -141,7 +130,7 @@ def work_plan(schedule: PipelineSchedule, rank: int) -> list[Action | Exchange]:
             sends[slot.end].append(transfer)
         if transfer is not None and transfer.target == rank:
             receives[slot.end].append(transfer)
-    # Sorting keeps the order of what is equal: actions that end at a moment come before its round.
+    # Sorting is stable, so actions that end at this time come before its round.
     timed: list[tuple[Fraction, Action | Exchange]] = [
         (slot.end, slot.action) for slot in slots if slot.rank == rank
     ]
@@ -151,8 +140,8 @@ def work_plan(schedule: PipelineSchedule, rank: int) -> list[Action | Exchange]:
 
 
 def transfer_of(schedule: PipelineSchedule, action: Action) -> Transfer | None:
-    """Return the path of an action's result to the next stage; None when that is on the same
-    rank, or waits for nothing of it."""
+    """Return the transfer of an action's result to the next stage. None if there is no next stage,
+    if it is on the same rank, or if it does not need the result."""
     if action.part == WEIGHTS:
         return None
     target_stage = action.stage + (-1 if action.backward else 1)

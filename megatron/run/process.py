@@ -1,5 +1,5 @@
-"""A process of a run: its meeting with the others, writable files, and its end with or without an
-error."""
+"""Lifecycle of one process of a run: how it connects to the other processes, and how it ends, with
+or without an error."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
-from megatron.config.features import taking_part
+from megatron.config.features import first_answer
 from megatron.engine.environment import deterministic_kernels, distributed
 from megatron.parallel.meeting import DisagreementError, Facts, own_name, run_meeting
 from megatron.parallel.mesh import Mesh
@@ -27,40 +27,31 @@ from megatron.util.errors import (
 from megatron.util.processes import is_main_process
 
 
-class Watch(Protocol):
-    """Ends a process that does not advance."""
-
-    def among_ranks(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context, errors caused by other ranks' errors name them. On exit it leaves
-        the ranks, before the store ends."""
-
-
 @contextlib.contextmanager
 def connected(run: Run, *more: Any, watched: bool = True) -> Iterator[Mesh]:
-    """The mesh of a run's processes, which are compared first, also by the dataclasses of flags
-    ``more`` of a tool. A watchdog ends the run where it does not advance, unless it may wait as
-    long as it likes (``watched``). Raises what :func:`distributed` raises, and LostRankError."""
+    """Connect the processes of a run, check that their configurations and a tool's flags ``more``
+    agree, and yield the mesh. Unless ``watched`` is False, a watchdog ends a run that makes no
+    progress. Raises LostRankError, and the errors of :func:`distributed`."""
 
     def facts() -> Facts:
         return run_meeting().facts(run, *more)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(deterministic_kernels(run.config))
-        watches = (feature.watch(run.config) for feature in taking_part()) if watched else ()
-        watching = next((watch for watch in watches if watch is not None), None)
+        watching = first_answer(lambda feature: feature.watch(run.config)) if watched else None
         if watching is None:
             yield stack.enter_context(distributed(run.config.parallel, facts))
             return
-        watch: Watch = stack.enter_context(watching)
+        watch = stack.enter_context(watching)
         yield stack.enter_context(distributed(run.config.parallel, facts, watch.among_ranks))
 
 
 @contextlib.contextmanager
 def errors_for_users(outlives_output: bool = True) -> Iterator[None]:
-    """Turns errors about the user's input into one line and exit status 2. These are errors that
-    this package raised with a message for users; anything raised deeper (torch, deepspeed, an
-    assertion) keeps its traceback. A mapped file that is cut short ends the process likewise. Where
-    standard output cannot be written, a program that ``outlives_output`` continues."""
+    """Report errors in the user's input as one line and exit with status 2. Only errors that this
+    project raised for users count. Errors from torch, DeepSpeed or an assertion keep their
+    traceback. A truncated memory-mapped file also ends the process with one line. With
+    ``outlives_output``, the program continues if it cannot write its output."""
     name_lost_pages()
     if outlives_output:
         outlive_output()
@@ -84,12 +75,12 @@ def errors_for_users(outlives_output: bool = True) -> Iterator[None]:
             _print_error(error)
             run_meeting().give_up(str(error))
         else:
-            # Usually all processes find the same error; the launcher ends this one once the main
-            # process has printed it.
+            # Usually all processes find the same error. The main process prints it, and the
+            # launcher then ends this one.
             time.sleep(1 if run_meeting().give_up(str(error)) else 5)
             _print_error(error)
         sys.exit(2)
-    except SystemExit:  # also of --help and --explain-config, which only one may have been given
+    except SystemExit:  # also after --help, which may have been passed to one process only
         run_meeting().give_up("it has ended before the run began; see what it printed")
         raise
     except BaseException as error:
@@ -104,9 +95,9 @@ def _print_error(error: Exception) -> None:
 
 @contextlib.contextmanager
 def ending_process() -> Iterator[None]:
-    """Ends the process after a command without finalising the interpreter. gloo's threads release
-    tensors some time after a collective. When that happens during finalisation, they cannot get the
-    interpreter's lock and abort the finished process with SIGABRT (torch 2.13)."""
+    """End the process after the block without finalising the interpreter. gloo's threads release
+    tensors some time after a collective. During finalisation, they could not acquire the GIL and
+    would abort the finished process with SIGABRT (torch 2.13)."""
     status: Any = 0
     try:
         yield

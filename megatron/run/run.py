@@ -1,4 +1,4 @@
-"""From a command line to a run: one resolved configuration, DeepSpeed JSON and tokenizer."""
+"""From a command line to a `Run`: resolved configuration, DeepSpeed JSON and tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from megatron.config import (
 from megatron.config.features import features, taking_part
 from megatron.config.flags import ConfigResolver, build
 from megatron.data.loader import TrainingData
-from megatron.data.pipeline import training_texts
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_file import read_json
 from megatron.engine.deepspeed_json import Json
@@ -43,9 +42,9 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Run:
-    """A training command, completed: ``content`` is the DeepSpeed JSON, ``resolved`` the
-    configuration with the origin of every value, ``launched`` whether a launcher would end this
-    process."""
+    """Completed training command. ``content`` is the DeepSpeed JSON. ``resolved`` is the
+    configuration with the origin of every value. ``launched`` is True if a launcher started this
+    process; the launcher would also end it."""
 
     config: RunConfig
     content: Json
@@ -57,13 +56,13 @@ class Run:
 def parse_run(
     description: str | None, argv: Sequence[str] | None = None, family: str | None = None
 ) -> Run:
-    """Resolves flags, DeepSpeed JSON and checkpoint into a run of ``family`` (by default that of
-    :class:`ModelConfig`), in each of its processes, which it starts if the flags say so
-    (:func:`start_processes`). With ``--explain-config`` it prints every value with its origin and
-    exits. Raises ValueError if a value is missing, wrong or contradicted; the message names it."""
+    """Resolve flags, DeepSpeed JSON and checkpoint into a run of a model family, by default
+    :class:`ModelConfig`'s. If the flags require more processes, :func:`start_processes` starts
+    them, and this returns in each process. With ``--explain-config``, print every value with its
+    origin and exit. Raises ValueError naming any value that is missing, wrong or contradicted."""
     hidden = family_of(family).unused_flags if family else frozenset[str]()
     parser = flag_parser(description, frozenset(hidden))
-    parser.prog = ArgumentParser().prog  # with which this process was started
+    parser.prog = ArgumentParser().prog  # the name that this process was started with
     settings = parser.settings(argv)
     show_log()
     if family is not None:
@@ -80,8 +79,8 @@ def parse_run(
 
 def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> int:
     """Return the number of processes of a run, including this one. A feature may start them with
-    the same command line, or stay as the guardian of one: the function returns in each process that
-    trains. Raises ConfigError if flags contradict what a launcher has started."""
+    the same command line, or turn this process into a guardian of a rank, in which this does not
+    return. Raises ConfigError if flags contradict the processes that a launcher has started."""
     counts = [feature.launch(settings, argv) for feature in taking_part()]
     launched = next((count for count in counts if count is not None), None)
     if launched is not None:
@@ -94,12 +93,12 @@ def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> in
 
 @functools.cache
 def flag_parser(description: str | None, hidden: frozenset[str]) -> FlagParser:
-    """Return the command line of a run, cached for a process that starts many."""
+    """Return the flag parser of a run. It is cached for processes that start many runs."""
     return FlagParser(*FLAG_CLASSES, description=description, hidden=hidden)
 
 
 def show_configuration(run: Run) -> None:
-    """With ``--explain-config`` prints every value with its origin and ends the process."""
+    """With ``--explain-config``, print every value with its origin and end the process."""
     if run.config.training.explain_config:
         if is_main_process():
             print(explain(run.resolved))
@@ -107,9 +106,9 @@ def show_configuration(run: Run) -> None:
 
 
 def run_of(settings: Settings, processes: int, samples: str | None = None) -> Run:
-    """Completes the settings of a training command for a number of processes; ``samples`` is the
-    family of its data, if that is not the model's. Raises ValueError if a value is missing, wrong
-    or contradicted; the message names it."""
+    """Return the run of a training command on ``processes`` processes. ``samples`` is the model
+    family whose data are read, by default the model's own. Raises ValueError naming any value that
+    is missing, wrong or contradicted."""
     given = settings.get("deepspeed_config")
     path = given.value if given else ""
     content = read_json(path) if path else {}
@@ -122,8 +121,9 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     settings = _with_tokenizer_type(family.complete_settings(settings), family)
     resolved = resolve(settings, processes)
     named = resolved.config.tokenizer
-    tokenizer = build_tokenizer(named, training_texts(resolved.config))
-    # A model may have more rows than its tokenizer has tokens: a checkpoint records their number.
+    texts = (feature.training_texts(resolved.config) for feature in features().values())
+    tokenizer = build_tokenizer(named, next(filter(None, texts), None))
+    # A model may have more vocabulary rows than its tokenizer has ids; checkpoints record them.
     rows = max(resolved.config.model.vocabulary.size, vocabulary_rows(named, tokenizer))
     resolved = resolved.with_vocabulary(rows)
     if rows == named.vocab_size != tokenizer.vocab_size:
@@ -139,7 +139,7 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
 
 
 def _with_tokenizer_type(settings: Settings, family: Family) -> Settings:
-    """Add the tokenizer's type if the other flags imply it."""
+    """Add the tokenizer type that other flags imply, if it is not given."""
     if "tokenizer_type" in settings:
         return settings
     implied = implied_type(build(TokenizerConfig, settings), family.tokenizer_type)
@@ -150,8 +150,8 @@ def _with_tokenizer_type(settings: Settings, family: Family) -> Settings:
 
 
 class RunToolParser(FlagParser, Generic[Config]):
-    """Parser of a tool about a run: the flags of the tool's ``config`` class, which --help shows,
-    and those of training, except where the tool has a field of the same name."""
+    """Parser for a tool that works on a run. It accepts the flags of the tool's ``config`` class,
+    which ``--help`` lists, and all training flags whose names the tool does not redefine."""
 
     def __init__(
         self, config: type[Config], description: str | None, epilog: str | None = None
@@ -161,14 +161,14 @@ class RunToolParser(FlagParser, Generic[Config]):
         self.epilog = epilog
 
     def format_help(self) -> str:
-        """The text of --help."""
+        """Return the text of --help, which lists only the tool's own flags."""
         own = FlagParser(self._config, description=self.description, prog=self.prog)
         own.usage, own.epilog = "%(prog)s [flags] [flags of pretrain_gpt.py]", self.epilog
         return own.format_help()
 
     def parse(self, argv: Sequence[str] | None = None) -> tuple[Config, Settings]:
-        """The tool's options, and the settings of the run; shows log messages.
-        Raises ConfigError if an option is out of its bounds."""
+        """Return the tool's options and the settings of the run. Also enable log messages. Raises
+        ConfigError if an option is out of bounds."""
         show_log()
         settings = self.settings(argv)
         ConfigResolver((self._config,), settings)
@@ -178,8 +178,8 @@ class RunToolParser(FlagParser, Generic[Config]):
 
 
 def run_data(run: Run) -> TrainingData:
-    """The datasets of training, validation and test, and the function that batches samples. Raises
-    ValueError or OSError, naming flag and file, if data cannot be used."""
+    """Return the training, validation and test datasets, with the function that batches samples.
+    Raises ValueError or OSError if data cannot be used. The message names the flag and file."""
     plan = TrainingPlan(run.config)
     data = family_of(run.config.model.family).data(run.config, run.tokenizer)
     return data.training_data(plan.sample_counts, plan.batch_sizes)

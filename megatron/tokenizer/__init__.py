@@ -1,4 +1,4 @@
-"""Text to token ids and back: one base class, one file per family of tokenizers."""
+"""Conversion between text and token ids: a base class, and a file per family of tokenizers."""
 
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.registry import build_tokenizer, implied_type, vocabulary_rows

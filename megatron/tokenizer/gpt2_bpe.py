@@ -1,23 +1,23 @@
-"""GPT-2's byte-level byte-pair encoding, from any vocab.json and merges.txt.
+"""GPT-2's byte-level byte-pair encoding (BPE), built from any vocab.json and merges.txt.
 
 Tokens are byte strings, written with one printable character per byte: the 188 bytes that are
-printable in Latin-1 stand for themselves, the 68 others for U+0100, U+0101, ... in byte order.
+printable in Latin-1 represent themselves, the 68 others are U+0100, U+0101, ... in byte order.
 
-tiktoken encodes (nine times as fast as the definition in `tokenizers`), where that is exact. The
-definition merges the *listed pair* that comes first in merges.txt; tiktoken merges any two
-neighbours whose *concatenation* is a token, the token of lowest rank first. With rank = position
-in merges.txt the two agree on every text when
+tiktoken is used where it is exact: it is nine times as fast as the definition in `tokenizers`. The
+definition merges the *listed pair* that comes first in merges.txt. tiktoken merges any two
+neighbours whose *concatenation* is a token, the token of lowest rank first. With rank = position in
+merges.txt, both agree on every text if
 
 1. each single byte is a token,
 2. no two merges make the same token, and none makes a single byte,
 3. the parts of a merge are bytes or made by earlier merges,
 4. the definition encodes the bytes of each merged token as that one token.
 
-By induction over the ranks: let both agree while only ranks below k may be used. Merges happen in
-the order of their ranks (3), so by (4) the definition without rank k and above ends on token k's
-bytes with exactly the pair of merge k, and so does tiktoken. Inside a longer text, two neighbours
-that concatenate to token k were, until the moment rank k is the lowest left, encoded as if they
-stood alone; so they are that very pair, and both make the same merge.
+Proof by induction over the ranks: assume that both agree while only ranks below k may be used.
+Merges happen in the order of their ranks (3). So by (4) the definition, restricted to ranks below
+k, reduces the bytes of token k to exactly the pair of merge k, and so does tiktoken. In a longer
+text, two neighbours that concatenate to token k were encoded as if they stood alone until rank k
+became the lowest rank left. So they are exactly that pair, and both make the same merge.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.features import features
 from megatron.tokenizer.base import (
-    PublishedFiles,
     SpecialIds,
     TokenIds,
     Tokenizer,
@@ -55,8 +54,8 @@ END_OF_TEXT = "<|endoftext|>"
 Vocabulary = dict[str, int]
 Merges = list[tuple[str, str]]
 # GPT-2 splits text by 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+.
-# This is the same split. What needs no look-ahead is in one group, which the regex engine compiles
-# to an automaton, instead of backtracking: 1.7 times the speed.
+# This pattern splits identically. Its alternatives without look-ahead form one group, which the
+# regex engine compiles to an automaton instead of backtracking: 1.7 times the speed.
 _SPLIT = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s"
 
 
@@ -71,7 +70,7 @@ BYTE_OF_CHARACTER = {character: byte for byte, character in enumerate(CHARACTER_
 
 
 def token_bytes(token: str) -> bytes:
-    """The bytes of a token; a token that is not in the byte alphabet is its own UTF-8."""
+    """Return a token's bytes. If a character is outside the byte alphabet, encode all as UTF-8."""
     try:
         return bytes([BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
@@ -79,13 +78,13 @@ def token_bytes(token: str) -> bytes:
 
 
 def starts_with_space(token: bytes) -> bool:
-    """True if a token begins with a space, or other ASCII white space: it begins a word."""
+    """Return whether a token begins with ASCII white space, and therefore begins a word."""
     return token[:1].isspace()
 
 
 def read_vocabulary(path: str) -> Vocabulary:
-    """Reads the vocab.json of --vocab-file: ids by token. Raises FileNotFoundError; ValueError if
-    it is no JSON object of integers, or ids are shared."""
+    """Read the vocab.json of --vocab-file into a dictionary from token to id. Raises
+    FileNotFoundError, or ValueError if it is not a JSON object of unique integer ids."""
     try:
         vocab = parse_json(read_text(path, "--vocab-file"), f"--vocab-file {path}", lenient=True)
     except ValueError as error:
@@ -116,9 +115,9 @@ def read_vocabulary(path: str) -> Vocabulary:
 
 
 def read_merges(path: str, vocab: Vocabulary, vocab_path: str) -> Merges:
-    """Reads the merges.txt of --merge-file: pairs of tokens, in the order of merging. Raises
-    FileNotFoundError; ValueError if a line is not two tokens of the vocabulary that make a
-    third."""
+    """Read the merges.txt of --merge-file into pairs of tokens, in merge order. Raises
+    FileNotFoundError, or ValueError if a line is not two tokens of the vocabulary whose
+    concatenation is a token too."""
     merges = []
     for number, line in enumerate(read_text(path, "--merge-file").split("\n"), 1):
         line = line.removesuffix("\r")
@@ -155,10 +154,10 @@ def _described(value: object) -> str:
 
 
 class RankedEncoding:
-    """Encodes with tiktoken; its ranks are mapped to the vocabulary's ids."""
+    """Encoder that runs tiktoken and maps its ranks to the vocabulary's ids."""
 
     def __init__(self, vocab: Vocabulary, merges: Merges, special: str | None) -> None:
-        """For a vocabulary that passes `is_exact`; `special` is a token found in text as such."""
+        """Build the encoder for a vocabulary that passes `is_exact`, and for a token `special`."""
         tokens = [*CHARACTER_OF_BYTE, *(left + right for left, right in merges)]
         specials = {} if special is None else {special: len(tokens)}
         self._encoding = tiktoken.Encoding(
@@ -171,8 +170,8 @@ class RankedEncoding:
         self.id_of_rank = np.array([vocab[token] for token in (*tokens, *specials)], np.int32)
 
     def encode(self, text: str) -> TokenIds:
-        """Ids of a text; ValueError for a lone surrogate, or a run of about a million white-space
-        characters, which is too long for the regex engine."""
+        """Return a text's token ids. Raises ValueError for a lone surrogate, or for about a million
+        consecutive white-space characters, which exceed a limit of the regex engine."""
         ranks = self._encoding.encode_to_numpy(
             text, allowed_special=self._specials, disallowed_special=()
         )
@@ -180,7 +179,7 @@ class RankedEncoding:
 
 
 def is_exact(vocab: Vocabulary, merges: Merges, definition: models.BPE) -> bool:
-    """True if `RankedEncoding` gives the ids of `definition` for every text."""
+    """Return whether conditions 1 to 4 above hold, so that `RankedEncoding` equals `definition`."""
     made = set(CHARACTER_OF_BYTE)
     if not made <= vocab.keys():
         return False
@@ -195,7 +194,7 @@ def is_exact(vocab: Vocabulary, merges: Merges, definition: models.BPE) -> bool:
 
 
 def _batch_encoder() -> Any:
-    """The class of `--bpe-library fastokens`; ConfigError if it cannot be used."""
+    """Return the encoder of `--bpe-library fastokens`. Raises ConfigError if no feature has it."""
     for feature in features().values():
         encoder = feature.batch_encoder()
         if encoder is not None:
@@ -204,9 +203,9 @@ def _batch_encoder() -> Any:
 
 
 class GPT2BPETokenizer(Tokenizer):
-    """Gives the ids of `transformers.GPT2Tokenizer` over the same two files. As there,
-    `<|endoftext|>` in a text is the end-of-document token (Megatron spells it out in ordinary
-    tokens instead); if the vocabulary lacks it, it is text, and `eod` is missing."""
+    """Tokenizer with the same ids as `transformers.GPT2Tokenizer`. As in transformers,
+    `<|endoftext|>` in a text is the end-of-document token, whereas Megatron encodes it as ordinary
+    tokens. If the vocabulary has no such token, it is ordinary text, and `eod` does not exist."""
 
     joins_bytes = True
 
@@ -217,8 +216,8 @@ class GPT2BPETokenizer(Tokenizer):
         source: str = "the vocabulary",
         with_fastokens: bool = False,
     ) -> None:
-        """`source` names the vocabulary in messages. `with_fastokens` lets that library encode
-        batches; raises ConfigError if it is not installed."""
+        """Build the tokenizer. `source` is the vocabulary's name in messages. `with_fastokens`
+        encodes batches with fastokens. Raises ConfigError if it is not installed."""
         end = vocab.get(END_OF_TEXT)
         ids = SpecialIds(bos=end, eos=end, eod=end)
         super().__init__(source, max(vocab.values()) + 1, ids, hint=f" ({END_OF_TEXT})")
@@ -227,7 +226,7 @@ class GPT2BPETokenizer(Tokenizer):
         self._special_text = None if end is None else END_OF_TEXT
         self._definition = _definition(vocab, merges, self._special_text)
 
-    # Made when they are needed: a training run uses only the vocabulary's size.
+    # Built on first use. A training run needs only the size of the vocabulary.
 
     @cached_property
     def _ranked(self) -> RankedEncoding | None:
@@ -251,8 +250,8 @@ class GPT2BPETokenizer(Tokenizer):
     def from_files(
         cls, vocab_file: str | Path, merge_file: str | Path, with_fastokens: bool = False
     ) -> GPT2BPETokenizer:
-        """Reads vocab.json and merges.txt. Raises FileNotFoundError if one of them is missing,
-        ValueError if one of them is malformed, or they do not belong together."""
+        """Read vocab.json and merges.txt. Raises FileNotFoundError if a file is missing, or
+        ValueError if a file is malformed or the two do not belong together."""
         vocab = read_vocabulary(str(vocab_file))
         merges = read_merges(str(merge_file), vocab, str(vocab_file))
         return cls(vocab, merges, f"--vocab-file {vocab_file}", with_fastokens)
@@ -276,7 +275,7 @@ class GPT2BPETokenizer(Tokenizer):
         return self._batches.encode(texts, self._encode)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of ids, `<|endoftext|>` included."""
+        """Return the text of token ids, including `<|endoftext|>`."""
         try:
             pieces = [self._bytes_of_id[i] for i in ids]
         except KeyError as error:
@@ -314,14 +313,14 @@ class GPT2BPETokenizer(Tokenizer):
                 return self._ranked.encode(text)
             except UnicodeEncodeError:
                 raise
-            except ValueError:  # a run of white space that is too long for tiktoken
+            except ValueError:  # too many consecutive white-space characters for tiktoken
                 pass
-        text.encode()  # a lone surrogate raises a clear ValueError, not a TypeError
+        text.encode()  # raise a clear ValueError for a lone surrogate, not a TypeError
         return np.array(self._definition.encode(text).ids, np.int32)
 
 
 def _definition(vocab: Vocabulary, merges: Merges, special: str | None) -> tokenizers.Tokenizer:
-    """GPT-2's encoding as `transformers` sets it up; slower, and right for any vocabulary."""
+    """Return GPT-2's encoding as transformers defines it. Slower, but exact for any vocabulary."""
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, fuse_unk=False))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -330,8 +329,4 @@ def _definition(vocab: Vocabulary, merges: Merges, special: str | None) -> token
     return tokenizer
 
 
-_FILES = (
-    ("vocab_file", ("{}-vocab.json", "vocab.json")),
-    ("merge_file", ("{}-merges.txt", "merges.txt")),
-)
-TYPE = TokenizerType(GPT2BPETokenizer.from_config, published=PublishedFiles("gpt2", _FILES))
+TYPE = TokenizerType(GPT2BPETokenizer.from_config)

@@ -1,11 +1,10 @@
-"""The mark of the tokenizer that made token ids: a small JSON file next to them, by which other
-programs see whether theirs gives the same ids."""
+"""Fingerprint of the tokenizer that produced token ids, stored in a small JSON file next to the
+data. Other programs use it to check that their tokenizer gives the same ids."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,14 +25,13 @@ _TEXTS = (
     "El niño comió mañana; über Straße, naïve façade, Łódź; Быстрая лиса. Η αλεπού.",
     "東京は日本の首都です。 你好，世界 한국어 اللغة עברית हिन्दी 😀",
 )
-"""Texts of many kinds, whose ids tell tokenizers apart. A change of them makes all marks void."""
+"""Varied texts whose ids distinguish tokenizers. Changing any of them invalidates all marks."""
 
 
 @dataclass(frozen=True)
 class TokenizerMark:
-    """Attributes:
-    tokenizer_type: as --tokenizer-type names it.
-    digest: of the ids of some texts, wherever its files are, and whichever type reads them.
+    """Fingerprint of a tokenizer. ``tokenizer_type`` is the value of --tokenizer-type. ``digest``
+    is a hash of the ids of sample texts, which do not depend on the type or the files' location.
     """
 
     tokenizer_type: str
@@ -44,29 +42,29 @@ class TokenizerMark:
         return f"{self.tokenizer_type} of {self.vocab_size:,} ids ({self.digest[:8]})"
 
     def json(self) -> bytes:
-        """The content of a file."""
+        """Return the mark as the content of its JSON file."""
         return (json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n").encode()
 
 
 @functools.lru_cache(maxsize=4)
 def mark_of(tokenizer: Tokenizer, tokenizer_type: str | None) -> TokenizerMark | None:
-    """The mark of a tokenizer; None if its texts are numbers, which stand for the ids of one that
-    is not known. Takes milliseconds."""
+    """Return a tokenizer's mark. Return None if the tokenizer only parses ids written as numbers,
+    or cannot encode some of the sample texts. Takes milliseconds."""
     name, ids = tokenizer_type or type(tokenizer).__name__, tokenizer.special_ids
     if not tokenizer.writes_text:
         return None
     try:
         samples = tokenizer.sample_ids(_TEXTS)
     except ValueError:
-        return None  # it has no token for some characters
-    around = [i for i in (ids.bos, ids.eos) if i is not None]  # whichever a type puts there
+        return None  # some characters have no token
+    around = [i for i in (ids.bos, ids.eos) if i is not None]
     bare = [each[~np.isin(each, around)].tolist() for each in samples]
     return TokenizerMark(name, tokenizer.vocab_size, digest(json.dumps(bare)))
 
 
 def parsed_mark(content: bytes) -> TokenizerMark | None:
-    """The mark that a file contains; None if a later version wrote it. Raises ValueError if it is
-    malformed."""
+    """Parse the content of a mark's file. Return None if a later version wrote it. Raises
+    ValueError if it is malformed."""
     fields: Any = parse_json(content, "it")
     try:
         if fields.pop("format") != _FORMAT:
@@ -75,21 +73,7 @@ def parsed_mark(content: bytes) -> TokenizerMark | None:
     except (AttributeError, KeyError, TypeError):
         mark = TokenizerMark("", 0, "")
     texts = (mark.tokenizer_type, mark.digest)
-    named = all(isinstance(each, str) and each.isprintable() for each in texts)  # it is shown
+    named = all(isinstance(each, str) and each.isprintable() for each in texts)  # messages show it
     if not (named and mark.digest and type(mark.vocab_size) is int):
         raise ValueError("it is not the mark of a tokenizer: remove it")
     return mark
-
-
-def common_mark(marks: Mapping[str, TokenizerMark | None]) -> TokenizerMark | None:
-    """The mark of data that are put together, by what they are; None if one of them is not known.
-    Raises ValueError if they are of different tokenizers."""
-    known = {name: mark for name, mark in marks.items() if mark is not None}
-    first = next(iter(known.items()), None)
-    for name, mark in known.items():
-        if first is not None and mark.digest != first[1].digest:
-            raise ValueError(
-                f"{first[0]} was made with {first[1]}, and {name} with {mark}: data of different "
-                "tokenizers cannot be put together; preprocess them with the same one"
-            )
-    return first[1] if first is not None and len(known) == len(marks) else None

@@ -1,4 +1,4 @@
-"""The tokenizer of each `--tokenizer-type`, of the core or of a feature."""
+"""Lookup of the tokenizer for each `--tokenizer-type`, whether from the core or from a feature."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from megatron.config.features import features
 from megatron.config.flags import nearest
 from megatron.tokenizer.base import TextSource, Tokenizer, TokenizerType
 
-_FIRST = "GPT2BPETokenizer"
-_OTHERS = (
-    *("ByteLevelTokenizer", "ByteLevel", "NullTokenizer", "IdTokenizer"),
-    "CharacterLevelTokenizer",
-)
 _BY_FEATURE = {name: feature for feature in features().values() for name in feature.tokenizers}
-TOKENIZERS = (_FIRST, *_BY_FEATURE, *_OTHERS)
-"""Names of all types, as messages list them."""
+TOKENIZERS = ("GPT2BPETokenizer", *_BY_FEATURE, "NullTokenizer", "IdTokenizer")
+"""Names of all tokenizer types, in the order in which messages list them."""
 
 
 def type_of(name: str | None) -> TokenizerType | None:
-    """A type by its name, whose module is imported; None if the name is unknown."""
+    """Import and return the tokenizer type of this name. Return None if the name is unknown."""
     if name in _BY_FEATURE:
         kind: TokenizerType = _BY_FEATURE[name].tokenizer(name)
         return kind
@@ -29,10 +24,6 @@ def type_of(name: str | None) -> TokenizerType | None:
             from megatron.tokenizer.gpt2_bpe import TYPE
 
             return TYPE
-        case "ByteLevelTokenizer" | "ByteLevel" | "CharacterLevelTokenizer":
-            from megatron.tokenizer.plain import ByteLevelTokenizer
-
-            return TokenizerType(ByteLevelTokenizer.from_config)
         case "NullTokenizer" | "IdTokenizer":
             from megatron.tokenizer.plain import IdTokenizer, NullTokenizer
 
@@ -42,8 +33,8 @@ def type_of(name: str | None) -> TokenizerType | None:
 
 
 def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) -> Tokenizer:
-    """The tokenizer that the configuration names. A SentencePiece model that does not exist is
-    trained on `texts` by one process while the others wait. Raises ConfigError, FileNotFoundError;
+    """Build a configuration's tokenizer. If `texts` is given, a missing SentencePiece model is
+    trained on them by one process while the others wait. Raises ConfigError, FileNotFoundError, or
     ValueError if a file is not of the kind that its flag requires."""
     known = ", ".join(TOKENIZERS)
     config = with_files(config)
@@ -69,23 +60,20 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
 
 
 def with_files(config: TokenizerConfig) -> TokenizerConfig:
-    """The configuration with the files that are found in --cache-dir, without that folder, or at
-    the path of --tokenizer-model-type. Raises ConfigError or FileNotFoundError if one does not
-    exist."""
+    """Return the configuration with the vocabulary files that --cache-dir or --tokenizer-model-type
+    selects, and with --cache-dir removed. Raises ConfigError or FileNotFoundError if a file does
+    not exist."""
     if config.cache_dir is None and config.tokenizer_model_type is None:
         return config
-    kind = type_of(config.tokenizer_type)
-    completed = dataclasses.replace(config, cache_dir=None)
-    if kind is None or kind.published is None:
-        return completed
-    by_features = (each.tokenizer_files(config, kind.published) for each in features().values())
-    return next((each for each in by_features if each is not None), completed)
+    by_features = (each.tokenizer_files(config) for each in features().values())
+    completed = (each for each in by_features if each is not None)
+    return next(completed, dataclasses.replace(config, cache_dir=None))
 
 
 def implied_type(config: TokenizerConfig, of_files: str) -> tuple[str, str] | None:
-    """The type of a tokenizer that is given without one, and why: `of_files` with vocabulary files,
-    or no tokenizer but a number of ids; None where nothing is given. Raises ConfigError if
-    --tokenizer-model is given, whose type cannot be known."""
+    """Return the tokenizer type that other flags imply, and the reason. It is `of_files` if
+    vocabulary files are given, and IdTokenizer if only --vocab-size is. Return None without such
+    flags. Raises ConfigError if --tokenizer-model is given, because its type cannot be inferred."""
     if config.tokenizer_model:
         raise ConfigError(
             f"--tokenizer-model {config.tokenizer_model} needs --tokenizer-type: HFTokenizer for a "
@@ -100,9 +88,9 @@ def implied_type(config: TokenizerConfig, of_files: str) -> tuple[str, str] | No
 
 
 def vocabulary_rows(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
-    """Rows of the token embedding without padding: one for each id of the tokenizer, or
-    --vocab-size, if that is given with a tokenizer whose files have a size of their own. Raises
-    ConfigError if the ids do not fit."""
+    """Return the number of rows of the token embedding before padding: the tokenizer's size, or a
+    larger --vocab-size if the tokenizer's files determine its size. Raises ConfigError if
+    --vocab-size is smaller than the tokenizer."""
     wanted, size = config.vocab_size, tokenizer.vocab_size
     kind = type_of(config.tokenizer_type)
     if wanted is None or (kind is not None and kind.sized):

@@ -1,1 +1,1 @@
-"""The training loop: schedules, evaluation, metrics, checkpoints, early stops."""
+"""The training loop: schedules, evaluation, metrics, checkpoints and early stopping."""

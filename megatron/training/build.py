@@ -1,4 +1,4 @@
-"""From a run to a trainer: data, engine, checkpoints, and callbacks around the steps."""
+"""Builds a run's trainer: data, engine, checkpoints, and callbacks around the steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.source import saver_of
-from megatron.config.features import taking_part
-from megatron.data.indexed.dataset import read_mark
+from megatron.config.features import first_answer, taking_part
+from megatron.data.indexed import read_mark
 from megatron.data.loader import TrainingData
 from megatron.engine.build import build_engine
 from megatron.engine.environment import training_device
@@ -32,7 +32,7 @@ from megatron.training.trainer import Callback, Position, Trainer
 from megatron.util.files import Lock
 
 MARK_FILE = "tokenizer/mark.json"
-"""Distinguishes the tokenizer of a checkpoint from others."""
+"""File in a checkpoint that identifies its tokenizer."""
 
 
 def build_trainer(
@@ -44,14 +44,14 @@ def build_trainer(
     notes: Mapping[str, Any] | None = None,
     brief: bool = False,
 ) -> Trainer:
-    """Return the trainer of a run: model, data, checkpoints, logging and signals.
+    """Return a run's trainer, with its model, data, checkpoints, logging and signal handling.
 
     Args:
-        callbacks: called before those of the run.
-        data: instead of the run's own.
-        epochs: instead of the run's length.
-        notes: objects that checkpoints keep.
-        brief: whether log lines are short.
+        callbacks: additional callbacks, called before most of the run's own (see :class:`Order`).
+        data: data to use instead of the run's own.
+        epochs: length of the run in epochs, instead of the configured length.
+        notes: values that are stored in checkpoints, by name.
+        brief: whether to print short log lines.
 
     Raises ValueError or OSError if data or checkpoints cannot be used; the message names them.
     """
@@ -79,8 +79,8 @@ def build_trainer(
 
 
 def _open(context: RunContext, data: TrainingData | None, epochs: Epochs | None) -> None:
-    """Open data and folders, plan the training and locate the checkpoint to start from: everything
-    that can fail and is fast."""
+    """Open data and folders, plan the training, and locate the checkpoint to start from. Everything
+    that is fast and can fail is done in this function, before the engine is built."""
     run, mesh, config, device = context.run, context.mesh, context.config, context.device
     for feature in taking_part():
         feature.begin(context)
@@ -125,10 +125,11 @@ def _build_engine(context: RunContext) -> None:
 
 
 def _watch_steps(context: RunContext, brief: bool) -> None:
-    """Add every run's callbacks: reports, the check for finite steps, and saves."""
+    """Add the callbacks that every run has: reports, the check for finite steps, and saves."""
     config, run, origin = context.config, context.run, context.origin
-    saver = CheckpointWriter
-    if config.checkpoint.checkpoint_format != "safetensors":
+    if config.checkpoint.checkpoint_format == "safetensors":
+        saver = first_answer(lambda f: f.saver(config.checkpoint)) or CheckpointWriter
+    else:
         saver = saver_of(config.checkpoint.checkpoint_format)
     writer = saver(
         context.engine,
@@ -139,7 +140,7 @@ def _watch_steps(context: RunContext, brief: bool) -> None:
     if origin.skip_samples != config.data.skip_samples:
         context.data = context.data.skipping(origin.skip_samples)
     data = context.data
-    sizes = list if data.weighed else data.sizes  # examples are padded
+    sizes = list if data.weighed else data.sizes  # lengths of padded examples are not meaningful
     report = Reporter(
         run.resolved, context.plan, context.mesh, context.device, origin, sizes, brief
     )
@@ -172,7 +173,7 @@ def _watch_steps(context: RunContext, brief: bool) -> None:
 
 
 def _check_tokenizer(run: Run, origin: ResumePoint) -> None:
-    """Raise ValueError if a run continues with another tokenizer than its checkpoint's."""
+    """Raise ValueError if a run continues from a checkpoint with a different tokenizer."""
     if origin.folder is None or not origin.iteration:
         return
     theirs = read_mark(origin.folder / MARK_FILE)
@@ -186,8 +187,7 @@ def _check_tokenizer(run: Run, origin: ResumePoint) -> None:
 
 
 def _tokenizer_writer(run: Run, data: TrainingData, origin: ResumePoint) -> Callable[[Path], None]:
-    """Return a function that writes a run's tokenizer files, with the features' additions, into a
-    folder."""
+    """Return a function that writes the tokenizer, with features' files, to a folder."""
     mark = mark_of(run.tokenizer, run.config.tokenizer.tokenizer_type)
     writers = [feature.tokenizer_folder(run, data, origin) for feature in taking_part()]
 
@@ -203,15 +203,14 @@ def _tokenizer_writer(run: Run, data: TrainingData, origin: ResumePoint) -> Call
 
 
 def train(run: Run) -> None:
-    """Train from the checkpoint that the run loads, or the first step, to its end. Raises the
-    errors of :func:`build_trainer`."""
+    """Train a run from its start or checkpoint to its end. Raises as :func:`build_trainer` does."""
     with connected(run) as mesh:
         build_trainer(run, mesh).fit()
 
 
 class _Closing(Callback):
-    """Releases the folder and the engine at the end of a run. Not after an error: closing waits for
-    the device, which may wait for another rank."""
+    """Releases the checkpoint folder and the engine at the end of a run, but not after an error:
+    closing waits for the device, which may be waiting for another rank."""
 
     def __init__(self, context: RunContext, lock: Lock | None) -> None:
         self._context, self._lock = context, lock

@@ -1,4 +1,4 @@
-"""When a run saves checkpoints, and what happens when a save fails."""
+"""Decides when a run saves checkpoints, and handles failed saves."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megatron.util.phases import activity, phase
 
 
 class CheckpointManager(Callback):
-    """The checkpoints of a run: every ``interval`` steps, after every epoch where the plan has
-    epochs, at the end, and where it is stopped. A failed save leaves the earlier checkpoints and is
-    reported; the run fails if its last save did, if ``--max-failed-saves`` fail in a row, or if
-    weights or moments were not finite: from those nothing can be trained. ``newest`` is the
-    checkpoint that the run continues from; ``completed`` counts those of this process, in the
-    memory of the nodes too; ``check`` gets the iteration before every save, on every rank, and
-    raises an error if the state must not be saved; ``counted`` makes what checkpoints say in
-    ``state.json`` besides the position, JSON values by name."""
+    """Saves a run's checkpoints: every ``interval`` steps, after every epoch if the plan has
+    epochs, at the end, and when the run is stopped. A failed save leaves the earlier checkpoints
+    and is reported. The run fails if its last save did, if ``--max-failed-saves`` saves fail in a
+    row, or if weights or moments are not finite, since training cannot continue from them.
+    ``newest`` is the newest checkpoint, at first the one that the run continues from. ``completed``
+    counts the checkpoints saved by this process, including those in host memory. ``check`` gets the
+    iteration before every save, on every rank, and raises an error if the state must not be saved.
+    ``counted`` has functions by name that return JSON values for ``state.json``."""
 
     def __init__(
         self,
@@ -45,18 +45,18 @@ class CheckpointManager(Callback):
         self.counted = dict(counted)
         self._begun_at: int | None = None
         self._samples: dict[int, int] = {}
-        """Consumed at each save that has not failed, by its iteration."""
+        """Number of consumed samples at each save that has not failed, by iteration."""
         self._undecided: deque[SaveResult] = deque()
         self._failed: list[SaveResult] = []
 
     @record_function("megatron::save")
     def save(self, iteration: int, consumed_samples: int) -> None:
-        """Saves, or begins to; nothing without ``--save``, or if this step is saved already. Raises
-        CheckpointError if this save, or one before it that has ended since, ends the run."""
+        """Save, or begin to save in the background. Does nothing without ``--save`` or if this step
+        is already saved. Raises CheckpointError if this or an earlier failure ends the run."""
         if not self.writer.options.save:
             return
         if self._begun_at == iteration:
-            # It may have failed, which all ranks must learn before they decide.
+            # If this save failed, all ranks must know it before they decide whether to repeat it.
             self._report_finished(wait=True)
         if self._begun_at == iteration:
             return
@@ -65,21 +65,21 @@ class CheckpointManager(Callback):
         with phase("save", self.writer.options.save):
             self.writer.save(iteration, self.counters(consumed_samples))
         self._report_finished()
-        # One rank may know the outcome of a save in the background and another not yet; those of
-        # the saves before it all know.
-        self._decide(but=iteration if self.writer.options.async_save else None)
+        # Ranks may learn the outcome of a background save at different times, but all of them know
+        # the outcomes of earlier saves.
+        self._decide(but=iteration if self.writer.in_background else None)
 
     def counters(self, consumed_samples: int) -> dict[str, Any]:
-        """Return the counters of the training for a checkpoint, besides its iteration."""
+        """Return the training's counters for a checkpoint, except the iteration."""
         return {
             "consumed_samples": consumed_samples,
             **{name: value() for name, value in self.counted.items()},
         }
 
     def saved_before(self, iteration: int) -> int | None:
-        """The iteration of the newest whole checkpoint in ``--save`` of the state before a step,
-        after the save in the background, which is waited for; None without. Where a save ended
-        badly on one rank alone, only the main process knows of it."""
+        """Return the iteration of the newest complete checkpoint in ``--save`` from before this
+        step, or None. Waits for a background save. If a save failed after its checkpoint was
+        published, only the main process includes it."""
         newest, save = self.settled(), self.writer.options.save
         saved = set(self._samples)
         if newest is not None and save is not None and newest.parent == Path(save):
@@ -87,15 +87,13 @@ class CheckpointManager(Callback):
         return max((at for at in saved if at < iteration), default=None)
 
     def settled(self) -> Path | None:
-        """:attr:`newest` after the save in the background, which is waited for; every rank must ask
-        for it."""
+        """Wait for the background save and return :attr:`newest`. Collective."""
         self._report_finished(wait=True)
         return self.newest
 
     @property
     def newest_shown(self) -> str:
-        """The newest whole checkpoint of the run, in words, after the save in the background; every
-        rank must ask for it."""
+        """Text that names the newest checkpoint. Waits for a background save. Collective."""
         newest = self.settled()
         if newest is None:
             return "there is no earlier checkpoint"
@@ -105,7 +103,7 @@ class CheckpointManager(Callback):
         activity.saved = "" if newest is None else str(newest)
 
     def before_step(self, trainer: Trainer) -> None:
-        """Saves the initial state, on request."""
+        """Save the initial state if ``--save-init`` is given."""
         if self.writer.options.save_init and trainer.iteration == 0:
             self.save(0, trainer.consumed_samples)
 
@@ -113,7 +111,7 @@ class CheckpointManager(Callback):
         self._begun_at = trainer.iteration if trainer.iteration in self._samples else None
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """Reports saves that finished in the background."""
+        """Report saves that have finished in the background."""
         self._report_finished()
 
     def between_steps(self, trainer: Trainer) -> None:
@@ -126,12 +124,11 @@ class CheckpointManager(Callback):
             self._save_settled(trainer)
 
     def _save_settled(self, trainer: Trainer) -> None:
-        trainer.settle()  # a step that was not finite is never saved
+        trainer.settle()  # never save after a step that was not finite
         self.save(trainer.iteration, trainer.consumed_samples)
 
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
-        """Waits for the last save. Raises CheckpointError if the last save failed, and no other
-        error came before."""
+        """Wait for the last save. Raises CheckpointError if it is the first error."""
         for result in self.writer.close():
             self._report(result)
         if error_type is not None:
@@ -145,7 +142,7 @@ class CheckpointManager(Callback):
             self._report(result)
 
     def _decide(self, but: int | None = None) -> None:
-        """Ends the run if the saves that have ended, but that of one iteration, are a reason to."""
+        """End the run if the outcomes of saves, except that of iteration ``but``, require it."""
         limit = self.writer.options.max_failed_saves
         while self._undecided and self._undecided[0].iteration != but:
             result = self._undecided.popleft()
@@ -158,8 +155,8 @@ class CheckpointManager(Callback):
                     f"after iteration {result.iteration}: {result.error}; such a state is not "
                     f"saved, and no step can mend it: {self.newest_shown}"
                 )
-            if isinstance(result.error, LostRanksError) and not self.writer.options.async_save:
-                # Saves in the background have connections of their own; here training has none now.
+            if isinstance(result.error, LostRanksError) and not self.writer.in_background:
+                # Background saves have connections of their own. Otherwise training's are lost.
                 raise CheckpointError(f"{result.error}; {self.newest_shown}") from result.error
             if len(self._failed) == limit:
                 which = ", ".join(str(failed.iteration) for failed in self._failed)
@@ -179,7 +176,7 @@ class CheckpointManager(Callback):
         if result.error is not None:
             self._samples.pop(result.iteration, None)
             if self._begun_at == result.iteration:
-                self._begun_at = None  # may be tried again
+                self._begun_at = None  # it may be tried again
             if result.published:
                 self.report.say(f"WARNING: {folder} is whole, but its save did not end well")
             else:
@@ -199,4 +196,4 @@ class CheckpointManager(Callback):
             "seconds": result.seconds,
             "bytes": result.bytes,
         }
-        self.report.save(result.iteration, self._samples[result.iteration], values)
+        self.report.event("save", result.iteration, self._samples[result.iteration], values)

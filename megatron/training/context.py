@@ -1,5 +1,5 @@
-"""A run as it comes to exist: what :func:`~megatron.training.build.build_trainer` has built so far,
-for the features that take part in it."""
+"""Objects of a run, which :func:`~megatron.training.build.build_trainer` creates one by one.
+Features that take part in the run get them."""
 
 from __future__ import annotations
 
@@ -26,60 +26,59 @@ Kind = TypeVar("Kind", bound=Callback)
 
 
 class Order(IntEnum):
-    """When a callback is called, among those of a run; at their exits and at the end of a training
-    the order is reversed. Those of one place are called as they were added."""
+    """Position of a callback among a run's callbacks. Exits and the end of training use the reverse
+    order. Callbacks with the same position keep the order in which they were added."""
 
     CLOSE = auto()
-    """Release the engine and the folder of checkpoints, after everything else has ended."""
+    """Release the engine and the checkpoint folder, after everything else has ended."""
     RECORD = auto()
-    """Record how the run was started and how it ended."""
+    """Record how the run started and ended."""
     SPEND = auto()
-    """Count energy and cost."""
+    """Measure energy and cost."""
     LEAVE = auto()
-    """End as after a fault if other nodes leave, after the last save."""
+    """End the run as after a fault if other nodes leave, after the last save."""
     CALLER = auto()
-    """Callbacks of the caller of ``build_trainer``."""
+    """Callbacks passed to ``build_trainer``."""
     TEACH = auto()
-    """Let a teacher take part in steps."""
+    """Add a teacher model's outputs to steps."""
     EVALUATE = auto()
-    """Evaluate tasks."""
+    """Evaluate on tasks."""
     STOP = auto()
-    """Find out whether the training has to stop."""
+    """Determine whether the training has to stop."""
     COMPARE = auto()
-    """Compare the ranks' times, which log lines contain."""
+    """Compare the ranks' step times, for log lines."""
     REPORT = auto()
     """Print and write metrics."""
     JUDGE = auto()
-    """Judge steps: first finite, then close to earlier ones, then equal on all ranks."""
+    """Check that each step is finite, close to earlier ones, and equal on all ranks."""
     SAVE_IN_MEMORY = auto()
-    """Save between two checkpoints on disk."""
+    """Save in host memory between two checkpoints on disk."""
     SAVE = auto()
     """Save checkpoints."""
     RESTART = auto()
-    """Tell the guardian of a rank about steps and saves."""
+    """Report steps and saves to the process that guards a rank and can restart it."""
     FOLLOW = auto()
-    """Follow the best evaluation, whose checkpoint is saved."""
+    """Track the best evaluation and save its checkpoint."""
     PROFILE = auto()
     """Record a profile of some steps."""
 
 
 class RunContext:
-    """The objects of a run. An attribute is set once, when ``build_trainer`` has built its value;
-    the hook of a feature says which exist when it is called.
+    """Objects of a run. ``build_trainer`` sets each attribute once, when the object exists. Each
+    feature hook documents which attributes are set when it is called.
 
     Attributes:
-        started: when the run began, by ``time.monotonic``, if that was before this process.
-        data: of training, validation and test.
-        files: of the data, as far as checkpoints record them.
-        source: the checkpoint to start from.
-        on_disk: the one that the flags name; ``source`` may be newer.
-        engine: the model in training; before ``ready`` it has initial weights.
-        origin: where the run starts.
+        started: start of the run by ``time.monotonic``, if it began before this process; else None.
+        data: training, validation and test data.
+        files: data files that are recorded in checkpoints.
+        source: checkpoint to start from.
+        on_disk: checkpoint that the flags select; ``source`` may be newer.
+        engine: model in training. It has initial weights until a checkpoint is loaded.
+        origin: state from which the run starts.
         changed: lines about inputs that differ from those of the checkpoint's run.
-        notes: what checkpoints keep in ``state.json`` besides the position, by name.
-        guard: judges whether steps are finite.
-        checks: each gets an iteration on every rank, and raises an error if the state after it is
-            not to be used.
+        notes: values by name that ``state.json`` in checkpoints stores besides the position.
+        guard: checks whether steps are finite.
+        checks: called on every rank with an iteration; raise if its state must not be used.
     """
 
     data: TrainingData
@@ -106,17 +105,17 @@ class RunContext:
         return self.run.config
 
     def add(self, order: Order, callback: Callback) -> None:
-        """Add a callback to the training."""
+        """Add a callback at a position."""
         self._callbacks.append((order, callback))
 
     @property
     def callbacks(self) -> tuple[Callback, ...]:
-        """All callbacks in their order."""
+        """All callbacks, in the order in which they are called."""
         ordered = sorted(self._callbacks, key=lambda each: each[0])
         return tuple(callback for _, callback in ordered)
 
     def added(self, kind: type[Kind]) -> Kind:
-        """Return the callback of a class that was added."""
+        """Return the callback of class ``kind``, of which exactly one must have been added."""
         (callback,) = (each for _, each in self._callbacks if isinstance(each, kind))
         return callback
 
@@ -126,5 +125,5 @@ class RunContext:
             check(iteration)
 
     def newest_shown(self) -> str:
-        """Return a description of the run's newest complete checkpoint; every rank must call it."""
+        """Return a text that names the newest complete checkpoint. Collective."""
         return self.checkpoints.newest_shown

@@ -1,4 +1,4 @@
-"""Numbers of a log interval: of its steps, its memory, and the time that is left after it."""
+"""Metrics of a log interval: the steps' values, memory use, and the remaining time."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ Value = torch.Tensor | float | None
 
 
 class TimeLeft:
-    """Seconds that a run still takes: the remaining iterations at the mean speed of the last log
-    intervals, evaluations and saves included, without the first interval, which compiles."""
+    """Estimates the seconds until the end of a run: the remaining iterations at the mean speed of
+    recent log intervals, including evaluations and saves. The first interval, which includes
+    compilation, is left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lines: deque[tuple[int, float]] = deque(maxlen=_INTERVALS)
 
     def begin(self, iteration: int) -> None:
-        """At the first step of a process, and after the training went back."""
+        """Start the clock at a process's first step, or again after the training went back."""
         self._lines.clear()
         self._lines.append((iteration, self._clock()))
         self._first = True
 
     def seconds(self, iteration: int, train_iters: int) -> float:
-        """At a log line."""
+        """Return the estimate. Called once per log line."""
         self._lines.append((iteration, self._clock()))
         (earlier, then), (_, now) = self._lines[0], self._lines[-1]
         speed = (now - then) / max(iteration - earlier, 1)
@@ -47,19 +48,19 @@ class TimeLeft:
 
 
 _INTERVALS = 20
-"""Number of intervals whose speed counts."""
+"""Maximum number of intervals for the mean speed."""
 
 
 class MemoryUse(NamedTuple):
-    """Peak memory of one process since its start, in bytes: of tensors on a CUDA device (on CPU the
-    resident set), and what torch's allocator reserved on a CUDA device."""
+    """Peak memory of one process since its start, in bytes. ``allocated`` is for tensors on a CUDA
+    device, or the resident set size on CPU. ``reserved`` is what torch's CUDA allocator holds."""
 
     allocated: int
     reserved: int | None
 
 
 def memory_use(device: torch.device) -> MemoryUse:
-    """Peak memory of this process on ``device``."""
+    """Return the peak memory of this process on ``device``."""
     if device.type == "cuda":
         return MemoryUse(
             allocated=torch.cuda.max_memory_allocated(device),
@@ -72,12 +73,12 @@ def memory_use(device: torch.device) -> MemoryUse:
 
 
 class IntervalMeter:
-    """Collects the numbers of a log interval; the clock of the first one starts at construction.
+    """Collects the metrics of a log interval. The first interval's clock starts at construction.
 
     Args:
-        devices: of the run, one for each rank.
-        peak_flops: FLOP/s of one device; None if not known.
-        clock: seconds.
+        devices: number of devices in the run, one per rank.
+        peak_flops: peak FLOP/s of one device; None if unknown.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -105,14 +106,13 @@ class IntervalMeter:
         unit: str = "",
         over_ranks: bool = False,
     ) -> None:
-        """Adds a number of a step; a tensor stays on the device until the interval ends.
+        """Add a value of the current step. A tensor stays on the device until the interval ends.
 
         Args:
-            value: a scalar, the same on all ranks unless ``over_ranks``; None if not known.
-            reduce: over the steps of the interval, for a name that :data:`METRICS` does not list.
-            unit: likewise, for the console.
-            over_ranks: takes the mean, the sum or the greatest over the ranks as well. Every rank
-                must then record the number.
+            value: a scalar, the same on all ranks unless ``over_ranks``; None if unknown.
+            reduce: reduction over the interval's steps, for a name that is not in :data:`METRICS`.
+            unit: unit for the console, for such a name.
+            over_ranks: whether to reduce over ranks too. Every rank must then record the value.
         """
         metric = self._metrics.get(name)
         if metric is None:
@@ -133,17 +133,17 @@ class IntervalMeter:
         recomputed_flops: torch.Tensor | float = 0.0,
         lengths: SequenceLengths | None = None,
     ) -> None:
-        """Counts an optimizer step; reads nothing from the device. FLOPs are the model's, and those
-        of recomputed activations, with samples that are as long as can be. ``lengths`` say how many
-        of their tokens count, by default all; the length of samples is recorded where it grows over
-        the run."""
+        """Add an optimizer step without reading from the device. ``flops`` are the model's FLOPs
+        and ``recomputed_flops`` those of recomputed activations, for samples of maximum length.
+        ``lengths`` tells how many of the tokens count, by default all. The sequence length is
+        recorded if it grows during the run."""
         record, result = self.record, step.result
         lengths = lengths or SequenceLengths(step.seq_length)
         before, fed = lengths.tokens(step.first_sample), step.samples * step.seq_length
         counted: torch.Tensor | float = lengths.tokens(step.first_sample + step.samples) - before
         share: torch.Tensor | float = 1.0
         if step.counts is not None:
-            # Attention of short samples costs less than their share of the tokens.
+            # An estimate: attention to short samples costs less than their share of the tokens.
             share, counted = step.counts.fed / fed, step.counts.fed
             record("trained_tokens_per_second", step.counts.trained)
         if lengths.grows:
@@ -152,7 +152,7 @@ class IntervalMeter:
             record(name, float(length))
         self._steps += 1
         self._losses = tuple(result.losses)
-        # Losses are logged in float32, whatever they are added up in.
+        # Losses are logged in float32, whatever dtype they are summed in.
         record("loss", result.loss.float())
         for name, loss in result.losses.items() if len(result.losses) > 1 else ():
             record(name, loss.float(), "mean")
@@ -175,7 +175,7 @@ class IntervalMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the time spent inside, on an evaluation or a save, out of the interval."""
+        """Exclude the time within this context (evaluations and saves) from the interval."""
         start = self._clock()
         try:
             yield
@@ -185,12 +185,11 @@ class IntervalMeter:
     def finish(
         self, *, iteration: int, consumed_samples: int, consumed_tokens: int
     ) -> IntervalMetrics:
-        """Ends the interval, waits for its last step, and starts the next one. Every rank calls
-        it."""
+        """End the interval after its last step has finished, and start the next. Collective."""
         assert self._steps, "an interval without steps"
         read = iter(numbers([value for values in self._recorded.values() for value in values]))
         now = self._clock()
-        # A clock too coarse for a tiny step must not divide by zero.
+        # A coarse clock can measure 0 seconds for a tiny step.
         seconds = max(now - self._started, 1e-9)
         values = {
             name: _reduced(self._metrics[name].reduce, [next(read) for _ in recorded], seconds)
@@ -241,9 +240,9 @@ def _reduced(reduce: Reduce, values: Sequence[Any], seconds: float) -> Any:
 
 
 def numbers(values: Sequence[Value]) -> list[Any]:
-    """Return the values with numbers in place of tensors, which are read together, once."""
+    """Return the values with tensors as Python numbers. All tensors are read at once."""
     tensors = [value.detach().reshape(()) for value in values if torch.is_tensor(value)]
-    # float32 and float64 become float64, exactly; so do counts.
+    # float32 and float64 convert to float64 exactly, and so do counts.
     wide = [each if each.dtype == torch.float32 else each.double() for each in tensors]
     read = iter(torch.stack([each.to(wide[0].device) for each in wide]).tolist() if wide else ())
     return [next(read) if torch.is_tensor(value) else value for value in values]

@@ -1,45 +1,36 @@
-"""Evaluations of a run, and the peak rates of its devices."""
+"""Evaluation results, and how they are reported."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
-
-import torch
-
-from megatron.config import RunConfig
-from megatron.config.features import taking_part
-from megatron.util.files import read_sections
 
 
 class Reported(Protocol):
-    """An evaluation, as the console and the writers take it."""
+    """Evaluation result in the form that the console and the writers need."""
 
     @property
     def iteration(self) -> int:
-        """Steps done before it."""
+        """Number of steps trained before the evaluation."""
 
     @property
     def kind(self) -> str:
-        """The writers' name for its values."""
+        """Kind of the row in which writers record the values."""
 
     def line(self) -> str:
-        """The console line."""
+        """Return the console line."""
 
     def row(self) -> dict[str, float | None]:
-        """The values by name, for writers."""
+        """Return the values by name, for writers."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Losses on held-out data after ``iteration`` steps: means over micro batches and ranks, by the
-    family's names. ``name`` is that of the data set, "valid" or "test" where there is only one.
-    ``no_perplexity`` are those that are no cross entropies; ``loss`` is the minimised number, where
-    it is none of them."""
+    """Losses on held-out data after ``iteration`` steps: means over micro batches and ranks.
+    ``name`` is the data set's name, or "valid" or "test" if it is the only one. ``no_perplexity``
+    lists losses that are not cross entropies. ``loss`` is the minimised loss, if not included."""
 
     iteration: int
     losses: Mapping[str, float]
@@ -50,12 +41,12 @@ class Evaluation:
 
     @property
     def kind(self) -> str:
-        """The writers' name for these values."""
+        """Kind of the row in which writers record the values."""
         kind = "test" if self.test else "validation"
         return kind if self.name in ("valid", "test") else f"{kind} {self.name}"
 
     def line(self) -> str:
-        """The console line, with the key texts of Megatron that people's scripts look for."""
+        """Return the console line, worded as in Megatron since scripts search for its text."""
         where = f"iteration {self.iteration}" + (" on test set" if self.test else "")
         where += "" if self.name in ("valid", "test") else f" on {self.name}"
         ppl = self._perplexities()
@@ -67,7 +58,7 @@ class Evaluation:
         return f" validation loss at {where} | {values}".rstrip()
 
     def row(self) -> dict[str, float | None]:
-        """The values by name, for writers; a single loss is ``loss``."""
+        """Return the values by name, for writers. If there is one loss, it is named ``loss``."""
         ppl = self._perplexities()
         if len(self.losses) == 1:
             ((name, loss),) = self.losses.items()
@@ -81,37 +72,5 @@ class Evaluation:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), with a loss of 20 at most, as in Megatron, so that it does not overflow."""
+    """Return exp(loss). The loss is limited to 20, as in Megatron, to avoid an overflow."""
     return math.nan if math.isnan(loss) else math.exp(min(20.0, loss))
-
-
-_PEAKS = read_sections(Path(__file__).with_name("peak_flops.txt"))["rates"]
-"""FLOP/s of devices by patterns of their names."""
-
-
-def peak_flops_of(device_name: str) -> float | None:
-    """Dense 16-bit FLOP/s of an accelerator by the name that ``torch.cuda.get_device_name`` gives
-    it ("NVIDIA H100 80GB HBM3"), None if it is not in the table."""
-    for pattern, flops in _PEAKS.items():
-        if re.search(rf"\b(?:{pattern})\b", device_name, re.IGNORECASE):
-            return float(flops)
-    return None
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Dense 16-bit FLOP/s of ``device`` from its maker's data sheet; None for CPUs and unknown
-    accelerators, whose rates are to be measured."""
-    if device.type != "cuda":
-        return None
-    return peak_flops_of(torch.cuda.get_device_name(device))
-
-
-def run_peak(config: RunConfig, device: torch.device) -> tuple[float | None, str]:
-    """Peak rate of a run's device in FLOP/s, None where it is not known, and its source in
-    words."""
-    if config.logging.peak_tflops is not None:
-        return config.logging.peak_tflops * 1e12, "--peak-tflops"
-    if device.type != "cpu":
-        return peak_flops(device), "data sheet"
-    measured = (feature.peak_of_processor(config) for feature in taking_part())
-    return next((each for each in measured if each is not None), (None, "not known"))

@@ -1,4 +1,4 @@
-"""Batch sizes, learning rate and lengths of a run as functions of the consumed samples."""
+"""Training plan: batch sizes, rates and lengths as functions of a run's progress."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megatron.config import ConfigError, RunConfig
-from megatron.config.features import taking_part
+from megatron.config.features import first_answer
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.training import TrainingConfig
 from megatron.data.pipeline import sequence_lengths
@@ -15,24 +15,24 @@ from megatron.training.schedules import BatchSizeSchedule, LearningRateSchedule,
 
 @dataclass(frozen=True)
 class Epochs:
-    """A training that goes over a data set several times."""
+    """Length of a training in epochs over a data set."""
 
     count: int
     samples: int
-    """Samples of the data set."""
+    """Number of samples in the data set."""
 
 
 class TrainingPlan:
-    """Batch sizes, learning rate, weight decay, lengths and positions of a run; with ``epochs``
-    instead of ``--train-iters`` and the like. Batches cross from one epoch into the next; the last
-    one is filled up from the beginning of a further epoch. Raises ConfigError if the schedules'
-    values contradict each other, or the run has no step.
+    """Batch sizes, learning rate, weight decay, sequence lengths and length of a run. ``epochs``
+    replaces ``--train-iters`` and similar flags. Batches can span two epochs; the last batch is
+    filled with samples of a further epoch. Raises ConfigError if the schedules' values contradict
+    each other, or if the run has no step.
 
     Attributes:
-        train_iters: steps after which the run ends.
-        rate_factor: multiplies the learning rates of the next step.
-        full_iters: steps of ``--train-iters`` or ``--train-samples``, which data and log lines
-            count; more than ``train_iters`` where ``--train-tokens`` ends the run earlier.
+        train_iters: number of steps after which the run ends.
+        rate_factor: factor of the learning rates of the next step.
+        full_iters: number of steps by ``--train-iters`` or ``--train-samples``, for which data are
+            prepared; more than ``train_iters`` if ``--train-tokens`` ends the run earlier.
     """
 
     def __init__(self, config: RunConfig, epochs: Epochs | None = None) -> None:
@@ -44,10 +44,8 @@ class TrainingPlan:
         self.skip_train = training.skip_train
         self.eval_interval, self.eval_iters = training.eval_interval, training.eval_iters
         self._replicas = config.parallel.data_parallel_size
-        growing = (feature.batch_sizes(config) for feature in taking_part())
-        self.batch_size: BatchSizeSchedule = next(
-            (sizes for sizes in growing if sizes is not None),
-            BatchSizeSchedule(self.global_batch_size, self.micro_batch_size, self._replicas),
+        self.batch_size: BatchSizeSchedule = first_answer(lambda f: f.batch_sizes(config)) or (
+            BatchSizeSchedule(self.global_batch_size, self.micro_batch_size, self._replicas)
         )
         self.lengths = sequence_lengths(config, self.batch_size.samples)
         length = self._set_length(training)
@@ -63,7 +61,7 @@ class TrainingPlan:
         )
 
     def _set_length(self, training: TrainingConfig) -> int:
-        """Set the steps of the run and of its data; return the length in ``self.unit``."""
+        """Set the numbers of steps of run and data. Return the length in ``self.unit``."""
         self.unit, length = training.length
         if self.epochs is not None:
             self.unit, length = "samples", self.epochs.count * self.epochs.samples
@@ -84,7 +82,7 @@ class TrainingPlan:
         return length
 
     def _steps(self, samples: int, in_full: bool) -> int:
-        """Steps within ``samples``; with ``in_full`` the fewest that consume all of them."""
+        """Return the steps within ``samples``, or the fewest that consume all if ``in_full``."""
         steps = self.batch_size.iterations(samples)
         return steps + (in_full and self.batch_size.samples(steps) < samples)
 
@@ -92,7 +90,7 @@ class TrainingPlan:
         self._warmup_unit, self._decay_unit = optimizer.schedule_units(self.unit)
         warmup: int = getattr(optimizer, f"lr_warmup_{self._warmup_unit}")
         mixed = self._warmup_unit != self._decay_unit
-        # As in Megatron-DeepSpeed a warm-up of tokens does not postpone a decay of steps.
+        # As in Megatron-DeepSpeed, a warm-up in tokens does not postpone a decay in steps.
         start = 0 if self._warmup_unit == "tokens" else self._tokens_after(warmup)
         return LearningRateSchedule(
             lr=optimizer.lr,
@@ -111,13 +109,13 @@ class TrainingPlan:
         )
 
     def _tokens_after(self, warmup: int) -> int:
-        """Tokens before the end of a warm-up of iterations or samples."""
+        """Return the number of tokens in a warm-up whose length is in iterations or samples."""
         of_steps = self._warmup_unit == "iters"
         return self.lengths.tokens(self.batch_size.samples(warmup) if of_steps else warmup)
 
     def rates(self, iteration: int, consumed_samples: int) -> tuple[float, ...]:
-        """Learning rate and weight decay of the step after ``iteration`` steps; with
-        ``--decoupled-lr`` that rate, too."""
+        """Return the learning rate and weight decay for the step after ``iteration`` steps, and the
+        rate of ``--decoupled-lr`` as a third value if it is set."""
         at = {
             unit: self.progress(iteration, consumed_samples, unit)
             for unit in {self.unit, self._warmup_unit, self._decay_unit}
@@ -129,7 +127,7 @@ class TrainingPlan:
         return rate, decay, self.rate_factor * self.decoupled_rate(*done)
 
     def progress(self, iteration: int, consumed_samples: int, unit: str | None = None) -> int:
-        """Progress of the run in ``unit``, by default the unit of its length."""
+        """Return the run's progress in ``unit``, by default the unit of its length."""
         return {
             "iters": iteration,
             "samples": consumed_samples,
@@ -137,11 +135,11 @@ class TrainingPlan:
         }[unit or self.unit]
 
     def evaluates_after(self, iteration: int) -> bool:
-        """True if that step is followed by an evaluation; the end of the run always is."""
+        """Return whether an evaluation is due after this step, apart from that at the run's end."""
         return iteration % self.eval_interval == 0 and iteration < self.train_iters
 
     def epochs_ended(self, iteration: int) -> range:
-        """The epochs, from 1, whose last sample that step has consumed."""
+        """Return the numbers, from 1, of the epochs whose last sample was consumed in this step."""
         if self.epochs is None:
             return range(0)
         before, after = (
@@ -151,7 +149,7 @@ class TrainingPlan:
         return range(before + 1, after + 1)
 
     def batch_sizes(self) -> list[tuple[int, int]]:
-        """The batch sizes of the run in turn: (size, number of steps)."""
+        """Return the run's successive batch sizes, each with its number of steps."""
         sizes, consumed = [], 0
         for _ in range(max(1, self.full_iters)):
             sizes.append(self.batch_size.batch_size(consumed))
@@ -160,20 +158,20 @@ class TrainingPlan:
 
     @property
     def eval_micro_batches(self) -> int:
-        """Micro batches of each rank in one evaluation."""
+        """Number of micro batches per rank in one evaluation."""
         per_batch = self.global_batch_size // (self.micro_batch_size * self._replicas)
         return self.eval_iters * per_batch
 
     def valid_samples_before(self, iteration: int) -> int:
-        """Validation samples that earlier evaluations than the one at ``iteration`` have read; past
-        the end of the run, earlier ones than its last."""
+        """Return the number of validation samples that evaluations before the one at ``iteration``
+        have read. Past the run's end, ``iteration`` stands for its last step."""
         evaluations = max(0, min(iteration, self.train_iters) - 1) // self.eval_interval
         return evaluations * self.eval_iters * self.global_batch_size
 
     @property
     def sample_counts(self) -> tuple[int, int, int]:
-        """Samples that data sets for training, validation and test are sized for: those of
-        ``--train-iters`` or ``--train-samples``, also where ``--train-tokens`` ends the run."""
+        """Number of training, validation and test samples that data sets must provide.
+        ``--train-tokens`` does not reduce them, even if it ends the run earlier."""
         evaluation = self.eval_iters * self.global_batch_size
         evaluations = self.full_iters // self.eval_interval + 1
         train = self.batch_size.samples(self.full_iters)

@@ -1,8 +1,8 @@
-"""The numbers of a run, each under one name.
+"""Names of a run's metrics, and their form in logs.
 
-The file that computes a number records it: ``record("queue_seconds", seconds, "mean", "s")``. The
-log line, the JSON lines and the trackers then show it. :data:`METRICS` lists the numbers whose text
-or tag is not the default, in the orders that readers of logs and files rely on.
+The code that computes a metric records it: ``record("queue_seconds", seconds, "mean", "s")``. The
+log line, the JSON lines and the trackers then show it. :data:`METRICS` lists metrics whose label or
+tag is not the default, in the order on which readers of logs and files rely.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 Reduce = Literal["last", "mean", "sum", "max", "count", "not finite", "rate"]
-"""Over the steps of a log interval: "mean" is of the finite values, "count" a rounded sum, "not
-finite" the number of such values, "rate" the sum per second of the interval."""
+"""Reduction over the steps of a log interval. "mean" is over the finite values, "count" is a
+rounded sum, "not finite" is the number of non-finite values, and "rate" is the sum per second."""
 Show = str | Callable[[Mapping[str, Any]], str]
 
 CLOCKS = ("iteration", "consumed_samples", "consumed_tokens")
-"""Position of every row."""
+"""Names of the values that give a row's position in the run."""
 TASK_COSTS = ("examples", "seconds", "tokens_per_second", "share_of_time")
-"""Values of rows of the kind ``task`` about the evaluation itself, besides the task's metrics."""
+"""Values in ``task`` rows that describe the evaluation itself, besides the task's metrics."""
 
 
 @dataclass(frozen=True)
 class RunMetric:
-    """A number of training.
+    """Metric of a training run, and how it is shown.
 
     Attributes:
-        name: in JSON lines.
-        label: on the console; empty for a number that log lines do not show.
-        show: format of ``scale`` times the value, or a function of all values of the line.
-        tag: in trackers: the name with hyphens if empty, none if None.
-        curve: False for a number about speed or schedule, which reports on a model leave out.
+        name: name in the JSON lines.
+        label: name on the console; empty for a metric that log lines omit.
+        show: format of ``scale`` times the value, or a function of all values in the line.
+        tag: name in trackers. An empty tag is ``name`` with hyphens; None leaves the metric out.
+        curve: whether model reports plot it; False for speed and schedules.
     """
 
     name: str
@@ -45,14 +45,10 @@ class RunMetric:
     curve: bool = False
 
     def field(self, values: Mapping[str, Any]) -> str:
-        """The part of a log line with these values."""
+        """Return the metric's field in a log line with these values."""
         show = self.show
         text = f"{values[self.name] * self.scale:{show}}" if isinstance(show, str) else show(values)
         return f"{self.label}: {text}"
-
-    @property
-    def tracker_tag(self) -> str | None:
-        return self.name.replace("_", "-") if self.tag == "" else self.tag
 
 
 def _money(value: float) -> str:
@@ -66,7 +62,7 @@ def _between_ranks(values: Mapping[str, Any]) -> str:
 
 _TABLE = (
     RunMetric("seq_length", "tokens", "last", "curriculum seqlen", "5.0f", tag=None),
-    # Of layers that drop tokens, and in the mean over the layers.
+    # Sequence length in layers that drop tokens, and its mean over all layers.
     RunMetric(
         *("random_ltd_reserved_length", "tokens", "last", "random ltd reserved length", "5.0f"),
         tag=None,
@@ -75,7 +71,7 @@ _TABLE = (
     RunMetric(
         "trained_tokens_per_second", "1/s", "rate", "trained tokens per second", ".1f", tag=None
     ),
-    # Time that ranks needed for a step without waiting for each other.
+    # Time that a rank computes in a step, excluding waits for other ranks.
     RunMetric("slowest_rank", label="slowest rank", show="d"),
     RunMetric("own_seconds_slowest", "s", tag="own-time-slowest-rank"),
     RunMetric("own_seconds_median", "s", tag="own-time-median-rank"),
@@ -107,7 +103,7 @@ _TABLE = (
     RunMetric(
         "tflops_per_device", "TFLOP/s", "rate", "TFLOP/s per device", ".3f", tag="throughput"
     ),
-    # Model FLOP/s as a share of the peak of the devices; with recomputed ones.
+    # FLOP/s as a share of the devices' peak: the model's own FLOPs, and including recomputation.
     RunMetric("mfu", "", "rate", "MFU", ".1%"),
     RunMetric("hfu", "", "rate", "HFU", ".1%"),
     RunMetric(
@@ -130,13 +126,13 @@ _TABLE = (
         label="time left",
         show=lambda values: str(timedelta(seconds=round(values["seconds_left"]))),
     ),
-    # Of the layer of experts with the least even use: tokens of the fullest expert, entropy of the
-    # shares as a part of the largest, choices beyond the capacity; and experts without tokens.
+    # Worst expert layer: tokens of the fullest expert over the mean, entropy of shares over its
+    # maximum, share of choices beyond the capacity. Then the total of idle experts.
     RunMetric("experts_max_over_mean", label="experts max/mean", show=".2f"),
     RunMetric("experts_entropy"),
     RunMetric("experts_dropped_share", label="experts dropped", show=".1%"),
     RunMetric("experts_idle", "experts"),
-    # Spent over all starts of a run; money in the currency of the price of a device.
+    # Totals including earlier starts of the run. Money is in the currency of the device price.
     RunMetric("energy_joules", "J", label="energy (kWh)", show=".4g", scale=1 / 3.6e6),
     RunMetric("devices_joules", "J", tag=None),
     RunMetric("processors_joules", "J", tag=None),
@@ -146,8 +142,8 @@ _TABLE = (
     RunMetric("cost_left", label="cost to finish", show=lambda values: _money(values["cost_left"])),
 )
 METRICS = {metric.name: metric for metric in _TABLE}
-"""By name, in the order of the JSON lines; losses that have names follow ``loss``."""
-# Numbers that are not listed follow at the end of lines, rows and tags.
+"""Metrics by name, in the order of the JSON lines. Named losses follow ``loss``."""
+# Other metrics follow at the end of lines, rows and tags.
 _BEFORE_LOSSES = ("seconds_per_iteration", "learning_rate", "global_batch_size")
 _AFTER_LOSSES = (
     *("loss_scale", "grad_norm", "num_zeros", "params_norm", "seq_length"),
@@ -158,27 +154,18 @@ _AFTER_LOSSES = (
     *("slowest_rank", "own_seconds_fastest", "seconds_left"),
     *("energy_joules", "co2_grams", "cost", "cost_left"),
 )
-TAG_ORDER = (
-    *("loss", "grad_norm", "num_zeros", "params_norm", "learning_rate", "weight_decay"),
-    *("global_batch_size", "loss_scale", "seconds_per_iteration", "samples_per_second"),
-    *("tokens_per_second_per_device", "tflops_per_device", "mfu", "hfu"),
-    *("memory_allocated_bytes", "memory_reserved_bytes"),
-    *("experts_max_over_mean", "experts_entropy", "experts_dropped_share", "experts_idle"),
-    *("energy_joules", "co2_grams", "cost", "cost_left", "seconds_left"),
-    *("slowest_rank", "own_seconds_slowest", "own_seconds_median", "own_seconds_fastest"),
-)
 
 
 @dataclass(frozen=True)
 class IntervalMetrics:
-    """The numbers between two log lines. Sizes are those of the last step, memory is the peak of
-    this process; consumed counts are since the start of the run.
+    """Metrics for one log line. Sizes are from the last step, memory is this process's peak, and
+    consumed counts are totals since the start of the run.
 
     Attributes:
-        train_iters: iterations that data are prepared for; --train-tokens may end a run earlier.
-        losses: means over the steps with a finite loss, NaN if no step has one, by their names.
-        values: by name; None if not known.
-        metrics: of these names.
+        train_iters: iterations for which data are prepared; --train-tokens may end a run earlier.
+        losses: means by name over the steps with a finite loss; NaN if no step has one.
+        values: values by metric name; None if unknown.
+        metrics: definitions of these metrics, by name.
     """
 
     iteration: int
@@ -191,7 +178,7 @@ class IntervalMetrics:
     metrics: Mapping[str, RunMetric]
 
     def line(self) -> str:
-        """The console line, with the key texts of Megatron that people's scripts look for."""
+        """Return the console line, worded as in Megatron since scripts search for its text."""
         others = (name for name in self.values if name not in METRICS)
         fields = [
             self._position(),
@@ -204,8 +191,8 @@ class IntervalMetrics:
         return " " + " | ".join(fields) + " |"
 
     def short_line(self) -> str:
-        """The console line for readers: the same names, the losses first, without values that
-        hardly change or explain something; :meth:`row` has everything."""
+        """Return a shorter console line for people, with the same names. Losses come first, and
+        values that hardly change or need an explanation are omitted. :meth:`row` has all values."""
         rate = self.values["tokens_per_second_per_device"] * self.devices
         bad = [name for name in ("skipped_steps", "nan_steps") if self.values[name]]
         fields = [
@@ -222,7 +209,7 @@ class IntervalMetrics:
         return " | ".join(fields) + " |"
 
     def row(self) -> dict[str, float | None]:
-        """The values by name, for writers. A single loss is ``loss``."""
+        """Return the values by name, for writers. If there is one loss, it is named ``loss``."""
         names = list(METRICS)
         place = names.index("loss") + 1
         names[place:place] = self.losses if len(self.losses) > 1 else ()
@@ -241,13 +228,9 @@ class IntervalMetrics:
                 yield self.metrics[name].field(self.values)
 
 
-_MOST_SHOWN = 60
-"""Characters of a text on the console."""
-
-
 class WrittenText(NamedTuple):
-    """A text of the model after a prompt, and the text of the data there ("" without one);
-    ``ended`` is whether it came to an end by itself."""
+    """Text that the model generated for a prompt, and the corresponding text in the data, or "".
+    ``ended`` tells whether the model ended the answer by itself."""
 
     prompt: str
     answer: str
@@ -257,24 +240,7 @@ class WrittenText(NamedTuple):
 
 @dataclass(frozen=True)
 class WrittenTexts:
-    """The texts of one moment, after ``iteration`` steps."""
+    """Texts that the model generated after ``iteration`` steps."""
 
     iteration: int
     texts: tuple[WrittenText, ...]
-
-    def line(self) -> str:
-        """For the console: the first text, with line breaks as \\n, shortened. The metrics have all
-        of them."""
-        text = self.texts[0]
-        return (
-            f"sample 1 of {len(self.texts)} at iteration {self.iteration} | "
-            f"prompt: {_short(text.prompt, at_end=True)} | answer: {_short(text.answer)}"
-            + ("" if text.ended else " (not ended)")
-        )
-
-
-def _short(text: str, at_end: bool = False) -> str:
-    """A text in one line; of a long one its beginning, or ``at_end`` its end."""
-    if len(text) > _MOST_SHOWN:
-        text = f"...{text[-_MOST_SHOWN:]}" if at_end else f"{text[:_MOST_SHOWN]}..."
-    return repr(text)

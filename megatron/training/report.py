@@ -1,4 +1,4 @@
-"""The reports of a run: the console of the main process and the metric writers."""
+"""Reports a run's progress: log lines from the main process, and metrics for the writers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from megatron.config import Resolved, RunConfig
-from megatron.config.features import taking_part
+from megatron.config.features import first_answer, taking_part
 from megatron.data.build import PortionSize
 from megatron.families import family_of
 from megatron.parallel.mesh import Mesh, first_reason
 from megatron.training.intervals import IntervalMeter, TimeLeft, Value
-from megatron.training.metrics import Evaluation, Reported, run_peak
+from megatron.training.metrics import Evaluation, Reported
 from megatron.training.plan import TrainingPlan
 from megatron.training.registry import Reduce, WrittenTexts
 from megatron.training.resume import ResumePoint
@@ -30,7 +30,7 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import above_bars, progress_bar
 
 FIRST_STEPS = 2
-"""First steps that get separate log lines, even if log lines are further apart."""
+"""Number of steps at the start that are logged individually, even with a longer log interval."""
 
 
 class _LogHandler(logging.StreamHandler[Any]):
@@ -46,8 +46,8 @@ class _LogFormatter(logging.Formatter):
 
 
 def show_log() -> None:
-    """Shows the package's log on the console: the main process's messages, and every process's
-    warnings; a second call does nothing."""
+    """Show the package's log on the console: messages from the main process, and warnings from
+    every process. A second call does nothing."""
     logger = logging.getLogger("megatron")
     if logger.handlers:
         return
@@ -59,13 +59,13 @@ def show_log() -> None:
 
 
 def say(text: str) -> None:
-    """Prints a line with the time."""
+    """Print a line with a timestamp."""
     with above_bars():
         print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
 
 
 class Reporter(Callback):
-    """Log lines and metrics; only the main process prints and writes."""
+    """Prints log lines and writes metrics. Only the main process prints and writes."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class Reporter(Callback):
         config = resolved.config
         self.plan, self.mesh, self.device = plan, mesh, device
         self.extra_flops: list[Callable[[Step], float]] = []
-        """FLOPs of a step that are not the model's work."""
+        """Functions that return FLOPs of a step in addition to the model's own."""
         self.at_line: list[Callable[[float], Mapping[str, float | None]]] = []
-        """Further numbers of a log line, given the seconds that are left. Every rank calls them."""
+        """Functions that return further values of a log line from the seconds left. Collective."""
         self.after_line: list[Callable[[RunWriter], None]] = []
-        """Writers of numbers that follow a log line, and the last one."""
+        """Functions that write values after every log line and at the end of training."""
         self.time_left = TimeLeft()
         self.last_words = ""
         self.log_interval = config.logging.log_interval
@@ -95,7 +95,9 @@ class Reporter(Callback):
         for feature in taking_part():
             self.shape = feature.shape(self.shape, config)
         self.recompute, self.recomputed_blocks = config.parallel.recomputed
-        self.peak, self._peak_source = run_peak(config, device)
+        peak = first_answer(lambda feature: feature.peak(config, device)) or (None, "")
+        self.peak: float | None = peak[0]
+        self._peak_source: str = peak[1]
         self.writer: RunWriter = TeeWriter(())
         if self.main:
             self.writer = build_writers(
@@ -104,19 +106,19 @@ class Reporter(Callback):
                 resume_samples=begin.consumed_samples,
                 configuration=config.to_dict(),
             )
-        self._write_resume(begin.iteration, begin.consumed_samples)
+        self._mark_resume(begin.iteration, begin.consumed_samples)
         self._announce(resolved, begin, sizes)
         self._bar = progress_bar(
             "training", total=plan.train_iters, unit=" steps", initial=begin.iteration
         )
         self._early = FIRST_STEPS if self.log_interval > FIRST_STEPS else 0
-        """Steps that still get a separate line."""
+        """Remaining number of steps that are logged individually."""
         self._last_step = time.monotonic()
 
-    def _write_resume(self, iteration: int, consumed_samples: int) -> None:
-        """Mark that earlier rows are from another process, or from before a rollback."""
+    def _mark_resume(self, iteration: int, consumed_samples: int) -> None:
+        """Write a row that marks earlier rows as another process's or as rolled back."""
         if iteration:
-            self._write("resume", iteration, consumed_samples, {})
+            self.event("resume", iteration, consumed_samples, {})
 
     def _announce(
         self, resolved: Resolved, begin: ResumePoint, sizes: Callable[[], Sequence[PortionSize]]
@@ -166,14 +168,14 @@ class Reporter(Callback):
             self.say(f"differs from the checkpoint's run: {line}")
 
     def nothing_left(self, begin: ResumePoint) -> bool:
-        """True if the checkpoint is from the run's last step or a later one."""
+        """Return whether the checkpoint is from the run's last step or even later."""
         return not self.plan.skip_train and begin.iteration >= self.plan.train_iters
 
     def evaluated_before(
         self, config: RunConfig, begin: ResumePoint, valid: Sequence[str], test: Sequence[str]
     ) -> bool:
-        """True if nothing is left to train, and the metrics of an earlier start have all last
-        evaluations, of data sets with these names. Every rank calls it."""
+        """Return whether nothing is left to train and the metrics of an earlier start contain the
+        final evaluations on all data sets with these names. Collective."""
         if not self.nothing_left(begin):
             return False
         missing = None
@@ -189,7 +191,7 @@ class Reporter(Callback):
     def _missing_evaluation(
         self, config: RunConfig, iteration: int, valid: Sequence[str], test: Sequence[str]
     ) -> str | None:
-        """An evaluation of an iteration that is not in the metrics; None if all are there."""
+        """Return the kind of an evaluation at this iteration that the metrics lack, or None."""
         due = []
         if self.plan.eval_micro_batches:
             due = [Evaluation(iteration, {}, name).kind for name in valid]
@@ -198,32 +200,29 @@ class Reporter(Callback):
         if file is not None and os.path.exists(file):
             rows = read_metrics(file)
         kinds = [row["kind"] for row in rows if row.get("iteration") == iteration]
-        missing = (feature.missing_evaluation(config, kinds) for feature in taking_part())
-        return next(
-            (each for each in missing if each is not None),
-            next((kind for kind in due if kind not in kinds), None),
-        )
+        missing: str | None = first_answer(lambda f: f.missing_evaluation(config, kinds))
+        return missing or next((kind for kind in due if kind not in kinds), None)
 
     def say(self, text: str) -> None:
-        """Prints a line with the time, on the main process."""
+        """Print a line with a timestamp, on the main process only."""
         if self.main:
             say(text)
 
     def before_step(self, trainer: Trainer) -> None:
-        """Starts the clock at the first step."""
+        """Start the clock at the first step."""
         if self.meter is None:
             self._last_step = time.monotonic()
-            self._bar.n = trainer.iteration  # after a step back it is a lower one
+            self._bar.n = trainer.iteration  # lower after a rollback
             self.time_left.begin(trainer.iteration)
             self.meter = IntervalMeter(
                 self.plan.full_iters, self.device, self.mesh.world.size, self.peak
             )
 
     def went_back(self, trainer: Trainer) -> None:
-        """Continue as after a resume, in the same process."""
+        """Restart logging as a resumed process would."""
         self.meter = None
         self.writer.went_back(trainer.iteration, trainer.consumed_samples)
-        self._write_resume(trainer.iteration, trainer.consumed_samples)
+        self._mark_resume(trainer.iteration, trainer.consumed_samples)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         assert self.meter is not None
@@ -255,12 +254,12 @@ class Reporter(Callback):
         unit: str = "",
         over_ranks: bool = False,
     ) -> None:
-        """Adds a number to the next log line; see :meth:`IntervalMeter.record`."""
+        """Add a value to the next log line, as :meth:`IntervalMeter.record` does."""
         assert self.meter is not None, f"{name} is recorded before the first step"
         self.meter.record(name, value, reduce, unit, over_ranks)
 
     def _say_early(self, step: Step) -> None:
-        """Prints the time of the first steps, which waits for them."""
+        """Print the time and losses of one of the first steps. Waits for the step."""
         values = {name: float(loss) for name, loss in step.result.losses.items()}
         losses = ", ".join(f"{name} {loss:.4g}" for name, loss in values.items())
         now = time.monotonic()
@@ -274,7 +273,7 @@ class Reporter(Callback):
 
     @contextlib.contextmanager
     def paused(self, trainer: Trainer) -> Iterator[None]:
-        """Reports the interval that ends here, and leaves the pause out of the next one."""
+        """Report the interval if it ends at this step, and exclude the pause from the next one."""
         assert self.meter is not None
         if trainer.iteration % self.log_interval == 0 or trainer.at_end:
             trainer.settle()
@@ -294,19 +293,17 @@ class Reporter(Callback):
         for numbers in self.at_line:
             metrics.values.update(numbers(left))
         self.say(metrics.short_line() if self._brief else metrics.line().strip())
-        self._write("train", iteration, samples, metrics.row())
+        self.event("train", iteration, samples, metrics.row())
         for write in self.after_line:
             write(self.writer)
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
         self.say(evaluation.line().strip())
-        self._write(
+        self.event(
             evaluation.kind, evaluation.iteration, trainer.consumed_samples, evaluation.row()
         )
 
     def wrote(self, trainer: Trainer, texts: WrittenTexts) -> None:
-        if trainer.at_end and texts.texts:
-            self.say(texts.line())
         self.writer.texts(
             texts,
             samples=trainer.consumed_samples,
@@ -318,7 +315,8 @@ class Reporter(Callback):
         for write in self.after_line:
             write(self.writer)
         if reason is not None:
-            handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGINT")  # not by our own
+            # This project's own launcher sets this variable without SIGINT, which it only forwards.
+            handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGINT")
             loud = reason == "SIGINT" and "LOCAL_RANK" in os.environ and "SIGINT" in handled
             self.last_words = (
                 "what follows is the launcher's, and says nothing about the run" * loud
@@ -326,18 +324,9 @@ class Reporter(Callback):
             self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 
     def event(
-        self, kind: str, iteration: int, consumed_samples: int, values: Mapping[str, float | None]
-    ) -> None:
-        """Records something that has happened after an iteration."""
-        self._write(kind, iteration, consumed_samples, values)
-
-    def save(self, iteration: int, consumed_samples: int, values: dict[str, float | None]) -> None:
-        """Records a finished save."""
-        self._write("save", iteration, consumed_samples, values)
-
-    def _write(
         self, kind: str, iteration: int, samples: int, values: Mapping[str, float | None]
     ) -> None:
+        """Write a row with metrics or an event. ``iteration`` and ``samples`` are its position."""
         tokens = self.plan.lengths.tokens(samples)
         self.writer.scalars(kind, iteration, values, samples=samples, tokens=tokens)
 
@@ -345,4 +334,4 @@ class Reporter(Callback):
         self._bar.close()
         self.writer.close()
         if self.last_words:
-            self.say(self.last_words)  # the last save has ended
+            self.say(self.last_words)  # after the last save has ended

@@ -1,4 +1,4 @@
-"""Start of a run: at the beginning, or from a checkpoint."""
+"""Finds and loads the state from which a run starts: initial weights or a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from megatron.config.layouts import StateDtypes
 from megatron.data.build import DataFile
 from megatron.data.sampler import check_skipped, continued_ranges
 from megatron.engine.loading import load_checkpoint
-from megatron.engine.saving import check_writable, ruined, shareable
+from megatron.engine.saving import check_writable, ruined
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_names, family_of
 from megatron.parallel.mesh import first_reason
 from megatron.training.plan import TrainingPlan
+from megatron.util.secrets import without_secrets
 
 SKIPPED = "skip_samples"
-"""In ``state.json``: the ranges that the run skips, if they are more than its flags say."""
+"""Key in ``state.json`` for the sample ranges to skip, if the run's flags do not list them all."""
 
 _SAID_OTHERWISE = {
     "padded_vocab_size",
@@ -43,9 +44,9 @@ _HOW_FAST = {"torch_compile", "torch_compile_mode", "activation_memory_budget"}
 
 @dataclass(frozen=True)
 class ResumeSource:
-    """The checkpoint that a run starts from, and the flag and value that named it; ``continues``
-    its run, or else loads only weights. ``damaged`` are newer ones that are damaged, with what is
-    wrong with them, a line each by folder."""
+    """Checkpoint that a run starts from, and ``flag``, the flag with its value that selects it.
+    ``continues`` tells whether the run continues the checkpoint's run or only loads the weights.
+    ``damaged`` has the error for the folder of each newer checkpoint that is damaged."""
 
     found: FoundCheckpoint
     flag: str
@@ -55,12 +56,17 @@ class ResumeSource:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Start of a run. ``folder`` is None without a checkpoint; ``changed`` are values that differ
-    from its run, ``notes`` what was decided where it does not say, a line each. ``restarts``: also
-    the optimizer's state was loaded, and the count starts again. ``skip_samples`` are the ranges of
-    training samples that the run skips, those that its flags name and those that it found bad
-    itself; ``spikes`` is what its rule of spikes has learned; ``generation`` and ``tokenizer`` are
-    those of its :class:`Source`."""
+    """State from which a run starts.
+
+    Attributes:
+        folder: folder of the checkpoint; None without one.
+        changed: a line for each value that differs from the checkpoint's run.
+        notes: a line for each decision about something that the checkpoint does not record.
+        restarts: whether optimizer state was loaded, but iterations count from 0 again.
+        skip_samples: ranges of training samples to skip, from flags or found to be bad by the run.
+        spikes: learned state of the run's spike rule.
+        generation, tokenizer: as in :class:`~megatron.checkpoint.source.Source`.
+    """
 
     folder: Path | None = None
     iteration: int = 0
@@ -76,10 +82,10 @@ class ResumePoint:
 
 
 def locate(config: RunConfig) -> ResumeSource | None:
-    """The checkpoint to start from, if any; called before anything that takes time is built. Raises
-    CheckpointError if it does not exist or is incomplete, it is of another model family, ``--save``
-    cannot be written, or saving would overwrite another run; ConfigError if its RoPE scaling cannot
-    become that of the run."""
+    """Return the checkpoint to start from, or None. Called before anything slow is built. Raises
+    CheckpointError if the checkpoint does not exist, is incomplete or has another model family,
+    ``--save`` is not writable, or saving would overwrite another run. Raises ConfigError if the
+    checkpoint's RoPE scaling cannot become the run's."""
     options = config.checkpoint
     origin = find_origin(options)
     if origin is not None:
@@ -93,9 +99,9 @@ def locate(config: RunConfig) -> ResumeSource | None:
 
 
 def find_origin(options: CheckpointConfig) -> ResumeSource | None:
-    """The checkpoint that ``--load`` or else ``--pretrained-checkpoint`` names, if any. Raises
-    CheckpointError if it does not exist or is incomplete; with ``--on-damaged-checkpoint previous``
-    an older one is taken, of those that can be opened."""
+    """Return the checkpoint that ``--load`` or else ``--pretrained-checkpoint`` selects, or None.
+    With ``--on-damaged-checkpoint previous`` it can be an older checkpoint that can be opened.
+    Raises CheckpointError if the checkpoint does not exist or is incomplete."""
     if options.load:
         origin = _newest_opened(options)
         if origin is not None:
@@ -128,8 +134,8 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
 
 
 def _refuse_other_files(options: CheckpointConfig) -> None:
-    """Refuses a --load that has files and no checkpoint, unless the run saves there: then it is a
-    run's folder before its first checkpoint."""
+    """Raise CheckpointError if ``--load`` has files but no checkpoint. A run that also saves there
+    may start in this folder: it contains the run's own files before its first checkpoint."""
     load, save = Path(options.load or ""), Path(options.save or "")
     if not load.is_dir() or (options.save and save.resolve() == load.resolve()):
         return
@@ -144,8 +150,8 @@ def _refuse_other_files(options: CheckpointConfig) -> None:
 
 
 def _newest_opened(options: CheckpointConfig) -> ResumeSource | None:
-    """The checkpoint of ``--load``, or another one that a feature takes where it cannot be opened.
-    Raises CheckpointError if it is damaged, naming what could be taken."""
+    """Return the checkpoint in ``--load``, or one that a feature selects if that cannot be opened.
+    Raises CheckpointError if it is damaged; the message lists possible alternatives."""
     assert options.load is not None
     flag, continues = f"--load {options.load}", not options.finetune
     prefer = "universal" if options.universal_checkpoint else "native"
@@ -184,13 +190,13 @@ def check_family(origin: ResumeSource, family: str) -> None:
 
 
 def saves_next_to(save: Path, origin: ResumeSource, options: CheckpointConfig) -> bool:
-    """True if a run saves next to the checkpoint that it continues."""
+    """Return whether a run saves to the same folder as the checkpoint that it continues."""
     continues = origin.continues and not options.reset_iteration
     return continues and origin.found.folder.parent.samefile(save)
 
 
 def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -> None:
-    """Refuses to save among checkpoints of a run that this one does not continue."""
+    """Raise CheckpointError if ``--save`` has checkpoints of a run that is not continued."""
     save = Path(options.save or "")
     if origin is not None and saves_next_to(save, origin, options):
         return
@@ -203,8 +209,8 @@ def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -
 
 
 def load_finite(engine: TrainEngine, origin: ResumeSource) -> Source:
-    """Loads a checkpoint. Raises DamagedError also if it would be continued from weights or moments
-    that are not finite: earlier versions saved such."""
+    """Load a checkpoint. Raises DamagedError also if training would continue from non-finite
+    weights or moments, which earlier versions could save. Collective."""
     source = load_checkpoint(engine, origin.found, weights_only=not origin.continues)
     if origin.continues and source.state:
         reason = first_reason(ruined(engine), engine.device)
@@ -219,8 +225,8 @@ def load(
     origin: ResumeSource | None,
     files: Sequence[DataFile] = (),
 ) -> ResumePoint:
-    """Loads what :func:`locate` found, for a run on the data of ``files``. Raises CheckpointError
-    if it is damaged or cannot be continued with this configuration or these data."""
+    """Load the checkpoint that :func:`locate` found, for a run on the data ``files``. Collective.
+    Raises CheckpointError if it is damaged or does not fit the configuration or the data."""
     flags = engine.config.data.skip_samples
     if origin is None:
         return ResumePoint(skip_samples=flags)
@@ -232,47 +238,49 @@ def load(
         if other is None:
             raise
         source, origin = other
-    point = _resume_point(engine, plan, origin, source, files)
+    point = ResumePoint(
+        source.folder,
+        changed=tuple(changes(source, engine.config)),
+        notes=tuple(source.notes),
+        skip_samples=flags,
+    )
+    point = _continued(point, engine.config, plan, origin, source, files)
     lines = [line for f in taking_part() for line in f.loaded(engine, origin, source)]
     notes = (*lines, *point.notes)
-    point = replace(point, generation=source.generation, tokenizer=source.tokenizer, notes=notes)
-    return point if point.iteration else replace(point, skip_samples=flags)
+    return replace(point, generation=source.generation, tokenizer=source.tokenizer, notes=notes)
 
 
-def _resume_point(
-    engine: TrainEngine,
+def _continued(
+    point: ResumePoint,
+    config: RunConfig,
     plan: TrainingPlan,
     origin: ResumeSource,
     source: Source,
     files: Sequence[DataFile],
 ) -> ResumePoint:
-    config = engine.config
-    changed = tuple(changes(source, config))
-    notes = tuple(source.notes)
+    """Return the point with as much of the checkpoint run's progress as the flags continue."""
     if not origin.continues or not source.state:
-        return ResumePoint(source.folder, changed=changed, notes=notes, weights_only=True)
-    state = source.state
+        return replace(point, weights_only=True)
     if config.checkpoint.reset_iteration:
-        return ResumePoint(source.folder, changed=changed, notes=notes, restarts=True)
-    loaded = ResumePoint(
-        source.folder,
-        state["iteration"],
-        state["consumed_samples"],
-        changed,
-        notes,
-        skip_samples=config.data.skip_samples,
+        return replace(point, restarts=True)
+    state = source.state
+    point = replace(
+        point,
+        iteration=state["iteration"],
+        consumed_samples=state["consumed_samples"],
         spikes=state.get("spikes", {}),
     )
-    if not config.training.skip_train:
-        _check_position(plan, loaded)
-        other = [line for f in taking_part() for line in f.changed_data(config, source, files)]
-        loaded = replace(loaded, changed=(*changed, *other))
-        loaded = replace(loaded, skip_samples=_skipped(source, config, loaded.consumed_samples))
-    return loaded
+    if config.training.skip_train:
+        return point
+    _check_position(plan, point)
+    other = [line for f in taking_part() for line in f.changed_data(config, source, files)]
+    point = replace(point, changed=(*point.changed, *other))
+    skipped = _skipped(source, config, point.consumed_samples)
+    return replace(point, skip_samples=skipped) if point.iteration else point
 
 
 def _skipped(source: Source, config: RunConfig, consumed_samples: int) -> tuple[str, ...]:
-    """Ranges that are skipped. Raises ConfigError if a sample would be repeated or lost."""
+    """Return the ranges to skip. Raises ConfigError if a sample would be repeated or lost."""
     flags = source.run.data.skip_samples if source.run else ()
     before = tuple(source.state.get(SKIPPED, flags))
     now = continued_ranges(flags, before, config.data.skip_samples)
@@ -281,7 +289,7 @@ def _skipped(source: Source, config: RunConfig, consumed_samples: int) -> tuple[
 
 
 def _check_position(plan: TrainingPlan, loaded: ResumePoint) -> None:
-    """Refuses batch sizes that do not lead to the checkpoint's position."""
+    """Raise CheckpointError if these batch sizes do not lead to the checkpoint's sample count."""
     consumed = loaded.consumed_samples
     planned = plan.batch_size.samples(loaded.iteration)
     by_steps = plan.unit == "iters" and not plan.ends_by_tokens
@@ -294,12 +302,11 @@ def _check_position(plan: TrainingPlan, loaded: ResumePoint) -> None:
 
 
 def changes(source: Source, wanted: RunConfig) -> list[str]:
-    """Values of the run that differ, those of checkpoints, logging, layout and compilation aside, a
-    line each;
-    only the model's where the checkpoint was not written by a run of this project."""
+    """Return a line for each value that differs from the checkpoint's run, except for checkpoints,
+    logging, layout and compilation. Compare only the model if no run of this project wrote it."""
     trained = source.run if source.state else None
     old = trained.to_dict() if trained else {"model": dataclasses.asdict(source.model.flags())}
-    new = shareable(wanted.to_dict())  # as the checkpoint's is
+    new = without_secrets(wanted.to_dict())  # secrets were removed from the checkpoint's values too
     lines = [
         f"{name}: {json.dumps(before)} -> {json.dumps(new[part][name])}"
         for part in old

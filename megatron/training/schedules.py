@@ -1,10 +1,9 @@
-"""Learning rate, weight decay and batch size as pure functions of progress.
+"""Learning rate, weight decay and batch size as pure functions of a run's progress.
 
-Progress is counted in the unit of a schedule: samples, tokens or iterations. The formulas of rates
-are from Megatron's ``OptimizerParamScheduler``. A step uses the value at the progress made *before*
-it, so the first step of a warm-up from 0 leaves the weights unchanged. A step that is skipped, as
-fp16 does at an overflow, counts; Megatron's schedule waits for the next one. The batch size follows
-from the consumed samples.
+Progress is in the unit of a schedule: samples, tokens or iterations. The formulas for rates are
+from Megatron's ``OptimizerParamScheduler``. A step uses the value for the progress *before* it, so
+the first step of a warm-up from 0 leaves the weights unchanged. Unlike in Megatron, skipped steps
+count, such as those after an fp16 overflow. The batch size depends on the consumed samples.
 """
 
 from __future__ import annotations
@@ -14,10 +13,7 @@ from dataclasses import dataclass
 
 from megatron.config.flags import ConfigError
 
-LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "power", "WSD")
 _POWERS = ("inverse-square-root", "power")
-WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
-WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True)
@@ -28,16 +24,14 @@ class LearningRateSchedule:
     Args:
         min_lr: learning rate at and after ``decay`` (``constant`` ignores it).
         decay: progress from the start of the run at which ``min_lr`` is reached.
-        wsd_decay: for ``WSD`` the length of the last part, which ends at ``decay``. If it is longer
-            than ``decay - warmup`` the rate drops at the end of the warm-up, as in Megatron.
-            Also of ``inverse-square-root`` and ``power``, which None leaves without such a part.
-        exponent: ``power``: of the progress, relative to ``timescale`` (OLMo's PowerLR).
-        timescale: progress, counted from the end of the warm-up and this long before it, relative
-            to which powers fall (Zhai et al. 2021, arXiv:2106.04560); None for the length of the
-            warm-up, as in Megatron.
-        unit: suffix of the flags that error messages name: ``iters``, ``samples`` or ``tokens``.
-        warmup_unit: the unit of ``warmup`` if it is another one. Then the decay begins at
-            ``start``, in ``unit``.
+        wsd_decay: length of the final phase, which ends at ``decay``. ``WSD`` requires it. It is
+            optional for ``inverse-square-root`` and ``power``. If it is longer than ``decay -
+            warmup``, the rate drops at the end of the warm-up, as in Megatron.
+        exponent: for ``power``: exponent of progress relative to ``timescale`` (OLMo's PowerLR).
+        timescale: scale of progress in power laws, which is counted from this long before the
+            warm-up's end (Zhai et al. 2021, arXiv:2106.04560). None: the warm-up's, as in Megatron.
+        unit: suffix of the flags in error messages: ``iters``, ``samples`` or ``tokens``.
+        warmup_unit: unit of ``warmup`` if it differs; the decay then begins at ``start``.
     """
 
     lr: float
@@ -55,7 +49,6 @@ class LearningRateSchedule:
     timescale: int | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("--lr-decay-style", self.style, LR_STYLES)
         if not 0 <= self.min_lr <= self.lr:
             raise ConfigError(
                 f"--min-lr {self.min_lr:g} must be at least 0 and at most --lr {self.lr:g}"
@@ -81,7 +74,6 @@ class LearningRateSchedule:
             self._check_wsd()
 
     def _check_wsd(self) -> None:
-        _check_choice("--lr-wsd-decay-style", self.wsd_style, WSD_STYLES)
         flag = f"--lr-wsd-decay-{self.unit}"
         if self.wsd_decay is None:
             raise ConfigError(f"--lr-decay-style WSD needs {flag}, the length of its last part")
@@ -96,8 +88,8 @@ class LearningRateSchedule:
         return self.warmup if self.warmup_unit is None else self.start
 
     def __call__(self, progress: float, warmup_progress: float | None = None) -> float:
-        """The learning rate of a step that starts at ``progress`` (at least 0), which is
-        ``warmup_progress`` in ``warmup_unit``."""
+        """Return the learning rate for a step that starts at ``progress`` (at least 0).
+        ``warmup_progress`` is the same position in ``warmup_unit``."""
         risen = progress if warmup_progress is None else warmup_progress
         if self.warmup > 0 and risen <= self.warmup:
             return self.init_lr + (self.lr - self.init_lr) * risen / self.warmup
@@ -114,7 +106,7 @@ class LearningRateSchedule:
         return self.min_lr + self._share_left(progress) * (peak - self.min_lr)
 
     def _power(self, progress: float) -> float:
-        """The rate that falls with a power of the progress, at least ``min_lr``."""
+        """Return the rate as a power of the progress, but at least ``min_lr``."""
         if self.timescale is None:
             scale, done = max(self._start, 1), max(progress, 1)
         else:
@@ -126,7 +118,7 @@ class LearningRateSchedule:
         return max(self.min_lr, rate)
 
     def _share_left(self, progress: float) -> float:
-        """The remaining share of ``lr - min_lr``, from 1 down to 0."""
+        """Return the remaining fraction of ``lr - min_lr``, which falls from 1 to 0."""
         if self.wsd_decay is not None and self.style in ("WSD", *_POWERS):
             stable_until = self.decay - self.wsd_decay
             if progress <= stable_until:
@@ -138,7 +130,7 @@ class LearningRateSchedule:
 @dataclass(frozen=True)
 class WeightDecaySchedule:
     """Weight decay from ``start`` at progress 0 to ``end`` at progress ``length``, in the unit of
-    the learning-rate schedule; ``constant`` needs ``start == end``. Raises ConfigError for
+    the learning rate schedule. ``constant`` requires ``start == end``. Raises ConfigError for
     inconsistent values; the message names the flags."""
 
     start: float
@@ -147,7 +139,6 @@ class WeightDecaySchedule:
     length: int = 1
 
     def __post_init__(self) -> None:
-        _check_choice("--weight-decay-incr-style", self.style, WEIGHT_DECAY_STYLES)
         if self.start < 0:
             raise ConfigError(f"--start-weight-decay {self.start:g} must be at least 0")
         if self.end < self.start:
@@ -155,18 +146,9 @@ class WeightDecaySchedule:
                 f"--end-weight-decay {self.end:g} must be at least "
                 f"--start-weight-decay {self.start:g}"
             )
-        if self.style == "constant" and self.start != self.end:
-            raise ConfigError(
-                f"--start-weight-decay {self.start:g} and --end-weight-decay {self.end:g} differ: "
-                "--weight-decay-incr-style must be linear or cosine"
-            )
-        if self.length <= 0:
-            raise ConfigError(
-                f"the weight-decay schedule is {self.length} long; it must be more than 0"
-            )
 
     def __call__(self, progress: float) -> float:
-        """The weight decay of a step that starts at ``progress`` (at least 0)."""
+        """Return the weight decay for a step that starts at ``progress`` (at least 0)."""
         if self.style == "constant" or progress > self.length:
             return self.end
         risen = progress / self.length
@@ -176,7 +158,7 @@ class WeightDecaySchedule:
 
 
 def _fall(shape: str, ratio: float) -> float:
-    """Curves from 1 at ratio 0 to 0 at ratio 1."""
+    """Return the value at ``ratio`` on a curve that falls from 1 at ratio 0 to 0 at ratio 1."""
     if shape == "linear":
         return 1.0 - ratio
     if shape == "cosine":
@@ -187,15 +169,10 @@ def _fall(shape: str, ratio: float) -> float:
     return 2.0 * math.pow(0.5, ratio) - 1.0
 
 
-def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{flag} {value!r} must be one of {', '.join(choices)}")
-
-
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-    """Batch sizes of a run, here the same in every step; features have others. Raises ConfigError
-    if a batch size does not divide into micro batches."""
+    """Constant batch size; features provide subclasses with varying batch sizes. Raises ConfigError
+    if the batch size is not divisible into micro batches."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -214,11 +191,11 @@ class BatchSizeSchedule:
 
     @property
     def per_round(self) -> int:
-        """Samples of one micro batch on every data-parallel rank."""
+        """Number of samples in one micro batch on every data-parallel rank."""
         return self.micro_batch_size * self.data_parallel_size
 
     def multiple_of(self, value: int) -> str:
-        """Words about the multiples that ``value`` should be one of."""
+        """Return the end of an error message: ``value`` must be a multiple of :attr:`per_round`."""
         step = self.per_round
         below = value // step * step
         nearest = [multiple for multiple in (below, below + step) if multiple > 0]
@@ -228,22 +205,22 @@ class BatchSizeSchedule:
         )
 
     def batch_size(self, consumed_samples: int) -> int:
-        """Samples of the global batch that follows after ``consumed_samples``."""
+        """Return the size of the global batch that follows ``consumed_samples`` samples."""
         return self.global_batch_size
 
     def micro_batches(self, consumed_samples: int) -> int:
-        """Micro batches of that global batch on each data-parallel rank."""
+        """Return the number of micro batches per data-parallel rank in that global batch."""
         return self.batch_size(consumed_samples) // self.per_round
 
     def iterations(self, samples: int) -> int:
-        """Steps of a run of ``samples``; a last batch that would exceed them is left out."""
+        """Return the number of whole steps that fit into ``samples``."""
         return samples // self.global_batch_size
 
     def samples(self, iterations: int) -> int:
-        """Samples consumed after ``iterations`` steps."""
+        """Return the number of samples consumed after ``iterations`` steps."""
         return iterations * self.global_batch_size
 
 
 def either(values: list[int]) -> str:
-    """Numbers as words of a message."""
+    """Return numbers joined by "or", for an error message."""
     return " or ".join(str(value) for value in values)

@@ -1,7 +1,7 @@
-"""Reasons to end a training early: signals, limits, and steps that are not finite.
+"""Ends training early: after signals, at limits, and after steps with non-finite values.
 
-A step is the smallest unit that can be saved, so a signal handler only records the signal; the loop
-checks between steps, agrees with the other ranks, saves and returns.
+A run can only be saved between steps, so a signal handler only records the signal. Between steps
+the loop checks for signals, agrees with the other ranks, saves and returns.
 """
 
 from __future__ import annotations
@@ -33,23 +33,22 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Signals that stop a run: SIGHUP too, unless ``nohup`` or a program ignores or handles it."""
+    """Return the signals that stop a run. Includes SIGHUP unless it is handled or ignored."""
     default = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     return (*STOP_SIGNALS, signal.SIGHUP) if default else STOP_SIGNALS
 
 
 ASKED_ELSEWHERE = "a request to another rank"
-"""Reason of a rank that stops without being asked itself."""
+"""Reason to stop on ranks that did not receive the request themselves."""
 
 GPU_LAG = 2
-"""Steps that the CPU is ahead of a GPU: while it waits for the step before the last, the GPU still
-has the last one to do."""
+"""Number of steps by which the CPU is ahead of a GPU. While the CPU waits for the second-last step,
+the GPU still has the last one to run."""
 
 
 class DelayedReads(Generic[Subject]):
-    """Reads a few numbers of each step ``lag`` steps after they were queued, so that the CPU does
-    not wait for the newest step. All ranks read the same step at the same time, and decide the
-    same."""
+    """Reads a few numbers from each step ``lag`` steps after they were queued, so that the CPU does
+    not wait for the newest step. All ranks read the same step, and make the same decision."""
 
     def __init__(self, lag: int) -> None:
         self.lag = lag
@@ -57,11 +56,11 @@ class DelayedReads(Generic[Subject]):
 
     @classmethod
     def on(cls, device: torch.device) -> DelayedReads[Subject]:
-        """With the lag that suits a device."""
+        """Return an instance whose lag suits the device."""
         return cls(GPU_LAG if device.type == "cuda" else 0)
 
     def add(self, subject: Subject, values: Tensor) -> None:
-        """Queues the copy of ``values`` (1-D) to the CPU; ``subject`` is returned with them."""
+        """Queue the copy of ``values`` (1-D) to the CPU. ``subject`` identifies the values."""
         arrived = None
         if values.is_cuda:
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -71,7 +70,7 @@ class DelayedReads(Generic[Subject]):
         self._waiting.append((subject, values, arrived))
 
     def due(self, everything: bool = False) -> Iterator[tuple[Subject, list[float]]]:
-        """The values that are old enough, or all of them, oldest first; waits for the device."""
+        """Yield the values that are old enough (or all), oldest first. Waits for the device."""
         while len(self._waiting) > (0 if everything else self.lag):
             subject, values, arrived = self._waiting.popleft()
             if arrived is not None:
@@ -80,29 +79,29 @@ class DelayedReads(Generic[Subject]):
 
 
 class TrainingStopped(ValueError):
-    """Training cannot continue; the message names the step and its samples."""
+    """Training cannot continue. The message has the step and its sample numbers."""
 
 
 JudgeFinite = Callable[[Trainer, Step, float, float], None]
-"""Judges a step that was not skipped, by its loss and gradient norm."""
+"""Function that checks a step that was not skipped, given its loss and gradient norm."""
 
 
 class NonFiniteGuard(Callback):
-    """Stops training after a step whose loss or gradients were not finite; with ``fp16`` an
-    overflow of scaled gradients is a normal event, unless the scale cannot fall further.
+    """Stops training after a step whose loss or gradients were not finite. With ``fp16`` an
+    overflow of scaled gradients is normal, unless the loss scale cannot fall further.
 
-    It reads the numbers of all steps, and passes those of the others to each of :attr:`judges`: a
-    step is judged before the next one, however late the numbers arrive.
+    The guard reads the loss and norm of all steps, and passes those of finite steps to each of
+    :attr:`judges`. Each step is judged before the next one, however late its numbers arrive.
 
     Args:
-        check: whether such steps stop the run; else they are skipped and counted.
-        most: number of skipped steps in a row that ends the run; 0 for no limit.
-        ruined: says on every rank which weights or moments are not finite; None if all are.
-        newest: says on every rank which checkpoint is the last good one.
-        fresh: whether no step has updated the model before this run; one that only skips steps then
-            fails at its end, or with ``fp16`` says so.
+        check: whether non-finite steps stop the run; otherwise they are skipped and counted.
+        most: maximum number of consecutive skipped steps, at which the run ends; 0 for no limit.
+        ruined: returns, on every rank, which weights or moments are not finite, or None.
+        newest: returns, on every rank, a text that names the last good checkpoint.
+        fresh: whether no step has updated the model before this run. A run that only skips steps
+            then fails at its end; with ``fp16`` it prints a warning.
         replicas: raises an error, on every rank, if the ranks' copies of the model differ after an
-            iteration: then one of them is the reason.
+            iteration, which would then be the reason to report.
     """
 
     def __init__(
@@ -121,15 +120,14 @@ class NonFiniteGuard(Callback):
         self._device, self._fp16, self._check, self._most = device, fp16, check, most
         self._ruined, self._newest, self._fresh = ruined, newest, fresh
         self._skipped = 0
-        """Steps in a row, up to the last one read."""
+        """Number of consecutive skipped steps among those read so far."""
         self._reads: DelayedReads[Step] = DelayedReads.on(device)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """Records a step, and checks the one that is due. Raises TrainingStopped if that one must
-        be the last."""
+        """Record a step, and check the one that is due. Raises TrainingStopped if it is bad."""
         result = step.result
-        # In float32 a large finite float64 loss would look infinite. What is no tensor is filled
-        # on the device: a copy from the CPU would wait for it.
+        # In float32 a large finite float64 loss would become infinite. Python numbers are filled on
+        # the device, since a copy from the CPU would wait for it.
         numbers = [
             number.double().reshape(())
             if torch.is_tensor(number)
@@ -137,12 +135,12 @@ class NonFiniteGuard(Callback):
             for number in (result.skipped, result.loss, result.grad_norm)
         ]
         self._reads.add(step, torch.stack(numbers))
-        # Where the CPU knows that a step was skipped, it has waited for the device already.
+        # If the CPU knows that a step was skipped, it has already waited for the device.
         self._read(trainer, everything=result.skipped is True)
 
     def settle(self, trainer: Trainer) -> None:
-        """Checks all steps so far, which waits for them; as :meth:`after_step`. Raises
-        TrainingStopped also at the end of a training that has changed no weight, without fp16."""
+        """Wait for all steps so far, and check them as :meth:`after_step` does. Also raises
+        TrainingStopped at the end of a run that has changed no weight, except with fp16."""
         self._read(trainer, everything=True)
         if self._fresh and self._skipped and trainer.at_end:
             reason = (
@@ -151,7 +149,7 @@ class NonFiniteGuard(Callback):
             )
             if not self._fp16:
                 raise TrainingStopped(reason)
-            # A first scale that is too large takes some steps to fall; a short run ends before.
+            # A first scale that is too large takes some steps to fall; a short run can end before.
             self._fresh = False
             logger.warning(f"{reason}; train longer, or give a smaller --initial-loss-scale")
 
@@ -168,7 +166,7 @@ class NonFiniteGuard(Callback):
                 judge(trainer, step, loss, norm)
 
     def _judge_skipped(self, step: Step, loss: float) -> None:
-        """An overflow of scaled fp16 gradients is part of training; anything else is not."""
+        """Stop the run for a skipped step, unless it is an overflow of scaled fp16 gradients."""
         self._skipped += 1
         finite, last = math.isfinite(loss), step.first_sample + step.samples - 1
         what = "the gradients are not finite" if finite else f"the loss is {loss}"
@@ -199,20 +197,20 @@ class NonFiniteGuard(Callback):
         raise TrainingStopped(f"{reason}; {self._weights()}{remedy}")
 
     def _of_ranks(self, step: Step) -> str:
-        """Return the ranks whose losses are not finite, if others' are; every rank must ask."""
+        """Return the ranks with non-finite losses as text, if others' are finite. Collective."""
         own = float(step.result.own_loss)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return ""
         by_rank: list[tuple[float, str]] = [(own, "")] * dist.get_world_size()
         dist.all_gather_object(by_rank, (own, socket.gethostname()))
-        # Stages of a pipeline before the last have 0.
+        # Pipeline stages before the last report a loss of 0.
         wrong = [f"{n} ({host})" for n, (own, host) in enumerate(by_rank) if not math.isfinite(own)]
         if not wrong or not any(math.isfinite(own) and own for own, _ in by_rank):
             return ""
         return f", on rank {', '.join(wrong)} alone"
 
     def _weights(self) -> str:
-        """Return a line about the model's state, and the place to continue from."""
+        """Return a text about whether the weights are intact and where to continue. Collective."""
         reason = first_reason(self._ruined(), self._device)
         if reason is None:
             return f"the weights are as they were before it; {self._newest()}"
@@ -220,18 +218,18 @@ class NonFiniteGuard(Callback):
 
 
 class StopRequest:
-    """Context in which a signal, a lost launcher or the time limit becomes :attr:`requested`.
+    """Context in which a signal, the launcher's end or the time limit sets :attr:`requested`.
 
-    SIGTERM, SIGUSR1 (slurm's ``--signal=USR1@300``), SIGHUP (a closed terminal), unless ``nohup``
-    ignores it, and the first SIGINT (Ctrl-C) are recorded; a second SIGINT kills the process. On
-    exit the previous handlers are restored. Python requires that it is entered in the main thread.
+    SIGTERM, SIGUSR1 (slurm's ``--signal=USR1@300``), SIGHUP (a closed terminal; not if ``nohup``
+    ignores it), and the first SIGINT (Ctrl-C) are recorded. A second SIGINT kills the process. The
+    previous handlers are restored on exit. Python requires the main thread for this context.
 
     Args:
-        watch_parent: stop when the process that started this one is gone, as DeepSpeed's launcher
-            is after a SIGTERM, which it keeps to itself. By default only where a launcher set
-            ``LOCAL_RANK``: a plain ``nohup python`` has to survive its shell.
+        watch_parent: whether to stop when the process that started this one has ended. DeepSpeed's
+            launcher ends on a SIGTERM without forwarding it. By default only if a launcher set
+            ``LOCAL_RANK``, since a plain ``nohup python`` must survive its shell.
         kill_switch: stop when this file exists. Raises TrainingStopped if it already does.
-        started: when the deadline's minutes began, by ``clock``; by default now.
+        started: time by ``clock`` from which the deadline counts; by default now.
     """
 
     def __init__(
@@ -256,13 +254,12 @@ class StopRequest:
 
     @property
     def requested(self) -> str | None:
-        """Reason for which this process should stop, such as ``"SIGTERM"``; None while it should
-        continue."""
+        """Reason why this process should stop, such as ``"SIGTERM"``; None to continue."""
         if self._received is not None:
             return self._received
         if self._watch_parent and launcher_chain() != self._parents:
             return f"end of the launcher (process {self._parents[-1]})"
-        # Not Path.exists, which raises where the folder cannot be read, as on a disk that is gone.
+        # Path.exists would raise if the folder cannot be read, as on a lost disk.
         if self._kill_switch is not None and os.path.exists(self._kill_switch):
             return f"--kill-switch-file {self._kill_switch}"
         limit = self._deadline_minutes
@@ -277,7 +274,7 @@ class StopRequest:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
-            # None stands for a handler that was not installed from Python and cannot be restored.
+            # None is a handler that was not installed from Python. It cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
 
@@ -287,33 +284,16 @@ class StopRequest:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-class StopAgreement:
-    """Agreement of the ranks to stop, without waiting for the newest step."""
-
-    def __init__(self, device: torch.device, ranks: int) -> None:
-        self._device, self._alone = device, ranks == 1
-        self._reads: DelayedReads[None] = DelayedReads.on(device)
-
-    def reached(self, here: bool, at_end: bool) -> bool:
-        """True if a rank wants to stop; every rank must call it after every step. ``at_end``: no
-        step follows, so every request so far counts."""
-        if self._alone:
-            return here
-        # Filled on the device: a copy from the CPU would wait for it.
-        request: Tensor = torch.full((1,), float(here), device=self._device)
-        dist.all_reduce(request, op=dist.ReduceOp.MAX)
-        self._reads.add(None, request)
-        return any(value > 0 for _, (value,) in self._reads.due(at_end))
-
-
 class Stopping(Callback):
-    """Ends the training at a signal, a limit or after a multiple of ``--exit-interval``."""
+    """Ends training after a signal, at a limit, or at a multiple of ``--exit-interval``. The ranks
+    agree without waiting for the newest step."""
 
     def __init__(
         self, request: StopRequest, device: torch.device, ranks: int, exit_interval: int | None
     ) -> None:
         self._request, self._exit_interval = request, exit_interval
-        self._agreement = StopAgreement(device, ranks)
+        self._device, self._alone = device, ranks == 1
+        self._reads: DelayedReads[None] = DelayedReads.on(device)
 
     def __enter__(self) -> Stopping:
         self._request.__enter__()
@@ -327,15 +307,23 @@ class Stopping(Callback):
         if interval is not None and trainer.iteration % interval == 0 and not trainer.at_end:
             return f"--exit-interval {interval}"
         requested = self._request.requested
-        if self._agreement.reached(requested is not None, trainer.at_end):
+        if self._alone:
+            return requested
+        # Filled on the device: a copy from the CPU would wait for it.
+        stops: Tensor = torch.full((1,), float(requested is not None), device=self._device)
+        dist.all_reduce(stops, op=dist.ReduceOp.MAX)
+        self._reads.add(None, stops)
+        # No step follows at the end, so every request so far counts.
+        if any(value > 0 for _, (value,) in self._reads.due(trainer.at_end)):
             return requested or ASKED_ELSEWHERE
         return None
 
 
 def launcher_chain() -> tuple[int, ...]:
-    """Process ids of the parent, and of the parent's parent where DeepSpeed's launcher has two: a
-    scheduler's SIGTERM ends the command, and the process between lives on. Above any other parent
-    is a shell. A guardian (``--inprocess-restart``) is no launcher, but its parent is."""
+    """Return the parent's process id and, under DeepSpeed's launcher, also the id of its parent: a
+    scheduler's SIGTERM ends the ``deepspeed`` command, but not the launcher process that it
+    started. Other parents are not followed, since a shell is above them. A guardian
+    (``--inprocess-restart``) is skipped: its parent is the launcher."""
     parent = os.getppid()
     try:
         if str(parent) == os.environ.get("MEGATRON_GUARDIAN"):
@@ -349,6 +337,6 @@ def launcher_chain() -> tuple[int, ...]:
 
 
 def _parent_of(process: int) -> int:
-    # The name is the last field in brackets and may contain anything; state and parent follow.
+    # The name, in parentheses, may contain anything. State and parent id follow it.
     status = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return int(status[1])

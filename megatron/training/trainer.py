@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop: reads batches, runs steps and evaluations, and calls callbacks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from megatron.util.progress import counted, progress_bar
 
 @dataclass(frozen=True)
 class Position:
-    """Progress of a training: optimizer steps done, and samples that they consumed."""
+    """Progress of a training run: the numbers of completed optimizer steps and consumed samples."""
 
     iteration: int = 0
     consumed_samples: int = 0
 
 
 class StepCounts(NamedTuple):
-    """Tokens of a step over all data-parallel ranks; float64 scalars on the device.
+    """Token counts of a step over all data-parallel ranks; float64 scalars on the device.
 
     Attributes:
-        fed: that the model reads, padding included.
-        trained: whose loss counts.
+        fed: number of tokens that the model reads, including padding.
+        trained: number of tokens that contribute to the loss.
     """
 
     fed: Tensor
@@ -44,10 +44,15 @@ class StepCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step, done or queued on the device. ``iteration`` counts from 1;
-    ``first_sample`` is the number of samples of all steps before it; ``counts`` are its tokens
-    where they differ from step to step; ``within`` is the share of the pairs of tokens that are in
-    one document, of this rank's samples, None where attention crosses documents."""
+    """Optimizer step, completed or queued on the device.
+
+    Attributes:
+        iteration: number of the step, counted from 1.
+        first_sample: number of samples in all earlier steps.
+        counts: token counts, if they differ from step to step.
+        within: share of token pairs that are in the same document, over this rank's samples; None
+            if attention crosses documents.
+    """
 
     result: StepResult
     iteration: int
@@ -61,8 +66,8 @@ class Step:
 
 
 class GoBack(Exception):  # noqa: N818  # no error: a decision
-    """Raised by a callback, by all ranks in the same place: the training continues from an earlier
-    step. ``to`` brings the model and the trainer there."""
+    """Raised by a callback, on all ranks at the same point, to continue training from an earlier
+    step. ``to`` restores the model and the trainer to that step."""
 
     def __init__(self, to: Callable[[Trainer], None]) -> None:
         super().__init__()
@@ -70,64 +75,67 @@ class GoBack(Exception):  # noqa: N818  # no error: a decision
 
 
 class Callback:
-    """Work around the steps of a training: logging, checkpoints, guards, profiles. Entered before
-    the first step and left after the last evaluation, or after an error; exits and
-    ``training_ended`` run in reverse order. Every method is called on every rank, so it can
-    communicate with the other ranks."""
+    """Base class for what happens around training steps: logging, checkpoints, guards, profiles. A
+    callback is entered before the first step and exited after the last evaluation or an error.
+    Exits and ``training_ended`` run in reverse order of the callbacks. Every method is called on
+    every rank, so it may communicate with the other ranks."""
 
     def __enter__(self) -> Any:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
-        """Releases resources; ``error_type``: type of the error that ended the training."""
+        """Release resources. ``error_type`` is the type of an error that ended training."""
 
     def before_step(self, trainer: Trainer) -> None:
-        """Before a step is queued."""
+        """Called before a step is queued."""
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """After a step is queued; reading its numbers waits for the device."""
+        """Called after a step is queued. Reading the step's numbers waits for the device."""
 
     def settle(self, trainer: Trainer) -> None:
-        """Before the steps so far are logged, saved or evaluated, and at the end: waits for their
-        outcome, and raises if it was bad."""
+        """Wait for the steps so far, and raise an error if one was bad. Called before steps are
+        logged, saved or evaluated, and at the end."""
 
     def paused(self, trainer: Trainer) -> contextlib.AbstractContextManager[Any]:
-        """Context of saves and evaluations between two steps."""
+        """Return a context that surrounds the saves and evaluations between two steps."""
         return contextlib.nullcontext()
 
     def between_steps(self, trainer: Trainer) -> None:
-        """Between two steps, before an evaluation, which is long and can be killed."""
+        """Called between two steps, before evaluations, which take long and may be killed."""
 
     def reason_to_stop(self, trainer: Trainer) -> str | None:
-        """Return the reason to stop after this step, as words after "stopped by"; None to
-        continue."""
+        """Return a reason to stop after this step, as text after "stopped by", or None."""
         return None
 
     def went_back(self, trainer: Trainer) -> None:
-        """After :class:`GoBack`: discard everything about steps after ``trainer.iteration``."""
+        """Discard what concerns steps after ``trainer.iteration``, after a :class:`GoBack`."""
 
     def epoch_ended(self, trainer: Trainer, epoch: int) -> None:
-        """After the last sample of an epoch, counted from 1, if the plan has epochs."""
+        """Called after the last sample of an epoch (counted from 1), if the plan has epochs."""
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
-        """After the last step, before the last evaluations; ``reason`` is None at the end of the
-        plan."""
+        """Called after the last step, before the final evaluations. ``reason`` tells why training
+        stopped; it is None at the end of the plan."""
 
     def evaluate(self, trainer: Trainer, last: bool) -> None:
-        """Between two steps, and at the end of the plan (``last``), after the validation: makes
-        evaluations of its own, if they are due, and gives them to :meth:`Trainer.report`."""
+        """Run the callback's own evaluations if due, and pass them to :meth:`Trainer.report`.
+        Called after each validation, with ``last`` at the end of the plan."""
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
-        """After an evaluation on held-out data or of a task."""
+        """Called after an evaluation on held-out data or on a task."""
 
     def wrote(self, trainer: Trainer, texts: WrittenTexts) -> None:
-        """After the model has written texts for people."""
+        """Called after the model has generated texts for people to read."""
 
 
 class Trainer:
-    """Trains one model: batches in, steps and evaluations out; callbacks, called in their order, do
-    the rest. ``num_workers`` processes read training samples ahead; 0 reads them when they are
-    needed. With ``evaluated`` the end of the plan is not evaluated again."""
+    """Trains one model: reads batches, runs steps and evaluations, and calls callbacks in their
+    order. Callbacks do everything else, such as logging and saving.
+
+    Args:
+        num_workers: number of processes that prefetch training samples; 0 reads on demand.
+        evaluated: whether an earlier start has already run the final evaluations.
+    """
 
     def __init__(
         self,
@@ -146,8 +154,8 @@ class Trainer:
         self._valid: dict[str, MicroBatches] = {}
 
     def fit(self) -> str | None:
-        """Trains to the end of the plan, or until a callback wants to stop; then tests. Returns why
-        it ended before the end of the plan, or None."""
+        """Train to the end of the plan and run the final evaluations, or stop earlier if a callback
+        requests it. Return the reason for stopping early, or None."""
         with contextlib.ExitStack() as stack:
             for callback in self.callbacks:
                 stack.enter_context(callback)
@@ -176,7 +184,7 @@ class Trainer:
             with contextlib.closing(self._training_batches()) as batches:
                 try:
                     while not self.at_end and reason is None:
-                        # The first one compiles, and starts what reads data.
+                        # The first step compiles the model and starts reading data.
                         with phase("step" if began else "start"):
                             moved(self.iteration + 1)
                             self.step(batches)
@@ -199,7 +207,7 @@ class Trainer:
         return self.data.batches(train, **options)
 
     def step(self, batches: Iterator[Any]) -> None:
-        """Runs the micro batches of one step through the model and updates its weights."""
+        """Run one optimizer step: train on the next micro batches, and call the callbacks."""
         self._tell("before_step")
         plan, first_sample = self.plan, self.consumed_samples
         rates = plan.rates(self.iteration, first_sample)
@@ -224,7 +232,7 @@ class Trainer:
         self._tell("after_step", step)
 
     def _between_steps(self) -> str | None:
-        """Saves and evaluates if due; returns why to stop, if a callback wants to."""
+        """Save and evaluate if due. Return a callback's reason to stop, or None."""
         with contextlib.ExitStack() as stack:
             for callback in self.callbacks:
                 stack.enter_context(callback.paused(self))
@@ -239,16 +247,16 @@ class Trainer:
         return next((reason for reason in reasons if reason is not None), None)
 
     def settle(self) -> None:
-        """Waits for the outcome of the steps so far; TrainingStopped if one of them was bad."""
+        """Wait for all steps so far. Raises TrainingStopped if one was bad."""
         self._tell("settle")
 
     @property
     def at_end(self) -> bool:
-        """True if the plan has no step after this one."""
+        """True if the plan has no further step."""
         return self.iteration >= self.plan.train_iters
 
     def evaluate(self) -> None:
-        """All evaluations that follow a step where one is due."""
+        """Run the evaluations that are due after some steps, regardless of the step."""
         self.validate()
         self._evaluate_otherwise(last=False)
 
@@ -257,7 +265,7 @@ class Trainer:
             self._tell("evaluate", last)
 
     def validate(self) -> None:
-        """Evaluates on the next samples of each validation set."""
+        """Evaluate on the next samples of each validation set."""
         self.settle()
         for name, dataset in self.data.datasets.valid.items():
             if name not in self._valid:
@@ -267,13 +275,13 @@ class Trainer:
             self._evaluate(self._valid[name], name)
 
     def test(self) -> None:
-        """Evaluates on each test set."""
+        """Evaluate on each test set."""
         for name, dataset in self.data.datasets.test.items():
             self._evaluate(self.data.batches(dataset, **self.reading()), name, test=True)
 
     def evaluations(self, test: bool) -> Iterator[Evaluation]:
-        """Losses of the weights that the model computes with now, on the samples that the last
-        validation read, and with ``test`` on the test sets; they are not reported."""
+        """Yield the current weights' losses on the samples of the last validation, without
+        reporting them. With ``test``, also yield the losses on the test sets."""
         consumed = self.plan.valid_samples_before(self.iteration)
         for name, dataset in self.data.datasets.valid.items():
             options = self.reading(consumed_samples=consumed)
@@ -291,7 +299,7 @@ class Trainer:
         count = self.plan.eval_micro_batches
         supply: Iterator[Any] = batches
         if self.data.weighed and self.engine.mesh.pipeline.size > 1:
-            # A pipeline takes batches of one shape; they are token ids, and small.
+            # A pipeline needs batches with the same shape. Token ids take little memory.
             supply = iter(of_one_length([next(batches) for _ in range(count)]))
         with phase("evaluation", name), progress_bar(name, total=count, unit=" batches") as bar:
             losses = self.engine.evaluate(counted(supply, bar), count)
@@ -301,15 +309,15 @@ class Trainer:
         yield Evaluation(self.iteration, losses, name, test, spec.no_perplexity, total)
 
     def report(self, evaluation: Reported) -> None:
-        """Tells every callback of an evaluation."""
+        """Pass an evaluation to every callback."""
         self._tell("evaluated", evaluation)
 
     def show(self, texts: WrittenTexts) -> None:
-        """Tells every callback of texts that the model has written."""
+        """Pass texts that the model has generated to every callback."""
         self._tell("wrote", texts)
 
     def reading(self, **options: Any) -> dict[str, Any]:
-        """Options of ``TrainingData.batches`` for this rank."""
+        """Return this rank's arguments for ``TrainingData.batches``, with ``options`` added."""
         data = self.engine.mesh.samples
         return {
             "micro_batch_size": self.plan.micro_batch_size,
@@ -325,7 +333,7 @@ class Trainer:
 
 
 def _watched(batches: Iterator[Any], length: int, shares: list[Tensor]) -> Iterator[Any]:
-    """The batches, of whose documents the share of pairs is added to ``shares``."""
+    """Yield the batches, and append each one's share of token pairs in documents to ``shares``."""
     for batch in batches:
         if isinstance(batch, GPTBatch) and batch.document_ids_BS is not None:
             shares.append(share_within_documents(batch.document_ids_BS, length))
@@ -335,8 +343,8 @@ def _watched(batches: Iterator[Any], length: int, shares: list[Tensor]) -> Itera
 def weighed_step(
     batches: Iterator[Any], count: int, mesh: Mesh, device: torch.device
 ) -> tuple[Iterator[Any], StepCounts]:
-    """The next ``count`` micro batches of this data-parallel rank, whose weights are relative to
-    their mean over those of all ranks; does not wait for the device."""
+    """Return the next ``count`` micro batches of this rank, with weights divided by their mean over
+    data-parallel ranks, and the step's token counts. Collective. Does not wait for the device."""
     step = [next(batches) for _ in range(count)]
     if mesh.pipeline.size > 1:
         step = of_one_length(step)
@@ -355,6 +363,6 @@ def weighed_step(
 
 
 def of_one_length(batches: list[Any]) -> list[Any]:
-    """The batches, padded to the longest."""
+    """Return the batches, all padded to the sequence length of the longest."""
     longest = max(batch.tokens_BS.shape[1] for batch in batches)
     return [batch.lengthened(longest) for batch in batches]

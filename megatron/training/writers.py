@@ -1,10 +1,10 @@
-"""Outputs of metrics: a JSON-lines file, and whatever features add.
+"""Outputs for metrics: a JSON-lines file, and the outputs that features add.
 
-One process of a run builds the writers. On a resume each of them drops what an earlier process
-reported past the resumed step, which would otherwise be drawn twice.
+One process of a run creates the writers. On a resume each writer drops what an earlier process
+wrote past the resumed step, which would otherwise be plotted twice.
 
-Once a run has begun no writer ends it, nor a run that is resumed: where one fails, as on a full
-disk, it warns once, and again at the end.
+Once a run has begun or is resumed, a writer that fails, for example on a full disk, does not end
+the run. It warns once, and again at the end.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ from megatron.util.files import replacing, sync
 from megatron.util.json_text import parse_json
 
 Values = Mapping[str, float | None]
-"""Values by the names of :mod:`megatron.training.registry` and of what is ``Reported``."""
+"""Values by name, as in :mod:`megatron.training.registry` and ``Reported`` evaluations."""
 Rows = Sequence[Mapping[str, Any]]
-"""Rows of a JSON-lines file of metrics."""
+"""Rows of a JSON-lines metrics file."""
 STEP = "step"
-"""Kind of the values of a single step, by their tags, for TensorBoard only."""
+"""Kind of rows with the values of a single step, by tag, for TensorBoard only."""
 
 logger = log.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """Receives the values of steps."""
+    """Writes the values of steps to an output."""
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
-        """Writes the values of one step; None and absent values are left out or written as null.
-        ``kind`` is ``train``, ``validation``, ``test`` (the latter two followed by the name of the
-        data set, where there are several), ``task`` and the name of the task, ``STEP``, or an event
-        such as ``resume``, whose values may be empty."""
+        """Write the values of one step. Missing values and None are left out or written as null.
+        ``kind`` is ``train``, ``validation`` or ``test`` (validation and test are followed by the
+        data set's name if there are several), ``task`` followed by the task's name, ``STEP``, or an
+        event such as ``resume``, whose values may be empty."""
         ...
 
     def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
-        """Writes the texts of the model at one step."""
+        """Write the texts that the model generated after one step."""
         ...
 
     def close(self) -> None:
-        """Writes what is buffered."""
+        """Write buffered values, and close the output."""
         ...
 
 
 class RunWriter(Writer, Protocol):
-    """A writer of a whole run, whose methods raise nothing."""
+    """Writer for a whole run. Its methods do not raise errors."""
 
     def went_back(self, iteration: int, samples: int) -> None:
-        """Drops the reports of later steps, as at a resume: the same process continues after an
-        earlier iteration, which may be 0, and number of samples."""
+        """Drop the rows of later steps, as on a resume. The same process continues after
+        ``iteration`` steps, possibly 0, and ``samples`` samples."""
         ...
 
 
 class TeeWriter:
-    """Passes everything to several writers."""
+    """Passes all values and texts to several writers."""
 
     def __init__(self, writers: Sequence[RunWriter]) -> None:
         self._writers = tuple(writers)
@@ -92,10 +92,10 @@ def build_writers(
     resume_samples: int = 0,
     configuration: Mapping[str, Any] | None = None,
 ) -> TeeWriter:
-    """Return the writers that ``logging`` selects; on a resume, after the iteration and samples of
-    the loaded checkpoint. Trackers show ``configuration``, without secrets. Raises ValueError or
-    OSError if a new run asks for a tracker that is not installed or does not start, or for a file
-    that cannot be written."""
+    """Return the writers that ``logging`` selects. On a resume, they continue after the loaded
+    checkpoint's iteration and samples. Trackers show ``configuration``, without secrets. Raises
+    ValueError or OSError if a new run's tracker is not installed or does not start, or if its file
+    is not writable."""
     writers: list[RunWriter] = []
     if logging.metrics_file is not None:
         try:
@@ -113,19 +113,19 @@ _START_OF_ROW = b'{"kind"'
 _MOST_LINES_WITHOUT_ROW = 100
 _MOST_BYTES_OF_LINE = 1 << 16
 _MOST_WAITING = 64 << 20
-"""Bytes of rows that wait for space on a disk."""
+"""Maximum size in bytes of the rows that wait in memory for free disk space."""
 
 
 class JsonLinesWriter:
-    """One JSON object a line: ``kind``, ``iteration``, ``consumed_samples``, ``consumed_tokens``
-    and the values; NaN and infinity are null, as JSON has neither. A resumed run drops the rows
-    past the resumed iteration, unless the file cannot be rewritten, and appends to it. A new run
-    moves an existing file to ``NAME.1`` or the next free number. Raises ValueError if it is not a
-    file of metrics."""
+    """Writes one JSON object per line: ``kind``, ``iteration``, ``consumed_samples``,
+    ``consumed_tokens`` and the values. NaN and infinity, which JSON lacks, are written as null. A
+    resumed run appends to the file. It first drops the rows past the resumed iteration, if the file
+    can be rewritten. A new run moves an existing file to ``NAME.1`` or the next free number. Raises
+    ValueError if the existing file is not a metrics file."""
 
     def __init__(self, path: Path, resume_iteration: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file():  # and not /dev/null, or a pipe
+        if path.is_file():  # not for /dev/null or a pipe
             _check_rows(path)
             if resume_iteration > 0:
                 with _rows_may_stay(path, resume_iteration):
@@ -133,7 +133,7 @@ class JsonLinesWriter:
             else:
                 _set_aside(path)
         self._path = path
-        # Not buffered: rows that a full disk does not take are kept here.
+        # Unbuffered, so that rows that do not fit on a full disk stay in _waiting.
         self._file = path.open("ab", buffering=0)
         self._waiting = bytearray()
         self._lost = 0
@@ -145,7 +145,7 @@ class JsonLinesWriter:
             self._add(kind, step, samples, tokens, row)
 
     def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
-        """Writes a row of the kind ``text`` for each."""
+        """Write a row of kind ``text`` for each text."""
         for text in written.texts:
             self._add("text", written.iteration, samples, tokens, text._asdict())
 
@@ -184,8 +184,8 @@ class JsonLinesWriter:
             self._warn(error)
 
     def _write(self) -> None:
-        """Readers find whole lines, also after a kill. A full disk must not end a run: the rows
-        wait until there is space again."""
+        """Write only whole lines, so that readers find no others, even after a kill. A full disk
+        must not end a run: the rows wait in memory until there is space again."""
         try:
             self._write_waiting()
         except OSError as error:
@@ -216,7 +216,7 @@ def _json_number(value: float | None) -> float | None:
 
 
 def _check_rows(path: Path) -> None:
-    """Refuses a file that was not written here, such as one of a checkpoint: it stays as it is."""
+    """Raise ValueError, and leave the file unchanged, if it has no rows of metrics."""
     with path.open("rb") as file:
         if not file.peek(1):
             return
@@ -224,7 +224,7 @@ def _check_rows(path: Path) -> None:
             line = file.readline(_MOST_BYTES_OF_LINE)
             if not line:
                 break
-            # A power failure may have left a row that was begun, or zeros.
+            # A power failure may have left an incomplete row or zeros.
             if line.startswith(_START_OF_ROW) or _START_OF_ROW.startswith(line.strip(b"\0")):
                 return
     raise ValueError(
@@ -235,7 +235,7 @@ def _check_rows(path: Path) -> None:
 
 @contextlib.contextmanager
 def _rows_may_stay(path: Path, iteration: int) -> Iterator[None]:
-    """Around :func:`_drop_rows_past`: a run that continues does not end because of old rows."""
+    """Only warn if :func:`_drop_rows_past` fails: old rows must not end a resumed run."""
     try:
         yield
     except OSError as error:
@@ -249,7 +249,7 @@ def _rows_may_stay(path: Path, iteration: int) -> Iterator[None]:
 
 
 def _drop_rows_past(path: Path, iteration: int) -> None:
-    """Rewrites ``path`` without rows past ``iteration`` and without incomplete lines."""
+    """Rewrite ``path`` without rows past ``iteration`` and without incomplete lines."""
     with replacing(path) as part, path.open("rb") as old, part.open("wb") as new:
         for number, line in enumerate(old, start=1):
             try:
@@ -258,7 +258,7 @@ def _drop_rows_past(path: Path, iteration: int) -> None:
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 logger.warning("%s: dropped broken line %d", path, number)
                 continue
-            # Resuming from the same step again replaces the note that it was resumed there.
+            # A resume at the same step replaces the row of an earlier resume.
             if at < iteration or (at == iteration and kind != "resume"):
                 new.write(line.rstrip(b"\n") + b"\n")
         sync(new)
@@ -272,12 +272,12 @@ def _set_aside(path: Path) -> None:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the rows of a run's JSON-lines file. Raises FileNotFoundError; ValueError for a line
-    that is not a row."""
+    """Return the rows of a run's JSON-lines metrics file. Raises FileNotFoundError if it does not
+    exist, and ValueError if a line is not a valid row."""
     rows = []
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            # A process that still runs, or was killed, may have left half a line at the end.
+            # A process that still runs or was killed may have left an incomplete last line.
             if not line.endswith(b"\n"):
                 break
             where = f"{path}, line {number}"

@@ -1,4 +1,4 @@
-"""Helpers of all packages: files, locks, digests, hints, processes.
+"""Helpers that every package uses: files, locks, digests, user-facing errors and processes.
 
-It imports nothing of this project, and neither torch nor NumPy.
+This package imports no other package of the project, and neither torch nor NumPy.
 """

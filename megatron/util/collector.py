@@ -1,8 +1,8 @@
-"""Python's garbage collector, disabled while a program imports.
+"""Python's garbage collector, disabled while a program imports its libraries.
 
-Loading torch, DeepSpeed and this package makes a million objects and hardly any garbage, which the
-collector would scan again and again: an eighth of the imports' time. A program imports this module
-before all others, which disables the collector until ``resume``.
+Importing torch, DeepSpeed and this package creates a million objects and hardly any garbage. The
+collector would scan them repeatedly, which is an eighth of the import time. A program imports this
+module before all others; the collector is then disabled until it calls ``resume``.
 """
 
 import gc
@@ -11,6 +11,6 @@ gc.disable()
 
 
 def resume() -> None:
-    """Enables the collector for new objects; existing ones are exempt."""
+    """Enable the collector for new objects. Existing objects are exempt from collection."""
     gc.enable()
     gc.freeze()

@@ -1,6 +1,6 @@
-"""Errors as users see them: which are about their input, what libraries in Rust raise about it, the
-signal of a mapped file that cannot be read, output that cannot be written, Ctrl-C, and the names of
-programs: ``tools/plan.py`` of a checkout is the command ``megatron-plan`` without one."""
+"""Errors as users see them. This file decides which exceptions are reported without a traceback,
+and turns low-level failures (Rust panics, SIGBUS, closed output, Ctrl-C) into short messages. It
+also replaces script paths in messages by installed commands (``megatron-plan``)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from types import TracebackType
 from typing import Any, TextIO
 
 RESTART_STATUS = 3
-"""Exit status of a run that ends because of a hang, a lost rank or a machine that computes
-wrongly: nothing has to be changed before it is started again. 2 is the user's mistake."""
+"""Exit status of a run that ends because of a hang, a lost rank or a machine with wrong results.
+The run can be restarted unchanged, unlike after status 2, which reports a mistake of the user."""
 
 READER_GONE = 141
-"""Exit status of a program that ends because nothing reads its output: 128 + SIGPIPE, a shell's
-status of a program that this signal kills."""
+"""Exit status of a program whose output pipe was closed by its reader: 128 + SIGPIPE, the status
+that shells report for a process killed by this signal."""
 
 _PANIC = "PanicException"
 _PAUSE = 60.0
@@ -34,7 +34,7 @@ _LAUNCHED = re.compile(
     r" +(?P<module>\w+)\.py\b"
 )
 _OWN_ERROR = re.compile(r"^\w+\.py(?=: )", re.MULTILINE)
-"""A program that begins a line, as in its errors, names itself without its folder."""
+"""Pattern for the script name (``plan.py``) at the start of a program's own error messages."""
 _MODULE_FLAG = {"deepspeed": "--module", "torchrun": "-m"}
 _FOLDERS = "tools", "tasks"
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -43,12 +43,12 @@ _LONG = re.compile(r"(?s)(.{6000}).{2000,}(.{1000})")
 
 
 class FaultError(RuntimeError):
-    """A machine, process or network has failed, and the run with it; the message, for users, names
-    it. The process ends with :data:`RESTART_STATUS`."""
+    """Failure of a machine, process or network that ends the run. The message is meant for users
+    and says what failed. The process exits with :data:`RESTART_STATUS`."""
 
 
 def is_for_users(error: BaseException) -> bool:
-    """True for errors about the user's input that this project raised, and for errors of files."""
+    """Return whether an error is meant for users: an OSError, or a ValueError from this project."""
     if not isinstance(error, ValueError):
         return isinstance(error, OSError)
     root = Path(__file__).resolve().parents[2]
@@ -58,9 +58,9 @@ def is_for_users(error: BaseException) -> bool:
 
 
 def one_line(message: object) -> str:
-    """The text of an error or message in one line: its lines follow each other, what a terminal
-    would obey or cannot show is escaped, and of a very long value, which a file of another user
-    may have, are left its ends."""
+    """Return an error or message as a single line. Control characters and other unprintable
+    characters are escaped. Very long values, for example from another user's file, are shortened to
+    their beginning and end."""
     text = " ".join(line.strip() for line in str(message).splitlines())
     text = _LONG.sub(_ends, _LONG_WORD.sub(_ends, text))
     return _CONTROL.sub(
@@ -69,7 +69,7 @@ def one_line(message: object) -> str:
 
 
 class RareLog:
-    """Logs each kind of line at most once a minute."""
+    """Logger that writes at most one line of each kind per minute and drops the others."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
@@ -88,20 +88,20 @@ def _ends(found: re.Match[str]) -> str:
 
 
 def in_checkout() -> bool:
-    """True if this package is run from a checkout, or is installed from one as editable."""
+    """Return whether this package runs from a checkout, possibly through an editable install."""
     return (Path(__file__).resolve().parents[2] / "tools" / "plan.py").is_file()
 
 
 def spelled(text: str) -> str:
-    """Return a text that names programs by their paths with the installed commands instead, if
-    there is no checkout."""
+    """Return the text with script paths replaced by installed commands. In a checkout, the text is
+    returned unchanged."""
     return text if in_checkout() else as_commands(text)
 
 
 @cache
 def commands() -> dict[str, str]:
-    """The installed command of each program, by the program's path in a checkout."""
-    from importlib.metadata import entry_points  # takes 20 ms, which no run needs
+    """Return the names of the installed commands, keyed by the script's path in a checkout."""
+    from importlib.metadata import entry_points  # the import takes 20 ms, and runs do not need it
 
     scripts = entry_points(group="console_scripts")
     return {
@@ -112,8 +112,8 @@ def commands() -> dict[str, str]:
 
 
 def path_of(module: str) -> str:
-    """Return the path in a checkout of an installed program: of ``megatron.tools.plan`` it is
-    ``tools/plan.py``."""
+    """Return the path in a checkout of the script that is installed as ``module``. For example,
+    ``megatron.tools.plan`` is ``tools/plan.py``."""
     parts = module.split(".")
     if parts[0] == "megatron" and parts[1:2] and parts[1] in _FOLDERS:
         parts = parts[1:]
@@ -121,11 +121,11 @@ def path_of(module: str) -> str:
 
 
 def as_commands(text: str, names: dict[str, str] | None = None) -> str:
-    """Return a text with the programs that it names as commands.
+    """Return a text with the paths of scripts replaced by the commands that start them.
 
     Args:
         text: a message or a help text.
-        names: commands by path; those that are installed, if None.
+        names: command names by script path. None means all installed commands.
     """
     if names is None:
         names = commands()
@@ -150,10 +150,10 @@ def _by_name(names: dict[str, str]) -> dict[str, str]:
 
 
 class ProgramOutput:
-    """A standard stream that names itself where it cannot be written. At first a reader that is
-    gone ends the program without a message, and any other failure is an OSError with the stream's
-    name. After :func:`outlive_output` the text is dropped instead, and the other stream gets one
-    line about it."""
+    """Standard stream that reports its own name when it cannot be written. By default, the program
+    exits silently if the stream's reader is gone, and any other failure raises an OSError with the
+    stream's name. After :func:`outlive_output`, text that cannot be written is dropped instead, and
+    the other stream gets one warning."""
 
     def __init__(
         self, stream: TextIO, name: str, spelled: Callable[[str], str] = lambda text: text
@@ -161,13 +161,13 @@ class ProgramOutput:
         self._stream, self._name, self._spelled = stream, name, spelled
         self.outlived = False
         self.lost = ""
-        """Reason why text was dropped; empty if none was."""
+        """Reason why text was dropped. Empty if nothing was dropped."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Writes text, or drops it."""
+        """Write the text. Drop it if writing fails and the program outlives its output."""
         try:
             self._stream.write(self._spelled(text))
         except OSError as error:
@@ -175,12 +175,12 @@ class ProgramOutput:
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Writes texts, as :meth:`write`."""
+        """Write each string with :meth:`write`."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Writes what is buffered, or drops it."""
+        """Flush the buffer. Failures are handled as in :meth:`write`."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -202,7 +202,7 @@ class ProgramOutput:
             other.flush()
 
     def _discard(self) -> None:
-        """Sends what follows, and what is buffered, to no reader: a pipe without one stays so."""
+        """Redirect buffered and later text to the null device: a broken pipe never recovers."""
         with suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
@@ -210,8 +210,8 @@ class ProgramOutput:
 
 
 def name_output() -> None:
-    """Makes standard output and standard error of this program :class:`ProgramOutput`; a second
-    call does nothing. Of a program that was started with one of them closed, Python has None."""
+    """Wrap standard output and standard error in :class:`ProgramOutput`. Calling it again has no
+    effect. A stream that was closed at start, which Python sets to None, discards its text."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if sys.stderr is None:
@@ -223,21 +223,21 @@ def name_output() -> None:
 
 
 def outlive_output() -> None:
-    """Makes this program continue where its output cannot be written: a training is worth more
-    than its log."""
+    """Let this program continue when its output cannot be written. For a training run, losing the
+    log is better than losing the run."""
     name_output()
     for stream in (sys.stdout, sys.stderr):
         stream.outlived = True  # type: ignore[union-attr]
 
 
 def lost_output() -> list[str]:
-    """Sentences about the standard streams whose text was dropped, or a part of it."""
+    """Return a sentence for each standard stream that dropped text."""
     return [lost for stream in (sys.stdout, sys.stderr) if (lost := getattr(stream, "lost", ""))]
 
 
 def shorten_interrupts() -> None:
-    """Makes Ctrl-C end this program with one line instead of a traceback, also while it imports
-    its libraries. The exit status remains that of the signal."""
+    """Make Ctrl-C end this program with one line instead of a traceback, even while libraries are
+    still being imported. The process still ends with the exit status of SIGINT."""
     others = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -253,12 +253,12 @@ def shorten_interrupts() -> None:
 
 @contextmanager
 def rust_errors(subject: str) -> Iterator[None]:
-    """Within it, what a Rust library raises about its input is a ValueError that begins with
-    `subject`, which names the file or record: a bare Exception, or a panic, which PyO3 derives from
-    BaseException, so that no `except Exception` sees it."""
+    """Turn errors that a Rust library raises for bad input into a ValueError. Its message begins
+    with `subject`, the file or record. The library raises bare Exceptions, or panics, which PyO3
+    derives from BaseException so that `except Exception` does not catch them."""
     try:
         yield
-    except BaseException as error:  # panics derive from nothing else
+    except BaseException as error:  # panics derive only from BaseException
         if type(error) is not Exception and type(error).__name__ != _PANIC:
             raise
         reason = " ".join(str(error).split())[:300] or "it does not say why"
@@ -266,8 +266,8 @@ def rust_errors(subject: str) -> Iterator[None]:
 
 
 def name_lost_pages() -> None:
-    """Make this process end with a message where a page of a mapped file is lost: it was cut short,
-    its disk failed, or shared memory is full. Elsewhere than on Linux SIGBUS kills it silently."""
+    """End this process with a message when a page of a memory-mapped file cannot be read: the file
+    was truncated, its disk failed, or shared memory is full. Only effective on 64-bit Linux."""
     if sys.platform != "linux" or sys.maxsize < 2**32:
         return
     action = _SignalAction(ctypes.cast(_on_lost_page, ctypes.c_void_p), flags=_SA_SIGINFO)
@@ -275,7 +275,7 @@ def name_lost_pages() -> None:
 
 
 class _SignalAction(ctypes.Structure):
-    """``struct sigaction`` of 64-bit Linux."""
+    """Layout of ``struct sigaction`` on 64-bit Linux."""
 
     _fields_ = (
         ("handler", ctypes.c_void_p),
@@ -291,13 +291,13 @@ _ADDRESS_IN_SIGINFO = 16
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 def _on_lost_page(number: int, info: int, context: int) -> None:
-    """The signal comes out of an instruction that reads or writes the page, so that Python can run
-    here; it cannot return there."""
+    """Print the reason and exit. The faulting instruction itself raises the signal, so Python code
+    can run here, but the handler cannot return to that instruction."""
     try:
         address = ctypes.c_void_p.from_address(info + _ADDRESS_IN_SIGINFO).value or 0
         sys.stdout.flush()
         message = f"error: {_lost_page(address)}\n"
-    except BaseException:  # nothing may be raised into the instruction that was interrupted
+    except BaseException:  # no exception may propagate into the interrupted instruction
         message = "error: a file that is mapped into memory was cut short or cannot be read\n"
     os.write(2, message.encode(errors="replace"))
     os._exit(2)
@@ -315,7 +315,7 @@ def _lost_page(address: int) -> str:
             return "memory of this process cannot be read (SIGBUS)"
     if name.startswith(("/dev/shm/", "/SYSV", "/memfd:")):
         return f"{name}: shared memory is full; make /dev/shm larger, or use fewer processes"
-    if os.path.basename(name)[0] == "#" and name.endswith(" (deleted)"):  # it never had a name
+    if os.path.basename(name)[0] == "#" and name.endswith(" (deleted)"):  # a nameless file
         return f"a file in {os.path.dirname(name)} cannot be used: its disk has failed or is full"
     size = os.stat(name).st_size if os.path.exists(name) else 0
     if int(fields[2], 16) + address - start < size:

@@ -1,5 +1,5 @@
-"""Files that appear completely or not at all, and reach the disk; files of folders that others
-made; a file that only one process opens."""
+"""Durable and safe file access: atomic writes that are flushed to the disk, reading of untrusted
+files, and a lock that only one process can hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 MOST_BYTES = 1 << 30
-"""Bytes of a file that is no data and no weights, at most."""
+"""Maximum size in bytes of a file that contains neither data nor weights, such as settings."""
 _SMALL_BYTES = 1 << 26
 _MOST_INFLATION = 20
 _WRITING_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -21,13 +21,12 @@ PARQUET_LIMITS: Any = {
     "thrift_string_size_limit": 1 << 26,
     "thrift_container_size_limit": 1 << 20,
 }
-"""Limit of what is read of a Parquet file's columns and of its footer at a time."""
+"""Limits on the bytes that are buffered or parsed at a time in an untrusted Parquet file."""
 
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Adds the file's name to errors of the system that have none: those of writing, such as a full
-    disk."""
+    """Set the file name of write errors, such as a full disk, for which the system reports none."""
     try:
         yield
     except OSError as error:
@@ -38,9 +37,9 @@ def naming(path: Path | str) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
-    """A temporary file in the folder of ``path``, which replaces it atomically when the block ends
-    without an error. To survive a crash of the machine, call :func:`sync` in the block. Raises
-    OSError if the file cannot be replaced."""
+    """Yield a temporary file in the folder of ``path`` that atomically replaces ``path`` when the
+    block ends without an error. Call :func:`sync` in the block if the file must survive a crash of
+    the machine. Raises OSError if the file cannot be replaced."""
     part = path.with_name(f"{path.name}.partial-{os.urandom(16).hex()}{suffix}")
     try:
         with naming(path):
@@ -51,28 +50,28 @@ def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
 
 
 def remove_partial(folder: Path) -> None:
-    """Deletes the temporary files of :func:`replacing` that killed processes left in a folder or
-    those in it, where no other process writes now."""
+    """Delete temporary files of :func:`replacing` that killed processes left in a folder or its
+    subfolders. No other process may be writing there."""
     for path in folder.rglob("*.partial-*"):
         path.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Writes or replaces a file atomically, on the disk. Raises OSError if it cannot be written;
-    the old file stays."""
+    """Write or replace a file atomically and flush it to the disk. Raises OSError if the file
+    cannot be written; an existing file then remains unchanged."""
     with replacing(path) as part, part.open("xb") as file:
         file.write(content)
         sync(file)
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:
-    """Flushes an open file to the disk."""
+    """Flush an open file to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_path(path: Path) -> None:
-    """Flushes a written file, or the names in a folder, to the disk."""
+    """Flush a closed file, or a folder's directory entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -81,8 +80,8 @@ def sync_path(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file to read it. Raises OSError if it is none (a named pipe or a device would not
-    end), or cannot be opened."""
+    """Open a file for reading. Raises OSError if the file cannot be opened, or is not a regular
+    file: reading a named pipe or a device might never end."""
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
@@ -91,8 +90,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The content of a file of settings; errors as of :func:`open_regular`, also if it is larger
-    than ``most``, which is more than any has."""
+    """Return the content of a small file, such as settings. Raises OSError under the conditions of
+    :func:`open_regular`, or if the file has more than ``most`` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -102,9 +101,9 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def check_inflation(packed: int, size: int, where: str) -> None:
-    """Refuses a compressed piece of a file, of ``packed`` bytes, that says it has so many more that
-    memory or disk may not suffice: weights and tokens hardly shrink. Raises ValueError, whose
-    message begins with ``where``."""
+    """Raise ValueError if decompression from ``packed`` to ``size`` bytes could exhaust memory or
+    disk. Weights and tokens hardly compress, so a high ratio is suspicious. The message begins with
+    ``where``."""
     if size > max(_SMALL_BYTES, _MOST_INFLATION * packed):
         raise ValueError(
             f"{where} has {packed:,} bytes that are compressed from {size:,}, {_MOST_INFLATION} "
@@ -113,10 +112,10 @@ def check_inflation(packed: int, size: int, where: str) -> None:
 
 
 def own_file(path: Path) -> Path:
-    """The regular file that a name in a folder of others stands for, without links. A link is
-    followed within the folder, and into the ``blobs`` of a snapshot in Hugging Face's cache. Raises
-    ValueError if it leads elsewhere: there may be a file of this user, which a copy would give
-    away."""
+    """Return the regular file that ``path`` refers to, with symbolic links resolved. The folder may
+    be untrusted, so links may only point into the same folder, or into the ``blobs`` of a snapshot
+    in Hugging Face's cache. Raises ValueError for any other target: copying it could expose a
+    private file of the current user."""
     folder, target = path.parent.resolve(), path.resolve()
     inside = [folder]
     for each in (folder, *folder.parents):
@@ -137,26 +136,26 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class LockTakenError(Exception):
-    """Another process has the lock."""
+    """Raised because another process has the lock."""
 
 
 class Lock:
-    """A locked file, until :meth:`release` or the end of this process.
+    """File lock, held until :meth:`release` or the end of this process.
 
     The system releases the lock of a killed process, and forked processes do not inherit it.
-    Network file systems share it between hosts where they are configured to. The file is created if
-    necessary, and stays; a negative ``wait_seconds`` has no limit. Raises LockTakenError if another
-    process has the lock. Raises OSError if the file cannot be created or written to.
+    Network file systems share it between hosts if they are configured to. The file is created if
+    necessary and never deleted. A negative ``wait_seconds`` waits without limit. Raises
+    LockTakenError if another process holds the lock, OSError if the file cannot be written.
     """
 
     missing: str | None = None
-    """Reason why nothing is locked, on a file system without locks."""
+    """Why nothing is locked, on a file system without locks. None if the lock is held."""
 
     def __init__(self, path: str | Path, wait_seconds: float = 0) -> None:
-        from filelock import FileLock, Timeout  # configurations need the standard library only
+        from filelock import FileLock, Timeout  # importing this module must need no packages
 
         with open(path, "ab"):
-            pass  # with the default permissions, so that others in a group can lock it too
+            pass  # created with default permissions, so that group members can lock it too
         self._lock = FileLock(path, thread_local=False, fallback_to_soft=False)
         try:
             self._lock.acquire(timeout=wait_seconds)
@@ -168,7 +167,7 @@ class Lock:
             self.missing = error.strerror
 
     def release(self) -> None:
-        """Releases the lock, if it has not been released."""
+        """Release the lock. Does nothing if it is already released."""
         self._lock.release()
 
     def __enter__(self) -> Lock:
@@ -179,7 +178,7 @@ class Lock:
 
 
 def read_sections(file: Path) -> dict[str, dict[str, str]]:
-    """The lines ``NAME ...: WORDS`` of a file of this project, by the section in which they are."""
+    """Return the ``NAME ...: WORDS`` lines of each ``[section]`` of a text file."""
     sections: dict[str, dict[str, str]] = {}
     for line in file.read_text().splitlines():
         names, colon, words = line.partition(": ")

@@ -1,4 +1,4 @@
-"""JSON that others wrote: an object is returned, or a ValueError names the file."""
+"""Strict parsing of JSON from users and other programs, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import re
 from typing import Any
 
 MAX_DEPTH = 100
-"""Lists and objects inside each other. What reads them next may be recursive."""
+"""Maximum nesting of lists and objects. Code that processes the parsed value may be recursive."""
 MAX_DIGITS = 300
-"""Digits of an integer at most: the next computation can still turn it into a float."""
+"""Maximum number of digits of an integer, small enough for a conversion to float."""
 
 _LONG_NUMBER = re.compile(rf"(?<!\d)\d{{{MAX_DIGITS + 1}}}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -19,18 +19,18 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def parse_json(
     text: str | bytes, where: str, *, lenient: bool = False, non_finite: bool = False
 ) -> Any:
-    """The value that a JSON text describes.
+    """Return the value of a JSON text.
 
     Args:
-        text: bytes are UTF-8, with or without a byte order mark.
-        where: what the message of an error begins with: the file, and the flag that named it.
-        lenient: accept what Python's parser does: NaN and Infinity, a key that occurs twice (the
-            last one counts) and halves of characters. For the files of other programs, which do.
-        non_finite: accept NaN and Infinity only.
+        text: the JSON text. Bytes are UTF-8, with or without a byte order mark.
+        where: beginning of error messages: the file, and the flag that specified it.
+        lenient: accept all that Python's parser accepts: NaN and Infinity, duplicate keys (the
+          last one counts) and lone surrogates. Meant for other programs' files.
+        non_finite: accept NaN and Infinity, but no duplicate keys or lone surrogates.
 
     Raises:
-        ValueError: it is not JSON, or nested more than `MAX_DEPTH` deep, or has an integer of more
-            than `MAX_DIGITS` digits; one line.
+        ValueError: the text is not JSON, is nested more than `MAX_DEPTH` deep, has an integer of
+          more than `MAX_DIGITS` digits, or has a value that was not accepted by the flags above.
     """
     try:
         return _parse(text, lenient, non_finite)

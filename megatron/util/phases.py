@@ -1,4 +1,4 @@
-"""Current phase of this process, for those who watch it."""
+"""Current phase of this process, as the watchdog and other observers see it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 from weakref import WeakSet
 
 PHASES = ("start", "data", "step", "evaluation", "save", "end")
-"""From the start of the program to the end of the first step; waiting for a batch; computing a
-step; an evaluation; a checkpoint, from its beginning to its end on this rank; what remains to do
-after the last step."""
+"""Names of the phases. ``start`` lasts from the start of the program to the end of the first step.
+In ``data`` a rank waits for a batch, in ``step`` it computes a step, and in ``save`` it saves a
+whole checkpoint. ``end`` is everything after the last step."""
 
 
 @dataclass
 class Activity:
-    """Activity of a thread. ``moves`` grows with every change and every :func:`moved`: a thread in
-    which it does not is waiting, or computing something long.
+    """Activity of a thread. ``moves`` increases with every change of phase and every call of
+    :func:`moved`. While it does not increase, the thread is waiting or in a long computation.
 
     Attributes:
-        detail: what the phase works on, such as a folder.
-        helpers: says which processes the phase waits for, by their ids.
-        iteration: of the step that is computed.
-        saved: the newest checkpoint of the run; empty without one.
-        give_up: why a phase that can be given up shall be, such as that its data do not come; set
-            by who watches.
-        device_busy: says whether the process's GPU has not done all that was queued; None without
-            a GPU.
+        detail: the object that the phase works on, such as a folder.
+        helpers: returns the ids of the processes that the phase waits for.
+        iteration: iteration of the step that is being computed.
+        saved: the newest checkpoint of the run. Empty if none exists.
+        give_up: reason to abandon the phase, such as data that do not arrive, if it can be
+          abandoned. Set by the observer.
+        device_busy: returns whether the process's GPU still has queued work. None without a
+          GPU.
     """
 
     phase: str = "start"
@@ -42,22 +42,22 @@ class Activity:
 
 
 activity = Activity()
-"""Activity of the main thread; read by other threads."""
+"""Activity of the main thread. Other threads read it."""
 
 background: dict[int, Activity] = {}
-"""Activities of other threads that are in a phase, such as a save, by their identifiers."""
+"""Activities of other threads that are in a phase, such as a save, by thread identifier."""
 
 background_groups: WeakSet[Any] = WeakSet()
-"""Groups of processes in which such threads communicate: what happens there moves no other
-group."""
+"""Process groups in which background threads communicate. Their collectives say nothing about the
+progress of the main thread."""
 
 
 @contextlib.contextmanager
 def phase(
     name: str, detail: str = "", helpers: Callable[[], Sequence[int]] | None = None
 ) -> Iterator[None]:
-    """Says that this thread is in one of :data:`PHASES` until the block ends; for the rest see
-    :class:`Activity`."""
+    """Put this thread into one of the :data:`PHASES` until the block ends. :class:`Activity`
+    describes the other arguments."""
     own = _own()
     if own is None:
         ident = threading.get_ident()
@@ -78,8 +78,8 @@ def phase(
 
 
 def moved(iteration: int | None = None) -> None:
-    """Says that the phase of this thread advances, such as by a micro batch; ``iteration`` is that
-    of the step which is computed later."""
+    """Record progress within this thread's current phase, such as a finished micro batch. Pass
+    ``iteration`` when the step of that iteration begins."""
     own = _own()
     if own is None:
         return
@@ -89,7 +89,7 @@ def moved(iteration: int | None = None) -> None:
 
 
 def ending() -> None:
-    """Says that the last step is done: outside of other phases this thread is in ``end`` now."""
+    """Record that the last step is done. This thread is now in ``end`` outside of :func:`phase`."""
     own = _own()
     if own is not None:
         own.phase, own.detail, own.helpers = "end", "", None

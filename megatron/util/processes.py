@@ -1,4 +1,4 @@
-"""The main process of a run; the ends of processes, their memory and their cores."""
+"""System processes: which one reports for a run, how they die, their memory and their cores."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import signal
 from pathlib import Path
 
 _PARENT_DEATH_SIGNAL = 1
-"""``PR_SET_PDEATHSIG`` of Linux."""
+"""Value of Linux's ``PR_SET_PDEATHSIG``."""
 
 
 def is_main_process() -> bool:
-    """True if this process prints and writes for all."""
+    """Return whether this process prints and writes on behalf of all ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def die_with_parent() -> None:
-    """In a forked process: the system kills it when the thread that forked it has ended, also while
-    it is stopped. Only Linux does so."""
+    """Make the system kill this forked process when the thread that forked it ends, even if this
+    process is stopped. Only effective on Linux."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def death(exit_code: int | None) -> str:
-    """Return a description of how a process died, for a message. Of SIGKILL, which nobody can
-    catch, the sender is not known: the system sends it when memory runs out."""
+    """Return a description, for a message, of how a process died. The sender of SIGKILL is unknown,
+    so the text mentions the most common one: the kernel when memory runs out."""
     if exit_code is None:
         return "closed its connection"
     if exit_code >= 0:
@@ -41,10 +41,10 @@ def death(exit_code: int | None) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep the memory of large tensors for the next ones. By default it returns every
-    freed block of some megabytes to the system, and the next logits fault in all their pages again:
-    a tenth to a quarter of a step on a CPU at a vocabulary of 50,000."""
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    """Make glibc reuse the memory of large tensors. By default it returns each freed block of a few
+    megabytes to the system, and the next logits cause page faults for all of it again. On a CPU
+    with a vocabulary of 50,000, this takes a tenth to a quarter of each step."""
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(mmap_threshold, 2**30)
@@ -52,15 +52,15 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Gives memory back to the system that glibc keeps for the next tensors: after a checkpoint was
-    read it is more than an evaluation needs again."""
+    """Give memory that glibc keeps for later allocations back to the system. After a checkpoint was
+    read, this is more than an evaluation needs."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def core_order(core: int) -> tuple[int, int, int]:
-    """Sort key that makes cores of a processor, and the two threads of a core, neighbours."""
+    """Return a sort key that groups cores by processor, and hardware threads by core."""
     folder = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
     try:
         package, number = (folder / name for name in ("physical_package_id", "core_id"))

@@ -1,4 +1,4 @@
-"""Progress of long work: bars on a terminal, lines in a log."""
+"""Progress of long operations: bars on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megatron.util.processes import is_main_process
 def progress_bar(
     what: str, items: Any = None, total: int | None = None, unit: str = "B", initial: int = 0
 ) -> tqdm[Any]:
-    """A bar on standard error: iterate over it, or use it in ``with`` and call ``update(n)``. It
-    shows nothing where standard error is not a terminal or the process is not the main one, and
-    disappears when the work is done."""
+    """Return a progress bar on standard error. Iterate over it, or use it in ``with`` and call
+    ``update(n)``. It disappears when the work is done. It is disabled if standard error is not a
+    terminal or this is not the main process."""
     return tqdm(
         items,
         desc=what,
@@ -35,8 +35,8 @@ def progress_bar(
 
 
 def _size() -> dict[str, Any]:
-    """Width and height of bars: by default those of the terminal, at any time. A terminal may have
-    none, as some programs make them, and tqdm would show nothing."""
+    """Return tqdm's options for the size of bars, by default to follow the terminal's width. Some
+    programs create terminals of width 0, where tqdm would show nothing. These get a fixed size."""
     try:
         sized = os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError):
@@ -49,23 +49,23 @@ def _size() -> dict[str, Any]:
 
 @contextmanager
 def above_bars(stream: Any = None) -> Iterator[None]:
-    """Text that is printed within it, on standard output or ``stream``, appears above the bars."""
+    """In this context, print to standard output or ``stream`` above the progress bars."""
     with tqdm.external_write_mode(file=stream or sys.stdout):
         yield
 
 
 def counted(items: Iterator[Any], bar: tqdm[Any]) -> Iterator[Any]:
-    """The items, each of which moves the bar on by one."""
+    """Yield the items, and advance the bar by one after each item has been used."""
     for item in items:
         yield item
         bar.update()
 
 
 def move_to(bar: tqdm[Any], done: int) -> None:
-    """Moves a bar to a number of items that are done."""
+    """Advance a bar to ``done`` items in total."""
     bar.update(done - bar.n)
 
 
 def say(line: str) -> None:
-    """Prints a line on standard output, above any bar."""
+    """Print a line on standard output, above any bar."""
     tqdm.write(line, file=sys.stdout)

@@ -1,9 +1,9 @@
-"""Texts without passwords, tokens and keys, which a folder that is shared must not have."""
+"""Removal of passwords, tokens and keys from text that is stored in shared folders or uploaded."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 HIDDEN = "***"
@@ -12,23 +12,23 @@ _SECRET = frozenset(
     "apikey auth authorization cookie credential credentials jwt passphrase passwd password "
     "pwd secret secrets sig signature".split()
 )
-"""Words of a name whose value is a secret."""
+"""A name that contains one of these words has a secret value."""
 _PERHAPS = frozenset(("key", "pat", "token"))
 _WITH = frozenset(
     "access account api aws azure bearer client encryption gcp github gitlab hf hub huggingface "
     "master mlflow ngc nvidia openai private read refresh session signing ssh trackio upload user "
     "wandb write".split()
 )
-"""Words next to which those of ``_PERHAPS`` mean a secret: ``--eod-token`` has none."""
+"""A name with one of these words and one of ``_PERHAPS`` is secret. ``--eod-token`` is not."""
 
 _NEXT_ADDRESS = re.compile(r"(?<![,;|&<>(){}\[\]=])([,;|&<>(){}\[\]=]+[A-Za-z][\w+.-]*://)")
 _USER = re.compile(r"[^:/?#]*:")
 _HOST = re.compile(r"(?:[\w-]+(?:\.[\w-]+)+|localhost|\[[\da-fA-F:.]+\]):\d{1,5}[/?#]")
-"""A host with its port, after which "@" is a part of the path."""
+"""Host with a port. An "@" after it belongs to the path, not to a password."""
 
 
 def _without_passwords(found: re.Match[str]) -> str:
-    """Addresses without what is before their last "@": a password may have "/" and "@" in it."""
+    """Hide everything before the last "@" of each URL. A password may contain "/" and "@"."""
     parts = _NEXT_ADDRESS.split(found[0])
     for place in range(0, len(parts), 2):
         before, at, after = parts[place].rpartition("@")
@@ -64,20 +64,20 @@ _IN_TEXT: tuple[tuple[re.Pattern[str], _Replacement], ...] = (
         HIDDEN,
     ),
 )
-"""Addresses with a name or password, or a key in their query, and forms that services give keys."""
+"""Patterns of URLs with secrets and of known key formats, each with its replacement."""
 _LEAST = 8
-"""Characters of a secret that is looked for everywhere."""
+"""Minimum length for hiding a secret environment variable's value wherever it occurs."""
 
 
 def is_secret(name: str) -> bool:
-    """True if a flag or key of this name has a value that only its owner may see."""
+    """Return whether the value of a flag or key with this name is secret."""
     words = _words(name)
     return bool(words & _SECRET) or bool(words & _PERHAPS and (len(words) == 1 or words & _WITH))
 
 
 def is_secret_variable(name: str) -> bool:
-    """True if an environment variable has such a value: a key or token in its name is no token of
-    a text, as in flags."""
+    """Return whether an environment variable's value is secret. In its name, unlike in a flag's,
+    "key" or "token" always means a credential, never a token of text."""
     return is_secret(name) or bool(_words(name) & _PERHAPS)
 
 
@@ -86,8 +86,8 @@ def _words(name: str) -> set[str]:
 
 
 class Redactor:
-    """Replaces secrets by ``***``: those of known forms, and the values of an environment's secret
-    variables wherever they are."""
+    """Filter that replaces secrets by ``***``: secrets in known formats, and the values of secret
+    environment variables wherever they occur."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         values = {
@@ -106,7 +106,7 @@ class Redactor:
         return text
 
     def tree(self, value: Any) -> Any:
-        """A JSON value without secrets, whose tuples stay tuples."""
+        """Return a copy of a JSON value with the secrets hidden. Tuples stay tuples."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -119,23 +119,7 @@ class Redactor:
             return tuple(inside) if isinstance(value, tuple) else list(inside)
         return value
 
-    def arguments(self, words: Sequence[str]) -> list[str]:
-        """The words of a command line."""
-        shown: list[str] = []
-        hide = False
-        for word in words:
-            name, equals, _ = word.partition("=")
-            flag = is_secret(name) and bool(re.fullmatch(r"-{1,2}[\w-]+|\w+", name))
-            if hide and not word.startswith("--"):
-                shown.append(HIDDEN)
-            elif flag and equals:
-                shown.append(f"{name}={HIDDEN}")
-            else:
-                shown.append(self.text(word))
-            hide = flag and not equals and word.startswith("--")
-        return shown
-
 
 def without_secrets(value: Any) -> Any:
-    """A JSON value without secrets of known names and forms, for what is kept or sent."""
+    """Return a copy of a JSON value for storing or sending, with secrets of known forms hidden."""
     return Redactor({}).tree(value)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import stem
 
-TESTS = Path(__file__).parents[1]
+HELPERS = Path(__file__).parents[1] / "helpers"
 
 CONFTEST = """
 import pytest
@@ -69,7 +69,7 @@ def test_many(n, shared): ...
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run the tests of a folder with two processes."""
     (folder / "conftest.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n{CONFTEST}"
+        f"import sys\nsys.path.insert(0, {str(HELPERS)!r})\n{CONFTEST}"
     )
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, "--rootdir=."]
     with (folder / "output").open("w") as output:

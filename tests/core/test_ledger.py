@@ -37,9 +37,9 @@ KILLS = "tests/e2e/test_kills.py"
         ("megatron/features/z_loss/objective.py", {Z_LOSS}),
         ("megatron/features/cooldown/branch.py", {COOLDOWN}),
         ("pretrain_gpt.py", {KILLS}),
-        ("tests/configs.py", {COOLDOWN}),
+        ("tests/helpers/configs.py", {COOLDOWN}),
         (LAYOUTS, {LAYOUTS}),
-        ("tests/parts.py", set()),
+        ("tests/helpers/parts.py", set()),
     ],
 )
 def test_a_change_makes_stale_what_depends_on_it(monkeypatch, changed, stale):

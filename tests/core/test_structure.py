@@ -57,7 +57,7 @@ THE_WAY_OF_A_PATH = """
 import os, sys
 import numpy as np
 import pretrain_gpt
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 
 ROOT, PREFIX = os.path.dirname(pretrain_gpt.__file__), "the-books"
 with IndexedDatasetWriter(PREFIX, "uint16") as writer:

@@ -1,1 +1,1 @@
-"""The update of the weights: gradient norm and clipping, Adam, how its states are stored."""
+"""Weight update: gradient reduction, norm and clipping, Adam, and formats of its states."""

@@ -1,36 +1,34 @@
-"""AdamW on a slice of flat tensors: gradients are read, the optimizer's numbers and the weights of
-the model are read and written, and nothing of a slice's size is made in between.
+"""AdamW on slices of flat tensors. An update reads the gradients, and reads and writes the
+optimizer states and the model's weights, without temporary tensors as large as a slice.
 
-:class:`ElementwiseAdam` is one function of the elements, which torch compiles to one kernel, for
-numbers in any :class:`StateFormat`. :class:`FusedAdam` is torch's own kernel, for float32 only; it
-needs a float32 copy of a slice's gradients. Both change nothing where ``held`` is 1.
+:class:`ElementwiseAdam` is one elementwise function, which torch compiles to one kernel, for states
+in any :class:`StateFormat`. :class:`FusedAdam` is torch's own kernel, for float32 states only; it
+needs a float32 copy of a slice's gradients. Neither changes anything if ``held`` is 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megatron.parallel.mesh import Coordinates
-
 BLOCK = 256
-"""Slices start at multiples of this number of elements, and all but the last of a partition have a
-multiple of it."""
+"""Alignment of slices in elements: slices start at multiples of this number, and all slices of a
+partition but the last have a multiple as their length."""
 
 FIRST = 2**20
-"""Number of elements to compile for: enough that torch gives every thread of a GPU many."""
+"""Number of elements in the first, compiled call: enough for many per thread of a GPU."""
 
 SliceUpdate = Callable[[Tensor, Tensor, tuple[Tensor, ...]], None]
-"""Updates a slice: gets its gradients (n,), its elements as for :meth:`StateFormat.encode`, and the
-slices of :meth:`StateFormat.tensors`, which it writes."""
+"""Function that updates a slice in place, given its gradients (n,), the identifiers of its elements
+(see :meth:`StateFormat.encode`), and the slices of :meth:`StateFormat.tensors`."""
 
 
 class Decoded(NamedTuple):
-    """The optimizer's numbers of n elements in float32."""
+    """Weights and moments of n elements in float32."""
 
     weight: Tensor
     exp_avg: Tensor
@@ -41,82 +39,79 @@ Arranged = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
 class StateFormat(Protocol):
-    """Storage of main weights and moments. Its methods on slices are traced by torch's compiler,
-    for any n: no number may be read from a tensor."""
+    """Storage format of main weights and moments. torch's compiler traces the methods on slices for
+    any number of elements n, so they must not read a number from a tensor.
+
+    Attributes:
+        keys: identifier (int32) of the first element of a rank's shard of each parameter, which
+            seeds random bits; None if the format needs none.
+    """
+
+    keys: Mapping[nn.Parameter, int] | None
 
     def create(self, main: Tensor) -> dict[str, Tensor]:
-        """Moments of a partition before its first update, by their names in
-        ``optimizer.state[main]``."""
+        """Return a partition's initial moments, the entries for ``optimizer.state[main]``."""
 
     def tensors(
         self, model: Tensor, main: Tensor, state: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
-        """All that an update writes: flat, each with a number per element of the partition or one
-        per :data:`BLOCK` of them. ``model``: the weights that the model computes with."""
+        """Return all tensors that an update writes: flat, with one value per element of the
+        partition or per :data:`BLOCK` elements. ``model`` has the model's own weights."""
 
     def arrange(self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> Arranged:
-        """Views of a slice, its gradients and its elements in the shape of :meth:`decode`."""
+        """Return a slice, its gradients and elements as views, shaped for :meth:`decode`."""
 
     def decode(self, stored: tuple[Tensor, ...]) -> Decoded:
-        """The numbers of a slice, all of one shape."""
+        """Return the weights and moments of a slice, all of the same shape."""
 
     def encode(
         self, stored: tuple[Tensor, ...], new: Decoded, held: Tensor, elements: Tensor, step: Tensor
     ) -> None:
-        """Writes a slice. ``new`` is what :meth:`decode` gave where ``held`` (bool, no dimensions):
-        then every stored bit must stay. For random bits: ``elements`` identifies each (int32, or
-        only that of the first, if the others follow), ``step`` is the number of the update."""
+        """Write ``new`` to a slice. If ``held`` (a bool scalar), ``new`` is the result of
+        :meth:`decode`, and every stored bit must stay the same. ``elements`` and ``step`` seed
+        random bits: ``elements`` identifies each element (int32; a scalar identifies the first of
+        consecutive elements), and ``step`` is the number of updates, including this one."""
 
 
 class Partition(Protocol):
-    """Main weights that the optimizer updates with their moments, read and written in float32."""
+    """Main weights that the optimizer updates and their moments, accessed as float32."""
 
     def has(self, kind: str) -> bool:
-        """True if there is this state: no moments before the first update."""
+        """Return whether this state exists. Moments do not exist before the first update."""
         ...
 
     def get(self, kind: str, start: int, count: int) -> Tensor:
-        """Elements [start, start + count) of a state, flat."""
+        """Return the elements [start, start + count) of a state as a flat tensor."""
         ...
 
     def set(self, kind: str, start: int, values: Tensor) -> None:
-        """Write elements from ``start`` on."""
+        """Write elements of a state, beginning at ``start``."""
         ...
 
 
 class StateStore(StateFormat, Protocol):
-    """A format other than float32 copies of weights and moments, at ZeRO 1 and 2."""
+    """Storage format other than float32 for main weights and moments, at ZeRO 1 and 2."""
 
-    def take_main_weights(
-        self, wrapper: Any, optimizer: torch.optim.Optimizer, ranks: Sequence[int]
-    ) -> None:
-        """Make DeepSpeed's optimizer ``wrapper`` around ``optimizer`` update the model's weights
-        instead of a float32 copy; ``ranks``: this process's place among those that share each group
-        of parameters."""
-
-    def keys(
-        self, seed: int, names: Mapping[nn.Parameter, str], coordinates: Coordinates
-    ) -> Mapping[nn.Parameter, int]:
-        """The identifier (int32) of the first element of a rank's share of each parameter."""
-        ...
+    def take_main_weights(self, wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Make DeepSpeed's ``wrapper`` around ``optimizer`` update the model's weights instead of a
+        float32 copy."""
 
     def model_weights(self, values: Tensor) -> Tensor:
-        """Float32 weights as the model has them."""
+        """Return float32 weights in the form in which the model stores them."""
         ...
 
     def partition(self, main: Tensor, state: Mapping[str, Tensor]) -> Partition:
-        """The partition ``main`` with its part of ``optimizer.state``."""
+        """Return the partition with the main weights ``main`` and their states ``state``."""
         ...
 
 
 @dataclass
 class KeptState:
-    """A number for each weight that is trained, which a feature keeps next to the optimizer's
-    states: neither the model nor the update reads it. Checkpoints have it.
+    """State that a feature keeps besides the optimizer's: one number per trained weight. Neither
+    the model nor the update reads it, but checkpoints contain it.
 
     Attributes:
-        tensors: float32, by the tensor that the optimizer updates and of its shape; none before the
-            first update.
+        tensors: float32 tensors, by the updated tensor whose shape they have; empty at first.
         count: number of updates; a scalar on the device, or a number.
     """
 
@@ -124,7 +119,7 @@ class KeptState:
     count: Tensor | int = 0
 
     def restart(self, holders: Iterable[Tensor], count: int) -> None:
-        """Make tensors of zeros for these of the optimizer, or none where ``count`` is 0."""
+        """Create states of zeros for these updated tensors, or none if ``count`` is 0."""
         self.count = count
         self.tensors = {
             holder: torch.zeros_like(holder, dtype=torch.promote_types(holder.dtype, torch.float32))
@@ -133,7 +128,9 @@ class KeptState:
 
 
 class Float32States:
-    """Main weights and moments in float32, the model's weights a rounded copy."""
+    """Float32 main weights and moments. The model's weights are a rounded copy."""
+
+    keys: Mapping[nn.Parameter, int] | None = None
 
     def create(self, main: Tensor) -> dict[str, Tensor]:
         return {name: torch.zeros_like(main.detach()) for name in ("exp_avg", "exp_avg_sq")}
@@ -157,10 +154,15 @@ class Float32States:
 
 
 class Rates(NamedTuple):
-    """Numbers of one update, float32 without dimensions, on the device: ``factor`` of the
-    gradients; ``held``; ``step``, the count of updates with this one; ``keep``, what decay leaves
-    of a weight; ``step_size`` and ``root`` (of the second moment), corrected for the zeros that
-    moments start from."""
+    """Scalars for one update, in float32 on the device.
+
+    Attributes:
+        factor: factor by which gradients are multiplied.
+        held: 1 to change nothing, else 0.
+        step: number of updates, including this one.
+        keep: factor of the weights for weight decay, 1 - lr * decay.
+        step_size: learning rate, corrected for the bias of the first moment.
+        root: square root of the bias correction of the second moment."""
 
     factor: Tensor
     held: Tensor
@@ -172,8 +174,8 @@ class Rates(NamedTuple):
 
 
 class ElementwiseAdam:
-    """Updates slices in any format; ``compiled``: by one kernel that torch generates, the same for
-    slices of all sizes, else by many operations."""
+    """Updates slices in any format. With ``compiled``, torch generates one kernel, the same for
+    slices of all sizes; otherwise many operations run."""
 
     def __init__(
         self, form: StateFormat, betas: tuple[float, float], eps: float, compiled: bool
@@ -183,13 +185,13 @@ class ElementwiseAdam:
         self._update: Callable[..., None] = self.update
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that gradients of this dtype must be given in."""
+        """Return the dtype to which gradients with this dtype must be converted."""
         return dtype
 
     def of_group(
         self, group: Mapping[str, Any], step: Tensor, factor: Tensor | None, held: Tensor
     ) -> SliceUpdate:
-        """The update of a group's slices; ``step`` counts this update already."""
+        """Return the update function for a parameter group. ``step`` already counts this update."""
         rates = self._rates(group, step, factor, held)
 
         def update(grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> None:
@@ -201,14 +203,14 @@ class ElementwiseAdam:
 
     def _arranged(self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> Arranged:
         grad, elements, stored = self._form.arrange(grad, elements, stored)
-        # torch compiles a view again for every shape of what it is a view of.
+        # Detached, since torch recompiles for a view whenever the shape of its base tensor differs.
         return grad.detach(), elements.detach(), tuple(tensor.detach() for tensor in stored)
 
     def _compile(
         self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...], rates: Rates
     ) -> None:
-        """Compiles with tensors of their own: for a slice that starts within another tensor, torch
-        would compile once more when one does not."""
+        """Compile with newly allocated tensors. If the first slice started within another tensor,
+        torch would recompile for one that does not."""
 
         def own(like: Tensor) -> Tensor:
             if not like.dim():
@@ -216,10 +218,11 @@ class ElementwiseAdam:
             return like.new_zeros(FIRST if len(like) == len(grad) else FIRST // BLOCK)
 
         self._compiled = False
-        self._update = torch.compile(self.update, dynamic=True, fullgraph=True)  # imports it
+        # imports the compiler
+        self._update = torch.compile(self.update, dynamic=True, fullgraph=True)
         first = self._arranged(own(grad), own(elements), tuple(map(own, stored)))
-        # The betas and a format's numbers become constants. As inputs, torch 2.11 would
-        # begin once more, and a sum of int32 with such a number would be int64 on a GPU.
+        # The betas and a format's numbers become constants. As inputs, torch 2.11 would compile
+        # once more, and a sum of int32 with such a number would be int64 on a GPU.
         with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):
             self._update(*first, *rates)
 
@@ -227,7 +230,7 @@ class ElementwiseAdam:
         self, group: Mapping[str, Any], step: Tensor, factor: Tensor | None, held: Tensor
     ) -> Rates:
         lr, decay = group["lr"], group["weight_decay"]
-        # Of float32 powers of 0.999 only four digits would remain after the subtraction.
+        # In float32 a power of 0.999 would keep only four digits after the subtraction.
         first, second = (1 - torch.pow(beta, step.double()) for beta in self._betas)
         return Rates(
             factor=torch.ones_like(held) if factor is None else factor.float(),
@@ -242,7 +245,7 @@ class ElementwiseAdam:
     def update(
         self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...], *numbers: Tensor
     ) -> None:
-        """The definition: AdamW of ``grad`` (n,) in float32, ``numbers`` as in :class:`Rates`."""
+        """Apply an AdamW update with ``grad`` (n,) in float32. ``numbers`` are :class:`Rates`."""
         rates, (beta1, beta2) = Rates(*numbers), self._betas
         old = self._form.decode(stored)
         grad = grad.float() * rates.factor
@@ -256,8 +259,7 @@ class ElementwiseAdam:
 
 
 class FusedAdam:
-    """Updates slices in :class:`Float32States` by torch's fused AdamW, for CPUs, and where there is
-    no compiler."""
+    """Updates :class:`Float32States` with torch's fused AdamW, on CPUs or without a compiler."""
 
     def __init__(self, betas: tuple[float, float], eps: float) -> None:
         self._betas, self._eps = betas, eps

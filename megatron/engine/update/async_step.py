@@ -1,16 +1,16 @@
 """Optimizer steps that the CPU queues without reading a number from the device.
 
-DeepSpeed's optimizers read the norm of the gradients to decide whether to step and how to clip, so
-the CPU waits for the backward pass. Here norm, clipping factor and decision stay on the device;
-torch's fused AdamW changes nothing where its ``found_inf`` tensor is 1; ZeRO 1 and 2 have an update
-of their own (:mod:`partition_update`). Results are DeepSpeed's, bitwise on CPUs where nothing is
-clipped. DeepSpeed's own steps remain for fp16 (the loss scale is a number
-on the CPU), offloaded optimizer state, and SGD, which has no ``found_inf``.
+DeepSpeed's optimizers read the gradient norm to decide whether to step and how to clip, so the CPU
+waits for the backward pass. In this module the norm, the clipping factor and the decision stay on
+the device. torch's fused AdamW changes nothing if its ``found_inf`` tensor is 1; ZeRO 1 and 2 have
+an own update (:mod:`partition_update`). Results equal DeepSpeed's, bitwise on CPUs without
+clipping. DeepSpeed's own steps remain for fp16 (the loss scale is a number on the CPU), offloaded
+optimizer state, and SGD, which has no ``found_inf``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,20 +20,14 @@ from torch import Tensor, nn
 from megatron.config import RunConfig
 from megatron.engine.deepspeed_json import Json, offloads, stage_of
 from megatron.engine.deepspeed_patches import queues, take_clipping_over
-from megatron.engine.update.adam import Float32States, StateFormat
-from megatron.engine.update.optimizer import (
-    clipping_factor,
-    gradient_norm,
-    norm_of_groups,
-    owned,
-    partition_ranks,
-)
+from megatron.engine.update.adam import StateFormat
+from megatron.engine.update.optimizer import clipping_factor, gradient_norm, norm_of_groups, owned
 from megatron.engine.update.partition_update import partition_update
 from megatron.parallel.mesh import MODEL, Mesh
 
 
 def can_defer(config: RunConfig, settings: Json) -> bool:
-    """True if :class:`AsyncOptimizerStep` can replace DeepSpeed's own steps in this run."""
+    """Return whether :class:`AsyncOptimizerStep` can replace DeepSpeed's own steps in this run."""
     offloaded = any(offloads(settings, key) for key in ("offload_optimizer", "offload_param"))
     adam = config.optimizer.optimizer == "adam"
     if not adam or config.precision.fp16 or offloaded:
@@ -42,17 +36,16 @@ def can_defer(config: RunConfig, settings: Json) -> bool:
 
 
 class AsyncOptimizerStep:
-    """Norm, clipping, and the guard against gradients that are not finite, all on the device.
+    """Gradient norm, clipping and the check for non-finite gradients, all on the device.
 
     Args:
         wrapper: DeepSpeed's optimizer around ``optimizer``; ``optimizer`` itself at stage 0.
-        hold: after a step with gradients that are not finite, change no weight any more: when the
-            trainer learns of that step, the weights are still those before it.
+        hold: change no weights after a step with non-finite gradients, so that they are still those
+            before the step when the trainer learns of it.
         form: how ZeRO 1 and 2 store main weights and moments; None for float32.
-        keys: see :class:`~megatron.engine.update.partition_update.PartitionUpdate`.
 
     Attributes:
-        norm: of the last step, before clipping; infinite when not finite. A scalar on the device.
+        norm: norm before clipping in the last step, infinite if not finite; a scalar on the device.
         held: 1.0 if the last step changed no weight, else 0.0. A float32 scalar on the device.
     """
 
@@ -66,7 +59,6 @@ class AsyncOptimizerStep:
         clip_grad: float,
         hold: bool,
         form: StateFormat | None = None,
-        keys: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
         self._wrapper, self._optimizer = wrapper, optimizer
         self._params, self._mesh = list(params), mesh
@@ -83,20 +75,17 @@ class AsyncOptimizerStep:
             take_clipping_over(wrapper, self._clip)
         else:
             self._measure = self._partitioned_norm
-            ranks = partition_ranks(wrapper, mesh)
-            self._update = partition_update(
-                wrapper, optimizer, ranks, device, form or Float32States(), keys or {}
-            )
+            self._update = partition_update(wrapper, optimizer, device, form)
             wrapper.update_by(self._step_partitioned)
 
     @torch.no_grad()
     def measure(self) -> Tensor:
-        """The norm of the gradients, a scalar on the device."""
+        """Return the norm of the gradients, a scalar on the device."""
         return self._measure()
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Measures the gradients of a step, so that the following update clips or does nothing."""
+        """Measure a step's gradients, and make the following update clip them or change nothing."""
         norm = self._measure()
         bad = norm.isfinite().logical_not()
         held = bad.to(torch.float32)
@@ -128,7 +117,7 @@ class AsyncOptimizerStep:
             [g for p, g in zip(params, wrapper.averaged_gradients[n], strict=True) if p in counted]
             for n, params in enumerate(wrapper.fp16_groups)
         ]
-        # DeepSpeed makes float64 copies of all gradients for this: 5% of a small step.
+        # DeepSpeed would make float64 copies of all gradients, which takes 5% of a small step.
         groups = [self._mesh.dense, self._mesh.model]
         return self._clipped(
             norm_of_groups(partials, torch.float32, torch.float64, groups, self._device)
@@ -136,7 +125,7 @@ class AsyncOptimizerStep:
 
     def _clipped(self, norm: Tensor) -> Tensor:
         if self._clip_grad > 0:
-            # DeepSpeed's formula; a shorter one rounds differently.
+            # DeepSpeed's formula. A shorter one would round differently.
             self._factor = 1.0 / ((norm + 1e-6) / self._clip_grad).clamp(min=1.0)
         return norm
 

@@ -1,7 +1,7 @@
-"""The optimizer that DeepSpeed's engine wraps. torch's optimizers import its compiler
-(torch._dynamo, torch._inductor) to keep it from tracing them, which takes as much CPU time as
-importing torch. If a later torch does this in another way, starts only become slower. ZeRO 3
-imports the compiler nevertheless."""
+"""Builds the optimizer that DeepSpeed's engine wraps, and computes the gradient norm. torch's
+optimizers import torch's compiler, only to keep it from tracing them, which takes as much CPU time
+as importing torch. This module avoids that import, except at ZeRO 3, which imports the compiler
+itself. If a later torch works differently, runs only start more slowly."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from megatron.parallel.mesh import SHARDED, Group, Mesh
 from megatron.parallel.shard import shard_of
 
 EXPERTS = "experts"
-"""DeepSpeed's name for the parameters that have fewer replicas than dense layers."""
+"""DeepSpeed's group name for parameters with fewer replicas than dense layers."""
 
-# Attribute with a method's version that torch's compiler does not trace (torch._compile).
+# Name of the attribute with a method's version that torch's compiler does not trace.
 _UNTRACED = "__dynamo_disable"
 
 
 Names = Mapping[nn.Parameter, str]
-"""Canonical name of each parameter that is trained."""
+"""Canonical name of each trained parameter."""
 
 
 class Factors(NamedTuple):
-    """Numbers by which what all parameters share is multiplied for one of them.
+    """Factors by which a parameter's hyperparameters differ from the flags' values.
 
     Attributes:
-        rate: of the learning rate, its minimum included.
-        decay: of the weight decay of a parameter that decays.
-        epsilon: of ``--adam-eps``.
+        rate: factor of the learning rate, including its minimum.
+        decay: factor of the weight decay, if the parameter decays.
+        epsilon: factor of ``--adam-eps``.
         decoupled: whether the learning rate is ``--decoupled-lr``.
-        decays: whether the parameter decays; by default matrices do.
+        decays: whether the parameter decays; None for the default, by which only matrices do.
     """
 
     rate: float = 1.0
@@ -50,7 +50,7 @@ class Factors(NamedTuple):
     decays: bool | None = None
 
     def times(self, other: Factors) -> Factors:
-        """Return the products with other factors."""
+        """Return these factors with rate, decay and epsilon multiplied by those in ``other``."""
         return self._replace(
             rate=self.rate * other.rate,
             decay=self.decay * other.decay,
@@ -59,12 +59,12 @@ class Factors(NamedTuple):
 
 
 class OptimizerPlan(NamedTuple):
-    """An optimizer of a feature.
+    """Optimizer that a feature implements.
 
     Attributes:
-        rules: name of the rule that updates each parameter; groups have it as ``rule``.
-        factors: of the learning rate of a rule's parameters, where it is not 1.
-        make: makes the optimizer of groups and of default values.
+        rules: name of the update rule of each parameter, also the key ``rule`` of parameter groups.
+        factors: learning rate factor of each rule whose factor is not 1.
+        make: builds the optimizer from parameter groups and default values.
     """
 
     rules: Mapping[nn.Parameter, str]
@@ -75,9 +75,8 @@ class OptimizerPlan(NamedTuple):
 def factors_of(
     names: Names, config: RunConfig, rules: Mapping[nn.Parameter, str] = MappingProxyType({})
 ) -> dict[nn.Parameter, Factors]:
-    """Return the factors of parameters, those of all features; empty, on every rank, where none has
-    any. ``rules``: as of an
-    :class:`~megatron.engine.update.optimizer.OptimizerPlan`."""
+    """Return each parameter's factors, combined over all features. Empty, on every rank, if no
+    feature has any. For ``rules`` see :class:`OptimizerPlan`."""
     factors: dict[nn.Parameter, Factors] = {}
     for feature in taking_part():
         for param, of_feature in feature.update_factors(config, names, rules).items():
@@ -95,11 +94,12 @@ def build_optimizer(
     plan: OptimizerPlan | None = None,
     cut: Callable[[list[nn.Parameter]], list[list[nn.Parameter]]] = lambda params: [params],
 ) -> Optimizer:
-    """AdamW, SGD or that of a plan over two groups: matrices, which decay, and vectors, which do
-    not; two for each of the ``factors``, by default 1, and of the plan's rules, and as many of the
-    parameters ``apart``, see :func:`fewer_replicas`. ``cut`` makes several of a group; those of a
-    plan have the same number as ``together``: one call updates them, so that a rule can divide
-    its work over ranks. The schedule sets learning rate and decay before every step."""
+    """Build AdamW, SGD or the optimizer of ``plan`` with two parameter groups: matrices, which
+    decay, and vectors, which do not. There are two groups for each combination of ``factors`` (1 by
+    default) and the plan's rules, and as many again for the parameters ``apart`` (see
+    :func:`fewer_replicas`). ``cut`` splits a group into several. With a plan, groups split from one
+    have the same number under ``together``: one call updates them, so that a rule can divide its
+    work among ranks. The schedule sets learning rate and weight decay before every step."""
     _keep_compiler_out()
     rules = {} if plan is None else plan.rules
     names = sorted({*rules.values()}) or [""]
@@ -122,7 +122,7 @@ def build_optimizer(
             "decoupled": factor.decoupled,
             **({"rule": rule} if rule else {}),
             **({"eps": config.adam_eps * factor.epsilon} if factor.epsilon != 1.0 else {}),
-            # DeepSpeed's words for groups that it partitions among other ranks.
+            # DeepSpeed's keys for groups that are partitioned among other ranks.
             **({"moe": True, "name": EXPERTS} if others else {}),
             **({"together": number} if rule else {}),
         }
@@ -142,7 +142,7 @@ def build_optimizer(
             lr=config.lr,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
-            fused=True,  # torch's own kernel, for CPUs too; nothing is compiled
+            fused=True,  # torch's own kernel, also for CPUs; nothing is compiled
         )
     _keep_compiler_from_steps(optimizer)
     return optimizer
@@ -153,8 +153,8 @@ def _plain(factors: Factors) -> Factors:
 
 
 def check_groups(optimizer: Optimizer, mesh: Mesh) -> None:
-    """Raises ConfigError where pipeline stages have different numbers of groups: DeepSpeed's own
-    step exchanges a number for each."""
+    """Raise ConfigError if pipeline stages have different numbers of parameter groups. DeepSpeed's
+    own step exchanges a number for each group. Collective."""
     counts = mesh.pipeline.gathered(len(optimizer.param_groups))
     if len(set(counts)) > 1:
         raise ConfigError(
@@ -168,8 +168,8 @@ def check_groups(optimizer: Optimizer, mesh: Mesh) -> None:
 def set_rates(
     optimizer: Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None
 ) -> None:
-    """Sets the learning rate of all groups, times their factors, and the decay of those that
-    decay. ``decoupled_lr`` is that of embedding and output layer, if they have their own."""
+    """Set each group's learning rate, including its factor, and the weight decay of groups that
+    decay. ``decoupled_lr`` is the rate of embedding and output layer, if it is separate."""
     for group in optimizer.param_groups:
         decoupled = decoupled_lr is not None and group.get("decoupled")
         rate = decoupled_lr if decoupled else lr
@@ -180,9 +180,9 @@ def set_rates(
 
 
 def _keep_compiler_out() -> None:
-    """Keeps methods of torch's optimizers from importing the compiler; called before one is made.
-    On their first call they import it for a version of themselves that it will not trace, and keep
-    that version. Nothing here traces an optimizer, so the method itself becomes that version."""
+    """Keep methods of torch's optimizers from importing the compiler. Called before an optimizer is
+    built. On its first call, each method imports the compiler to get and cache an untraced version
+    of itself. Nothing in this project traces optimizers, so the method itself is cached instead."""
     for method in (
         Optimizer.add_param_group,
         Optimizer.zero_grad,
@@ -195,59 +195,41 @@ def _keep_compiler_out() -> None:
 
 
 def _keep_compiler_from_steps(optimizer: Optimizer) -> None:
-    """Keeps this optimizer's ``step`` from importing the compiler. torch wraps ``step`` to disable
-    gradients and to tell the compiler where a graph ends. This wrapper only disables gradients;
-    hooks and the name in profiles stay."""
+    """Keep this optimizer's ``step`` from importing the compiler. torch wraps ``step`` to disable
+    gradients and to tell the compiler where a graph ends. The replacement only disables gradients.
+    Hooks and the name in profiles stay the same."""
     plain: Any = torch.no_grad()(inspect.unwrap(type(optimizer).step))
     hooked = Optimizer.profile_hook_step(plain)
     optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
 
 
 _ROW = 1024
-"""Number of squares that are summed in float32, on CPUs; sums of rows are in float64."""
+"""Length of the rows whose squares are summed in float32 on CPUs; row sums are added in float64."""
 
 _ROWS = 256
-"""Rows per call."""
+"""Number of rows per call."""
 
 
 def owned(param: nn.Parameter, mesh: Mesh, among: Sequence[str]) -> bool:
-    """True if this rank's copy of a parameter counts in the norm of the gradients and in
+    """Return whether this rank's copy of a parameter counts in the gradient norm and in
     checkpoints. Only one copy counts along the axes ``among``: ``SHARDED`` for sums over the ranks
-    of one replica, ``MODEL`` where each replica has its own part, ``AXES`` for one of all ranks."""
-    # DeepSpeed marks the copies of tied parameters on pipeline stages after the first.
+    of one replica, ``MODEL`` if each replica has its own shard, ``AXES`` for a single copy."""
+    # DeepSpeed marks copies of tied parameters on pipeline stages after the first.
     replicated = getattr(param, "ds_pipe_replicated", False)
     return not replicated and shard_of(param).counted(mesh.coordinates, among)
 
 
 def fewer_replicas(params: Iterable[nn.Parameter], mesh: Mesh) -> list[nn.Parameter]:
-    """Parameters cut over more than one rank along the axis ``expert``: gradients are summed
-    over fewer ranks than those of dense layers, and ZeRO partitions them among fewer."""
+    """Return the parameters that are sharded along the ``expert`` axis. Their gradients are summed,
+    and ZeRO partitions them, over fewer ranks than in dense layers."""
     return [p for p in params if mesh.replicas(shard_of(p)).size < mesh.dense.size]
-
-
-def partition_ranks(wrapper: Any, mesh: Mesh) -> list[int]:
-    """This process's place among the ranks that share each group of parameters of DeepSpeed's
-    optimizer of stage 1 or 2."""
-    return [mesh.replicas(shard_of(params[0])).rank for params in wrapper.bit16_groups]
-
-
-@torch.no_grad()
-def average_gradients(params: Iterable[nn.Parameter], mesh: Mesh) -> None:
-    """Averages gradients over all replicas, in place. Each is summed over the axes along which its
-    parameter is replicated; the gradient of a parameter that is cut over ``expert`` already
-    includes the tokens of other ranks along it."""
-    for param in params:
-        if param.grad is not None and mesh.dense.size > 1:
-            group = mesh.replicas(shard_of(param))
-            if group.size > 1:
-                dist.all_reduce(param.grad, group=group.handle)
-            param.grad /= mesh.dense.size
 
 
 @torch.no_grad()
 def gradient_norm(params: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
-    """2-norm over all gradients of the whole model, each counted once (float32, or float64 for
-    float64 gradients). ``params`` are all of this rank, gradients averaged over the replicas."""
+    """Return the 2-norm of the whole model's gradients, each counted once. It is float32, or
+    float64 for float64 gradients. ``params`` are all parameters of this rank, whose gradients have
+    been averaged over the replicas. Collective."""
     dtypes = {param.grad.dtype for param in params if param.grad is not None}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     grads = [p.grad for p in params if p.grad is not None and owned(p, mesh, SHARDED)]
@@ -262,13 +244,13 @@ def norm_of_groups(
     groups: Sequence[Group],
     device: torch.device,
 ) -> Tensor:
-    """2-norm over groups of gradients, without copies in another dtype; not finite where any
-    gradient is not.
+    """Return the 2-norm over groups of gradients, without copies in another dtype. It is not finite
+    if any gradient is not. Collective.
 
     Args:
-        sums: dtype in which a gradient's squares are summed.
-        result: dtype of the numbers that travel between ranks, and of the norm.
-        groups: ranks with different gradients; sums are added over one group after the other.
+        sums: dtype in which the squares of a gradient are summed.
+        result: dtype of the values exchanged between ranks, and of the norm.
+        groups: process groups whose ranks have different gradients, reduced one after another.
     """
     squares_G = torch.stack([_sum_of_squares(part, sums, device) for part in grads]).to(result)
     for group in groups:
@@ -288,11 +270,12 @@ def _sum_of_squares(grads: Sequence[Tensor], sums: torch.dtype, device: torch.de
 
 
 def _norms_of_rows(grad: Tensor) -> list[Tensor]:
-    """torch sums the squares of a whole CPU tensor sequentially: in float32 a million of them lose
-    four digits, and float64 takes three times as long. A row at a time loses nothing relevant."""
+    """Return the norms of rows of a CPU gradient. torch sums squares sequentially on CPUs: with a
+    million of them, float32 loses four digits and float64 takes three times as long. Summing rows
+    first avoids both."""
     flat = grad.reshape(-1)
     end = flat.numel() // _ROW * _ROW
-    # torch copies 16-bit numbers to float32 first: parts that stay in a core's cache.
+    # torch first copies 16-bit numbers to float32. Copies of this size fit into a core's cache.
     parts = [*flat[:end].view(-1, _ROW).split(_ROWS), flat[end:].view(1, -1)]
     return [
         torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts if part.numel()
@@ -300,5 +283,5 @@ def _norms_of_rows(grad: Tensor) -> list[Tensor]:
 
 
 def clipping_factor(norm: Tensor, largest: float) -> Tensor:
-    """Factor of gradients that makes their norm at most ``largest``."""
+    """Return the factor that scales gradients to a norm of at most ``largest``."""
     return (largest / (norm + 1e-6)).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""The update of ZeRO 1 and 2: a rank's partition of the weights, a slice at a time."""
+"""Optimizer update for ZeRO 1 and 2, on slices of a rank's partition of the weights."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from megatron.engine.update.adam import (
 from megatron.kernels.compiler import missing_compiler
 
 LEAST = 2**16
-"""Number of elements of one gradient that justify a separate kernel. Others are collected in a
-buffer, many to a kernel."""
+"""Minimum number of elements of a gradient that gets a kernel of its own. Smaller gradients are
+collected in a buffer, many per kernel."""
 
 
 _MOST_COMPILED = 2**26
-"""Largest number of elements in a slice, so that what a kernel may have to keep of it, the moments
-before they are encoded in 8 bits, takes little memory."""
+"""Maximum number of elements in a slice. Limits the memory for a kernel's intermediate values, such
+as moments before they are encoded in 8 bits."""
 
 _MOST_COPIED = 2**24
-"""The same where a slice, or its gradients, are copied."""
+"""Maximum number of elements in a slice that is copied, or whose gradients are."""
 
 _MOST_IN_CACHE = 2**18
-"""The same for each thread of a CPU: the copy stays in its cache."""
+"""Maximum number of elements per CPU thread, so that the copy stays in the core's cache."""
 
 
 class Part(NamedTuple):
-    """``length`` elements of a gradient (by its index in the partition), from ``start``."""
+    """Range of ``length`` elements from ``start`` in the partition's gradient with this index."""
 
     gradient: int
     start: int
@@ -44,8 +44,8 @@ class Part(NamedTuple):
 
 
 class PartitionSlice(NamedTuple):
-    """A range of a partition that is updated at once; ``parts`` are its gradients in order, the
-    rest is padding."""
+    """Range of a partition that is updated at once. ``parts`` are its gradients in order; padding
+    may follow."""
 
     start: int
     length: int
@@ -53,14 +53,14 @@ class PartitionSlice(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """True if its gradients are a part of one tensor."""
+        """True if all of the slice's gradients are in one tensor."""
         return len(self.parts) == 1 and self.parts[0].length == self.length
 
 
 def cut(sizes: Sequence[int], length: int, least: int, most: int) -> list[PartitionSlice]:
-    """Cuts a partition of ``length`` elements into pieces of at most ``most``, all of whole blocks
-    but the last. ``sizes`` are those of its gradients; padding follows. Runs of ``least`` and more
-    elements of one gradient have pieces of their own."""
+    """Cut a partition of ``length`` elements into slices of at most ``most``, all of which but the
+    last are whole blocks. ``sizes`` are the sizes of its gradients; padding follows. At least
+    ``least`` consecutive elements of one gradient get slices of their own."""
     ends = list(accumulate(sizes, initial=0))
     cuts = {0, length, _down(length)}
     for start, end in pairwise(ends):
@@ -92,65 +92,57 @@ def _parts(ends: list[int], start: int, end: int) -> Iterator[Part]:
 def partition_update(
     wrapper: Any,
     optimizer: torch.optim.Optimizer,
-    ranks: Sequence[int],
     device: torch.device,
-    form: StateFormat,
-    keys: Mapping[nn.Parameter, int],
+    form: StateFormat | None = None,
 ) -> PartitionUpdate:
-    """The update for DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around an AdamW; for the
-    other arguments see :class:`PartitionUpdate`."""
+    """Return the update for DeepSpeed's ZeRO 1 or 2 optimizer ``wrapper`` around an AdamW. ``form``
+    is None for float32."""
     betas, eps = optimizer.defaults["betas"], optimizer.defaults["eps"]
     compiled = device.type == "cuda" and not missing_compiler(device.type)
     kernel: ElementwiseAdam | FusedAdam = FusedAdam(betas, eps)
-    if compiled or not isinstance(form, Float32States):
-        kernel = ElementwiseAdam(form, betas, eps, compiled)
+    states = Float32States() if form is None else form
+    if compiled or form is not None:
+        kernel = ElementwiseAdam(states, betas, eps, compiled)
     most = _MOST_IN_CACHE * torch.get_num_threads() if device.type == "cpu" else _MOST_COPIED
     if compiled:
         most = _MOST_COMPILED
-    random = None if isinstance(form, Float32States) else keys
-    return PartitionUpdate(wrapper, optimizer, ranks, form, kernel, most, random)
+    return PartitionUpdate(wrapper, optimizer, states, kernel, most)
 
 
 class PartitionUpdate:
-    """Replaces ``step`` of DeepSpeed's optimizer of stages 1 and 2: Adam without a copy of all
-    gradients in float32; afterwards the ranks' weights are gathered.
+    """Replaces the step of DeepSpeed's ZeRO 1 and 2 optimizer: Adam without a float32 copy of all
+    gradients, followed by an all-gather of the ranks' weights.
 
     Args:
         wrapper: DeepSpeed's optimizer around ``optimizer``.
-        ranks: of this process among those that share each group of parameters.
         form: how main weights and moments are stored.
         kernel: updates a slice.
-        most: the largest number of elements in a slice.
-        keys: the identifier of the first element of each parameter's share, for random bits; None
-            where the format needs none.
+        most: the maximum number of elements in a slice.
     """
 
     def __init__(
         self,
         wrapper: Any,
         optimizer: torch.optim.Optimizer,
-        ranks: Sequence[int],
         form: StateFormat,
         kernel: ElementwiseAdam | FusedAdam,
         most: int,
-        keys: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
-        self._wrapper, self._optimizer, self._ranks = wrapper, optimizer, ranks
+        self._wrapper, self._optimizer = wrapper, optimizer
         self._form, self._kernel, self._most = form, kernel, most
-        self._keys = keys
         self._pieces: dict[int, list[PartitionSlice]] = {}
         self._elements: dict[int, list[Tensor]] = {}
 
     @torch.no_grad()
     def step(self, factor: Tensor | None, held: Tensor) -> None:
-        """Updates with the gradients times ``factor``, or nothing where ``held`` is 1; both float32
-        on the device."""
+        """Update the weights with the gradients times ``factor`` (None for 1), or change nothing if
+        ``held`` is 1. The arguments are float32 scalars on the device."""
         wrapper = self._wrapper
-        wrapper.await_weights()  # of layers that have not run
+        wrapper.await_weights()  # for layers that have not run since the last gather
         for number in wrapper.order_of_use:
             main = wrapper.single_partition_of_fp32_groups[number]
             self._update(number, main, factor, held)
-            # While the next ones are updated.
+            # The gather overlaps with the update of the next groups.
             wrapper.start_gather(number)
             wrapper.averaged_gradients[number] = None
             for param in wrapper.bit16_groups[number]:
@@ -164,7 +156,7 @@ class PartitionUpdate:
         group = self._optimizer.param_groups[number]
         if "step" not in state:
             state.update(self._form.create(main), step=held.new_zeros(()))
-        model = wrapper.parallel_partitioned_bit16_groups[number][self._ranks[number]]
+        model = wrapper.own_part(number)
         grads = self._gradients(number)
         if number not in self._pieces:
             self._prepare(number, grads, model)
@@ -183,23 +175,23 @@ class PartitionUpdate:
     def _gradients(self, number: int) -> list[Tensor]:
         grads = self._wrapper.averaged_gradients[number]
         flat = getattr(grads, "flat_partition", None)
-        if flat is not None and self._keys is None:
+        if flat is not None and self._form.keys is None:
             return [flat.view(-1)]
         return [grad.reshape(-1) for grad in grads]
 
     def _prepare(self, number: int, grads: list[Tensor], model: Tensor) -> None:
         sizes = [grad.numel() for grad in grads]
         self._pieces[number] = pieces = cut(sizes, model.numel(), LEAST, self._most)
-        # Stored scales are cut with the slices: one for each block.
-        assert self._keys is None or all(piece.start % BLOCK == 0 for piece in pieces)
-        if self._keys is None:
+        # Stored scales, one per block, are cut together with the slices.
+        assert self._form.keys is None or all(piece.start % BLOCK == 0 for piece in pieces)
+        if self._form.keys is None:
             self._elements[number] = [model.new_zeros((), dtype=torch.int32)] * len(pieces)
         else:
-            firsts = list(self._firsts(number, self._keys))
+            firsts = list(self._firsts(number, self._form.keys))
             self._elements[number] = [_elements(piece, firsts, model.device) for piece in pieces]
 
     def _firsts(self, number: int, keys: Mapping[nn.Parameter, int]) -> Iterator[int]:
-        """The identifier of each gradient's first element; 0 for padding."""
+        """Yield the identifier of the first element of each gradient; 0 for padding."""
         params = iter(self._wrapper.params_in_partition[number])
         skipped = self._wrapper.first_offset[number]
         for grad in self._wrapper.averaged_gradients[number]:
@@ -209,27 +201,27 @@ class PartitionUpdate:
 
 
 def _slices(tensor: Tensor, pieces: Sequence[PartitionSlice], length: int) -> Sequence[Tensor]:
-    """The pieces of a tensor with a number per element of a partition, or one per block."""
+    """Return the slices of a tensor with one value per element or per block of a partition."""
     if tensor.numel() == length:
         return tensor.split([piece.length for piece in pieces])
     return tensor.split([-(-piece.length // BLOCK) for piece in pieces])
 
 
 def wrapped(number: int) -> int:
-    """The int32 with the lowest 32 bits of a number."""
+    """Return the lowest 32 bits of a number as an int32."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def _elements(piece: PartitionSlice, firsts: Sequence[int], device: torch.device) -> Tensor:
-    """Identifiers of a piece's elements, as :meth:`StateFormat.encode` gets them; ``firsts`` are
-    those of each gradient's first."""
+    """Return the identifiers of a slice's elements, as :meth:`StateFormat.encode` gets them.
+    ``firsts`` has the identifier of each gradient's first element."""
     begins = [firsts[part.gradient] + part.start for part in piece.parts]
     if piece.whole:
         return torch.full((), wrapped(begins[0]), dtype=torch.int32, device=device)
     numbers = torch.zeros(piece.length, dtype=torch.int32, device=device)
     place = 0
     for part, begin in zip(piece.parts, begins, strict=True):
-        # Counted in 64 bits; the lower half is used.
+        # Counted in int64, and truncated to the lower 32 bits.
         counted = torch.arange(begin, begin + part.length, device=device)
         numbers[place : place + part.length] = counted.to(torch.int32)
         place += part.length
@@ -237,7 +229,7 @@ def _elements(piece: PartitionSlice, firsts: Sequence[int], device: torch.device
 
 
 def _collect(piece: PartitionSlice, grads: Sequence[Tensor], buffer: Tensor) -> Tensor:
-    """A piece's gradients in the buffer's dtype; where they are, if they can be used from there."""
+    """Return a slice's gradients in the buffer's dtype. They are copied only if necessary."""
     parts = [grads[part.gradient].narrow(0, part.start, part.length) for part in piece.parts]
     if piece.whole and parts[0].dtype == buffer.dtype:
         return parts[0]

@@ -1,10 +1,10 @@
-"""Gradients to the ranks that update them, in buckets, within the backward pass (ZeRO 1 and 2).
+"""Reduces gradients to the ranks that update them, during the backward pass (ZeRO 1 and 2).
 
-A bucket is a group of parameters in one flat tensor, of which every replica updates an equal part
-(Rajbhandari et al. 2020, arXiv:1910.02054). As soon as the last gradient of a bucket has come, its
-reduce-scatter starts. At stage 1 gradients of micro batches are added first, and the bucket leaves
-in the last one. At stage 2 it leaves in every micro batch, and the parts are added. Buckets leave
-in one order on all replicas, each after those before it. Nothing here waits for the device.
+A bucket is a group of parameters in one flat tensor, of which every replica updates an equal shard
+(Rajbhandari et al. 2020, arXiv:1910.02054). The reduce-scatter of a bucket starts when its last
+gradient is ready. At stage 1 the gradients of micro batches are added first, and the last micro
+batch sends the bucket. At stage 2 every micro batch sends it, and the reduced shards are added. All
+replicas send buckets in the same order. Nothing in this module waits for the device.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from megatron.parallel.collectives import Finish, reduce_scatter_flat
 from megatron.parallel.mesh import Group
 
 MOST_TRAVELLING = 2
-"""Number of buckets that may be under way: what has arrived frees the memory of its bucket."""
+"""Maximum number of buckets in transit. Receiving the oldest one frees its memory."""
 
 
 class ReductionRules(NamedTuple):
-    """Rules of the sums of gradients.
+    """Settings for the gradient reduction.
 
     Attributes:
-        each_pass: reduce in every backward pass (stage 2), not in the last one only.
-        overlapped: start reductions within backward passes, not after them.
-        scatters: use reduce-scatter, not all-reduce (``reduce_scatter`` of the JSON).
-        sums: dtype of sums over micro batches; None for that of the gradients.
-        wire: dtype in which gradients travel; None for that of the sums or gradients.
-        first: divide before the sum over replicas, not after it, as DeepSpeed does.
+        each_pass: reduce in every backward pass (stage 2) instead of only in the last one.
+        overlapped: start reductions during backward passes instead of after them.
+        scatters: use reduce-scatter instead of all-reduce (``reduce_scatter`` of the JSON).
+        sums: dtype of sums over micro batches; None for the gradients' dtype.
+        wire: dtype for communication; None for the dtype of the sums or gradients.
+        first: divide before the sum over replicas instead of after it, as DeepSpeed does.
         replicas: number of replicas of dense layers, over which gradients are averaged.
     """
 
@@ -51,21 +51,21 @@ class ReductionRules(NamedTuple):
 
 
 class Bucket:
-    """Parameters that are reduced together.
+    """Parameters whose gradients are reduced together.
 
     Args:
-        params: with the place of each in the flat tensor of ``length`` elements.
-        group: the ranks that share the bucket, each with an equal part of it.
-        tied: torch's group of the pipeline stages with a copy of these parameters, over which
-            their gradients are summed too; None without.
+        params: parameters with their offsets in the flat tensor of ``length`` elements.
+        group: ranks that share the bucket, each of which updates an equal shard.
+        tied: torch's process group of the pipeline stages with a copy of these parameters, over
+            which their gradients are also summed; None for untied parameters.
         passes: names of the backward passes with gradients of these parameters; empty for all.
 
     Attributes:
-        flat: gradients of this process, until they leave; None without.
-        part: the average of this rank's part, in the dtype of the sums.
-        missing: parameters whose gradients have not come in the current pass.
-        left: whether it has left in the current pass.
-        awaited: passes whose last one of the step has not begun.
+        flat: gradients of this process until they are sent; None before the first one.
+        part: averaged gradients of this rank's shard, in the dtype of the sums.
+        missing: parameters whose gradients are not ready yet in the current pass.
+        left: whether the bucket was sent in the current pass.
+        awaited: passes whose last run in this step has not begun.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class Bucket:
         self._filled: set[nn.Parameter] = set()
 
     def in_place(self, rules: ReductionRules) -> bool:
-        """True if gradients stay where autograd has them: there are no replicas to sum over."""
+        """Return whether gradients stay in place, since there are no replicas to sum over."""
         dtype = next(iter(self.params)).dtype
         alone = self.group.size == 1 and self.tied is None
         starts = accumulate((param.numel() for param in self.params), initial=0)
         return alone and rules.sums in (None, dtype) and all(map(eq, self.params.values(), starts))
 
     def add(self, param: nn.Parameter, dtype: torch.dtype | None, kept: bool) -> None:
-        """Take the gradient of a parameter from it into the flat tensor, of ``dtype``; ``kept``:
-        autograd adds the next one there, if its dtype is that."""
+        """Add a parameter's gradient to the flat tensor, which is created with ``dtype`` or the
+        gradient's. With ``kept``, autograd adds the next gradient there if dtypes are equal."""
         grad = param.grad
         if grad is None:
             return
@@ -114,13 +114,13 @@ class Bucket:
         param.grad = view if kept and view.dtype == grad.dtype else None
 
     def total(self, param: nn.Parameter) -> Tensor | None:
-        """Return the sum of a parameter's gradients so far; None before the first."""
+        """Return the sum of a parameter's gradients so far; None before the first gradient."""
         if param.grad is not None:
             return param.grad
         return self._views[param] if param in self._filled else None
 
     def leave(self) -> Tensor | None:
-        """Return the flat gradients, zeros where a parameter has none, and forget them."""
+        """Return the flat gradients, with zeros for missing ones, and forget them."""
         flat = self.flat
         if flat is not None:
             edges = [(start, start + param.numel()) for param, start in self.params.items()
@@ -134,8 +134,8 @@ class Bucket:
 
 
 class GradientViews(list[Tensor]):
-    """The gradients of a rank's part of a bucket, by parameter, as DeepSpeed's optimizer keeps
-    them: views of ``flat_partition``, those between and after them marked as padding."""
+    """Gradients of a rank's shard of a bucket, by parameter, as DeepSpeed's optimizer keeps them.
+    They are views of ``flat_partition``; gaps between and after them are marked as padding."""
 
     def __init__(self, bucket: Bucket, part: Tensor) -> None:
         self.flat_partition = part
@@ -157,7 +157,7 @@ class GradientViews(list[Tensor]):
 
 
 class GradientReduction:
-    """The gradients of a model's buckets, which are given in the order in which they leave."""
+    """Reduces the gradients of a model's buckets. Buckets are sent in the given order."""
 
     def __init__(self, buckets: Sequence[Bucket], rules: ReductionRules) -> None:
         self._rules, self._buckets = rules, list(buckets)
@@ -170,15 +170,15 @@ class GradientReduction:
         self._leaving: deque[Bucket] = deque()
 
     def sum_in_place(self) -> None:
-        """Make gradients of matrices be added to their sums where they are computed, if there are
-        sums over micro batches before the reduction."""
+        """Accumulate gradients of matrices where they are computed, if gradients are summed over
+        micro batches before the reduction."""
         for bucket in () if self._rules.each_pass else self._buckets:
             for param in bucket.params:
                 if param.dim() == 2:
                     GradientSum(param, partial(bucket.total, param))
 
     def begin_pass(self, last: bool, name: Hashable = None) -> None:
-        """Called before a backward pass; ``last``: it is the last one of its name in a step."""
+        """Prepare a backward pass. ``last`` tells whether it is the step's last with this name."""
         self._leaving.clear()
         for bucket in self._sent:
             if bucket.passes and name not in bucket.passes:
@@ -191,10 +191,10 @@ class GradientReduction:
                 self._leaving.append(bucket)
 
     def end_pass(self) -> None:
-        """Called after a backward pass that :meth:`begin_pass` has begun."""
+        """Send the remaining buckets. Called after the pass that :meth:`begin_pass` began."""
         while self._leaving:
             self._send(self._leaving.popleft())
-        if self._rules.each_pass:  # the first part of a later pass may come before it begins
+        if self._rules.each_pass:  # gradients of a later pass can be ready before it begins
             for bucket in self._sent:
                 bucket.left = False
 
@@ -212,17 +212,17 @@ class GradientReduction:
 
     @property
     def _flat_dtype(self) -> torch.dtype | None:
-        # At stage 2 the parts are added, so that only these need the dtype of sums.
+        # At stage 2 only the sums of reduced shards need the dtype of sums.
         return None if self._rules.each_pass else self._rules.sums
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         bucket.left = True
-        for param in bucket.params:  # what came without a hook
+        for param in bucket.params:  # gradients that came without a hook
             bucket.add(param, self._flat_dtype, kept=False)
             param.grad = None
         flat = bucket.leave()
-        if flat is None:  # every replica sends: its own gradients are zeros
+        if flat is None:  # send zeros, since every replica takes part
             like = next(iter(bucket.params))
             flat = like.new_zeros(bucket.length, dtype=self._flat_dtype or like.dtype)
         if len(self._travelling) >= MOST_TRAVELLING:
@@ -242,14 +242,14 @@ class GradientReduction:
 
     @torch.no_grad()
     def finish(self) -> Iterator[Sequence[Tensor]]:
-        """Return the averaged gradients of this rank's part of each bucket, in the order of
-        ``buckets``; called after the last pass of a step."""
+        """Yield the averaged gradients of this rank's shard of each bucket, in the buckets' order.
+        Called after a step's last pass."""
         self.end_pass()
         while self._travelling:
             self._receive()
         for bucket in self._buckets:
             if bucket.tied is not None:
-                # All copies have this part of the same bucket, so that they stay bitwise equal.
+                # All copies have the same shard in their bucket, so they stay bitwise equal.
                 dist.all_reduce(bucket.part, group=bucket.tied)
             if bucket.in_place(self._rules):
                 yield self._own_gradients(bucket)
@@ -268,7 +268,7 @@ class GradientReduction:
         return grads
 
     def drop(self) -> None:
-        """Forget the gradients of a step, finished or not."""
+        """Discard a step's gradients, whether or not they are reduced."""
         self._leaving.clear()
         while self._travelling:
             self._receive()
@@ -285,8 +285,8 @@ class GradientReduction:
 
 
 def start_reduction(flat: Tensor, group: Group, scatters: bool = True) -> Finish:
-    """Sum ``flat`` over the ranks, in rank order over gloo, for this rank's part of it. Its memory
-    may be overwritten."""
+    """Start to sum ``flat`` over the ranks; the returned function waits for this rank's shard. With
+    gloo, addends are summed in rank order. The memory of ``flat`` may be overwritten."""
     if group.size == 1:
         return lambda: flat
     parts = flat.view(group.size, -1)
@@ -294,7 +294,7 @@ def start_reduction(flat: Tensor, group: Group, scatters: bool = True) -> Finish
         work = dist.all_reduce(flat, group=group.handle, async_op=True)
         return _after(work, lambda: parts[group.rank].clone())
     if dist.get_backend(group.handle) == dist.Backend.GLOO:
-        # Its reduce-scatter is an all-reduce: twice the bytes, and more than twice the work.
+        # gloo's reduce-scatter is an all-reduce, with twice the bytes and more than twice the work.
         others = torch.empty_like(parts)
         work = dist.all_to_all_single(others, parts, group=group.handle, async_op=True)
         return _after(work, lambda: _sum_in_order(others), keeps=flat)

@@ -1,8 +1,9 @@
-"""Gradients of which each tensor-parallel rank has an addend, summed once a step.
+"""Sums gradients over tensor-parallel ranks, once per step, if each rank has an addend.
 
-With sequence parallelism a rank applies norms, and what else is whole on every rank, to its slice
-of the sequence, and norms of heads always to its own heads. Sums over ranks, over micro batches and
-over replicas can be taken in any order: this one is the last, of what a rank keeps of a gradient.
+With sequence parallelism a rank applies norms, and other layers that are replicated on every rank,
+to its slice of the sequence. Norms of attention heads always apply to a rank's own heads. Sums over
+ranks, micro batches and replicas can be taken in any order. This sum comes last, over the shard of
+a gradient that a rank keeps.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from megatron.parallel.mesh import Group
 from megatron.parallel.tensor_parallel import sum_at_once, sum_later
 
 _ALONE = 2**22
-"""Minimum elements of a gradient that is sent directly instead of copied into a buffer."""
+"""Minimum size in elements of a gradient that is reduced in place instead of via a buffer."""
 
 
 class SharedGradients:
-    """The gradients of a model that are summed over tensor-parallel ranks.
+    """Gradients of a model that are summed over tensor-parallel ranks.
 
     Args:
-        params: all that are trained.
-        gradients: what this rank keeps of the gradients of these parameters, after the last
-            backward pass of a step, for each that has one; the same parts on every rank of
-            ``group``, in the same order. They are written.
+        params: all trained parameters.
+        gradients: returns the shards of these parameters' gradients that this rank keeps after a
+            step's last backward pass. Every rank of ``group`` must return the same shards in the
+            same order. They are modified in place.
     """
 
     def __init__(
@@ -40,12 +41,12 @@ class SharedGradients:
         self._params = sum_later(params) if group.size > 1 else []
 
     def sum_at_once(self) -> None:
-        """From now on sum in every backward pass, for those who look at each."""
+        """From now on sum in every backward pass, for code that reads gradients after each pass."""
         sum_at_once(self._params)
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Sum what the backward passes of a step have left; every rank of the group calls it."""
+        """Sum a step's gradients. Collective: every rank of the group must call this."""
         params = [param for param in self._params if param.summed_later]  # type: ignore[attr-defined]
         if not params:
             return

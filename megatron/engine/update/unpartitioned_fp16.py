@@ -1,9 +1,9 @@
-"""fp16 at ZeRO stage 0: float16 weights, and all float32 main weights on every data-parallel rank.
+"""fp16 at ZeRO stage 0: float16 weights, and float32 main weights on every data-parallel rank.
 
-DeepSpeed's optimizers for this, ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``, divide gradients
-by a loss scale that its engines apply to the loss for subclasses of ``ZeROOptimizer`` only; they
-also ignore hysteresis, and begin with an update by gradients of zeros. This one computes what ZeRO
-1 does, in the same order, without partitions: scaler, norm, clipping and update.
+DeepSpeed's optimizers for this case, ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``, are wrong:
+they divide gradients by a loss scale that the engine applies to the loss only for subclasses of
+``ZeROOptimizer``. They also ignore hysteresis, and begin with an update by zeros. This optimizer
+computes what ZeRO 1 does, in the same order, without partitions.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megatron.parallel.mesh import SHARDED, Mesh
 
 
 class UnpartitionedFp16Optimizer(ZeROOptimizer):
-    """DeepSpeed's optimizer around ``optimizer``, whose parameters become the main weights.
+    """Optimizer in DeepSpeed's form around ``optimizer``, whose parameters become the main weights.
 
     Args:
-        engine: DeepSpeed's, which knows the JSON's loss scale.
+        engine: DeepSpeed's engine, which provides the JSON's loss scale.
 
     Attributes:
-        main_weights: float32, by the parameter of the model.
-        overflow: whether the last step changed no weight, since gradients were not finite.
+        main_weights: float32 main weights by the model's parameters.
+        overflow: whether the last step changed no weight because gradients were not finite.
     """
 
-    # What the base class reads when it scales a loss.
+    # Attributes that the base class reads when it scales a loss.
     custom_loss_scaler = False
     torch_autocast_gradscaler = None
 
@@ -73,10 +73,10 @@ class UnpartitionedFp16Optimizer(ZeROOptimizer):
     def loss_scale(self) -> float:
         return self.loss_scaler.cur_scale
 
-    cur_scale = loss_scale  # as DeepSpeed's engine calls it for its monitors
+    cur_scale = loss_scale  # DeepSpeed's engine reads this name for its monitors
 
     def _accumulate(self, param: Tensor) -> None:
-        """Adds a micro batch's gradient to the float32 sum of the step."""
+        """Add a micro batch's gradient to the step's float32 sum."""
         main, grad = self.main_weights[param], param.grad  # type: ignore[index]
         assert grad is not None
         if main.grad is None:
@@ -86,7 +86,7 @@ class UnpartitionedFp16Optimizer(ZeROOptimizer):
         param.grad = None
 
     def get_gradient_for_reduction(self, param: nn.Parameter) -> Tensor:
-        """The sum of a step's gradients of a parameter, in place; zeros where it has none."""
+        """Return the sum of a parameter's gradients in this step; zeros if it has none."""
         holder = self.main_weights[param] if self._sums_in_fp32 else param
         if holder.grad is None:
             holder.grad = torch.zeros_like(holder)
@@ -94,7 +94,7 @@ class UnpartitionedFp16Optimizer(ZeROOptimizer):
 
     def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         """Return the gradients that DeepSpeed's engine averages over data-parallel ranks, and by
-        name those that it sums over fewer."""
+        group name the gradients that it sums over fewer ranks."""
         dense, others = (
             [
                 self.get_gradient_for_reduction(param)
@@ -111,7 +111,7 @@ class UnpartitionedFp16Optimizer(ZeROOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Updates the weights, or skips the step if gradients are not finite, and the scale."""
+        """Update weights and loss scale. If gradients are not finite, update only the scale."""
         norm, scale = self._scaled_norm(), self.loss_scale
         self.overflow = not bool(norm.isfinite())
         if self.overflow:
@@ -120,7 +120,7 @@ class UnpartitionedFp16Optimizer(ZeROOptimizer):
             self._global_grad_norm = norm / scale
             self._update(norm, scale)
         self.zero_grad()
-        # After the update, which divides by the scale that the gradients have.
+        # After the update, which divides by the scale that the gradients were computed with.
         self.loss_scaler.update_scale(self.overflow)
 
     def _scaled_norm(self) -> Tensor:
@@ -132,18 +132,18 @@ class UnpartitionedFp16Optimizer(ZeROOptimizer):
     def _update(self, norm: Tensor, scale: float) -> None:
         factor: Tensor | float = scale
         if self._clip_grad > 0:
-            # DeepSpeed's formula; a shorter one rounds differently.
+            # DeepSpeed's formula. A shorter one would round differently.
             factor = ((norm / scale + 1e-6) / self._clip_grad).clamp(min=1.0) * scale
         for param, main in self.main_weights.items():
             main.grad = self.get_gradient_for_reduction(param).float()
-            param.grad = None  # frees it before the next copy
+            param.grad = None  # free it before the next copy
         grads = [main.grad for main in self.main_weights.values() if main.grad is not None]
         torch._foreach_mul_(grads, 1.0 / factor)
         self.optimizer.step()
         torch._foreach_copy_(list(self.main_weights), list(self.main_weights.values()))
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``FP16_UnfusedOptimizer`` saves and loads it, and the scaler's hysteresis."""
+        """Return the state as ``FP16_UnfusedOptimizer`` does, with the scaler's hysteresis."""
         scaler: Any = self.loss_scaler
         numbers: dict[str, Any] = {"cur_scale": scaler.cur_scale, "cur_iter": 0}
         if self.dynamic_loss_scale:
@@ -160,6 +160,6 @@ class UnpartitionedFp16Optimizer(ZeROOptimizer):
         }
 
     def destroy(self) -> None:
-        """Called when the engine is closed."""
+        """Remove the hooks. Called when the engine is closed."""
         for hook in self._hooks:
             hook.remove()

@@ -1,7 +1,7 @@
-"""DeepSpeed's optimizer of ZeRO 1 and 2 with this trainer's reduction of gradients.
+"""DeepSpeed's ZeRO 1 and 2 optimizer with this trainer's gradient reduction.
 
-Partitions, main weights, loss scale and checkpoints in DeepSpeed's format are DeepSpeed's. The
-gradients come from a :class:`~megatron.engine.update.reduction.GradientReduction`.
+DeepSpeed still handles partitions, main weights, loss scale and checkpoints in its own format. A
+:class:`~megatron.engine.update.reduction.GradientReduction` provides the gradients.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from megatron.engine.update.optimizer import norm_of_groups, owned
 from megatron.engine.update.reduction import Bucket, GradientReduction, ReductionRules
 from megatron.kernels.sums import GradientSum
 from megatron.parallel.collectives import all_gather_flat
-from megatron.parallel.mesh import MODEL, Mesh
+from megatron.parallel.mesh import MODEL, Group, Mesh
 from megatron.parallel.shard import shard_of
 
 
 class ParameterUse(NamedTuple):
-    """The use of a parameter in a process.
+    """Use of a parameter in this process's passes.
 
     Attributes:
-        position: in the order of the forward pass.
-        passes: names of the backward passes with a gradient of it; empty for all.
-        tied: torch's group of the pipeline stages with a copy of it; None without.
+        position: position in the order of the forward pass.
+        passes: names of the backward passes that compute its gradient; empty for all.
+        tied: torch's process group of the pipeline stages with a copy; None without copies.
     """
 
     position: int
@@ -41,9 +41,9 @@ class ParameterUse(NamedTuple):
 def cut_into_buckets(
     params: Sequence[nn.Parameter], uses: Mapping[nn.Parameter, ParameterUse], most: int
 ) -> list[list[nn.Parameter]]:
-    """Runs of parameters of at most ``most`` elements, or one parameter, with gradients in the same
-    passes. Parameters with copies on other stages stay together, the same in the same order on
-    each, whatever their passes are there."""
+    """Cut parameters into runs of at most ``most`` elements, or a single parameter, whose gradients
+    are computed in the same passes. Parameters with copies on other stages stay in one run,
+    whatever their passes, so that the run has the same order on each stage."""
     runs: dict[Hashable, list[list[nn.Parameter]]] = {}
     order = sorted(params, key=lambda p: uses[p].position if uses[p].tied is not None else 0)
     for param in order:
@@ -63,8 +63,8 @@ def bucket_of(
     uses: Mapping[nn.Parameter, ParameterUse],
     mesh: Mesh,
 ) -> Bucket:
-    """Return the bucket of parameters with the same replicas, from their places in ``length``
-    elements. It waits for every pass that one of them is used in."""
+    """Return a bucket for parameters with the same replicas. ``starts`` are their offsets in its
+    ``length`` elements. The bucket waits for every pass that uses one of the parameters."""
     first, passes = params[0], {uses[param].passes for param in params}
     every = () if () in passes else chain.from_iterable(passes)
     places = dict(zip(params, starts, strict=False))
@@ -72,14 +72,14 @@ def bucket_of(
 
 
 class ReducingOptimizer(DeepSpeedZeroOptimizer):
-    """DeepSpeed's optimizer, with gradients from this trainer's reduction.
+    """DeepSpeed's ZeRO 1 and 2 optimizer, with gradients from this trainer's reduction.
 
     Args:
-        uses: of each parameter.
-        stage: of ZeRO, 1 or 2; DeepSpeed's pipeline engine knows only 1.
-        sums_in_fp32: sum over micro batches in float32.
-        overlapped: reduce within the backward pass.
-        args, options: of DeepSpeed's optimizer.
+        uses: use of each parameter in passes.
+        stage: ZeRO stage, 1 or 2. DeepSpeed's pipeline engine supports only 1.
+        sums_in_fp32: whether gradients are summed over micro batches in float32.
+        overlapped: whether gradients are reduced during the backward pass.
+        args, options: arguments of DeepSpeed's optimizer.
     """
 
     _own_step: Callable[[], None] | None = None
@@ -96,7 +96,7 @@ class ReducingOptimizer(DeepSpeedZeroOptimizer):
         **options: Any,
     ) -> None:
         scatters = options["reduce_scatter"]
-        # DeepSpeed's buffers, streams and hooks are not used, but it checks what goes together.
+        # DeepSpeed's buffers, streams and hooks are not used, but it checks these options.
         options |= {"contiguous_gradients": True, "overlap_comm": False, "reduce_scatter": True}
         super().__init__(*args, **options)
         self._mesh, self._uses = mesh, uses
@@ -104,9 +104,9 @@ class ReducingOptimizer(DeepSpeedZeroOptimizer):
         self._kept: dict[int, Tensor] = {}
         self._counted = {p for p in uses if owned(p, mesh, MODEL)}
         buckets = [self._bucket(number) for number in range(len(self.bit16_groups))]
-        # The last weights that are used get their gradients first.
+        # Backward passes compute the gradients of the last used weights first.
         self._order = sorted(range(len(buckets)), key=lambda n: -self._first_use(n))
-        self.order_of_use = self._order[::-1]  # by the next forward pass
+        self.order_of_use = self._order[::-1]  # for the next forward pass
         wire = self.communication_data_type
         rules = ReductionRules(
             each_pass=stage == 2,
@@ -121,7 +121,7 @@ class ReducingOptimizer(DeepSpeedZeroOptimizer):
 
     def _bucket(self, number: int) -> Bucket:
         params = self.round_robin_bit16_groups[number]
-        # DeepSpeed 0.19.0 has no offsets: parameters are contiguous.
+        # DeepSpeed 0.19.0 stores no offsets, as its parameters are contiguous.
         offsets = getattr(self, "round_robin_bit16_offsets", None)
         starts = offsets[number] if offsets else accumulate((p.numel() for p in params), initial=0)
         length = self.bit16_groups_flat[number].numel()
@@ -134,40 +134,40 @@ class ReducingOptimizer(DeepSpeedZeroOptimizer):
         """Do nothing: the reduction has its own hooks."""
 
     def initialize_optimizer_states(self) -> None:
-        """Nothing: DeepSpeed makes gradients of zeros, for Adagrad and for offloading."""
+        """Do nothing: DeepSpeed would create zero gradients, for Adagrad and for offloading."""
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Called after the last backward pass of a step."""
+        """Finish the reduction. Called after a step's last backward pass."""
         for number, grads in zip(self._order, self.reduction.finish(), strict=True):
             self.averaged_gradients[number] = grads
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Called by DeepSpeed's engine after every backward pass at stage 2."""
+        """Finish the reduction at a step's end. At stage 2 DeepSpeed calls it after every pass."""
         if self.is_gradient_accumulation_boundary():
             self.reduce_gradients()
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The 2-norm of the gradients of the whole model, a float32 scalar on the device."""
+        """Return the 2-norm of the whole model's gradients, a float32 scalar. Collective."""
         counted = []
         for number, params in enumerate(self.params_in_partition):
             grads = self.averaged_gradients[number]
             grads = (grad for grad in grads if not getattr(grad, "_zero_padding", False))
             counted += [g for g, p in zip(grads, params, strict=False) if p in self._counted]
         groups, device = [self._mesh.dense, self._mesh.model], self.bit16_groups_flat[0].device
-        # One number for all groups of parameters, which pipeline stages have not in common.
+        # Reduce one number for all groups, since pipeline stages have different groups.
         return norm_of_groups([counted], torch.float32, torch.float32, groups, device)
 
     def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
-        """Called by DeepSpeed's step."""
+        """Return :meth:`norm`. Called by DeepSpeed's step."""
         return self.norm()
 
     def update_by(self, step: Callable[[], None]) -> None:
-        """Replace DeepSpeed's step."""
+        """Make :meth:`step` call this function instead of DeepSpeed's step."""
         self._own_step = step
 
     def step(self, closure: None = None) -> None:
-        """Update the weights."""
+        """Update the weights with the :meth:`update_by` function or DeepSpeed's step."""
         if self._own_step is None:
             super().step(closure)
         else:
@@ -175,8 +175,9 @@ class ReducingOptimizer(DeepSpeedZeroOptimizer):
             self._own_step()
 
     def _optimizer_step(self, group_no: int) -> None:
-        """Called by DeepSpeed's step for one group after another. Groups that are updated together
-        are with the last of them; until then this keeps the gradients, which DeepSpeed drops."""
+        """Update one parameter group; DeepSpeed's step calls this for each group in turn. Groups
+        with the same ``together`` are updated with the last of them; until then their gradients are
+        stored, since DeepSpeed drops them."""
         groups, mains = self.optimizer.param_groups, self.single_partition_of_fp32_groups
         together = groups[group_no].get("together")
         same = [n for n, group in enumerate(groups) if group.get("together") == together]
@@ -191,44 +192,46 @@ class ReducingOptimizer(DeepSpeedZeroOptimizer):
         self.optimizer.param_groups = [groups[number] for number in same]
         self.optimizer.step()
         self.optimizer.param_groups = groups
-        for number, rank in zip(same, self._ranks(same), strict=True):
+        for number in same:
             mains[number].grad = None
-            self.parallel_partitioned_bit16_groups[number][rank].data.copy_(mains[number].data)
+            self.own_part(number).data.copy_(mains[number].data)
         self._lazy_init_hp_params_optimizer_state()
 
-    def _ranks(self, numbers: Iterable[int]) -> list[int]:
-        firsts = (self.bit16_groups[number][0] for number in numbers)
-        return [self._mesh.replicas(shard_of(param)).rank for param in firsts]
+    def _replicas(self, number: int) -> Group:
+        """Return the ranks that share a parameter group."""
+        return self._mesh.replicas(shard_of(self.bit16_groups[number][0]))
+
+    def own_part(self, number: int) -> Tensor:
+        """Return the shard of a parameter group's weights that this process updates, flat."""
+        return self.parallel_partitioned_bit16_groups[number][self._replicas(number).rank]
 
     def start_gather(self, number: int) -> None:
-        """Begin to gather the updated parts of a group from all ranks."""
-        flat = self.bit16_groups_flat[number]
-        group = self._mesh.replicas(shard_of(self.bit16_groups[number][0]))
+        """Start to all-gather a parameter group's updated weights."""
+        flat, group = self.bit16_groups_flat[number], self._replicas(number)
         if group.size > 1:
-            part = self.parallel_partitioned_bit16_groups[number][group.rank]
+            part = self.own_part(number)
             self._arriving[number] = all_gather_flat(flat, part, group=group.handle, async_op=True)
 
     def await_weights(self, numbers: Iterable[int] | None = None) -> None:
-        """Wait for the updated weights that are on their way, of some groups or of all."""
+        """Wait until updated weights of these parameter groups, or of all, have arrived."""
         for number in self._arriving.keys() & (self._order if numbers is None else numbers):
             self._arriving.pop(number).wait()
 
     def forget_gradients(self) -> None:
-        """Drop the gradients of a step before its update."""
+        """Discard a step's gradients before its update."""
         self.reduction.drop()
         for number in range(len(self.bit16_groups)):
             self.averaged_gradients[number] = self.all_grad_tensors[number] = None
 
     def destroy(self) -> None:
-        """Called when the engine is closed."""
+        """Remove the hooks. Called when the engine is closed."""
         self.reduction.close()
         super().destroy()
 
 
 def sum_in_place(params: Iterable[nn.Parameter], wrapper: Any) -> None:
-    """Make gradients of matrices be added to their sums where they are computed, see
-    :mod:`megatron.kernels.sums`, if DeepSpeed's optimizer ``wrapper`` does nothing with them in
-    every micro batch."""
+    """Accumulate gradients of matrices where they are computed (:mod:`megatron.kernels.sums`),
+    unless ``wrapper`` handles each micro batch."""
     if hasattr(wrapper, "reduction"):
         wrapper.reduction.sum_in_place()
     elif not isinstance(wrapper, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):

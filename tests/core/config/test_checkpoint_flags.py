@@ -18,16 +18,11 @@ def resolved(flags):
     ("flags", "message"),
     [
         ("--keep-last 2", "--keep-last 2 needs --save"),
-        ("--async-save", "--async-save needs --save"),
         ("--save-universal", "--save-universal needs --save"),
         ("--save x --keep-last 0", "--keep-last 0 must be positive"),
         ("--save x --keep-last 1 --keep-every -5", "--keep-every -5 must be positive"),
         ("--save x --save-interval 0", "--save-interval 0 must be positive"),
         ("--save x --keep-every 5", "--keep-every 5 exempts .* needs it"),
-        (
-            "--save x --async-save --checkpoint-format deepspeed",
-            "--async-save contradicts --checkpoint-format deepspeed",
-        ),
         (
             "--save x --no-save-optim --checkpoint-format deepspeed",
             "--no-save-optim contradicts --checkpoint-format deepspeed",
@@ -40,7 +35,7 @@ def test_refused(flags, message):
 
 
 def test_accepted():
-    flags = "--save x --save-interval 10 --async-save --keep-last 3 --keep-every 100"
+    flags = "--save x --save-interval 10 --keep-last 3 --keep-every 100"
     options = resolved(f"{flags} --save-universal").config.checkpoint
-    assert options.async_save and options.keep_last == 3 and options.keep_every == 100
+    assert options.keep_last == 3 and options.keep_every == 100
     assert resolved("--save x --checkpoint-format deepspeed --keep-last 1")

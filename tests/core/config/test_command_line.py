@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron import __version__
-from megatron.config.command_line import MANY_FLAGS, SECONDS_OF_OTHERS, CommandParser, run_command
+from megatron.config.command_line import MANY_FLAGS, SECONDS_OF_OTHERS, CommandParser
 from megatron.formats.transformers_folder import quiet_transformers
 from megatron.util.progress import progress_bar
 
@@ -224,19 +224,6 @@ def test_one_process_says_that_all_have_a_wrong_command_line(capsys, monkeypatch
             CommandParser(prog="tool").parse_args(["--al"])
         assert "unknown flag --al" in capsys.readouterr().err
     assert waited == [SECONDS_OF_OTHERS]
-
-
-def test_commands(capsys):
-    commands = {"show": lambda: print, "fail": lambda: int}
-    run_command(commands, "Text.", ["show", "--help"])
-    assert capsys.readouterr().out == "['--help']\n"
-    with pytest.raises(ValueError, match="shw: the commands are show, fail"):
-        run_command(commands, "Text.", ["shw"])
-    with pytest.raises(ValueError, match="no command: the commands are show, fail"):
-        run_command(commands, "Text.", [])
-    with pytest.raises(SystemExit):
-        run_command(commands, "Text.", ["--help"])
-    assert "show, fail; each has --help" in capsys.readouterr().out
 
 
 class Terminal(io.StringIO):

@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.config import DataConfig
 from megatron.data.blend import BlendedDataset
 from megatron.data.build import DatasetBuilder, Datasets, SourceReader
 from megatron.data.gpt_dataset import GPTDataset, GPTRecipe
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 from megatron.data.sources import INDEXED, Blend, BlendReader, DataSource
 
 

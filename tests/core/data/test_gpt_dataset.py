@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt_dataset import GPTDataset, GPTRecipe
 from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "gpt_sample_order" / "golden.json"
 CASES = {case["name"]: case for case in json.loads(GOLDEN.read_text())}

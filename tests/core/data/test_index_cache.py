@@ -141,19 +141,24 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
     assert equal(cache.arrays("x", {}, arrays))
 
 
-def _build_slowly(folder: Path, log: Path) -> None:
+def _build_slowly(folder: Path, log: Path, builders: int = 1) -> None:
+    """Build an entry when as many processes as ``builders`` have begun to."""
+
     def build() -> dict[str, np.ndarray]:
         with log.open("a") as file:
             file.write("built\n")
+        while log.read_text().count("built") < builders:
+            time.sleep(0.01)
         time.sleep(0.5)
         return arrays()
 
     assert equal(IndexCache(folder).arrays("x", {}, build))
 
 
-def _run_processes(folder: Path, log: Path) -> list[int | None]:
+def _run_processes(folder: Path, log: Path, builders: int = 1) -> list[int | None]:
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_build_slowly, args=(folder, log)) for _ in range(5)]
+    args = (folder, log, builders)
+    processes = [context.Process(target=_build_slowly, args=args) for _ in range(5)]
     for process in processes:
         process.start()
     for process in processes:
@@ -175,7 +180,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     log = tmp_path / "log"
-    assert _run_processes(tmp_path / "cache", log) == [0] * 5
+    assert _run_processes(tmp_path / "cache", log, builders=2) == [0] * 5
     assert log.read_text().count("built") > 1
     assert len(entries(tmp_path / "cache")) == 1
 

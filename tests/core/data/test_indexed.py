@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, best_dtype
-from megatron.data.indexed import dataset as dataset_module
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
+from megatron.data import indexed as dataset_module
+from megatron.data.indexed import IndexedDataset, best_dtype
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "indexed"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())

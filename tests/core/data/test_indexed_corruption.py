@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import DESCRIPTION, IndexCache, digest_of
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 from megatron.data.pipeline import check_vocabulary
 
 LENGTHS = [7, 0, 30, 1, 12, 5, 0, 44, 3, 9, 2, 17, 8, 21]

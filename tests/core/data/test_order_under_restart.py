@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from samples import sampled
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.data.build import DatasetBuilder, SourceReader
 from megatron.data.gpt_dataset import GPTRecipe
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import MicroBatches
 from megatron.data.sampler import SkippedSamples, parse_skipped
 from megatron.data.samples import SampleDataset

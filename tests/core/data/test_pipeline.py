@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from configs import model_config, run_config
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.config import ConfigError, DataConfig, RunConfig, TokenizerConfig
-from megatron.data.indexed import IndexedDatasetWriter
 from megatron.data.samples import PackedSample
 from megatron.families.gpt import GPTData
 from megatron.features.curriculum.flags import CurriculumConfig

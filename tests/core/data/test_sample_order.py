@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from samples import sampled
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.config import DataConfig
 from megatron.data import gpt_dataset
 from megatron.data.build import DatasetBuilder, Datasets, SourceReader
 from megatron.data.gpt_dataset import GPTRecipe
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 from megatron.data.sources import INDEXED, BlendReader
 
 CONFIGURATIONS = 200

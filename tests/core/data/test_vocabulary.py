@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.data import pipeline
 from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 from megatron.data.pipeline import check_vocabulary
 
 

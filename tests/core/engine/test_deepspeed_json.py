@@ -338,23 +338,6 @@ def test_what_offload_may_say(tmp_path, section):
     run(f"{BATCH} --zero-stage 1", reading(tmp_path, content))
 
 
-def test_the_flops_profiler_has_nothing_to_measure_in_a_pipeline():
-    content = {"flops_profiler": {"enabled": True}}
-    message = refusal(f"{BATCH} --pipeline-model-parallel-size 2", content)
-    assert "flops_profiler.enabled true, --pipeline-model-parallel-size 2: " in message
-    run(BATCH, content)
-    run(f"{BATCH} --pipeline-model-parallel-size 2", {"flops_profiler": {"enabled": False}})
-
-
-def test_keys_of_fp16_that_do_not_fit_are_refused_by_name():
-    main_weights = {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}
-    message = refusal(f"{BATCH} --fp16 --zero-stage 0", main_weights)
-    assert "fp16.fp16_master_weights_and_grads true, --zero-stage 0: " in message
-    run(f"{BATCH} --fp16 --zero-stage 1", main_weights)
-    message = refusal(f"{BATCH} --fp16", {"fp16": {"enabled": True, "auto_cast": True}})
-    assert "fp16.auto_cast true" in message
-
-
 def test_sums_of_fp16_at_stage_0_are_the_trainers():
     flags = f"{BATCH} --fp16 --accumulate-allreduce-grads-in-fp32 --zero-stage"
     assert "data_types" not in engine_json(f"{flags} 0", {})

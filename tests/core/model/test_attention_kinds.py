@@ -12,6 +12,7 @@ from configs import model_config
 from torch import Tensor, nn
 
 from megatron.config import ConfigError, ModelConfig
+from megatron.features.cross_attention.layers import CrossAttention, CrossBlock
 from megatron.features.gpu_attention.kernels import cudnn, flash
 from megatron.model import attention
 from megatron.model.attention import Attention
@@ -158,7 +159,7 @@ def test_encoder_block_against_torch(backend, recompute):
 def test_decoder_block_against_torch(backend, recompute):
     theirs = randomised(nn.TransformerDecoderLayer(32, HEADS, 48, 0.0, norm_first=True,
                                                    batch_first=True))  # fmt: skip
-    block = Block(config(attention_backend=backend), 0, TensorParallel(), recompute, cross=True)
+    block = CrossBlock(config(attention_backend=backend), 0, TensorParallel(), recompute)
     block.double().load_state_dict(as_ours(theirs, cross=True))
     x = torch.randn(BATCH, 5, 32, dtype=torch.float64, requires_grad=True)
     encoder = torch.randn(BATCH, 7, 32, dtype=torch.float64, requires_grad=True)
@@ -177,8 +178,8 @@ def test_cross_attention_with_grouped_heads_norms_and_positions_elsewhere():
     """Rotary positions and windows are those of one sequence: between two they play no part."""
     changes = {"num_query_groups": 2, "qk_layernorm": True}
     placed = {"position_embedding_type": "rope", "sliding_window": 2}
-    attend = Attention(config(**changes, **placed), 0, TensorParallel(), False, "cross").double()
-    plain = Attention(config(**changes), 0, TensorParallel(), False, "cross").double()
+    attend = CrossAttention(config(**changes, **placed), 0, TensorParallel(), False).double()
+    plain = CrossAttention(config(**changes), 0, TensorParallel(), False).double()
     for param in attend.parameters():
         nn.init.normal_(param)
     plain.load_state_dict(attend.state_dict())
@@ -186,7 +187,7 @@ def test_cross_attention_with_grouped_heads_norms_and_positions_elsewhere():
     state = LayerState(x, encoder, masks=AttentionMasks(padding_BT=PADDING))
     found = attend(x, state)
     assert torch.equal(found, plain(x, state))
-    heads = (attend.q(x), *attend.kv(encoder))
+    heads = (attend.q(x), *attend.kv(encoder).chunk(2, -1))
     q, k, v = (y.unflatten(-1, (-1, WIDTH)) for y in heads)
     q, k, v = (y.transpose(1, 2) for y in (attend.q_norm(q), attend.k_norm(k), v))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=~PADDING[:, None, None], enable_gqa=True)
@@ -213,7 +214,7 @@ def test_windows_in_both_directions(backend, window, documents):
 
 def test_what_makes_no_sense_is_refused_by_its_flag():
     with pytest.raises(ConfigError, match="--parallel-residual"):
-        Block(config(parallel_residual=True), 0, TensorParallel(), False, cross=True)
+        CrossBlock(config(parallel_residual=True), 0, TensorParallel(), False)
 
 
 def test_without_the_feature_of_long_contexts_its_flag_is_refused(monkeypatch):

@@ -7,7 +7,8 @@ of 2P.
 import pytest
 import torch
 
-from megatron.model.layer_list import EmbeddingNoise, LayerState
+from megatron.features.instruction.objective import EmbeddingNoise
+from megatron.model.layer_list import LayerState
 from megatron.parallel.context import Context
 from megatron.parallel.loss_head import Targets
 from megatron.parallel.mesh import Group

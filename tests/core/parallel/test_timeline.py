@@ -14,15 +14,7 @@ from megatron.apps.planning.pipeline_times import (
     waiting_share,
 )
 from megatron.parallel.pipeline_schedules import INPUTS, WEIGHTS, Action, PipelineSchedule
-from megatron.parallel.timeline import (
-    Exchange,
-    Transfer,
-    inputs,
-    simulate,
-    simulate_order,
-    transfer_of,
-    work_plan,
-)
+from megatron.parallel.timeline import Exchange, Transfer, inputs, simulate, transfer_of, work_plan
 
 SHAPES = [
     ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("dualpipev", 2), ("zbh1", 1),
@@ -162,15 +154,15 @@ def test_evaluation_pipelines():
 def test_recorded_orders():
     schedule = PipelineSchedule("1f1b", 2, 1, 4)
     orders = [schedule.actions(rank) for rank in range(2)]
-    assert simulate_order(orders, schedule) == simulate(schedule)
+    assert simulate(schedule, orders=orders) == simulate(schedule)
     # All forwards first takes as long, but holds everything.
     gpipe = [sorted(order, key=lambda action: action.backward) for order in orders]
-    timeline = simulate_order(gpipe, schedule)
+    timeline = simulate(schedule, orders=gpipe)
     assert peak_activations(timeline) == (4, 4)
     assert step_length(timeline) == step_length(simulate(schedule))
     orders[1].reverse()
     with pytest.raises(ValueError, match="rank 0 waits indefinitely: .*backward=True, stage=0"):
-        simulate_order(orders, schedule)
+        simulate(schedule, orders=orders)
 
 
 class Blocked(Exception):

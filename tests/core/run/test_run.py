@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, Vocabulary
-from megatron.data.indexed import IndexedDatasetWriter
 from megatron.families import family_names, family_of
 from megatron.features.tokenizers.train import train_byte_level_bpe
 from megatron.run.run import parse_run, run_data, run_of

@@ -8,7 +8,7 @@ from configs import run_config
 
 from megatron.config import PrecisionConfig, TokenizerConfig
 from megatron.config.engine import FastPathsConfig
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE, GPT2BPETokenizer
 from megatron.tokenizer.mark import TokenizerMark, mark_of
 from megatron.training import build
 from megatron.training.resume import SKIPPED, ResumePoint, _skipped, changes
@@ -62,10 +62,9 @@ def test_another_recipe_of_8_bits_is_reported_and_compilation_is_not():
 
 
 def test_a_run_continues_with_the_tokenizer_of_its_checkpoint(tmp_path):
-    config = TokenizerConfig("ByteLevelTokenizer")
-    run = SimpleNamespace(
-        config=SimpleNamespace(tokenizer=config), tokenizer=build_tokenizer(config)
-    )
+    tokenizer = GPT2BPETokenizer({c: i for i, c in enumerate(CHARACTER_OF_BYTE)}, [])
+    config = TokenizerConfig("GPT2BPETokenizer")
+    run = SimpleNamespace(config=SimpleNamespace(tokenizer=config), tokenizer=tokenizer)
     (tmp_path / "tokenizer").mkdir()
     file = tmp_path / build.MARK_FILE
     for mark in (None, mark_of(run.tokenizer, "HFTokenizer")):

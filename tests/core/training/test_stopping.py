@@ -23,7 +23,7 @@ from megatron.training.stopping import (
     STOP_SIGNALS,
     DelayedReads,
     NonFiniteGuard,
-    StopAgreement,
+    Stopping,
     StopRequest,
     TrainingStopped,
 )
@@ -301,9 +301,11 @@ def test_a_ruined_model_is_not_called_unchanged():
 
 
 def test_a_single_process_stops_on_its_own_request():
-    alone = StopAgreement(CPU, 1)
-    assert not alone.reached(False, False)
-    assert alone.reached(True, False)
+    request, trainer = SimpleNamespace(requested=None), SimpleNamespace(iteration=1, at_end=False)
+    alone = Stopping(request, CPU, 1, None)
+    assert alone.reason_to_stop(trainer) is None
+    request.requested = "SIGTERM"
+    assert alone.reason_to_stop(trainer) == "SIGTERM"
 
 
 def test_kill_switch_file_stops_a_run_and_keeps_the_next_from_starting(tmp_path):

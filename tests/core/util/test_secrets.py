@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.features.run_record.surroundings import recorded_variables
+from megatron.features.run_record.surroundings import recorded_variables, without_secret_words
 from megatron.util.secrets import HIDDEN, Redactor, is_secret, is_secret_variable
 
 KEY = "0123456789abcdef"
@@ -62,7 +62,7 @@ def test_texts(text, shown):
 
 def test_arguments():
     words = "p.py --api-key word --token=abc --lr 1e-3 HF_TOKEN=x --auth --x".split()
-    shown = Redactor(ENVIRONMENT).arguments([*words, KEY])
+    shown = without_secret_words([*words, KEY], Redactor(ENVIRONMENT))
     hidden = ["--api-key", HIDDEN, f"--token={HIDDEN}", "--lr", "1e-3", f"HF_TOKEN={HIDDEN}"]
     assert shown == ["p.py", *hidden, "--auth", "--x", HIDDEN]
 

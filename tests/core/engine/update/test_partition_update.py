@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from flat_partitions import first_ranks, flat_partitions, set_gradients
+from flat_partitions import flat_partitions, set_gradients
 from torch import Tensor, nn
 
 from megatron.engine.update import partition_update
@@ -106,9 +106,7 @@ def whole_step(wrapper, optimizer, grads, factor: Tensor, held: Tensor) -> None:
 def test_fused_bitwise_as_whole_partitions(most, dtype):
     """The third step has gradients that are not finite."""
     found, expected = (flat_partitions(groups(dtype), padding=600) for _ in range(2))
-    update = PartitionUpdate(
-        *found, first_ranks(found[0]), Float32States(), FusedAdam(BETAS, EPS), most
-    )
+    update = PartitionUpdate(*found, Float32States(), FusedAdam(BETAS, EPS), most)
     for step in range(4):
         bad = step == 2
         factor = torch.tensor(float("nan") if bad else 0.3 + step / 7)
@@ -126,7 +124,7 @@ def test_fused_bitwise_as_whole_partitions(most, dtype):
 def test_elementwise_near_whole_partitions():
     found, expected = (flat_partitions(groups(torch.bfloat16), padding=3) for _ in range(2))
     kernel = ElementwiseAdam(Float32States(), BETAS, EPS, compiled=False)
-    update = PartitionUpdate(*found, first_ranks(found[0]), Float32States(), kernel, 1 << 20)
+    update = PartitionUpdate(*found, Float32States(), kernel, 1 << 20)
     for step in range(3):
         set_gradients(found[0], gradients(step, torch.bfloat16))
         factor, held = torch.tensor(0.7), torch.tensor(0.0)
@@ -153,9 +151,9 @@ def test_a_slice_knows_its_elements():
     wrapper.first_offset = [77]
     firsts = (2**31 - 5, -1000, -2000, 12)
     keys = dict(zip(wrapper.bit16_groups[0], firsts, strict=True))
-    update = PartitionUpdate(
-        wrapper, optimizer, first_ranks(wrapper), Float32States(), Spy(BETAS, EPS), 4 * BLOCK, keys
-    )
+    form = Float32States()
+    form.keys = keys
+    update = PartitionUpdate(wrapper, optimizer, form, Spy(BETAS, EPS), 4 * BLOCK)
     set_gradients(wrapper, gradients(0, torch.bfloat16))
     update.step(None, torch.tensor(0.0))
     begins = (firsts[0] + 77, *firsts[1:])

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from flat_partitions import first_ranks, flat_partitions, set_gradients
+from flat_partitions import flat_partitions, set_gradients
 from one_device import GPU, OneDevice
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -92,9 +92,7 @@ def test_update_of_flat_parts(monkeypatch, compiled):
     if compiled:
         kernel = ElementwiseAdam(Float32States(), (0.9, 0.95), 1e-8, compiled=False)
         kernel._update = generated
-        update._update = PartitionUpdate(
-            wrapper, optimizer, first_ranks(wrapper), Float32States(), kernel, 1 << 30
-        )
+        update._update = PartitionUpdate(wrapper, optimizer, Float32States(), kernel, 1 << 30)
 
     def step(made: Largest | None = None) -> None:
         set_gradients(wrapper, [[torch.zeros_like(param) for param in each] for each in groups])

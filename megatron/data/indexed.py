@@ -1,4 +1,15 @@
-"""Reads indexed datasets: the .idx is memory-mapped, the .bin read where it is needed."""
+"""Megatron's indexed datasets, `PREFIX.bin` and `PREFIX.idx` (little endian).
+
+    .bin   the tokens of all sequences, concatenated
+    .idx   magic "MMIDIDX\\0\\0" | uint64 version 1 | uint8 dtype code
+           | uint64 number of sequences n | uint64 number of document boundaries d
+           | int32[n] tokens in each sequence | int64[n] byte offset of each sequence in .bin
+           | int64[d] document boundaries: sequence numbers, the first 0, the last n
+           | int8[n] mode of each sequence (multimodal data only)
+
+A document is one or more sequences; a GPT corpus has one sequence per document. The .idx is
+memory-mapped. The .bin is read on demand.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +40,11 @@ DTYPE_OF_CODE: dict[int, np.dtype] = {
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 HEADER = struct.Struct("<9sQBQQ")
-"""Magic, version, dtype code, number of sequences, number of document boundaries."""
+"""Fields: magic, version, dtype code, number of sequences, number of document boundaries."""
 
 
 def best_dtype(vocab_size: int | None) -> np.dtype:
-    """The token dtype that Megatron uses: uint16 below a vocabulary of 65,500, else int32."""
+    """Return Megatron's token dtype: uint16 for vocabularies below 65,500, else int32."""
     return np.dtype("<u2") if vocab_size is not None and vocab_size < 65_500 else np.dtype("<i4")
 
 
@@ -46,19 +57,19 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def mark_path(prefix: str | os.PathLike[str]) -> Path:
-    """The file that says which tokenizer made a dataset."""
+    """Return the path of the file that records which tokenizer produced a dataset."""
     return Path(f"{prefix}.tokenizer")
 
 
 def read_mark(path: Path) -> Any:
-    """The `TokenizerMark` in a file (megatron/tokenizer/mark.py); None where it is not known.
-    Raises ValueError if the file is malformed."""
+    """Return the `TokenizerMark` in a file (megatron/tokenizer/mark.py), or None if the file is
+    missing or was written by a later version. Raises ValueError if the file is malformed."""
     if not path.is_file():
         return None
     try:
         with path.open("rb") as file:
             content = file.read(_MARK_BYTES)
-        from megatron.tokenizer.mark import parsed_mark  # a dataset may have no tokenizer
+        from megatron.tokenizer.mark import parsed_mark  # only for data with a tokenizer
 
         return parsed_mark(content)
     except ValueError as error:
@@ -66,26 +77,26 @@ def read_mark(path: Path) -> Any:
 
 
 _MARK_BYTES = 4096
-"""Bytes read of a mark, which has some 150."""
+"""Maximum number of bytes to read from a mark file, which has about 150."""
 
-# Opening checks up to this many blocks of entries, evenly spaced: all of them below 16 million.
+# Opening checks at most 64 evenly spaced blocks of entries: all entries below 16 million.
 _BLOCK = 1 << 18
 _BLOCKS_AT_OPENING = 64
 
 
 class IndexFile:
-    """Lengths, offsets and document boundaries of the sequences of a `.bin`. Opening a huge file
-    checks a part of its entries; `verify` checks all of them. Raises ValueError if the file is
-    damaged or cut short."""
+    """Lengths, offsets and document boundaries of the sequences in a `.bin`. Opening a huge file
+    checks only some of its entries; `verify` checks all. Raises ValueError if the file is damaged
+    or truncated."""
 
     dtype: np.dtype
     """Dtype of the tokens."""
     sequence_lengths: npt.NDArray[np.int32]
-    """Tokens in each sequence, int32[n]."""
+    """Number of tokens in each sequence, int32[n]."""
     sequence_offsets: npt.NDArray[np.int64]
     """Byte offset of each sequence in the .bin, int64[n]."""
     document_indices: npt.NDArray[np.int64]
-    """Document d is made of the sequences document_indices[d] up to document_indices[d + 1]."""
+    """Document d has the sequences document_indices[d] to document_indices[d + 1] (exclusive)."""
     modes: npt.NDArray[np.int8] | None
     """Mode of each sequence, int8[n]; None for text."""
 
@@ -107,7 +118,7 @@ class IndexFile:
         return int(self.sequence_lengths[sequence]) * self.dtype.itemsize
 
     def check_bin_size(self, name: str, size: int) -> None:
-        """Compare the size of a .bin with the expected one; ValueError names the likely cause."""
+        """Check the size of a .bin. Raises ValueError with the likely cause if it is wrong."""
         if size != self.bin_bytes:
             cause = (
                 "the .bin was cut short (an interrupted copy, a full disk)"
@@ -120,8 +131,8 @@ class IndexFile:
             )
 
     def span(self, sequence: int) -> tuple[int, int]:
-        """The byte of the .bin that a sequence starts at, and its number of tokens; ValueError
-        names the file and the sequence if its entries are damaged."""
+        """Return a sequence's byte offset in the .bin and its number of tokens. Raises ValueError,
+        which names the file and the sequence, if its entries are damaged."""
         start, tokens = self._offsets[sequence], self._lengths[sequence]
         last = sequence + 1 == len(self._lengths)
         stop = self.bin_bytes if last else self._offsets[sequence + 1]
@@ -130,7 +141,7 @@ class IndexFile:
         return start, tokens
 
     def verify(self) -> None:
-        """Check every entry; ValueError names the file and the first bad sequence or document."""
+        """Check every entry. Raises ValueError, which names the first bad sequence or document."""
         self._check_entries(None)
 
     def _map(self, path: Path) -> None:
@@ -170,7 +181,7 @@ class IndexFile:
         self.sequence_lengths = raw[HEADER.size : lengths_end].view("<i4")
         self.sequence_offsets = raw[lengths_end:offsets_end].view("<i8")
         self.document_indices = raw[offsets_end:expected].view("<i8")
-        # Single entries of them are read several times as fast as an array's.
+        # A memoryview reads single entries several times as fast as an array.
         self._lengths = _entries(raw[HEADER.size : lengths_end], "i")
         self._offsets = _entries(raw[lengths_end:offsets_end], "q")
         self.modes = raw[expected:].view("i1") if size > expected else None
@@ -218,19 +229,19 @@ class IndexFile:
 
 
 def _entries(raw: np.ndarray, code: Literal["i", "q"]) -> Sequence[int]:
-    """Bytes as native integers."""
+    """View bytes as a sequence of native integers, int32 ("i") or int64 ("q")."""
     return memoryview(raw.data).cast(code) if len(raw) else ()
 
 
 def digest_of_lengths(lengths: np.ndarray) -> str:
-    """Digest of int32[n]."""
+    """Return the digest of sequence lengths, int32[n]."""
     blocks = (lengths[start : start + _BLOCK] for start in range(0, len(lengths), _BLOCK))
     return digest_of_parts(np.ascontiguousarray(block).data for block in blocks)
 
 
 def map_file(path: Path, dtype: np.dtype) -> np.ndarray:
-    """A whole file as a read-only array."""
-    if not path.stat().st_size:  # the operating system maps no empty file
+    """Memory-map a whole file as a read-only array."""
+    if not path.stat().st_size:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype, mode="r").view(np.ndarray)
 
@@ -239,24 +250,24 @@ def _blocks(count: int, max_blocks: int | None) -> Iterator[tuple[int, int]]:
     total = -(-count // _BLOCK)
     checked = total if max_blocks is None else min(total, max_blocks)
     for i in range(checked):
-        block = i * (total - 1) // max(checked - 1, 1)  # evenly spaced from the first to the last
+        block = i * (total - 1) // max(checked - 1, 1)  # evenly spaced, first and last included
         yield block * _BLOCK, min(block * _BLOCK + _BLOCK, count)
 
 
 class Tokens(Protocol):
-    """The content of a .bin."""
+    """Tokens of a .bin, wherever it is stored."""
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
 
     def __getitem__(self, part: slice, /) -> np.ndarray:
-        """The tokens of a slice, whose start and stop are within the file; read-only."""
+        """Return the tokens in a slice, which must be within the file, as a read-only array."""
 
 
 class FileTokens:
-    """The tokens of a local .bin. They are read and not mapped: a process that touches the mapping
-    of a file that was cut short since is killed by SIGBUS, a read says what is missing, and costs
-    no more. Raises ValueError for what the file no longer has, OSError if it cannot be read."""
+    """Tokens of a local .bin. They are read, not mapped: reading a mapped page of a file that was
+    truncated since kills the process with SIGBUS, while a read reports the missing bytes at no
+    extra cost. Raises ValueError for a truncated file, and OSError if it cannot be read."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self._path, self._dtype, self._width = path, dtype, dtype.itemsize
@@ -271,7 +282,7 @@ class FileTokens:
         start, size = part.start * self._width, (part.stop - part.start) * self._width
         try:
             content = os.pread(self._descriptor, size, start)
-            while len(content) < size:  # the system reads up to 2 GiB at a time
+            while len(content) < size:  # one read returns up to 2 GiB
                 more = os.pread(self._descriptor, size - len(content), start + len(content))
                 if not more:
                     raise self._cut_short()
@@ -289,10 +300,10 @@ class FileTokens:
 
 
 class IndexedDataset(Sequence[np.ndarray]):
-    """Read-only view of `prefix.bin` and `prefix.idx`; item i is sequence i. Items are read-only
-    arrays of dtype `.dtype`. The arrays are those of `IndexFile`. Unpickling (in loader workers)
-    reopens the files. Raises FileNotFoundError if one of the two files is missing, ValueError if
-    the files are damaged, cut short, or do not belong together."""
+    """Read-only view of `prefix.bin` and `prefix.idx`. Item i is sequence i, a read-only array of
+    dtype `.dtype`. The index arrays are those of `IndexFile`. Unpickling (in loader workers)
+    reopens the files. Raises FileNotFoundError if a file is missing, and ValueError if the files
+    are damaged, truncated, or do not match."""
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
@@ -320,9 +331,9 @@ class IndexedDataset(Sequence[np.ndarray]):
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens (default: the rest) of sequence `index`, starting at token `offset`;
-        IndexError if they do not exist, ValueError if its entries in the .idx are damaged or the
-        .bin was cut short."""
+        """Return `length` tokens (default: all that follow) of sequence `index` from token `offset`
+        on. Raises IndexError if they do not exist, and ValueError if the sequence's entries in the
+        .idx are damaged or the .bin was truncated."""
         index, count = operator.index(index), len(self.sequence_lengths)
         if not -count <= index < count:
             raise IndexError(f"sequence {index} of {self.index_file.name}, which has {count}")
@@ -342,32 +353,32 @@ class IndexedDataset(Sequence[np.ndarray]):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the whole file."""
+        """Number of tokens in the whole file."""
         return len(self._tokens)
 
     @property
     def num_documents(self) -> int:
-        """Documents in the whole file."""
+        """Number of documents in the whole file."""
         return len(self.document_indices) - 1
 
     def token_blocks(self, block: int = 1 << 24) -> Iterator[tuple[int, np.ndarray]]:
-        """The whole .bin in file order: (number of the first token, tokens of this block)."""
+        """Yield the whole .bin in file order, as (index of the block's first token, its tokens)."""
         for start in range(0, len(self._tokens), block):
             yield start, self._tokens[start : min(start + block, len(self._tokens))]
 
     @cached_property
     def lengths_digest(self) -> str:
-        """Identifies the sequence lengths: equal if and only if they are equal."""
+        """Digest of the sequence lengths. Equal digests mean equal lengths."""
         return digest_of_lengths(self.sequence_lengths)
 
     def bin_identity(self) -> dict[str, int | str]:
-        """JSON values that differ between .bin files and between versions of one."""
+        """Return JSON values that tell apart .bin files, and versions of the same file."""
         stat = bin_path(self.prefix).stat()
         return {"bytes": stat.st_size, "modified": stat.st_mtime_ns}
 
     def content(self) -> dict[str, int | str]:
-        """JSON values that differ between contents, wherever the files are: sizes, all lengths, and
-        a sample of the tokens."""
+        """Return JSON values that identify the content, independently of the path: sizes, all
+        lengths, and a sample of the tokens."""
         return {
             "bytes": self.index_file.bin_bytes,
             "documents": self.num_documents,
@@ -376,9 +387,9 @@ class IndexedDataset(Sequence[np.ndarray]):
         }
 
     def check_ids(self, extremes: np.ndarray, vocab_size: int | None) -> None:
-        """Check that token ids are in a vocabulary; without one, that they are not negative.
-        `extremes` are the smallest and the largest id with their positions in the .bin, int64[2,
-        2]."""
+        """Check that token ids are not negative, and below `vocab_size` unless it is None. Raises
+        ValueError otherwise. `extremes` are the smallest and largest id with their positions in the
+        .bin, int64[2, 2]."""
         for token, position in extremes.tolist():
             if token >= 0 and (vocab_size is None or token < vocab_size):
                 continue
@@ -395,8 +406,8 @@ class IndexedDataset(Sequence[np.ndarray]):
             )
 
     def limit_ids(self, vocab_size: int) -> bool:
-        """Check token ids as they are read if checking them in advance is too expensive. Return
-        True if so."""
+        """If checking all token ids in advance is too expensive, check them whenever they are read.
+        Return whether this is the case."""
         return False
 
     def verify(self) -> None:
@@ -416,14 +427,14 @@ def _missing_message(prefix: str, path: Path) -> str:
 
 
 class TokenExtremes:
-    """The smallest and largest of token ids that come in blocks, each with its position."""
+    """Smallest and largest token id in the added blocks, each with its position."""
 
     def __init__(self) -> None:
         self._smallest: list[int] = []
         self._largest: list[int] = []
 
     def add(self, start: int, tokens: np.ndarray) -> None:
-        """A block, not empty, that starts at a position in the .bin."""
+        """Add a non-empty block of tokens that starts at token `start` of the .bin."""
         low, high = int(tokens.argmin()), int(tokens.argmax())
         if not self._smallest or tokens[low] < self._smallest[0]:
             self._smallest = [int(tokens[low]), start + low]
@@ -431,5 +442,5 @@ class TokenExtremes:
             self._largest = [int(tokens[high]), start + high]
 
     def array(self) -> np.ndarray:
-        """int64[2, 2], (id, position) of both; zeros without a block."""
+        """Return int64[2, 2]: (id, position) of smallest and largest id; zeros without blocks."""
         return np.array([self._smallest or [0, 0], self._largest or [0, 0]], np.int64)
