@@ -1,5 +1,4 @@
-"""Subjects that a run can have next to pretraining, a folder each."""
+"""Features that a run can have in addition to pretraining, one folder each."""
 
-# A configuration has the flags of every feature: whichever module of one is imported first, that
-# comes before it.
+# A configuration contains every feature's flags. Import it before any module of a feature.
 import megatron.config  # noqa: F401

@@ -34,8 +34,7 @@ pretrain_gpt.main()
 TRAIN = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 --mock-data "
     "--micro-batch-size 2 --tokenizer-type NullTokenizer --vocab-size 9 --num-workers 0 "
-    "--eval-iters 1 --eval-interval 2 --peak-tflops 1 --train-iters 4 --save saved "
-    "--save-interval 2"
+    "--eval-iters 1 --eval-interval 2 --train-iters 4 --save saved --save-interval 2"
 ).split()
 
 
@@ -65,9 +64,9 @@ ROOT_FILES = ("*.md", "*.toml", "*.txt", "Dockerfile", "LICENSE", "Makefile")
 
 
 def without(name: str, folder: Path, parts: tuple[str, ...] = ()) -> Path:
-    """A copy of the project without a feature, those that need it, and the tests of these: their
-    folders, their flags in the golden list, and tests of the core that import them. Compiled
-    modules come along."""
+    """Copy the project without a feature, those that need it, and the tests of these: their
+    folders, their flags in the golden list, tests of the core that import them, and lines of the
+    ledger about these tests. Compiled modules come along."""
     for part in ("megatron", *parts):
         if (ROOT / part).exists():
             shutil.copytree(ROOT / part, folder / part, symlinks=True)
@@ -87,6 +86,13 @@ def without(name: str, folder: Path, parts: tuple[str, ...] = ()) -> Path:
         flags = json.loads(golden.read_text())
         kept = {names: flag for names, flag in flags.items() if not lost & set(names.split())}
         golden.write_text(json.dumps(kept))
+    ledger = folder / "tests" / "ledger.jsonl"
+    if ledger.exists():
+        lines = ledger.read_text().splitlines(keepends=True)
+        files = [folder / json.loads(line)["test"].partition("::")[0] for line in lines]
+        ledger.write_text(
+            "".join(each for each, file in zip(lines, files, strict=True) if file.is_file())
+        )
     return folder
 
 

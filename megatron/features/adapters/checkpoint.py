@@ -1,7 +1,8 @@
-"""Adapters as checkpoints: the low-rank additions of a run with ``--lora``, on their base.
+"""Checkpoints of adapters: the low-rank weights of a run with ``--lora``, and their base model.
 
-A checkpoint of such a run contains the adapters, their moments, and a record of their base model.
-As a :class:`Source` it is the merged model; :attr:`AdaptedSource.additions` are the adapters alone.
+A checkpoint of such a run contains the adapters, their optimizer moments, and a record of the base
+model. As a :class:`Source` it provides the merged weights; :attr:`AdaptedSource.additions` provides
+only the adapters.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.folder import find, may_be_ours
-from megatron.checkpoint.manifest import BASE, BaseRecord, verify
+from megatron.checkpoint.manifest import BASE, verify
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
@@ -33,10 +34,35 @@ from megatron.util.digests import digest
 _ADAPTER = re.compile(r"(.+)\.lora_(?:([a-z]+)_)?(a|b|magnitude)")
 
 
+@dataclass(frozen=True)
+class BaseRecord:
+    """Base model of adapters: its path, its format, and a digest of each of its parameters (whole,
+    float32) by canonical name."""
+
+    path: str
+    title: str
+    digests: Mapping[str, str]
+
+    @classmethod
+    def read(cls, folder: Path, place: Path | None = None) -> BaseRecord:
+        """Read the record in a checkpoint's folder. ``place`` is the current path of the base if it
+        has moved. Raises CheckpointError if the record is malformed."""
+        path = folder / BASE
+        try:
+            record = cls(**read_json(path))
+        except TypeError as error:
+            raise CheckpointError(f"{path} does not describe a base: {error}") from None
+        return record if place is None else replace(record, path=str(place.resolve()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the record file."""
+        return {"path": self.path, "title": self.title, "digests": dict(self.digests)}
+
+
 class AdapterName(NamedTuple):
-    """The canonical name of an adapter's parameter: ``layers.3.attention.qkv.lora_q_a`` is ``kind``
-    a (of a, b, magnitude) of the ``part`` q of the ``layer`` layers.3.attention.qkv; the part is
-    empty where the addition is to all rows."""
+    """Parsed canonical name of an adapter's parameter. ``layers.3.attention.qkv.lora_q_a`` has the
+    ``layer`` layers.3.attention.qkv, the ``part`` q and the ``kind`` a (one of a, b, magnitude).
+    ``part`` is empty if the adapter applies to all rows of the weight."""
 
     layer: str
     part: str
@@ -44,18 +70,18 @@ class AdapterName(NamedTuple):
 
     @property
     def of(self) -> str:
-        """The weight that it changes."""
+        """Name of the weight that the adapter changes."""
         return f"{self.layer}.weight"
 
 
 def adapter_name(name: str) -> AdapterName | None:
-    """The parts of a name; None for a parameter that is no adapter's."""
+    """Parse the canonical name of an adapter's parameter. Return None for other parameters."""
     match = _ADAPTER.fullmatch(name)
     return match and AdapterName(match[1], match[2] or "", match[3])
 
 
 def rows_of_part(model: ModelConfig, part: str, rows: int) -> slice:
-    """The rows of a fused matrix that a part is, of ``rows`` in all."""
+    """Return the rows of ``part`` in a fused matrix with ``rows`` rows, as a slice."""
     if part == "":
         return slice(0, rows)
     if part in ("gate", "up"):
@@ -66,7 +92,8 @@ def rows_of_part(model: ModelConfig, part: str, rows: int) -> slice:
         return slice(*(known.get(part) or (0, 0)))
     attention = model.attention
     keys = attention.num_query_groups * attention.kv_channels
-    first = rows - 2 * keys  # of the keys; attention to another sequence has its queries elsewhere
+    # first key row: 0 in cross-attention, whose queries are in another matrix
+    first = rows - 2 * keys
     assert first in (0, attention.query_rows), (part, rows, attention.query_rows, keys)
     starts = {"q": (0, first), "k": (first, keys), "v": (first + keys, keys)}
     start, length = starts[part]
@@ -74,19 +101,19 @@ def rows_of_part(model: ModelConfig, part: str, rows: int) -> slice:
 
 
 def digests_of(source: Source, names: Iterable[str]) -> dict[str, str]:
-    """Digests of some of a model's parameters, for a :class:`BaseRecord`."""
+    """Return the digests of the parameters ``names`` of a model, for a :class:`BaseRecord`."""
     return {name: digest(source.tensor(name).contiguous().numpy().data) for name in names}
 
 
 class AdaptedSource(Source):
-    """A model with adapters, seen as one with merged weights; one subclass per adapter format.
-    ``base`` overrides the base that they name.
+    """Model with adapters, presented as a checkpoint with merged weights. Each adapter format has a
+    subclass. ``base`` overrides the base model recorded with the adapters.
 
     Attributes:
         base: the model without adapters.
-        additions: the adapters by canonical name, with what else was trained next to them, and in
-            this project's own checkpoints their moments and the state of the run.
-        adapters: what they are.
+        additions: the adapters by canonical name, and any other parameters trained with them.
+            For this project's own checkpoints, also optimizer moments and the run's state.
+        adapters: configuration of the adapters.
     """
 
     on_base = True
@@ -103,12 +130,12 @@ class AdaptedSource(Source):
     @classmethod
     @abstractmethod
     def base_of(cls, folder: Path) -> str:
-        """The path of the base that the adapters in a folder name."""
+        """Return the path of the base model that is recorded with the adapters in a folder."""
 
     @classmethod
     def locate_base(cls, folder: Path, base: str | Path | None) -> FoundCheckpoint:
-        """The base of adapters: ``base``, or else the one that they name. Raises CheckpointError if
-        it is missing."""
+        """Find the base model of adapters: ``base``, or the recorded one. Raises CheckpointError if
+        it does not exist."""
         path = cls.base_of(folder) if base is None else base
         checkpoint = locate_checkpoint(path) if os.path.exists(path) else None
         if checkpoint is None:
@@ -130,7 +157,7 @@ class AdaptedSource(Source):
     def names(self) -> Sequence[str]:
         mine, before = self.whole, self.base.names()
         if self.model.head != self.base.model.head:
-            # The head for tokens, replaced by another one stored with the adapters.
+            # Another head replaces the language model head, and is stored with the adapters.
             before = [name for name in before if not name.startswith("output_layer.")]
         return [*before, *(name for name in mine if name not in set(before))]
 
@@ -150,7 +177,7 @@ class AdaptedSource(Source):
         whole = (self.additions if trained else self.base).tensor(name)
         parts = self.adapted.get(name, {})
         if parts:
-            whole = whole.clone()  # it may be a file that is mapped into memory
+            whole = whole.clone()  # ``whole`` may be a view of a memory-mapped file
         for part, tensors in parts.items():
             rows = rows_of_part(self.model, part, whole.shape[0])
             values = {kind: self.additions.tensor(entry) for kind, entry in tensors.items()}
@@ -158,11 +185,11 @@ class AdaptedSource(Source):
         return whole
 
     def alpha_of(self, weight: str, part: str) -> float:
-        """The alpha of an addition to a part of a weight."""
+        """Return the alpha of the adapter of ``part`` of a weight."""
         return self.adapters.alpha
 
     def scale_of(self, weight: str, part: str) -> float:
-        """Return the factor of an addition to a part of a weight."""
+        """Return the scaling factor of the adapter of ``part`` of a weight."""
         rank = self.additions.shape(self.adapted[weight][part]["a"])[-2]
         return self.adapters.scale_of(rank, self.alpha_of(weight, part))
 
@@ -180,9 +207,8 @@ class AdaptedSource(Source):
 
     @cached_property
     def adapted(self) -> dict[str, dict[str, dict[str, str]]]:
-        """The weights with additions: by their names and part, the names of the adapter's
-        parameters by kind. Raises CheckpointError if one is missing, or the base has no such
-        weight."""
+        """Adapted weights: parameter names of the adapters, by weight, part and kind. Raises
+        CheckpointError if a parameter is missing, or if the base has no such weight."""
         by_weight: dict[str, dict[str, dict[str, str]]] = {}
         for name in self.additions.names():
             parsed = adapter_name(name)
@@ -207,16 +233,16 @@ class AdaptedSource(Source):
 
     @cached_property
     def whole(self) -> list[str]:
-        """The whole parameters that were trained next to the adapters."""
+        """Names of the parameters that were fully trained together with the adapters."""
         return [name for name in self.additions.names() if adapter_name(name) is None]
 
 
 def merged(
     weight_OI: Tensor, scale: float, a: Tensor, b: Tensor, magnitude: Tensor | None = None
 ) -> Tensor:
-    """A weight with its addition: W + s B A, [O, I], or [E, O, I] of experts; with DoRA (Liu et al.
-    2024, equation 5) its rows have the lengths ``magnitude`` [O]. Raises CheckpointError if the
-    shapes do not fit."""
+    """Return a weight merged with its adapter: W + s B A, [O, I], or [E, O, I] for E experts. With
+    DoRA (Liu et al. 2024, equation 5) its rows are rescaled to the norms ``magnitude`` [O]. Raises
+    CheckpointError if the shapes do not fit."""
     *experts, outputs, inputs = weight_OI.shape
     rank = a.shape[-2]
     if a.shape != (*experts, rank, inputs) or b.shape != (*experts, outputs, rank):
@@ -232,7 +258,7 @@ def merged(
 
 
 class AdaptedCheckpoint(AdaptedSource):
-    """A checkpoint of a run with ``--lora``, merged with its base, which must be as it was."""
+    """Checkpoint of a run with ``--lora``, merged with its base model, which must be unchanged."""
 
     title = "adapters of this project"
 
@@ -277,7 +303,7 @@ class AdaptedCheckpoint(AdaptedSource):
     def verify_base(
         cls, folder: Path, share: int = 0, shares: int = 1, base: str | Path | None = None
     ) -> None:
-        """:meth:`verify` for the base alone."""
+        """Verify the base. The checkpoint's own files are verified in :meth:`verify`."""
         super().verify(folder, share, shares, base)
         checkpoint = cls.locate_base(folder, base)
         check_base(BaseRecord.read(folder), checkpoint.open(verify=False), folder, share, shares)
@@ -286,8 +312,9 @@ class AdaptedCheckpoint(AdaptedSource):
 def check_base(
     record: BaseRecord, source: Source, folder: Path, share: int = 0, shares: int = 1
 ) -> None:
-    """Compares a base with the record of the adapters in ``folder``: every ``shares``-th parameter,
-    starting with ``share``. Raises CheckpointError if one is missing or differs."""
+    """Compare a base model with the record of the adapters in ``folder``. Checks every
+    ``shares``-th parameter, starting with index ``share``. Raises CheckpointError if a parameter is
+    missing or differs."""
     wanted = list(record.digests)[share::shares]
     names = set(source.names())
     different = [name for name in wanted if name not in names]
@@ -305,8 +332,7 @@ def check_base(
 
 
 class RowLengths(DerivedSource):
-    """The magnitudes that DoRA starts from, by their names: the lengths of the rows of a model's
-    weights."""
+    """Initial magnitudes of DoRA by parameter name: the norms of the rows of a model's weights."""
 
     title = "lengths of rows"
 

@@ -1,4 +1,4 @@
-"""Adapters: low-rank additions to the linear layers of a frozen model."""
+"""Feature for LoRA adapters: low-rank additions to the linear layers of a frozen model."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class AdaptersFeature(Feature):
         return located_model("adapter that it began from", config.checkpoint.load_adapter)
 
     def complete(self, settings: Settings, run_of: Callable[[Settings], Any]) -> Settings:
-        """Add the Hugging Face architecture of the base, by whose names --lora-targets chooses:
-        several may fit the flags of one model (a Phi-3 is a Llama with fused matrices). Raises
-        CheckpointError if the base is missing or damaged."""
+        """Add the Hugging Face architecture of the base model to the settings. --lora-targets uses
+        its module names, and several architectures may fit the same model flags (Phi-3 is a Llama
+        with fused matrices). Raises CheckpointError if the base is missing or damaged."""
         if "lora" not in settings or not settings["lora"].value:
             return settings
         from megatron.config.output import CheckpointConfig
@@ -126,7 +126,8 @@ class AdaptersFeature(Feature):
         return load_adapted(engine, source, fresh, continues)
 
     def check_source(self, config: Any, source: Any) -> None:
-        """Raise ConfigError if adapters have no base to be saved with, or would not be loaded."""
+        """Check the base of adapters. Raises ConfigError if adapters lack a base model, or the
+        flags that load and save them contradict each other."""
         options, lora = config.checkpoint, config.section(AdapterConfig).lora
         if options.load_adapter and not lora:
             raise ConfigError(

@@ -1,16 +1,18 @@
-"""Low-rank additions to a linear layer that is divided over ranks: their parameters and outputs.
+"""Adapters of a tensor-parallel linear layer: their parameters and outputs.
 
-An addition belongs to one linear module of a Hugging Face model: to all outputs of a layer, or to
-some of the matrices fused in it. The parameters are the layer's own, next to its weight:
+An adapter belongs to one linear module of the Hugging Face model: a whole layer, or some of the
+matrices fused in it. Its parameters are registered in the layer, next to the weight:
 
-- ``lora_a`` [r, I], drawn uniformly between -1/sqrt(I) and 1/sqrt(I), as peft does;
-- ``lora_b`` [O, r], zero at first, with the rows of the weight; where ranks share key and value
-  heads those rows are ``lora_kv_b``, a part of the same whole, as they are of the weight;
-- with DoRA ``lora_magnitude`` [O] (and ``lora_kv_magnitude``), the lengths of the rows.
+- ``lora_a`` [r, I], initialised uniformly between -1/sqrt(I) and 1/sqrt(I), as in peft;
+- ``lora_b`` [O, r], initialised to zero and sharded by rows like the weight. If ranks share key and
+  value heads, those rows are ``lora_kv_b``, which is part of the same canonical parameter, as for
+  the weight;
+- with DoRA ``lora_magnitude`` [O] (and ``lora_kv_magnitude``), the norms of the rows.
 
-Where the addition is to one of the fused matrices its name follows ``lora``: ``lora_q_a``.
+For one of several fused matrices, the name includes the matrix: ``lora_q_a``.
 
-Shapes: B batch, S sequence, I input, O output, r rank; a width followed by P is one rank's share.
+Shapes: B batch, S sequence, I input, O output, r rank. A suffix P marks one tensor-parallel rank's
+shard of a dimension.
 """
 
 from __future__ import annotations
@@ -36,28 +38,28 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class Addition:
-    """One low-rank addition to a layer: to the fused matrices with these indices, or, without any,
-    to all; ``name`` is a matrix's name, empty for the whole layer."""
+    """One adapter of a layer. For some of several fused matrices, ``parts`` are their indices and
+    ``name`` is their name. Both fields are empty for the whole layer."""
 
     name: str = ""
     parts: tuple[int, ...] = ()
 
     def parameter(self, kind: str, part: str = "") -> str:
-        """The name of a parameter in the layer; ``kind`` is a, b or magnitude."""
+        """Return the name of an adapter parameter in the layer. ``kind`` is a, b or magnitude."""
         return "_".join(filter(None, ("lora", self.name, part, kind)))
 
 
 def add_adapters(
     layer: ParallelLinear, additions: Sequence[Addition], config: AdapterConfig
 ) -> None:
-    """Gives a layer the parameters of these additions, uninitialised, and their outputs."""
+    """Register the parameters of adapters in a layer, uninitialised, and attach their outputs."""
     layer.adapters = _Adapters(layer, additions, config)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """A parameter with rows of one of a layer's weights: of map ``map`` the outputs [start, start +
-    width), for addition number ``addition``."""
+    """Rows of an adapter's B (and magnitude) on this rank. They apply to the outputs [start, start
+    + width) of the layer's linear map ``map``, and belong to the adapter ``addition``."""
 
     name: str
     magnitude: str
@@ -85,7 +87,8 @@ class _Adapters:
         across = [shard_of(weight).over("tensor") for weight in weights]
         (outputs, inputs) = shard_of(weights[0]).full_shape
         self._by_inputs = across[0] is not None and across[0].dim == 1
-        self._whole = across[0] is None  # every rank has the layer, for its slice of the sequence
+        # The layer is not tensor-parallel: each rank computes its slice of the sequence.
+        self._whole = across[0] is None
         for number, addition in enumerate(additions):
             cuts = (Cut(1),) if self._by_inputs else ()
             down = Shard((self._rank, inputs), cuts)
@@ -156,7 +159,7 @@ class _Adapters:
         self._rows.append(rows)
 
     def _gathers(self, tp: TensorParallel) -> bool:
-        """True if the layer computes the whole sequence from this rank's slice."""
+        """Return whether the layer all-gathers the whole sequence from the ranks' slices."""
         return tp.split and not (self._by_inputs or self._whole)
 
     def outputs(
@@ -167,7 +170,7 @@ class _Adapters:
         dropped = self._dropped(layer, x_BSI) if drops else None
         if self._dora:
             return self._scaled(layer, x_BSI, dropped, maps)
-        # A layer that is cut along its inputs adds the bias once, after the sum over ranks.
+        # A row-parallel layer adds the bias once, after the sum over ranks.
         later = self._by_inputs and layer.tp.group.size > 1
         biases = [None if later else each.bias for each in maps]
         outputs = self._added(layer, x_BSI, dropped, maps, biases)
@@ -190,7 +193,8 @@ class _Adapters:
         maps: Sequence[LinearMap],
         biases: Sequence[Tensor | None],
     ) -> tuple[Tensor, ...]:
-        """x W^T + b + s (x A^T) B^T of each map; addends if the layer is cut along its inputs."""
+        """Return x W^T + b + s (x A^T) B^T for each map. These are partial sums in row-parallel
+        layers."""
         downs = [getattr(layer, name) for name in self._downs]
         ups = [getattr(layer, rows.name) for rows in self._rows]
         weights = [each.weight for each in maps]
@@ -198,12 +202,12 @@ class _Adapters:
             shared = layer.tp.shared(*downs, *ups)
             downs, ups = list(shared[: len(downs)]), list(shared[len(downs) :])
         form, split = self._form, self._gathers(layer.tp)
-        if form.sequence != split:  # generation does without slices of the sequence
+        if form.sequence != split:  # generation does not use sequence parallelism
             form = LowRank(*form[:-1], sequence=split)
         return low_rank_linear(x_BSI, dropped_BSI, form, *weights, *biases, *downs, *ups)
 
     def _dropped(self, layer: ParallelLinear, x_BSI: Tensor) -> Tensor:
-        """The input after dropout; one mask for all additions of a layer."""
+        """Apply dropout to the input, with one mask that all adapters of the layer share."""
         tp = layer.tp
         random = tp.random_inside() if self._by_inputs else tp.random()
         with random:
@@ -216,9 +220,9 @@ class _Adapters:
         dropped_BSI: Tensor | None,
         maps: Sequence[LinearMap],
     ) -> tuple[Tensor, ...]:
-        """With DoRA (Liu et al. 2024, arXiv:2402.09353, equation 5): each row of W + s B A divided
-        by its length, a constant to gradients (section 4.3), times its magnitude. As in peft,
-        dropout is applied to the input of the whole product."""
+        """Return the outputs with DoRA (Liu et al. 2024, arXiv:2402.09353, equation 5). Each row of
+        W + s B A is divided by its norm, which has no gradient (section 4.3), and multiplied by its
+        magnitude. As in peft, dropout applies to all terms except W x."""
         tp, nothing = layer.tp, [None] * len(maps)
         inner = x_BSI if dropped_BSI is None else dropped_BSI
         outputs = list(self._added(layer, inner, None, maps, nothing))
@@ -227,7 +231,7 @@ class _Adapters:
         factors = self._factors(layer, maps)
         outputs = [y * factor for y, factor in zip(outputs, factors, strict=True)]
         if dropped_BSI is not None:
-            # W x + (f - 1) W d + f s B A d, with d the dropped input.
+            # Let d be the dropped input and f the factors: y = W x + (f - 1) W d + f s B A d.
             rest = [LinearMap(each.weight, None, *each[2:]) for each in maps]
             if self._by_inputs:
                 own = F.linear(x_BSI - dropped_BSI, maps[0].weight)
@@ -244,7 +248,7 @@ class _Adapters:
         return tuple(outputs)
 
     def _factors(self, layer: ParallelLinear, maps: Sequence[LinearMap]) -> list[Tensor]:
-        """Return the factors of the outputs of each map, [OP]: 1 where nothing is added."""
+        """Return the factors of each map's outputs, [OP]; 1 for rows without an adapter."""
         parts: list[list[Tensor]] = [[] for _ in maps]
         ends = [0] * len(maps)
         for rows in sorted(self._rows, key=lambda rows: (rows.map, rows.start)):
@@ -266,8 +270,8 @@ class _Adapters:
 
     @torch.no_grad()
     def _lengths(self, layer: ParallelLinear, rows: _Rows, weight: Tensor) -> Tensor:
-        """Lengths of the rows of W + s B A, without that matrix: |w + s b A|^2 is |w|^2 + 2 s b (A
-        w^T) + s^2 b (A A^T) b^T. Float32, or float64."""
+        """Return the norms of the rows of W + s B A, without computing this matrix: |w + s b A|^2 =
+        |w|^2 + 2 s b (A w^T) + s^2 b (A A^T) b^T. Computed in at least float32."""
         wide = torch.promote_types(weight.dtype, torch.float32)
         weight_OI = weight.narrow(0, rows.start, rows.width)
         down_rI = getattr(layer, self._downs[rows.addition]).to(weight.dtype)
@@ -282,7 +286,8 @@ class _Adapters:
 
 
 class _SummedOverCopies(torch.autograd.Function):
-    """Identity forward; backward the sum over the ranks that have the same share."""
+    """Identity in the forward pass. The backward pass sums the gradient over the ranks that have
+    copies of the same shard."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: int, group: Group) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loads the base and the adapters of a run with ``--lora``, and records the base."""
+"""Loading of the base model and adapters of a run with ``--lora``, and the record of the base."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Collection
 import torch
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.manifest import BaseRecord
 from megatron.checkpoint.source import Source, locate_checkpoint
 from megatron.config.features import features
 from megatron.engine.loading import load_weights, together
 from megatron.engine.train_engine import TrainEngine
 from megatron.features.adapters.checkpoint import (
     AdaptedSource,
+    BaseRecord,
     RowLengths,
     adapter_name,
     digests_of,
@@ -28,10 +28,11 @@ from megatron.parallel.tensor_parallel import TensorParallel
 def load_adapted(
     engine: TrainEngine, source: Source, fresh: Collection[str], continues: bool
 ) -> Source:
-    """Load base and adapters of a run with ``--lora``, and record the base for its checkpoints. A
-    resumed run gets both from a checkpoint of adapters, and continues from the returned source; a
-    new one has ``source`` as its base, and randomly initialised adapters or those of
-    ``--load-adapter``."""
+    """Load the base model and the adapters of a run with ``--lora``, and record the base for its
+    checkpoints. A resumed run loads both from a checkpoint of adapters, whose own source is
+    returned to continue from. A new run uses ``source`` as its base, with randomly initialised
+    adapters or those of ``--load-adapter``, and gets ``source`` back. Collective: every rank must
+    call this."""
     names = set(engine.names.values())
     adapters = {name for name in names if adapter_name(name)}
     if continues:
@@ -60,8 +61,8 @@ def load_adapted(
 
 
 def record_base(engine: TrainEngine, source: Source) -> BaseRecord:
-    """Return the record of a run's base for its checkpoints. Each rank computes a share of the
-    digests; all must call it."""
+    """Return the record of a run's base for its checkpoints. Collective: every rank must call this,
+    and computes some of the digests."""
     world = engine.mesh.world
     names = list(source.names())
     digests = world.gathered(digests_of(source, names[world.rank :: world.size]))
@@ -71,8 +72,8 @@ def record_base(engine: TrainEngine, source: Source) -> BaseRecord:
 
 
 def continued_adapters(engine: TrainEngine, source: Source) -> AdaptedSource:
-    """Return the checkpoint of adapters that a run continues. Raises CheckpointError if it contains
-    a whole model or different adapters."""
+    """Return the checkpoint of adapters to resume from. Raises CheckpointError if it contains a
+    whole model, no training state, or different adapters."""
     if isinstance(source, AdaptedSource) and not source.state:
         raise CheckpointError(
             f"--load {source.folder} has {source.title} without the state of a run, and cannot be "
@@ -89,8 +90,8 @@ def continued_adapters(engine: TrainEngine, source: Source) -> AdaptedSource:
 
 
 def chosen_adapters(engine: TrainEngine, folder: str, base: Source) -> AdaptedSource:
-    """The adapters of ``--load-adapter`` on a run's base. Raises CheckpointError if it has none, or
-    others than the run's."""
+    """Return the adapters of ``--load-adapter``, on the run's base. Raises CheckpointError if the
+    folder has no adapters, or if their names, shapes or scale differ from the run's."""
     checkpoint = locate_checkpoint(folder)
     if checkpoint is None or not checkpoint.form.on_base:
         raise CheckpointError(
@@ -113,13 +114,13 @@ def chosen_adapters(engine: TrainEngine, folder: str, base: Source) -> AdaptedSo
 
 
 def is_only_trained(name: str) -> bool:
-    """True for a parameter of a part that only training uses, and models begin without."""
+    """Return whether a parameter is used only in training, so that loaded models may lack it."""
     return name.startswith(tuple(p for each in features().values() for p in each.only_trained))
 
 
 def require_same_scale(engine: TrainEngine, source: AdaptedSource) -> None:
-    """Raises CheckpointError if additions have another scale than in the run, which would change
-    their effect."""
+    """Raise CheckpointError if the scaling factor of an adapter differs from the run's, because
+    that would change the adapter's effect."""
     wanted = engine.config.section(AdapterConfig).scale
     for weight, parts in source.adapted.items():
         for part in parts:
@@ -133,7 +134,7 @@ def require_same_scale(engine: TrainEngine, source: AdaptedSource) -> None:
 
 
 def trained_shapes(engine: TrainEngine) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters that a run trains, on all ranks, by canonical name."""
+    """Return the shapes of all trained parameters on all ranks, by canonical name."""
     with torch.device("meta"):
         whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
     return {
@@ -144,8 +145,8 @@ def trained_shapes(engine: TrainEngine) -> dict[str, tuple[int, ...]]:
 
 
 def require_same(engine: TrainEngine, source: AdaptedSource) -> None:
-    """Raises CheckpointError, with the flags for them, if adapters differ from the run's in name or
-    shape."""
+    """Raise CheckpointError if names or shapes of adapters differ from the run's. The error shows
+    the flags that fit."""
     wanted = {name: shape for name, shape in trained_shapes(engine).items() if adapter_name(name)}
     stored = source.additions
     shapes = {name: stored.shape(name) for name in stored.names() if adapter_name(name)}
@@ -161,7 +162,7 @@ def require_same(engine: TrainEngine, source: AdaptedSource) -> None:
 
 
 def shown(adapters: AdapterConfig) -> str:
-    """The flags that describe adapters."""
+    """Return the flags that describe adapters as a string."""
     words = ["--lora", f"--lora-rank {adapters.lora_rank}"]
     words.append(f"--lora-alpha {adapters.alpha:g}")
     words.append(f"--lora-targets {' '.join(adapters.lora_targets)}")

@@ -1,12 +1,12 @@
-"""y = x W^T + b + s (x A^T) B^T with a frozen W: the linear map of a layer with low-rank additions
-(Hu et al. 2021, arXiv:2106.09685, equation 3), and its gradients.
+"""Linear maps with LoRA adapters: y = x W^T + b + s (x A^T) B^T with a frozen W (Hu et al. 2021,
+arXiv:2106.09685, equation 3), and their gradients.
 
-The additions cost only their own matrix products: all A of a layer are one product with the input,
-each B is added to its outputs in place, and so is A to the gradient of the input. Nothing is kept
-for W, and x only for the gradients of A.
+The adapters cost only their own GEMMs. All A of a layer are one GEMM with the input. The products
+with each B are added in place to the outputs, and those with A to the gradient of the input.
+Nothing is saved for the gradient of W, and x is saved only for the gradients of A.
 
-Shapes: B batch, S sequence, T tokens (B x S), I input, O output, R the ranks of all additions
-together, r of one; a width followed by P is one rank's share of it.
+Shapes: B batch, S sequence, T tokens (B x S), I input, O output, R total rank of all adapters, r
+rank of one. A suffix P marks one tensor-parallel rank's shard of a dimension.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from megatron.parallel.tensor_parallel import autocast_dtype
 
 
 class UpPlace(NamedTuple):
-    """Place of one B: to outputs [start, start + width) of map number ``map``, from places [first,
-    first + r) of x A^T. Its gradient is summed over ``copies`` neighbouring ranks."""
+    """Location of one B matrix. It adds to the outputs [start, start + width) of the linear map
+    with index ``map``, and reads the columns [first, first + r) of x A^T. Its gradient is summed
+    over ``copies`` neighbouring ranks."""
 
     map: int
     start: int
@@ -42,16 +43,18 @@ class UpPlace(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """The constants of a layer's adapters.
+    """Constants of a layer's adapters.
 
     Attributes:
-        maps: number of maps of the input, each with a weight and perhaps a bias.
-        downs: number of A.
-        pieces: one per B.
-        scale: s.
-        group: over which the layer is cut; with ``enters`` the input is the same on every rank, or
-            with ``sequence`` its slice; without, each rank has a share of its features, and the
-            outputs are addends.
+        maps: number of linear maps of the input, each with a weight and an optional bias.
+        downs: number of A matrices.
+        pieces: locations of the B matrices.
+        scale: the factor s.
+        group: tensor-parallel group of the layer.
+        enters: True for a column-parallel layer, whose input is the same on every rank. False for a
+            row-parallel layer: each rank has a shard of the input features, and the outputs are
+            partial sums.
+        sequence: whether the input of a column-parallel layer is a slice of the sequence.
     """
 
     maps: int
@@ -66,14 +69,14 @@ class LowRank(NamedTuple):
 def low_rank_linear(
     x_BSI: Tensor, dropped_BSI: Tensor | None, form: LowRank, *tensors: Any
 ) -> tuple[Tensor, ...]:
-    """The outputs [B, S, OP] of each map; ``tensors`` are the weights [OP, I], the biases [OP] or
-    None, the A [r, I], and the B [OP, r] of each piece. ``dropped_BSI`` is the input of A after
-    dropout, None where it is x. A weight may be a :class:`QuantisedWeight`."""
+    """Return the outputs [B, S, OP] of each map. ``tensors`` are the weights [OP, I], the biases
+    [OP] or None, the A matrices [r, I], and the B matrices [OP, r]. ``dropped_BSI`` is the input of
+    A after dropout, or None if A reads x itself. A weight may be a :class:`QuantisedWeight`."""
     return _LowRankLinear.apply(x_BSI, dropped_BSI, form, *tensors)
 
 
 class _LowRankLinear(torch.autograd.Function):
-    # Parameters are saved as they came; see _ColumnLinear in layers.py.
+    # Parameters are saved without a cast; see _ColumnLinear in layers.py.
 
     @staticmethod
     def forward(
@@ -92,7 +95,7 @@ class _LowRankLinear(torch.autograd.Function):
         z_TR = of_downs.flatten(0, 1) @ _joined(downs, x).t()
         outputs = []
         for weight, bias in zip(weights, biases, strict=True):
-            # F.linear, not a plain GEMM: DeepSpeed's profiler counts it.
+            # F.linear rather than a plain GEMM, because DeepSpeed's profiler counts it.
             outputs.append(F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x)))
         for piece, up in zip(form.pieces, ups, strict=True):
             part_TO = outputs[piece.map].flatten(0, 1).narrow(1, piece.start, piece.width)
@@ -100,7 +103,7 @@ class _LowRankLinear(torch.autograd.Function):
             part_TO.addmm_(z_Tr, up.to(x.dtype).t(), alpha=form.scale)
         down_needs, up_needs = _needs(form, ctx.needs_input_grad)
         kept = mine if any(down_needs) else None, z_TR if any(up_needs) else None
-        # Biases are not needed again, and weights in 4 bits are no tensors.
+        # Biases are not needed in the backward pass. Autograd cannot save 4-bit weights.
         ctx.weights = tuple(None if isinstance(weight, Tensor) else weight for weight in weights)
         saved = (weight if isinstance(weight, Tensor) else None for weight in weights)
         ctx.save_for_backward(*kept, *saved, *downs, *ups)
@@ -126,7 +129,7 @@ class _LowRankLinear(torch.autograd.Function):
             finish_x = start_gather_sequence(mine, form.group)
         grads = [grad.flatten(0, 1) for grad in grads_BSO]
         total = sum(down.shape[0] for down in downs)
-        # Each of several pieces of one addition adds its part.
+        # An adapter may have several B matrices, each of which adds its contribution.
         dz_TR = grads[0].new_zeros(grads[0].shape[0], total)
         for piece, up in zip(form.pieces, ups, strict=True):
             part_TO = grads[piece.map].narrow(1, piece.start, piece.width)
@@ -172,7 +175,8 @@ def _no_gradient() -> None:
 
 
 def _start_leaving(addend_BSI: Tensor, form: LowRank) -> Callable[[], Tensor | None]:
-    """Sums the gradient of the input over ranks where the input is the same on every rank."""
+    """Sum the gradient of the input over ranks if the input is the same on every rank. Return a
+    function that waits for the result."""
     if form.group.size == 1 or not form.enters:
         return lambda: addend_BSI
     start = start_scatter_sequence if form.sequence else start_all_reduce
@@ -185,13 +189,13 @@ def _parts(form: LowRank, tensors: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _needs(form: LowRank, needs: tuple[bool, ...]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Return which A and B need gradients."""
+    """Return two tuples: whether each A matrix and each B matrix needs a gradient."""
     first = 3 + 2 * form.maps
     return needs[first : first + form.downs], needs[first + form.downs :]
 
 
 def _joined(downs: Any, like_TI: Tensor) -> Tensor:
-    """All A of a layer as one matrix [R, I], in the dtype of an input."""
+    """Concatenate all A matrices of a layer into one matrix [R, I], in the dtype of ``like_TI``."""
     if not downs:
         return like_TI.new_empty(0, like_TI.shape[-1])
     dtype = like_TI.dtype
@@ -208,8 +212,8 @@ def _input_gradient(grads: list[Tensor], weights: list[Any]) -> Tensor:
 
 
 def _sums(grads: list[tuple[Tensor | None, int]], group: Group) -> list[Tensor | None]:
-    """Each gradient summed over its number of neighbouring ranks; gradients with the same number
-    are in one collective."""
+    """Sum each gradient over its number of neighbouring ranks. Gradients with the same number share
+    a collective."""
     flat: dict[int, Tensor] = {}
     for copies in sorted({copies for grad, copies in grads if grad is not None and copies > 1}):
         flat[copies] = torch.cat([g.flatten() for g, c in grads if c == copies and g is not None])

@@ -1,5 +1,5 @@
-"""A model with adapters: its own parameters are frozen, and its blocks' linear layers have low-rank
-additions, which are trained."""
+"""Model with adapters: its own parameters are frozen, and low-rank additions to the linear layers
+of its blocks are trained."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.tensor_parallel import TensorParallel
 
 Additions = Mapping[str, Sequence[Addition]]
-"""By the canonical name of a layer with ``{n}`` for the number of its block."""
+"""Adapters by the canonical name of their layer, with ``{n}`` instead of the block number."""
 
 
 def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
-    """The model with the adapters of a run, and all its other parameters frozen except parameters
-    of a head that is not the language model's. Raises ConfigError if a target is not known."""
+    """Return the spec with the adapters of a run. All other parameters are frozen, except those of
+    a head other than the language model's. Raises ConfigError if a target is unknown."""
     flags = config.section(AdapterConfig)
     additions = additions_of(config.model, flags.lora_targets)
     replaced = _replaced_layers(config.model)
@@ -77,7 +77,8 @@ def _build(
             layer.add_low_rank(flags.lora_rank, flags.scale, flags.lora_dropout)
         if not isinstance(layer, ParallelLinear):
             continue
-        if own or flags.qlora:  # adapters compute the products of 4-bit weights
+        # also without adapters, because they implement GEMMs with 4-bit weights
+        if own or flags.qlora:
             add_adapters(layer, own, flags)
         if flags.qlora:
             quantise_layer(layer, flags.qlora_double_quant)
@@ -85,8 +86,8 @@ def _build(
 
 
 def additions_of(model: ModelConfig, targets: Sequence[str]) -> Additions:
-    """Return the layers that ``--lora-targets`` names. Raises ConfigError if a name is unknown in
-    the model's Hugging Face architecture."""
+    """Return the adapters that ``--lora-targets`` selects. Raises ConfigError if a name does not
+    exist in the model's Hugging Face architecture."""
     known: list[LinearTarget] = [*linear_targets(model)]
     layers = {target.layer for target in known}
     replaced = [name for name in _replaced_layers(model) if name not in layers]
@@ -105,8 +106,8 @@ def additions_of(model: ModelConfig, targets: Sequence[str]) -> Additions:
 
 
 def _replaced_layers(model: ModelConfig) -> dict[str, nn.Module]:
-    """Layers of the MLP and the attention that a feature substitutes, by name: linear layers, and
-    layers with several matrices, such as experts."""
+    """Return the layers of MLPs and attention that other features substitute, by name: linear
+    layers, and layers with several matrices, such as experts."""
     with torch.device("meta"):
         others = {
             "mlp": lambda feature, n: feature.mlp(model, n, TensorParallel()),
@@ -125,13 +126,14 @@ def _replaced_layers(model: ModelConfig) -> dict[str, nn.Module]:
 
 
 def is_stacked(layer: nn.Module) -> bool:
-    """True for a layer of several matrices, which makes its additions itself; a token is multiplied
-    by ``share`` of them."""
+    """Return whether a layer has several stacked matrices and creates its adapters itself. Such a
+    layer multiplies each token by the fraction ``share`` of its matrices."""
     return hasattr(layer, "add_low_rank")
 
 
 def _matches(target: LinearTarget, name: str) -> bool:
-    """True if a name is the end of the module's name, as in peft, or of our layer's name."""
+    """Return whether a name ends the Hugging Face module's name, as in peft, or the layer's
+    name."""
     return any(f".{full}".endswith(f".{name}") for full in (target.module, target.layer))
 
 

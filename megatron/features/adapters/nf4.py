@@ -1,18 +1,17 @@
-"""Matrices in 4 bits: NF4, blocks of 64 weights with a scale each (Dettmers et al. 2023,
-arXiv:2305.14314, section 3).
+"""4-bit weights in NF4: blocks of 64 weights with one scale each (Dettmers et al. 2023,
+arXiv:2305.14314, section 3). QLoRA uses them for the frozen weights of linear layers.
 
-A number is one of 16 quantiles of the normal distribution times the largest absolute value of its
-block. With double quantisation these scales are 8-bit numbers themselves, less their mean, in
-groups of 256 that have a float32 scale each: 0.516 bytes a weight instead of 0.5625. Codes and
-their packing are those of bitsandbytes, whose kernels are used on GPUs where it is installed.
+Each weight is one of 16 quantiles of the normal distribution times the largest absolute value of
+its block. With double quantisation, these scales are stored in 8 bits after subtracting their mean,
+in groups of 256 with a float32 scale each: 0.516 bytes per weight instead of 0.5625. Codes and
+their packing are those of bitsandbytes, whose kernels are used on GPUs if it is installed.
 
-Shapes: O rows, I columns of the part of a matrix that a rank has, P = I / 2, K blocks of a row, G
-groups of blocks of the whole matrix.
+Quantised weights are not parameters: they are not cast, broadcast, partitioned or saved. For each
+GEMM a layer converts its weight to 16 or 32 bits and frees the result afterwards. The backward pass
+converts the weight again.
 
-Frozen weights of linear layers in 4 bits, instead of their parameters (QLoRA).
-
-They are no parameters: nothing casts, broadcasts, partitions or saves them. A layer makes a matrix
-of 16 or 32 bits of its weight for each product, and frees it; the backward pass makes it again.
+Shapes: O rows and I columns of a rank's shard of a matrix, P = I / 2, K blocks of a row, G groups
+of blocks of the whole matrix.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from megatron.parallel.random import generator
 from megatron.parallel.shard import init_of, shard_of
 
 BLOCK, GROUP = 64, 256
-"""Weights that have a scale, and scales that have one."""
+"""Number of weights per scale, and of scales per second-level scale."""
 
 # Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero (appendix E).
 _NF4 = (
@@ -43,21 +42,21 @@ _NF4 = (
     0.7229568362236023, 1.0,
 )  # fmt: skip
 _AT_ONCE = 2**17
-"""Weights that a CPU converts at a time: their float32 numbers stay in its cache."""
+"""Number of weights that a CPU converts at a time. Their float32 values fit into its cache."""
 
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A part of a matrix: rows, or columns, in 4 bits.
+    """Rows or columns of a matrix in 4 bits.
 
     Attributes:
-        codes_OP: two numbers of 4 bits each, the first in the higher ones; uint8.
-        scales_OK: of the blocks; float32, or with double quantisation uint8.
-        groups_G: scales of the groups of the whole matrix; None without double quantisation.
-        mean: of all scales; a scalar.
-        first: number of the first block in the whole matrix.
-        stride: blocks of a row of the whole matrix.
-        columns: which of the columns of the blocks are the part's.
+        codes_OP: two 4-bit codes per byte, the first in the high bits; uint8.
+        scales_OK: scales of the blocks; float32, or uint8 with double quantisation.
+        groups_G: scales of the groups of the whole matrix. None without double quantisation.
+        mean: mean of all block scales, a scalar. None without double quantisation.
+        first: index of the first stored block in the whole matrix.
+        stride: blocks per row of the whole matrix.
+        columns: columns of this slice of the matrix within the stored blocks.
     """
 
     codes_OP: Tensor
@@ -69,7 +68,7 @@ class QuantisedMatrix:
     columns: slice
 
     def part(self, rows: slice, columns: slice) -> QuantisedMatrix:
-        """Some rows and columns of a whole matrix; copies."""
+        """Return a copy of some rows and columns. Must be called on a whole matrix."""
         begin, end = columns.start // BLOCK, -(-columns.stop // BLOCK)
         return QuantisedMatrix(
             self.codes_OP[rows, begin * BLOCK // 2 : end * BLOCK // 2].clone(),
@@ -82,7 +81,7 @@ class QuantisedMatrix:
         )
 
     def tensors(self) -> list[Tensor]:
-        """All that is stored."""
+        """Return all stored tensors."""
         tensors = (self.codes_OP, self.scales_OK, self.groups_G, self.mean)
         return [each for each in tensors if each is not None]
 
@@ -91,7 +90,7 @@ class QuantisedMatrix:
         return sum(each.numel() * each.element_size() for each in self.tensors())
 
     def scales(self) -> Tensor:
-        """float32 [O, K]."""
+        """Return the scales of the blocks, float32 [O, K]."""
         if self.groups_G is None or self.mean is None:
             return self.scales_OK
         rows, blocks = self.scales_OK.shape
@@ -102,7 +101,7 @@ class QuantisedMatrix:
         return _dynamic_code(device)[self.scales_OK.int()] * of_group_OK + self.mean
 
     def write(self, out_OI: Tensor) -> None:
-        """Fills in the numbers, rounded to the dtype of ``out_OI``."""
+        """Write the weights into ``out_OI``, rounded to its dtype."""
         scales_OK, kernel = self.scales(), _kernel(out_OI.device.type)
         shape = (len(out_OI), scales_OK.shape[1] * BLOCK)
         if kernel is not None and out_OI.dtype != torch.float64:
@@ -118,7 +117,8 @@ class QuantisedMatrix:
 
 
 def quantise(weight_OI: Tensor, double: bool) -> QuantisedMatrix:
-    """A whole matrix in 4 bits. Rows that are no multiple of 64 long end in a shorter block."""
+    """Quantise a whole matrix. The last block of a row is shorter if 64 does not divide the row
+    length."""
     rows, columns = weight_OI.shape
     stride, bounds = -(-columns // BLOCK), _bounds(_code(weight_OI.device))
     codes_OP = weight_OI.new_empty(rows, stride * BLOCK // 2, dtype=torch.uint8)
@@ -129,7 +129,7 @@ def quantise(weight_OI: Tensor, double: bool) -> QuantisedMatrix:
         of_blocks_N = blocks_NB.abs().amax(1)
         scales_N[some.start * stride : some.stop * stride] = of_blocks_N
         relative_NB = blocks_NB * (1.0 / of_blocks_N.clamp(min=1e-38))[:, None]
-        # On a CPU this takes two thirds of the time of torch.bucketize.
+        # On a CPU this loop takes two thirds as long as torch.bucketize.
         codes_NB = torch.zeros_like(relative_NB, dtype=torch.uint8)
         for bound in bounds:
             codes_NB += relative_NB > bound
@@ -149,20 +149,20 @@ def quantise(weight_OI: Tensor, double: bool) -> QuantisedMatrix:
 
 
 def bytes_of(weights: int, double: bool) -> float:
-    """Memory of so many weights."""
+    """Return the size of ``weights`` 4-bit weights in bytes."""
     scale = 1 + 4 / GROUP if double else 4
     return weights * (0.5 + scale / BLOCK)
 
 
 def _some_rows(weight_OI: Tensor, columns: int) -> Iterator[slice]:
-    """All rows of a matrix, on a CPU a few at a time."""
+    """Yield slices that cover the rows of a matrix: a few rows at a time on a CPU, else all."""
     rows = len(weight_OI)
     step = max(1, _AT_ONCE // columns) if weight_OI.device.type == "cpu" else max(1, rows)
     return (slice(at, min(at + step, rows)) for at in range(0, rows, step))
 
 
 def _bounds(code: Tensor) -> Tensor:
-    """Between neighbouring numbers of a code."""
+    """Return the midpoints between neighbouring values of a code."""
     return (code[:-1] + code[1:]) / 2
 
 
@@ -173,8 +173,8 @@ def _code(device: torch.device) -> Tensor:
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """The two numbers of every byte, [256], float32 side by side: one of 64 bits is looked up
-    faster than two of 32."""
+    """Return the two float32 values of every byte, stored as one float64 each, [256]. Looking up
+    one 64-bit value is faster than looking up two 32-bit values."""
     byte = torch.arange(256, device=device)
     numbers_2 = _code(device)[torch.stack((byte >> 4, byte & 15), dim=1)]
     return numbers_2.contiguous().view(torch.float64).flatten()
@@ -182,8 +182,9 @@ def _pairs(device: torch.device) -> Tensor:
 
 @cache
 def _dynamic_code(device: torch.device) -> Tensor:
-    """The signed dynamic numbers of 8 bits, ascending (Dettmers et al. 2022, arXiv:2110.02861,
-    section 1.3): a fraction of the more bits the larger the power of ten."""
+    """Return the values of the signed dynamic 8-bit data type, in ascending order (Dettmers et al.
+    2022, arXiv:2110.02861, section 1.3). The larger the power of ten, the more bits its fraction
+    has."""
     code = [0.0, 1.0]
     for exponent in range(7):
         edges = torch.linspace(0.1, 1, 2**exponent + 1)
@@ -194,7 +195,7 @@ def _dynamic_code(device: torch.device) -> Tensor:
 
 @cache
 def _kernel(device_type: str) -> Callable[..., Tensor] | None:
-    """Return bitsandbytes' kernel for a kind of device, if it is installed."""
+    """Return bitsandbytes' dequantisation kernel for a device type, or None if unavailable."""
     if device_type != "cuda":
         return None
     try:
@@ -207,16 +208,16 @@ def _kernel(device_type: str) -> Callable[..., Tensor] | None:
 
 
 WEIGHTS = ("weight", "kv_weight")
-"""The matrices of a linear layer."""
+"""Names of a linear layer's weight attributes."""
 
 
 class QuantisedWeight:
-    """A rank's share [OP, IP] of a linear layer's weight. Fused matrices are quantised separately,
-    each as a whole, so that the numbers are the same in every layout.
+    """A rank's shard [OP, IP] of a linear layer's weight in 4 bits. Fused matrices are quantised
+    separately, each as a whole, so that the values do not depend on the parallel layout.
 
     Args:
-        param: the parameter that it replaces.
-        coordinates: of the rank.
+        param: the parameter that this weight replaces.
+        coordinates: coordinates of this rank.
         double: whether scales are quantised too.
     """
 
@@ -234,16 +235,16 @@ class QuantisedWeight:
 
     @property
     def bytes(self) -> int:
-        """Its memory."""
+        """Size of the stored tensors in bytes."""
         return sum(matrix.bytes for matrix in self._matrices)
 
     def tensors(self) -> list[Tensor]:
-        """All that it consists of, in order."""
+        """Return all stored tensors, in order."""
         return [tensor for matrix in self._matrices for tensor in matrix.tensors()]
 
     @torch.no_grad()
     def fill(self, whole_OI: Tensor, device: torch.device) -> None:
-        """Take this rank's share of a weight, quantised on ``device`` matrix by matrix."""
+        """Store this rank's shard of a weight, quantised on ``device`` matrix by matrix."""
         assert tuple(whole_OI.shape) == self.shard.canonical_shape, (whole_OI.shape, self.shard)
         ranges = self.shard.ranges(self._coordinates)
         rows = ranges.get(0, ((0, whole_OI.shape[0]),))
@@ -259,11 +260,11 @@ class QuantisedWeight:
                     self._matrices.append(matrix.part(held, slice(left, left + width)))
 
     def initialise(self, name: str, seed: int, device: torch.device) -> None:
-        """Fills it with the initial values of the parameter of this canonical name."""
+        """Store the initial values of the parameter with the canonical name ``name``."""
         self.fill(self.init.draw(self.shard.canonical_shape, generator(seed, name)), device)
 
     def _edges(self) -> Iterator[tuple[int, int]]:
-        """Rows of the matrices that are fused in the weight."""
+        """Yield the row range (begin, end) of each matrix fused in the weight."""
         cut, first = self.shard.over("tensor"), 0
         fused = cut is not None and cut.dim == 0 and cut.parts
         for length in fused or (self.shard.canonical_shape[0],):
@@ -271,7 +272,7 @@ class QuantisedWeight:
             first += length
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """The weight as numbers of this dtype, [OP, IP]: a new tensor."""
+        """Return the weight dequantised to ``dtype``, [OP, IP], as a new tensor."""
         assert self._matrices, "no weights are loaded"
         device = self._matrices[0].codes_OP.device
         found_OI = torch.empty(self.shape, dtype=dtype, device=device)
@@ -285,7 +286,7 @@ class QuantisedWeight:
 
 
 def quantise_layer(layer: ParallelLinear, double: bool) -> None:
-    """Puts weights in 4 bits instead of a layer's parameters, whose values are gone."""
+    """Replace a layer's weight parameters with empty 4-bit weights. The values are lost."""
     for name in WEIGHTS:
         param = layer._parameters.get(name)
         if param is not None:
@@ -294,7 +295,8 @@ def quantise_layer(layer: ParallelLinear, double: bool) -> None:
 
 
 def quantised_weights(module: nn.Module) -> Iterator[tuple[str, QuantisedWeight]]:
-    """Yield (registered name, weight) of every 4-bit weight; parts of a parameter have its name."""
+    """Yield (registered name, weight) for every 4-bit weight. Weights that are parts of the same
+    canonical parameter have the same name."""
     for prefix, layer in module.named_modules():
         for name in WEIGHTS:
             values: Mapping[str, Any] = layer.__dict__

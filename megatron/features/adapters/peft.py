@@ -1,5 +1,7 @@
-"""Folders of peft, read and written: ``adapter_config.json``, and ``adapter_model.safetensors``:
-matrices A [r, I] and B [O, r] for each linear module of Hugging Face, with DoRA magnitudes [O], and
+"""Reading and writing of adapters in peft's format.
+
+A folder contains ``adapter_config.json`` and ``adapter_model.safetensors``. The latter has matrices
+A [r, I] and B [O, r] for each linear module of the Hugging Face model, DoRA magnitudes [O], and
 whole tensors of other trained modules (``modules_to_save``).
 """
 
@@ -17,8 +19,8 @@ import regex
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, finite, read_json, save_tensors, write_json
-from megatron.checkpoint.source import DTYPES, FoundCheckpoint
+from megatron.checkpoint.files import CheckpointError, read_json, write_json
+from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ConfigError, ModelConfig
 from megatron.config.flags import option
 from megatron.features.adapters.checkpoint import AdaptedSource
@@ -46,13 +48,14 @@ from megatron.formats.conversion.commands import (
 from megatron.formats.conversion.output import published
 from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.source import copy_tokenizer, tokenizer_in
+from megatron.formats.tensors import DTYPES, finite, save_tensors
 
 CONFIG = "adapter_config.json"
 _PATTERN_SECONDS = 0.2
 _TASKS = {"lm": "CAUSAL_LM"}
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-"""Initialisations (``init_lora_weights``) that change the base too."""
-# Keys that may not have a value here, and their meaning.
+"""Initialisations (``init_lora_weights``) that also change the base model's weights."""
+# Keys that must not be set, and what they would mean.
 _REFUSED = {
     "layer_replication": "blocks of the base are repeated",
     "use_qalora": "QA-LoRA has another formula",
@@ -68,7 +71,7 @@ _REFUSED = {
 
 
 class PeftFolder(AdaptedSource):
-    """A folder of peft, as the model merged with its adapters."""
+    """Folder in peft's format, presented as the model merged with its adapters."""
 
     title = "adapters of peft"
 
@@ -80,7 +83,8 @@ class PeftFolder(AdaptedSource):
         additions = PeftTensors(folder, self.base, content, self._scale)
         self.additions, self.model = additions, additions.model
         self.tokenizer = tokenizer_in(folder) or self.base.tokenizer
-        if isinstance(content.get("target_modules"), str):  # a pattern, which flags do not take
+        # a pattern, which --lora-targets does not support
+        if isinstance(content.get("target_modules"), str):
             present = set(additions.names())
             used = [
                 module
@@ -109,7 +113,7 @@ class PeftFolder(AdaptedSource):
         _adapters(_content(folder), folder / CONFIG)
         named = cls.base_of(folder)
         if base is None and os.path.exists(named) and not os.path.isdir(named):
-            # Whatever a foreign folder names is not opened.
+            # The folder may be untrusted: do not open arbitrary files that it names.
             raise CheckpointError(
                 f"{folder / CONFIG}: base_model_name_or_path {named} is not a folder: name the "
                 "base by --pretrained-checkpoint"
@@ -117,7 +121,7 @@ class PeftFolder(AdaptedSource):
         return super().locate_base(folder, base)
 
     def alpha_of(self, weight: str, part: str) -> float:
-        """As :meth:`AdaptedSource.alpha_of`, with the patterns of ``alpha_pattern``."""
+        """Return an adapter's alpha, which ``alpha_pattern`` may set by module name."""
         return self._alpha(self._modules[weight, part])
 
     def _alpha(self, module: str) -> float:
@@ -131,7 +135,7 @@ class PeftFolder(AdaptedSource):
 
     @cached_property
     def _modules(self) -> dict[tuple[str, str], str]:
-        """Names of modules by our weight and its part."""
+        """Hugging Face module names by this project's weight name and its part."""
         modules = places(self.model)
         return {(f"{p.layer}.weight", p.target.part): name for name, p in modules.items()}
 
@@ -140,8 +144,8 @@ class PeftFolder(AdaptedSource):
 
 
 def _matches(pattern: str, module: str, path: Path) -> bool:
-    """True if a pattern of peft matches a module. Raises CheckpointError if it is malformed, or
-    takes too long."""
+    """Return whether a peft pattern matches a module. Raises CheckpointError if the pattern is
+    invalid or too slow."""
     try:
         match = regex.match(rf"(.*\.)?({pattern})$", module, timeout=_PATTERN_SECONDS)
     except (regex.error, RecursionError, MemoryError, OverflowError) as error:
@@ -165,8 +169,8 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def _adapters(content: Mapping[str, Any], path: Path) -> AdapterConfig:
-    """The adapters of a configuration of peft. Raises CheckpointError if they are not LoRA, or
-    cannot be represented."""
+    """Convert a peft configuration to flags. Raises CheckpointError if its adapters are not LoRA,
+    or use unsupported options."""
     kind = content.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f"{path}: peft_type is {kind!r}; only LORA can be read")
@@ -233,10 +237,10 @@ def _listed(content: Mapping[str, Any], key: str, path: Path) -> list[str]:
 def write_peft(
     source: AdaptedSource, folder: Path, base: str | None = None, dtype: torch.dtype = torch.float32
 ) -> int:
-    """Writes the adapters of a source into an existing folder, for a base by the path or name
-    ``base`` (by default the source's, if it is a Hugging Face folder); returns the number of
-    tensors. Raises ValueError if the base has no Hugging Face architecture, or a tensor is not
-    finite in ``dtype``; OSError if a file cannot be written."""
+    """Write the adapters of a source into an existing folder, and return the number of tensors.
+    ``base`` is recorded as the path or name of the base model; the default is the path of the
+    source's base if that is a Hugging Face folder. Raises ValueError if the base has no Hugging
+    Face architecture or a tensor is not finite in ``dtype``, and OSError if writing fails."""
     model, adapters, additions = source.model, source.adapters, source.additions
     present = set(additions.names())
     targets = {name: place for name, place in places(model).items() if place.name("a") in present}
@@ -249,7 +253,7 @@ def write_peft(
         )
     ranks, alphas = _patterns(source, targets, parameters)
     whole = _whole_tensors(source, dtype)
-    # A whole tensor of a module with an adapter equals the base's.
+    # Whole tensors of modules with an adapter equal those of the base.
     whole = {name: values for name, values in whole.items() if _module_of(name) not in targets}
     saved = [_module_of(name) for name in whole]
     tied = model.embedding.tied and EMBEDDING in present
@@ -270,11 +274,11 @@ def write_peft(
         "lora_alpha": _number(adapters.alpha),
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
-        # peft accepts none with parameters that are in no linear module.
+        # peft does not accept dropout with target parameters.
         "lora_dropout": 0.0 if parameters else adapters.lora_dropout,
         "target_modules": target_modules(linear, model),
         "modules_to_save": target_modules(saved, model, str.endswith) or None,
-        # Else peft trains a copy of a tied embedding, and leaves the head as it was.
+        # Otherwise peft would train a copy of a tied embedding and leave the head unchanged.
         "ensure_weight_tying": tied,
         "bias": "none",
         "fan_in_fan_out": architecture_of(model).model_type == "gpt2",
@@ -284,7 +288,7 @@ def write_peft(
         "inference_mode": True,
     }
     if parameters:
-        # Names of experts without their block, as mlp.experts.down_proj.
+        # Names of expert parameters without their block's name, such as mlp.experts.down_proj.
         content["target_parameters"] = sorted({".".join(n.split(".")[-3:]) for n in parameters})
     write_json(folder / CONFIG, content)
     return len(tensors)
@@ -293,7 +297,7 @@ def write_peft(
 def _patterns(
     source: AdaptedSource, targets: Mapping[str, Place], parameters: Sequence[str]
 ) -> tuple[dict[str, int], dict[str, int | float]]:
-    """Ranks and alphas of the modules whose values differ from the run's."""
+    """Return the ranks and the alphas of the modules whose values differ from the run's."""
     ranks, alphas = dict[str, int](), dict[str, int | float]()
     for target in wrappers(targets, parameters):
         place = targets[target]
@@ -312,7 +316,7 @@ def _low_rank_tensors(
     parameters: Sequence[str],
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The matrices of all adapters, and magnitudes of DoRA, by their names in the file."""
+    """Return the matrices of all adapters, and DoRA's magnitudes, by their names in peft's file."""
     tensors, present = dict[str, Tensor](), set(source.additions.names())
     for target, module in wrappers(targets, parameters).items():
         for theirs, kind in KINDS.items():
@@ -326,7 +330,7 @@ def _low_rank_tensors(
 
 
 def _whole_tensors(source: AdaptedSource, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Parameters that are trained as a whole, by the names of their tensors in the model."""
+    """Return the fully trained parameters, by tensor name in the Hugging Face model."""
     present, tensors = set(source.additions.names()), dict[str, Tensor]()
     for parameter in architecture_of(source.model).parameters(source.model):
         if (name := parameter.ours) in present:
@@ -341,15 +345,15 @@ def _module_of(name: str) -> str:
 
 
 def _number(value: float) -> int | float:
-    """As peft writes it: whole numbers without a point."""
+    """Return a number as peft writes it, with integral values as integers."""
     return int(value) if value == int(value) else value
 
 
 def target_modules(
     used: Sequence[str], model: ModelConfig, matches: Callable[[str, str], bool] = ends
 ) -> list[str]:
-    """The shortest endings of module names that peft takes for these modules and no others;
-    ``matches`` is how it compares a module with an ending."""
+    """Return the shortest module name endings with which peft selects exactly the modules ``used``.
+    ``matches`` tells whether peft considers that a module has an ending."""
     everything = {
         module_name(theirs).removesuffix(".weight")
         for parameter in architecture_of(model).parameters(model)
@@ -376,21 +380,21 @@ def _endings(module: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ToPeftConfig:
-    """Conversion of adapters to peft."""
+    """Conversion of adapters to peft's format."""
 
     output: str | None = option(None)
-    """Folder for the adapters; it must be new or empty."""
+    """Folder for the adapters. It must be new or empty."""
     base_model: str | None = option(None, derived="the base, if it is of Hugging Face")
-    """Name or path of the base that the result names, for example meta-llama/Llama-2-7b-hf."""
+    """Name or path to record for the base model, for example meta-llama/Llama-2-7b-hf."""
     dtype: str = option("float32", choices=tuple(DTYPES))
-    """dtype of the adapters."""
+    """Dtype of the adapters."""
     overwrite: bool = option(False)
-    """Replace the adapters in --output."""
+    """Overwrite the adapters in --output."""
 
 
 def to_peft(argv: Sequence[str]) -> None:
-    """Writes the adapters, and reads them back, before the result gets its name. Raises
-    ConfigError, CheckpointError or OSError."""
+    """Convert adapters to peft's format. They are read back and compared before the folder gets its
+    final name. Raises ConfigError, CheckpointError or OSError if a flag or file cannot be used."""
     checkpoint, config = parsed(
         argv, "to-peft", "Writes the adapters of a checkpoint as a folder of peft.",
         LoadConfig, ToPeftConfig,
@@ -415,8 +419,8 @@ def to_peft(argv: Sequence[str]) -> None:
 def write_adapters(
     source: AdaptedSource, folder: Path, base: str | None = None, dtype: torch.dtype = torch.float32
 ) -> int:
-    """:func:`write_peft` with the tokenizer's files into an existing folder, read back. Raises
-    CheckpointError if what is read differs."""
+    """Write adapters with :func:`write_peft` and the tokenizer's files into an existing folder, and
+    read the adapters back. Raises CheckpointError if they differ."""
     count = write_peft(source, folder, base, dtype)
     written = PeftFolder(folder, source.base.folder).additions
     require_equal(written, source.additions, dtype, folder)

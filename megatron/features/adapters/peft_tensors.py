@@ -1,14 +1,17 @@
-"""The tensors of a folder of peft: low-rank additions to the linear layers of blocks, and whole
-tensors of the merged model: trained modules (``modules_to_save``), embeddings with trained tokens
-(``trainable_token_indices``) or additions, and embeddings of another vocabulary.
+"""Tensors of a folder in peft's format.
 
-Of experts, which are parameters of several matrices (``target_parameters``), A has the rows of all,
-expert by expert, and B their columns, the experts of a column together. Two parameters of a module
-are wrapped in their order: the names of the first have ``base_layer``.
+They are the matrices of adapters, and whole tensors of the merged model: trained modules
+(``modules_to_save``), embeddings with trained tokens (``trainable_token_indices``) or adapters, and
+embeddings with a different vocabulary size.
 
-Of a base whose head is its embedding (tied), peft trains a copy of one and leaves the other as it
-was, so that the merged model's head is untied, unless ``ensure_weight_tying`` is set, or only
-tokens of the embedding were trained.
+For experts, which are parameters with several matrices (``target_parameters``), A has the rows of
+all experts, one expert after the other. B has their columns, grouped by column. If two parameters
+of a module are adapted, their wrappers are nested, and the names of the first contain
+``base_layer``.
+
+If the base's head is tied to its embedding, peft trains a copy of one and leaves the other
+unchanged, so that the merged model's head is untied. It stays tied if ``ensure_weight_tying`` is
+set, or if only tokens of the embedding were trained.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from megatron.formats.unpickle import load_pickle
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 KINDS = {"A": "a", "B": "b", "magnitude_vector": "magnitude"}
-"""Kinds of an adapter's parameters by the ending of ``lora_`` in their names."""
+"""Kinds of adapter parameters by the text after ``lora_`` in their peft names."""
 
 EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _ADAPTER = re.compile(r"(.+)\.lora_(A|B|magnitude_vector)(?:\.\w+)??(?:\.weight)?")
@@ -48,30 +51,30 @@ _PIECES = {
     "A": re.compile(r"^(.+)\.lora_(?:embedding_)?A(?:\.\w+)??(?:\.weight)?()"),
     "B": re.compile(r"^(.+)\.lora_(?:embedding_)?B(?:\.\w+)??(?:\.weight)?()"),
 }
-"""Contents of a file for a whole tensor, by the form of its name: the trained values, the base's
-values, some rows, or an addition."""
+"""Name patterns of the stored tensors from which a whole tensor is assembled: the trained values,
+the base's values, trained rows, or the matrices of an adapter."""
 
 
 class Place(NamedTuple):
-    """Place of an adapter: its layer by canonical name, and its module."""
+    """Location of an adapter: its layer by canonical name, and its Hugging Face module."""
 
     layer: str
     target: ModuleTarget
 
     def name(self, kind: str) -> str:
-        """The canonical name of one of its parameters, ``kind`` a, b or magnitude."""
+        """Return the canonical name of an adapter parameter. ``kind`` is a, b or magnitude."""
         part = f"{self.target.part}_" if self.target.part else ""
         return f"{self.layer}.lora_{part}{kind}"
 
     def to_peft(self, values: Tensor, kind: str) -> Tensor:
-        """Return one of its parameters in peft's form."""
+        """Convert one of the adapter's parameters to peft's layout."""
         values = values if kind == "a" else self.target.rows_to_hf(values)
         if self.target.stacked:  # [E, r, I] to [E r, I], and [E, O, r] to [O, r E]
             values = values.flatten(0, 1) if kind == "a" else values.permute(1, 2, 0).flatten(1)
         return values.contiguous()
 
     def from_peft(self, values: Tensor, kind: str, experts: int) -> Tensor:
-        """The inverse of :meth:`to_peft`."""
+        """Convert a parameter from peft's layout: the inverse of :meth:`to_peft`."""
         if self.target.stacked and kind == "a":
             values = values.unflatten(0, (experts, -1))
         elif self.target.stacked:
@@ -80,7 +83,7 @@ class Place(NamedTuple):
 
 
 def places(model: ModelConfig) -> dict[str, Place]:
-    """The linear modules of all blocks of a model, by the names of Hugging Face."""
+    """Return the linear modules of all blocks of a model, by their Hugging Face names."""
     stacks = architecture_of(model).stacks
     return {
         target.module.format(n=n): Place(target.layer.format(n=n), target)
@@ -90,8 +93,8 @@ def places(model: ModelConfig) -> dict[str, Place]:
 
 
 def wrappers(targets: Mapping[str, Place], parameters: Sequence[str]) -> dict[str, str]:
-    """Names of the modules that peft puts around linear modules, and around the parameters with one
-    of these endings, by the names of both."""
+    """Return the names of peft's wrapper modules, by the name of what each wraps: linear modules,
+    and parameters whose names have one of the endings ``parameters``."""
     names: dict[str, str] = {}
     for name, place in reversed([*targets.items()]):
         if not place.target.stacked:
@@ -103,18 +106,18 @@ def wrappers(targets: Mapping[str, Place], parameters: Sequence[str]) -> dict[st
 
 
 def ends(module: str, ending: str) -> bool:
-    """True if a module's name ends with these parts, by which peft chooses it."""
+    """Return whether a module's name ends with these components, as peft selects modules."""
     return f".{module}".endswith(f".{ending}")
 
 
 class PeftTensors(DerivedSource):
-    """The tensors of a folder of peft by canonical name, float32, the rows in our order; ``model``
-    is the merged one. Raises CheckpointError if one is not known, or the folder does not fit its
-    base.
+    """Tensors of a folder in peft's format by canonical name, float32, with this project's row
+    order. ``model`` is the merged model's configuration. Raises CheckpointError if a tensor is
+    unknown, or if the folder does not fit its base.
 
     Args:
-        content: adapter_config.json.
-        scale: the factor of the addition to a module, of a rank.
+        content: contents of adapter_config.json.
+        scale: function that returns the scaling factor for a module and a rank.
     """
 
     title = "tensors of peft"
@@ -166,13 +169,14 @@ class PeftTensors(DerivedSource):
                     f"{self._path}: {key} is of no linear layer of the blocks of the base "
                     f"({architecture.title}), and cannot be represented"
                 )
-            # A name without a wrapper has the same values as the wrapper's name.
+            # If a tensor is stored with and without a wrapper in its name, the values are the same.
             pieces = self._pieces.setdefault(theirs, {})
             if piece not in pieces or name != theirs:
                 pieces[piece] = key
 
     def _piece_of(self, name: str) -> tuple[str, str]:
-        """Return the whole tensor of a tensor in the file, and its member of :data:`_PIECES`."""
+        """Return the name of the whole tensor to which a stored tensor belongs, and the stored
+        tensor's key in :data:`_PIECES`."""
         for piece, form in _PIECES.items():
             if match := form.fullmatch(name):
                 return f"{match[1]}.{match[2] or 'weight'}", piece
@@ -181,7 +185,7 @@ class PeftTensors(DerivedSource):
         return name, "trained" if any(module.endswith(each) for each in saved) else "base"
 
     def _merged(self) -> ModelConfig:
-        """The base's configuration with the number of tokens and the head that the file makes."""
+        """Return the base's configuration with the file's vocabulary size, untied if necessary."""
         model, form = self._base.model, architecture_of(self._base.model)
         pieces = [self._pieces.get(name, {}).keys() for name in (self._embedding, self._head)]
         if not any(pieces):
@@ -204,9 +208,9 @@ class PeftTensors(DerivedSource):
         return model if rows == model.vocabulary.size else model.with_vocabulary(rows)
 
     def _stay_tied(self) -> bool:
-        """True if the head of a tied base is the merged model's embedding too, as peft decides."""
+        """Return whether the head of a tied base stays tied in the merged model, as in peft."""
         here, there = (self._pieces.get(name, {}) for name in (self._embedding, self._head))
-        # Embeddings of another name peft leaves untied nevertheless.
+        # Even then, peft unties embeddings with any other name.
         if self._content.get("ensure_weight_tying") and (
             there or "embed_tokens" in self._embedding
         ):
@@ -229,7 +233,7 @@ class PeftTensors(DerivedSource):
         return place.from_peft(values, parsed.kind, self._experts(key, place, values, parsed.kind))
 
     def _experts(self, key: str, place: Place, values: Tensor, kind: str) -> int:
-        """Number of matrices in the parameter of an addition."""
+        """Return the number of stacked matrices in an adapter's parameter, or 1 without a stack."""
         if not place.target.stacked:
             return 1
         experts, size = self._base.shape(f"{place.layer}.weight")[0], values.shape[kind != "a"]
@@ -261,7 +265,7 @@ class PeftTensors(DerivedSource):
         return values
 
     def _after(self, theirs: str) -> Tensor:
-        """A tensor of theirs in the merged model."""
+        """Return a tensor of the merged model, by its Hugging Face name."""
         pieces = self._pieces.get(theirs, {})
         if "trained" in pieces:
             return self._read(pieces["trained"])
@@ -281,7 +285,7 @@ class PeftTensors(DerivedSource):
         return values
 
     def _of_base(self, theirs: str) -> Tensor:
-        """A tensor of theirs in the base, which the file may have."""
+        """Return a Hugging Face tensor of the base, preferably the copy in the adapters' file."""
         pieces = self._pieces.get(theirs, {})
         if "base" in pieces:
             return self._read(pieces["base"])
@@ -291,7 +295,7 @@ class PeftTensors(DerivedSource):
         return parameter.to_hf(self._base.tensor(parameter.ours))[theirs]
 
     def _addition(self, theirs: str, values: Tensor) -> Tensor:
-        """The low-rank addition to an embedding or head, as peft scales it."""
+        """Return the low-rank addition to an embedding or head, scaled like peft's."""
         pieces = self._pieces[theirs]
         if not {"A", "B"} <= pieces.keys():
             raise CheckpointError(f"{self._path}: the addition to {theirs} lacks a matrix")
@@ -309,7 +313,7 @@ class PeftTensors(DerivedSource):
         indices = self._content.get("trainable_token_indices") or []
         if isinstance(indices, dict):
             module = theirs.rpartition(".")[0]
-            # A tied head has the embedding's values.
+            # A tied head uses the embedding's indices.
             names = [name for name in indices if module.endswith(name)] or [*indices]
             indices = indices[names[0]]
         return indices
@@ -334,14 +338,14 @@ class PeftTensors(DerivedSource):
 
 
 class _Tensor(NamedTuple):
-    """A tensor in a file, which is read when it is requested."""
+    """Tensor in a file that is read on demand."""
 
     shape: tuple[int, ...]
     tensor: Callable[[], Tensor]
 
 
 def _opened(path: Path) -> Mapping[str, _Tensor]:
-    """The tensors in a file by key."""
+    """Return the tensors of a file by key."""
     if path.suffix != ".safetensors":
         content = load_pickle(path)
         return {key: _Tensor(tuple(v.shape), v.detach) for key, v in content.items()}
@@ -361,14 +365,15 @@ def _untied(model: ModelConfig) -> ModelConfig:
 
 
 def head_of(model: ModelConfig) -> str:
-    """The name of the head's tensor in files of Hugging Face; empty where it is another head."""
+    """Return the name of the head's tensor in Hugging Face files, or an empty string if the head is
+    not a language model's."""
     names = (each.theirs[0] for each in _parameters(_untied(model)) if each.ours == _HEAD)
     return next(names, "")
 
 
 def module_name(theirs: str) -> str:
-    """The name of a tensor in a model of transformers 5, by that in files: GPT-NeoX's head has
-    another there."""
+    """Return a tensor's name in a model of transformers 5, given its name in checkpoint files. The
+    names differ for GPT-NeoX's head."""
     rest = theirs.removeprefix("embed_out")
     return theirs if rest == theirs else f"lm_head{rest}"
 

@@ -1,4 +1,4 @@
-"""The weights in 4 bits of a run with ``--qlora``."""
+"""Registration and memory report of 4-bit weights of a run with ``--qlora``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron.model.layer_list import canonical_name, canonical_prefixes
 
 
 def find_quantised(engine: ModelEngine) -> str:
-    """Register an engine's 4-bit weights for loading a checkpoint; without one they get initial
-    values. Return a line about their memory."""
+    """Register an engine's 4-bit weights so that a checkpoint can be loaded into them. Without a
+    checkpoint they are initialised. Return a line about their memory for the log."""
     config, prefixes = engine.config, canonical_prefixes(engine.layers)
     engine.quantised = [
         (canonical_name(registered, prefixes), weight)

@@ -1,8 +1,6 @@
-"""Lines about the parameters that a run with adapters trains, and their work."""
+"""Number of parameters that a run with adapters trains, and FLOPs of the adapters."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 
@@ -16,13 +14,13 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 
 def _whole(config: RunConfig) -> LayerStack:
-    """The whole model, without values."""
+    """Return the whole model of the run on the meta device."""
     with torch.device("meta"):
         return LayerStack(trained_spec(config).layers(TensorParallel()), config.parallel)
 
 
 def with_additions(shape: TransformerShape, config: RunConfig) -> TransformerShape:
-    """A model's shape with the additions of a run, all other weights frozen."""
+    """Return a model's shape with the FLOPs of a run's adapters added."""
     of_stack, of_decoder, model = 0.0, 0.0, _whole(config)
     shares = {
         param: float(layer.share)  # type: ignore[arg-type]
@@ -33,17 +31,16 @@ def with_additions(shape: TransformerShape, config: RunConfig) -> TransformerSha
     for name, param in model.canonical_parameters():
         if is_adapter(name) and param.dim() > 1:
             flops = 2.0 * param.numel() * shares.get(param, 1.0)
-            # Keys and values of cross-attention are computed of the encoder's tokens.
+            # Keys and values of cross-attention are computed for the encoder's tokens.
             if name.startswith("decoder.") and ".cross_attention.kv." not in name:
                 of_decoder += flops
             else:
                 of_stack += flops
-    decoder = shape.decoder and replace(shape.decoder, additions=of_decoder)
-    return replace(shape, additions=of_stack, decoder=decoder)
+    return shape.with_additions(of_stack, of_decoder)
 
 
 def trained_line(config: RunConfig) -> str:
-    """Return a line with the numbers of trained parameters and of all."""
+    """Return a line with the numbers of trained parameters and of all parameters."""
     params = [param for _, param in _whole(config).canonical_parameters()]
     every = sum(param.numel() for param in params)
     trained = sum(param.numel() for param in params if param.requires_grad)

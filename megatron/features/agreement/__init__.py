@@ -1,1 +1,1 @@
-"""The processes of a run compare what they begin with."""
+"""Comparison of flags, code, data and checkpoints between the processes of a run."""

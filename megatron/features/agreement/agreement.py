@@ -1,14 +1,14 @@
-"""Facts that the ranks of a run must have in common, compared through the store at which they meet.
+"""Comparison of facts that the ranks of a run must have in common, through their rendezvous store.
 
-Before any collective, which ranks with other sizes would not leave: every rank hands in a digest of
-its facts, rank 0 compares them and publishes a verdict. Only where digests differ does one rank of
-each kind publish its facts, so that all ranks end with the same error, which names ranks, key and
-values. A rank that ends for another reason says so in the same place, and the others do not wait
-for it.
+It takes place before any collective, in which ranks with other sizes would hang. Every rank submits
+a digest of its facts; rank 0 compares the digests and publishes a verdict. Only if digests differ,
+one rank of each kind publishes its facts, so that all ranks end with the same error, which names
+ranks, key and values. A rank that ends for another reason reports it in the same place, so that the
+others do not wait for it.
 
-A launcher's store outlives the processes that it restarts, and contains what they wrote. So every
-start has a name of its own, which rank 0 makes and tells each rank that asks for it; all keys of
-the start, those of torch.distributed too, begin with it.
+A launcher's store outlives the processes that it restarts, and still has their entries. Therefore
+every start has a name of its own. Rank 0 creates it and sends it to each rank that asks. All keys
+of the start, including those of torch.distributed, begin with that name.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _SHOWN_RANKS = 8
 _SHOWN_HOSTS = 3
 _SHOWN_CHARACTERS = 120
 _PATIENCE = timedelta(seconds=5)
-"""Seconds that a rank that ends waits for the others to be told."""
+"""How long a rank that ends waits for the others to read its reason."""
 _MARGIN = timedelta(seconds=10)
-"""By which other ranks wait longer than rank 0, which knows more."""
+"""Extra time that other ranks wait, because rank 0 can give a better error message."""
 _PAUSE = 0.005
-"""Seconds between two looks of rank 0 at who has come."""
+"""Seconds between rank 0's checks for new arrivals."""
 
 
 class Start:
-    """One start of the processes of a run, among the others that a launcher's store has seen.
+    """One start of the processes of a run. A launcher's store may have the entries of several.
 
     Args:
         server: the store itself.
@@ -64,7 +64,7 @@ class Start:
 
     @property
     def store(self) -> dist.Store:
-        """Return the entry of this start in the store; other ranks than 0 ask for its name first.
+        """This start's namespace in the store. Ranks other than 0 first ask for the start's name.
         Raises torch's DistStoreError if rank 0 does not answer."""
         if self._store is None:
             self._name = self._asked() if self._rank else self._made()
@@ -79,27 +79,30 @@ class Start:
         return name
 
     def _asked(self) -> str:
-        """Only a living rank 0 can answer this token; an answer to another one may be old."""
+        """Request the name of the start from rank 0, and return it. The token is unique, so that
+        an old answer cannot match."""
         token = uuid4().hex
         self._server.set(f"starts/caller/{self._server.add('starts/callers', 1)}", token)
         self._server.wait([f"starts/answer/{token}"], self._timeout)
         return self._server.get(f"starts/answer/{token}").decode()
 
     def tell(self) -> None:
-        """Rank 0: answers whoever has asked for the name. Those of earlier starts have ended."""
+        """Answer, on rank 0, all ranks that have asked for the name. Callers of earlier starts have
+        ended."""
         callers = self._server.add("starts/callers", 0)
         self._open += range(self._seen + 1, callers + 1)
         self._seen = callers
         for number in tuple(self._open):
             caller = f"starts/caller/{number}"
-            if self._server.check([caller]):  # some end between the two steps of asking
+            # a rank may end after it has announced itself and before it has asked
+            if self._server.check([caller]):
                 token = self._server.get(caller).decode()
                 self._server.set(f"starts/answer/{token}", self._name)
                 self._open.remove(number)
 
     def wait(self, key: str, timeout: timedelta) -> bool:
-        """Rank 0: tells the name until ``key`` is there; whether that was in time. Raises
-        DisagreementError if another process does so, too."""
+        """Wait, on rank 0, until ``key`` exists, and answer other ranks meanwhile. Return False
+        after the timeout. Raises DisagreementError if another process acts as rank 0, too."""
         end = time.monotonic() + timeout.total_seconds()
         while not self.store.check([key]):
             if self._server.get("starts/newest").decode() != self._name:
@@ -113,7 +116,7 @@ class Start:
 
 
 def of_launcher() -> bool:
-    """True if the store is the launcher's, which all ranks are clients of."""
+    """Return whether the store belongs to the launcher, so that all ranks are clients."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -123,32 +126,33 @@ def _connection(timeout: timedelta, is_master: bool = False) -> dist.TCPStore:
         int(os.environ["MASTER_PORT"]),
         is_master=is_master,
         timeout=timeout,
-        # Without waiting for all of them: the number of processes is compared, too.
+        # Do not wait for all workers, because the number of processes is itself compared.
         wait_for_workers=False,
-        multi_tenant=True,  # torch.distributed opens the same one
+        multi_tenant=True,  # torch.distributed opens the same store
     )
 
 
 def start_name() -> str:
-    """The name of this start of the run, the same on all ranks and on no other start, once the
-    ranks have met."""
+    """Return the name of this start of the run, once the ranks have met. It is the same on all
+    ranks, and differs from that of every other start."""
     return _meeting.start.rpartition("/")[2]
 
 
 def met(seconds: float = 0.0) -> bool:
-    """True if the ranks have met, now or within this many seconds, and :func:`connect` can be
-    called."""
+    """Return whether the ranks have met, waiting up to this number of seconds. After that,
+    :func:`connect` can be called."""
     return _meeting.met.wait(seconds)
 
 
 def connect(timeout: timedelta) -> dist.Store:
-    """Another connection to what this start of the run has in the store, once the ranks have met;
-    one that a thread waits in would block the others."""
+    """Open another connection to this start's namespace in the store, once the ranks have met.
+    Threads need their own connection, because one that waits blocks all other users of its
+    connection."""
     return dist.PrefixStore(_meeting.start, _connection(timeout))
 
 
 INIT_METHOD = "agreement://"
-"""With which torch.distributed connects the ranks that have met here."""
+"""init_method with which torch.distributed connects the ranks that have met here."""
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
@@ -159,7 +163,7 @@ dist.register_rendezvous_handler(INIT_METHOD.partition(":")[0], _rendezvous)
 
 
 class Agreement:
-    """The comparisons of one run, in the same order on every rank.
+    """Comparisons of one run, which every rank makes in the same order.
 
     Args:
         timeout: how long to wait for the slowest rank.
@@ -178,8 +182,8 @@ class Agreement:
         return self._start.store
 
     def compare(self, facts: Facts) -> None:
-        """Raises DisagreementError on every rank if they differ in facts or in their number, one of
-        them has ended, or one does not come in time."""
+        """Raise DisagreementError on every rank if ranks differ in their facts or in the number of
+        processes, if one of them has ended, or if one does not arrive in time."""
         text = json.dumps(dict(facts), sort_keys=True)
         here, self._compared = self._compared, self._compared + 1
         try:
@@ -197,7 +201,7 @@ class Agreement:
             raise DisagreementError(_sizes(self._rank, self._size, verdict["size"]))
 
     def give_up(self, reason: str) -> None:
-        """Tells the other ranks that this one ends, where they wait for it now or later."""
+        """Tell the other ranks, which wait for this one now or later, that it ends."""
         if self._rank:
             self._hand_in(self._compared, {"reason": reason})
             self._store.add(f"{self._compared}/heard", 1)
@@ -234,8 +238,9 @@ class Agreement:
         self._publish(f"{here}/{number}", {**own, **content})
 
     def _kinds(self, here: int) -> list[list[int]]:
-        """Rank 0: ranks of equal digests, the largest group first. Raises DisagreementError as soon
-        as it is clear that the run cannot start, even if ranks are missing."""
+        """Return, on rank 0, the ranks grouped by digest, the largest group first. Raises
+        DisagreementError as soon as it is clear that the run cannot start, even if ranks are
+        missing."""
         digests: dict[int, str] = {}
         for number in range(1, self._size + 1):
             if not self._start.wait(f"{here}/{number}", self._timeout):
@@ -243,7 +248,8 @@ class Agreement:
             kind = self._read(f"{here}/{number}")
             rank = kind["rank"]
             self._hosts[rank] = kind["host"]
-            if kind["size"] != self._size:  # which may be why it has ended
+            # a wrong number of processes may be the reason why the rank has ended
+            if kind["size"] != self._size:
                 raise DisagreementError(_sizes(rank, kind["size"], self._size))
             if "reason" in kind:
                 raise DisagreementError(f"{self._named([rank])}: {kind['reason']}")
@@ -253,10 +259,12 @@ class Agreement:
         kinds: dict[str, list[int]] = {}
         for rank in sorted(digests):
             kinds.setdefault(digests[rank], []).append(rank)
-        return sorted(kinds.values(), key=len, reverse=True)  # rank 0's first among equals
+        # Sorting is stable: of groups of equal size, rank 0's comes first.
+        return sorted(kinds.values(), key=len, reverse=True)
 
     def _explained(self, kinds: Sequence[Sequence[int]], told: Sequence[Facts]) -> str:
-        """The error of all ranks: ``told`` are the facts of the first rank of each of ``kinds``."""
+        """Return the error message for all ranks. ``told`` has the facts of the first rank of each
+        of ``kinds``."""
         (most, *minorities), (usual, *others) = kinds, told
         shown, more = list[str](), 0
         for ranks, explanation in zip(minorities, others, strict=False):
@@ -276,7 +284,7 @@ class Agreement:
         )
 
     def _named(self, ranks: Sequence[int]) -> str:
-        """Ranks in words, with their nodes where the run is known to have several."""
+        """Describe the ranks in an error message, with their nodes if the run has several."""
         noun = "rank" if len(ranks) == 1 else "ranks"
         named = f"{noun} {_some(list(map(str, ranks)), _SHOWN_RANKS)}"
         hosts = list(dict.fromkeys(self._hosts[rank] for rank in ranks if rank in self._hosts))
@@ -302,7 +310,8 @@ class Agreement:
         return parse_json(self._store.get(key), f"{key} in the store of the ranks", lenient=True)
 
     def _wait_for_listeners(self, here: int, count: int) -> None:
-        """Until the others have read why; they could not, if the first rank had ended."""
+        """Wait until the other ranks have read the reason. If rank 0 ended first, the store would
+        end with it."""
         end = time.monotonic() + _PATIENCE.total_seconds()
         while self._store.add(f"{here}/heard", 0) < count and time.monotonic() < end:
             self._start.tell()
@@ -310,11 +319,11 @@ class Agreement:
 
 
 class _Meeting:
-    """Progress of this process towards meeting the others of its run."""
+    """Progress of this process towards meeting the other processes of its run."""
 
     def __init__(self) -> None:
         self.agreement: Agreement | None = None
-        """While they may wait for this one."""
+        """Set while other processes may wait for this one."""
         self.began = False
         self.start = "start/alone"
         """Prefix of all keys of this start in the store."""
@@ -326,16 +335,16 @@ _meeting = _Meeting()
 
 @contextlib.contextmanager
 def agreeing(agreement: Agreement, facts: Facts) -> Iterator[None]:
-    """Compares what a run begins with; until :func:`settled`, or the end of the block,
-    :func:`compare` compares more, and the others learn of an error of this process. Raises
-    DisagreementError as :meth:`Agreement.compare`."""
+    """Compare the initial facts of a run. Until :func:`settled` or the end of the context,
+    :func:`compare` compares more facts, and the other processes are told of an error of this one.
+    Raises DisagreementError as :meth:`Agreement.compare` does."""
     _meeting.agreement, _meeting.began = agreement, True
     try:
         agreement.compare(facts)
         yield
     except DisagreementError:
         raise
-    except BaseException as error:  # the others learn of an interrupt too
+    except BaseException as error:  # an interrupt is reported to the others, too
         give_up(str(error) or repr(error))
         raise
     finally:
@@ -343,20 +352,20 @@ def agreeing(agreement: Agreement, facts: Facts) -> Iterator[None]:
 
 
 def compare(facts: Callable[[], Facts]) -> None:
-    """Compares more facts within :func:`agreeing`; nothing without. Raises DisagreementError as
-    :meth:`Agreement.compare`."""
+    """Compare more facts inside :func:`agreeing`; do nothing outside. Raises DisagreementError as
+    :meth:`Agreement.compare` does."""
     if _meeting.agreement is not None:
         _meeting.agreement.compare(facts())
 
 
 def settled() -> None:
-    """After the last comparison: no rank waits in the store any more."""
+    """Mark the last comparison as done, after which no rank waits in the store."""
     _meeting.agreement = None
 
 
 def give_up(reason: str) -> bool:
-    """Notify the other processes of the run, if they may wait for it, that this one ends; return
-    True if they were notified. Called when a program ends, even before the processes have met."""
+    """Tell the other processes of the run, if they may wait for this one, that it ends. Return
+    whether they were told. Programs call this when they end, even before the processes have met."""
     line, agreement, told = reason.strip().partition("\n")[0], _meeting.agreement, False
     with contextlib.suppress(dist.DistError):
         if agreement is None and not _meeting.began and together_with_others():
@@ -381,7 +390,8 @@ def _some(names: Sequence[str], most: int) -> str:
 
 
 def _excerpts(*values: str | None) -> list[str]:
-    """Values for a line: where they are long, the part in which they begin to differ."""
+    """Return values for an error message, shortened to the part in which long values begin to
+    differ."""
     texts = ["missing" if value is None else value for value in values]
     if max(map(len, texts)) <= _SHOWN_CHARACTERS:
         return texts
@@ -392,7 +402,7 @@ def _excerpts(*values: str | None) -> list[str]:
 
 
 class RunMeeting(Meeting):
-    """Comparisons through the store at which the ranks meet."""
+    """Meeting whose comparisons use the store at which the ranks meet."""
 
     init_method = INIT_METHOD
 

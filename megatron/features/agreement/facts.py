@@ -1,5 +1,5 @@
-"""Facts by which the processes of a run are compared before they start: flags, DeepSpeed JSON,
-code, versions, tokenizer, variables of the environment; then data and checkpoint."""
+"""Facts that the processes of a run compare before it starts: flags, DeepSpeed JSON, code, package
+versions, tokenizer and environment variables, followed by data and checkpoint."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from megatron.util.digests import digest
 
 MAY_DIFFER = frozenset(
     {
-        "local_rank",  # the launcher gives each process its own
-        "data_cache_path",  # a folder of the node, whose content follows from the data
-        "object_storage_cache_path",  # likewise
-        "non_persistent_local_ckpt_dir",  # a folder of the node
-        "deepspeed_config",  # a copy on each node; what it says is compared
+        "local_rank",  # the launcher sets it for each process
+        "data_cache_path",  # a folder on the node, whose content is derived from the data
+        "object_storage_cache_path",  # also a folder on the node
+        "non_persistent_local_ckpt_dir",  # a folder on the node
+        "deepspeed_config",  # may be a copy on each node; its content is compared
     }
 )
-"""Fields of the configuration in which the processes of a run may differ."""
+"""Fields of the configuration that may differ between the processes of a run."""
 
 
 _VARIABLES = (
-    # Algorithms of NCCL: the order of its sums; ranks with different ones never finish.
+    # NCCL's algorithm determines the order of summation. Ranks with different algorithms hang.
     *("NCCL_ALGO", "NCCL_PROTO"),
-    # Precision and order of matrix products.
+    # These set the precision and the order of summation in matrix products.
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_F32_DEFAULT"),
     *("CUBLAS_WORKSPACE_CONFIG", "TORCH_CUDNN_SDPA_DEPRIORITIZED"),
     *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
-    # Whether kernels are compiled.
+    # These decide whether kernels are compiled.
     *("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"),
 )
 
 
 _ON_CPUS = ("OMP_NUM_THREADS",)
-"""The number of parts that a sum has."""
+"""Variables that determine into how many partial sums a CPU splits a reduction."""
 
 
 def run_facts(config: RunConfig, content: Json, *more: Any) -> Facts:
-    """Return the facts that every process of a run must have in common before it starts;
-    ``content`` is the completed DeepSpeed JSON, ``more`` are configurations of a tool."""
+    """Return the facts that every process of a run must have in common before it starts.
+    ``content`` is the completed DeepSpeed JSON, and ``more`` are configurations of a tool."""
     return {
         **_flags(config),
         **{key: value for own in more for key, value in flag_facts(own).items()},
@@ -67,7 +67,7 @@ def run_facts(config: RunConfig, content: Json, *more: Any) -> Facts:
 
 
 def program_facts() -> Facts:
-    """Code, versions and variables of the environment."""
+    """Return the digests of the code, the package versions and the environment variables."""
     on_cpu = not torch.cuda.is_available()
     variables = (*_VARIABLES, *(_ON_CPUS if on_cpu else ()))
     return {
@@ -78,7 +78,7 @@ def program_facts() -> Facts:
 
 
 def flag_facts(config: Any) -> Facts:
-    """The fields of a dataclass of flags."""
+    """Return the fields of a dataclass of flags."""
     return {
         flag_of(field): _shown(getattr(config, field.name))
         for field in dataclasses.fields(config)
@@ -87,7 +87,7 @@ def flag_facts(config: Any) -> Facts:
 
 
 def given_facts(settings: Settings) -> Facts:
-    """The flags that were given, without their defaults."""
+    """Return the flags that the user gave, without defaults."""
     return {
         f"--{name.replace('_', '-')}": _shown(setting.value)
         for name, setting in settings.items()
@@ -96,7 +96,7 @@ def given_facts(settings: Settings) -> Facts:
 
 
 def data_facts(files: Sequence[DataFile]) -> Facts:
-    """The files of the data, in their order."""
+    """Return the data files, in order, with digests of their content."""
     facts = {}
     for number, file in enumerate(files):
         use = f"{file.path}, weight {_shown(file.weight)}, range {_shown(file.share)}"
@@ -109,9 +109,9 @@ def data_facts(files: Sequence[DataFile]) -> Facts:
 def checkpoint_facts(
     loaded: Sequence[FoundCheckpoint | None], config: RunConfig | None = None
 ) -> Facts:
-    """The checkpoints that a run loads, the models to which they add adapters, and what the flags
-    of ``config`` name next to them. Raises CheckpointError if one of these is damaged, or a model
-    of adapters is missing."""
+    """Return the checkpoints that a run loads, the base models of adapters among them, and further
+    checkpoints that the flags of ``config`` name. Raises CheckpointError if one of these is
+    damaged, or if the base model of an adapter is missing."""
     bases = [
         one.form.locate_base(one.folder, one.base)  # type: ignore[attr-defined]
         for one in loaded
@@ -150,7 +150,7 @@ def _shown(value: Any) -> str:
 
 
 def _leaves(where: str, content: Any) -> Iterator[tuple[str, str]]:
-    """The values of a JSON tree by their dotted keys."""
+    """Yield the values of a JSON tree with their dotted keys."""
     if isinstance(content, Mapping) and content:
         for key, value in content.items():
             inside = where if where.endswith(": ") else f"{where}."
@@ -160,11 +160,11 @@ def _leaves(where: str, content: Any) -> Iterator[tuple[str, str]]:
 
 
 def _code() -> Facts:
-    """A digest of every source file of the package, and of the program."""
+    """Return a digest of every source file of the package, and of the main program."""
     root = os.path.dirname(megatron.__file__)
     start = len(os.path.dirname(root)) + 1
     facts = {}
-    for folder, _, files in os.walk(root):  # pathlib takes twice as long for all of them
+    for folder, _, files in os.walk(root):  # pathlib would take twice as long
         for name in files:
             if name.endswith(".py"):
                 path = f"{folder}/{name}"
@@ -187,7 +187,7 @@ _PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """The versions of what computes, by their names."""
+    """Return the versions of Python, of CUDA and NCCL, and of the packages that affect results."""
     by_package = {
         "python": platform.python_version(),
         "torch": f"{torch.__version__} ({torch.version.git_version})",

@@ -1,4 +1,5 @@
-"""The processes of a run compare flags, code, data and checkpoints before it starts."""
+"""Comparison of flags, code, data and checkpoints between the processes of a run before it
+starts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Averages of weights over the steps of a training: exponential and uniform."""
+"""Averages of the weights over training steps: exponential and uniform."""

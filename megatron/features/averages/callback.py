@@ -1,4 +1,4 @@
-"""Averages of the weights that are trained, and evaluations of a model with them."""
+"""Averages of the trained weights, and evaluation of a model with them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megatron.training.trainer import Callback, Step, Trainer
 def add_weights(
     engine: TrainEngine, kind: str, decay: float | None, skipped: Tensor | bool
 ) -> None:
-    """Take the weights after a step into an average, unless the step changed none.
+    """Add the weights after a step to an average, unless the step was skipped.
 
-    The first weights are the average; later it is ``decay`` times itself plus the rest of 1 times
-    the weights or, without a decay, the mean of all. The formula is from
+    The average starts as a copy of the first weights. After that it is ``decay`` x average + (1 -
+    ``decay``) x weights or, without a decay, the mean of all weights. The formula is that of
     ``torch.optim.swa_utils.AveragedModel``, in float32.
     """
     kept = engine.kept[kind]
@@ -46,9 +46,9 @@ def add_weights(
 
 @contextmanager
 def computing_with(engine: TrainEngine, kind: str) -> Iterator[None]:
-    """Within this context the model computes with an average, rounded like trained weights. Every
-    rank must enter it, between steps. If the optimizer updates the model's own weights, a copy of
-    them is kept."""
+    """Make the model compute with an averaged copy of its weights inside this context, rounded like
+    the trained weights. Collective: every rank must enter it, between steps. If the optimizer
+    updates the model's own weights, a copy of them is kept and restored."""
     separate = has_main_weights(engine)
     copies = {} if separate else {param: param.detach().clone() for param in engine.trained}
     set_trained_weights(engine, lambda own: own.get(kind))
@@ -65,34 +65,34 @@ def computing_with(engine: TrainEngine, kind: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class AverageEvaluation:
-    """An evaluation of a model with the average ``kind`` of its weights."""
+    """Evaluation of a model with the average ``kind`` of its weights."""
 
     plain: Evaluation
     average: str
 
     @property
     def iteration(self) -> int:
-        """Steps done before it."""
+        """Number of steps before the evaluation."""
         return self.plain.iteration
 
     @property
     def kind(self) -> str:
-        """The writers' name for its values."""
+        """Name under which metric writers receive the values."""
         return f"{self.plain.kind} {self.average}"
 
     def line(self) -> str:
-        """The console line."""
+        """Return the line for the console."""
         words = f" loss of the {self.average.replace('_', ' ')} at iteration"
         return self.plain.line().replace(" loss at iteration", words, 1)
 
     def row(self) -> dict[str, float | None]:
-        """The values by name, for writers."""
+        """Return the values by name, for writers."""
         return self.plain.row()
 
 
 class AverageTerms(NamedTuple):
-    """The weights in an average: those after iteration ``first`` and after every ``every``-th later
-    one. ``decay`` is the decay of an exponential average; None for a mean."""
+    """Iterations that enter an average: ``first``, and every ``every``-th iteration after it.
+    ``decay`` is the decay of an exponential average, or None for a uniform mean."""
 
     decay: float | None
     first: int
@@ -100,8 +100,9 @@ class AverageTerms(NamedTuple):
 
 
 class Averages(Callback):
-    """Updates averages, by the names of their states, after every step, before it is saved, and
-    evaluates them where the weights are evaluated, on the same samples."""
+    """Callback that updates the averages after every step and before a checkpoint is saved. It
+    also evaluates the averaged weights whenever the trained weights are evaluated, on the same
+    samples."""
 
     def __init__(self, terms: Mapping[str, AverageTerms]) -> None:
         self._terms = terms

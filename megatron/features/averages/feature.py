@@ -1,4 +1,4 @@
-"""Averages of weights, kept in addition to the trained ones."""
+"""Feature that keeps averages of the weights in addition to the trained ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.config.flags import (
 )
 
 EXPONENTIAL, UNIFORM = "exponential_average", "uniform_average"
-"""States of a weight in checkpoints."""
+"""Names of the averages' states in checkpoints."""
 
 _EMA = Need("--ema-decay", lambda values: values["ema_decay"] is not None)
 _SWA = Need("--swa-start-iter", lambda values: values["swa_start_iter"] is not None)
@@ -26,24 +26,24 @@ _SWA = Need("--swa-start-iter", lambda values: values["swa_start_iter"] is not N
 
 @dataclass(frozen=True)
 class AveragesConfig(FlagSection):
-    """Averages of weights."""
+    """Averages of the weights."""
 
     after: ClassVar[str] = "optimizer"
 
     ema_decay: float | None = option(None, bounds=FRACTION)
-    """Keep an exponential moving average of the weights: after a step it is this times itself plus
-    the rest of 1 times the weights (0.999). Evaluations have its losses, too."""
+    """Keep an exponential moving average of the weights with this decay, such as 0.999: average =
+    decay x average + (1 - decay) x weights. Evaluations also report its losses."""
     ema_start_iter: int = option(1, bounds=POSITIVE, needs=_EMA)
     """Iteration after which the exponential average starts, as a copy of the weights."""
     swa_start_iter: int | None = option(None, bounds=NOT_NEGATIVE)
     """Keep the mean of the weights after this iteration and later ones (stochastic weight
-    averaging). Evaluations have its losses, too."""
+    averaging). Evaluations also report its losses."""
     swa_interval: int = option(1, bounds=POSITIVE, needs=_SWA)
-    """Iterations from one term of that mean to the next."""
+    """Number of iterations between two weights that enter the mean."""
 
     @property
     def names(self) -> Mapping[str, str]:
-        """The state of each average of the run, and its flag."""
+        """State name and flag of each average of the run."""
         asked = {
             EXPONENTIAL: ("--ema-decay", self.ema_decay),
             UNIFORM: ("--swa-start-iter", self.swa_start_iter),
@@ -51,12 +51,12 @@ class AveragesConfig(FlagSection):
         return {kind: flag for kind, (flag, value) in asked.items() if value is not None}
 
     def check(self, config: Any, resolver: ConfigResolver) -> None:
-        """Refuse what cannot have averages, or would lose them. Raises ConfigError."""
+        """Check that the run can keep its averages. Raises ConfigError if not."""
         for flag in self.names.values():
             check_kept(flag, "the average", config, resolver)
 
     def check_start(self, last: int) -> None:
-        """Refuse averages that start after the last iteration. Raises ConfigError."""
+        """Check when the averages start. Raises ConfigError if that is after the last iteration."""
         for flag, first in (
             ("--ema-start-iter", self.ema_start_iter if self.ema_decay is not None else 0),
             ("--swa-start-iter", self.swa_start_iter or 0),
@@ -69,8 +69,8 @@ class AveragesConfig(FlagSection):
 
 
 def check_kept(flag: str, what: str, config: Any, resolver: ConfigResolver) -> None:
-    """Refuse runs that cannot keep ``what`` next to the weights, as ``flag`` needs it, or would
-    lose it. Raises ConfigError."""
+    """Check that a run can keep ``what``, which ``flag`` asks for, in addition to the weights.
+    Raises ConfigError if the run cannot keep it, or would lose it when it resumes."""
     checkpoint = config.checkpoint
     for wrong, why, instead in (
         (
@@ -93,7 +93,7 @@ def check_kept(flag: str, what: str, config: Any, resolver: ConfigResolver) -> N
 
 
 class AveragesFeature(Feature):
-    after = ("qk_clip",)  # which changes the weights after an update
+    after = ("qk_clip",)  # QK-Clip changes the weights after an update
     sections = {"averages": AveragesConfig}
     training_flags = (AveragesConfig,)
 

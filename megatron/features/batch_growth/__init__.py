@@ -1,1 +1,1 @@
-"""Batches that grow."""
+"""Batch sizes that grow at the beginning of a run."""

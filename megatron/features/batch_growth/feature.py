@@ -1,4 +1,4 @@
-"""Batches that grow at the beginning of a run: ``--rampup-batch-size``."""
+"""Batch sizes that grow at the beginning of a run: ``--rampup-batch-size``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flag of batches that grow."""
+"""Flag for batch sizes that grow at the beginning of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.config.flags import option
 
 @dataclass(frozen=True, kw_only=True)
 class BatchGrowthFlags(FlagPart):
-    """Smaller batches at the beginning of a run."""
+    """Options for smaller batches at the beginning of a run."""
 
     before: ClassVar[str] = "train_iters"
 
@@ -21,8 +21,8 @@ class BatchGrowthFlags(FlagPart):
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Numbers of samples of a step, in the order of the run; START and INCREMENT that lead
-        nowhere are refused where the schedule is made."""
+        """Batch sizes of the run, in order. A START or INCREMENT that is not positive is ignored
+        here, because the schedule refuses it with an error."""
         whole: int = super().batch_sizes[-1]  # type: ignore[misc]
         start, increment, _ = self.rampup_batch_size or (whole, 1, 0)
         if start <= 0 or increment <= 0:

@@ -1,5 +1,5 @@
-"""Batches that grow: Megatron's ``--rampup-batch-size``. Steps and samples convert into each other
-by iterating over the batch sizes, not over the steps."""
+"""Schedule of a growing batch size, Megatron's ``--rampup-batch-size``. Steps are converted to
+samples and back by iterating over the few batch sizes instead of over all steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron.training.schedules import BatchSizeSchedule, either
 
 @dataclass(frozen=True)
 class RampUp(BatchSizeSchedule):
-    """A ramp-up begins with batches of START samples. Its SAMPLES are cut into equal parts, one for
-    each increment up to ``global_batch_size``; after every part the batch grows by INCREMENT.
-    A batch is never cut short at the end of a part. Raises ConfigError if a batch size does not
-    divide into micro batches, or the increments do not lead from START to ``global_batch_size``.
+    """Batch size that ramps up from START to ``global_batch_size``. SAMPLES is divided into equal
+    parts, one for each increment. After each part the batch size grows by INCREMENT. The last batch
+    of a part is not shortened. Raises ConfigError if a batch size does not divide into micro
+    batches, or if the increments do not lead from START to ``global_batch_size``.
 
     Attributes:
         rampup: START, INCREMENT and SAMPLES.
@@ -48,7 +48,7 @@ class RampUp(BatchSizeSchedule):
                 )
         if growth % increment:
             reached = start + growth // increment * increment
-            # START alone would be a run without a ramp-up, which the flag is not meant for.
+            # START alone would be a constant batch size, not a ramp-up.
             sizes = [size for size in (reached, reached + increment) if size > start]
             fitting = [
                 n for n in range(self.per_round, growth + 1, self.per_round) if growth % n == 0
@@ -66,7 +66,7 @@ class RampUp(BatchSizeSchedule):
         increments = (self.global_batch_size - start) // increment
         if increments == 0 or consumed_samples > samples or samples == 0:
             return self.global_batch_size
-        # In floating point, like Megatron: exact arithmetic puts some steps one sample elsewhere.
+        # Floating point, as in Megatron: exact arithmetic moves some steps by one sample.
         done = int(consumed_samples / (samples / increments))
         return start + done * increment
 
@@ -87,7 +87,7 @@ class RampUp(BatchSizeSchedule):
         return consumed + iterations * self.global_batch_size
 
     def _ramp(self) -> Iterator[tuple[int, int]]:
-        """(batch size, number of such batches), for the sizes below the final one."""
+        """Yield (batch size, number of such batches) for all sizes below the final one."""
         consumed = 0
         while (size := self.batch_size(consumed)) < self.global_batch_size:
             batches = math.ceil((self._first_sample_after(size) - consumed) / size)
@@ -95,7 +95,8 @@ class RampUp(BatchSizeSchedule):
             consumed += batches * size
 
     def _first_sample_after(self, size: int) -> int:
-        """The smallest number of consumed samples at which the batch is larger than ``size``."""
+        """Return the smallest number of consumed samples at which the batch size exceeds
+        ``size``."""
         start, increment, samples = self.rampup
         increments = (self.global_batch_size - start) // increment
         part = (size - start) // increment

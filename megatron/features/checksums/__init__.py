@@ -1,1 +1,1 @@
-"""Data files compared with checksums next to them."""
+"""Verification of data files against the checksums stored next to them."""

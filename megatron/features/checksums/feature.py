@@ -1,4 +1,4 @@
-"""Comparison of data files with the checksums next to them, for ``--verify-data``."""
+"""Verification of data files against the checksums stored next to them, for ``--verify-data``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flag of files that are compared with their checksums."""
+"""Flag that enables the verification of data files."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ class ChecksumFlags(FlagPart):
     before: ClassVar[str] = "mock_data"
 
     verify_data: bool = option(False)
-    """Compare every file of --data-path and the like with its checksum (PREFIX.sha256 next to
-    PREFIX.bin and PREFIX.idx, FILE.sha256 next to other files) before training. The processes share
-    the work."""
+    """Compare every file of --data-path and similar flags with its checksum before training.
+    Checksums are in PREFIX.sha256 next to PREFIX.bin and PREFIX.idx, and in FILE.sha256 next to
+    other files. The processes share the work."""

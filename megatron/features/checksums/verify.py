@@ -1,5 +1,5 @@
-"""Checksums of data files, next to them: ``PREFIX.sha256`` of an indexed dataset, ``FILE.sha256``
-of any other file."""
+"""Checksums stored next to data files: ``PREFIX.sha256`` for an indexed dataset, ``FILE.sha256``
+for any other file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.data.corpora import READ_IN_PLACE, expand
-from megatron.data.indexed.dataset import bin_path, idx_path
+from megatron.data.indexed import bin_path, idx_path
 from megatron.util.digests import sha256_of_file
 from megatron.util.progress import progress_bar
 
@@ -17,13 +17,15 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def checksum_path(prefix: str | os.PathLike[str]) -> Path:
-    """The checksums of a prefix: lines as `sha256sum` writes and checks them."""
+    """Return the path of the checksum file for a data prefix. Its lines have the format of
+    `sha256sum`."""
     return Path(f"{os.fspath(prefix)}.sha256")
 
 
 def read_checksums(prefix: str | os.PathLike[str]) -> Mapping[str, str]:
-    """SHA-256 by file name; empty without a file of checksums. Raises ValueError if the file is
-    malformed, or not of this dataset; OSError if it cannot be read."""
+    """Return the SHA-256 of each file by file name, or an empty mapping if there is no checksum
+    file. Raises ValueError if the checksum file is malformed or belongs to another dataset, and
+    OSError if it cannot be read."""
     path = checksum_path(prefix)
     if not path.exists():
         return {}
@@ -45,9 +47,9 @@ def read_checksums(prefix: str | os.PathLike[str]) -> Mapping[str, str]:
 
 
 def verify_checksums(paths: Sequence[str], rank: int = 0, processes: int = 1) -> None:
-    """Compare this process's share of the files of data paths with the checksums next to them:
-    PREFIX.sha256, or FILE.sha256 of a file that is not indexed. Raises ValueError if one is missing
-    or differs, or a path is a URL; OSError if a file cannot be read."""
+    """Compare this process's share of the data files with their checksums in PREFIX.sha256, or in
+    FILE.sha256 for files that are not indexed. Raises ValueError if a checksum is missing or
+    differs, or if a path is a URL, and OSError if a file cannot be read."""
     known = [digest for path in dict.fromkeys(paths) for digest in _checksums(path)]
     sizes = {path: path.stat().st_size for path, _ in known}
     shares: list[list[tuple[Path, str]]] = [[] for _ in range(processes)]
@@ -67,7 +69,7 @@ def verify_checksums(paths: Sequence[str], rank: int = 0, processes: int = 1) ->
 
 
 def _checksums(path: str) -> list[tuple[Path, str]]:
-    """The files of a data path and their checksums."""
+    """Return the files at a data path, each with its expected checksum."""
     if "://" in path:
         raise ValueError(
             f"--verify-data: {path} is remote, and only files here have checksums next to them; "

@@ -1,1 +1,1 @@
-"""Compression in training: quantised weights and activations, pruning, fewer layers."""
+"""Compression during training: quantised weights and activations, pruning, and layer reduction."""

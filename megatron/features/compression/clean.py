@@ -1,9 +1,10 @@
-"""``clean`` of ``tools/convert_checkpoint.py``: the model that a run with ``compression_training``
-has made, without what only its training needs (DeepSpeed's ``redundancy_clean``).
+"""``clean`` of ``tools/convert_checkpoint.py``: write the compressed model of a run with
+``compression_training``, without training state (DeepSpeed's ``redundancy_clean``).
 
 Weights get the values that the layers computed with: quantised, and zero where they are pruned.
-Rows and heads whose ``related_modules`` are named are left out, if every block loses as many and a
-format of the model can say so.
+Pruned rows and heads are removed if three conditions hold: the configuration lists their
+``related_modules``, every block loses the same number, and a checkpoint format of the model
+supports the new shape.
 """
 
 from __future__ import annotations
@@ -58,24 +59,24 @@ from megatron.util.errors import spelled
 from megatron.util.progress import say
 
 _PAIRS = {"attention.proj": "attention.qkv", "mlp.up": "mlp.down"}
-"""The layers of a block that heads and rows are shared with."""
+"""For a layer in which heads or rows are pruned, the layer of the same block that shares them."""
 
 
 @dataclass(frozen=True)
 class CleanConfig:
-    """Compressed models without the state that only training needs."""
+    """Conversion of a compressed model to one without training state."""
 
     output: str | None = option(None)
-    """Folder of checkpoints to create: --load of to-hf, of tools and of a training."""
+    """Checkpoint folder to create. It can be the --load of to-hf, other tools or training."""
     keep_shapes: bool = option(False)
-    """Leave pruned rows and heads in place, as zeros, where related_modules could lose them."""
+    """Keep pruned rows and heads as zeros, even if related_modules would allow removing them."""
     overwrite: bool = option(False)
     """Replace the checkpoint in --output."""
 
 
 def clean(argv: Sequence[str]) -> None:
-    """Writes the compressed model. Raises ConfigError if a flag is missing or wrong;
-    CheckpointError if the checkpoint is damaged, or its run compressed nothing."""
+    """Run the ``clean`` command. Raises ConfigError if a flag is missing or wrong, and
+    CheckpointError if the checkpoint is damaged or its run did not use compression."""
     checkpoint, config = parsed(
         argv, "clean", "Writes the model of a run with compression_training as it computes: with "
         "quantised and pruned weights.", LoadConfig, CleanConfig,
@@ -91,10 +92,10 @@ def clean(argv: Sequence[str]) -> None:
 
 
 class CleanSource(DerivedSource):
-    """The compressed model in a checkpoint of its run.
+    """Compressed model, computed from a checkpoint of its run.
 
     Attributes:
-        lines: what was done, for the user.
+        lines: messages about the changes, for the user.
     """
 
     title = "compressed model"
@@ -142,7 +143,7 @@ class CleanSource(DerivedSource):
                 bits, _ = schedule(technique, group.params, steps)
             self.lines.append(f"{group.place}: weights of {bits} bits")
 
-    # Dimensions that become smaller.
+    # Removal of pruned rows and heads.
 
     def _shrink(self) -> None:
         for kind, field in ((ROW, "ffn_hidden_size"), (HEAD, "num_attention_heads")):
@@ -165,7 +166,8 @@ class CleanSource(DerivedSource):
                 self._leave_out(layer, kind, masks[layer.name])
 
     def _related(self, layer: CompressedLayer, kind: str) -> bool:
-        """True if the layer that shares rows or heads is among the related modules."""
+        """Return whether the group's ``related_modules`` include the layer of the same block that
+        shares these rows or heads."""
         block, _, rest = layer.name.partition("attention." if kind == HEAD else "mlp.")
         own = ("attention." if kind == HEAD else "mlp.") + rest
         group, pair = layer.uses[kind].group, _PAIRS.get(own)
@@ -175,7 +177,7 @@ class CleanSource(DerivedSource):
         )
 
     def _smaller(self, kind: str, field: str, count: int) -> ModelConfig | None:
-        """Return the model with this many rows or heads; None if it cannot have that shape."""
+        """Return the model with ``count`` rows or heads, or None if no format supports that."""
         model, attention = self.model, self.model.attention
         plain = attention.num_query_groups == attention.num_attention_heads
         if (kind == ROW and model.mlp.gated) or (kind == HEAD and not plain):
@@ -193,7 +195,7 @@ class CleanSource(DerivedSource):
         return smaller
 
     def _leave_out(self, layer: CompressedLayer, kind: str, mask: Tensor) -> None:
-        """Notes the rows and columns that stay of a layer and of the one that shares them."""
+        """Record the rows or columns that remain in a layer and in the layer that shares them."""
         block = layer.name.rpartition("attention." if kind == HEAD else "mlp.")[0]
         kept = mask.nonzero().view(-1)
         if kind == ROW:
@@ -248,7 +250,7 @@ class CleanSource(DerivedSource):
         return overwritten(layer, {"": values}, self._seed, steps)[""] if steps > 0 else values
 
     def _mask(self, layer: CompressedLayer, kind: str) -> Tensor:
-        """The mask of a whole matrix, float32."""
+        """Return the mask for a whole matrix, float32."""
         key = layer.name, kind
         if key not in self._whole_masks:
             self._whole_masks[key] = self._new_mask(layer, kind)
@@ -258,7 +260,7 @@ class CleanSource(DerivedSource):
         if kind in layer.learned:
             return layer.mask_of(kind, self._source.tensor(f"{layer.name}.{SCORES[kind]}"))
         packed = self._state.get(f"{layer.name}:{kind}")
-        if packed is None:  # before its first step
+        if packed is None:  # the checkpoint was saved before the first step
             return layer.mask_of(kind, self._source.tensor(f"{layer.name}.weight"))
         shape = layer.shard_of_mask(kind, shard_of(layer.weights[""])).canonical_shape
         return unpacked(packed, shape).float()

@@ -1,4 +1,4 @@
-"""Compression in training, as the JSON of older versions of DeepSpeed describes it."""
+"""Feature for compression during training, configured by a JSON section of older DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Compressed layers of a model: their selection, the scores that pruning learns, and the
-replacements of a layer's weights and inputs. A mask, or the groups of a quantised weight, cover the
-whole matrix (of each expert), so that every layout computes the same.
+"""Compressed layers of a model: select them by name, register learned pruning scores, and replace
+weights and inputs in the forward pass.
 
-Shapes: E experts of a rank, O outputs, I inputs, of a whole matrix; N heads.
+Masks and quantisation groups are computed for the whole matrix (of each expert), so that every
+parallel layout gives the same result.
+
+Shapes: E experts of a rank, O outputs and I inputs of a whole matrix, N heads.
 """
 
 from __future__ import annotations
@@ -46,20 +48,21 @@ from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
 from megatron.parallel.tensor_parallel import sum_at_once, sum_gradients
 
 SCORES = {SPARSE: "sparse_mask_scores", ROW: "row_mask_scores", HEAD: "head_pruning_scores"}
-"""Last names of the parameters whose order decides what is pruned (method ``topk``)."""
+"""Last name component of the learned score parameters that rank elements for pruning (method
+``topk``), by technique."""
 MOMENTUM = 0.95
-"""Momentum of a static range of activations."""
+"""Momentum of the running average of a static activation range."""
 _BLOCK = re.compile(r"(?:(?P<stack>encoder|decoder)\.)?layers\.(?P<number>\d+)\.(?P<rest>.+)")
 _EXPERTS = {"up": "dense_h_to_4h", "down": "dense_4h_to_h"}
 
 
 def is_scores(name: str) -> bool:
-    """True for the canonical name of learned scores."""
+    """Return whether a canonical parameter name is that of learned pruning scores."""
     return name.rpartition(".")[2] in SCORES.values()
 
 
 def names_of(module: str) -> Iterator[str]:
-    """The names by which patterns can choose a module: its own, and Megatron's."""
+    """Yield the names of a module that patterns can match: its own and Megatron's."""
     yield module
     match = _BLOCK.fullmatch(module)
     if match is None:
@@ -77,7 +80,7 @@ def names_of(module: str) -> Iterator[str]:
 
 
 def matches(pattern: str, module: str) -> bool:
-    """True if a pattern of the JSON is in one of the names of a module."""
+    """Return whether a pattern from the JSON matches any of a module's names."""
     return pattern == "*" or any(re.search(pattern, name) for name in names_of(module))
 
 
@@ -86,14 +89,14 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def _compressible(module: nn.Module) -> bool:
-    """True for linear layers, also of experts, and embeddings."""
+    """Return whether a module is a linear layer, including experts' layers, or an embedding."""
     linear = isinstance(module, ParallelLinear | WholeLinear) or hasattr(module, "add_low_rank")
     return linear or is_embedding(module)
 
 
 @dataclass(frozen=True)
 class Use:
-    """A technique with the group of modules that a layer is in."""
+    """Technique that applies to a module, and its group that contains the module."""
 
     technique: Technique
     group: ModuleGroup
@@ -101,17 +104,18 @@ class Use:
 
 @dataclass
 class Clock:
-    """Number of updates of a run with compression, excluding skipped ones."""
+    """Counter of the optimizer updates of a run with compression, without skipped ones."""
 
     updates: int = 0
 
     def reached(self, technique: Technique) -> bool:
-        """True if a technique is enabled in the next forward pass."""
+        """Return whether a technique is enabled in the next forward pass."""
         return self.updates >= technique.offset
 
 
 def uses_of(compression: Compression, name: str, embedding: bool) -> dict[str, Use]:
-    """Return the module's techniques. Raises ConfigError if two groups of one match it."""
+    """Return the techniques that apply to the module ``name``, by kind. Raises ConfigError if two
+    groups of one technique match the module."""
     uses: dict[str, Use] = {}
     for kind, technique in compression.techniques.items():
         if embedding and kind != WEIGHTS:
@@ -128,7 +132,7 @@ def uses_of(compression: Compression, name: str, embedding: bool) -> dict[str, U
 
 
 def require_matches(compression: Compression, modules: Sequence[str]) -> None:
-    """Raises ConfigError for a pattern in which no module of the whole model is."""
+    """Raise ConfigError if a pattern matches none of ``modules``, those of the whole model."""
     for technique in compression.techniques.values():
         for group in technique.groups:
             for pattern in (*group.modules, *(p for row in group.related for p in row)):
@@ -142,7 +146,7 @@ def require_matches(compression: Compression, modules: Sequence[str]) -> None:
 
 
 def compressed_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The canonical names of the modules in the layer ``prefix`` that can be compressed."""
+    """Yield the compressible modules in the layer ``prefix``, with their canonical names."""
     for path, each in module.named_modules():
         if _compressible(each):
             yield ".".join(filter(None, (prefix, path))), each
@@ -151,8 +155,8 @@ def compressed_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn
 def compressed_layers(
     compression: Compression, module: nn.Module, prefix: str
 ) -> Iterator[CompressedLayer]:
-    """The compression of the modules in the layer ``prefix`` that are in a group. Raises
-    ConfigError for a module that does not fit."""
+    """Yield the compression of each module in the layer ``prefix`` that a technique applies to.
+    Raises ConfigError if a technique does not fit its module."""
     for name, each in compressed_modules(module, prefix):
         uses = uses_of(compression, name, is_embedding(each))
         if uses:
@@ -160,7 +164,8 @@ def compressed_layers(
 
 
 def masked(kind: str, weight: Tensor, mask: Tensor) -> Tensor:
-    """A weight, zero where the mask of a technique is: of heads [1, N], or else broadcast."""
+    """Multiply a weight by a technique's mask. The mask is [1, N] for heads, and otherwise
+    broadcasts to the weight."""
     if kind != HEAD:
         return weight * mask.to(weight)
     mask_N1 = mask.to(weight).view(-1, 1)
@@ -168,13 +173,14 @@ def masked(kind: str, weight: Tensor, mask: Tensor) -> Tensor:
 
 
 class CompressedLayer:
-    """Compression of one module, stored as its attribute ``compression``.
+    """Compression of one module, stored as the module's attribute ``compression``.
 
     Attributes:
-        clock: None before an engine in training has the layer.
-        masks: of the rank's share of the weight, by technique (``l1``).
-        range: of the inputs, float32 [2]; equal numbers before the first measurement.
-        measured: negative of the smallest, and the largest input of a step; None for none.
+        clock: None until the layer is attached to an engine in training.
+        masks: masks for this rank's shard of the weight, by technique (method ``l1``).
+        range: minimum and maximum of the inputs, float32 [2]. 0 before the first measurement, and
+            None without a static range.
+        measured: negated minimum, and maximum, of a step's inputs. None if not measured.
     """
 
     clock: Clock | None = None
@@ -193,17 +199,17 @@ class CompressedLayer:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """Beginnings of the names of the parameters that are parts of the weight."""
+        """Name prefixes of the parameters that make up the weight."""
         return ("", "kv_") if getattr(self.module, "kv_weight", None) is not None else ("",)
 
     @property
     def learned(self) -> list[str]:
-        """Techniques whose masks follow from scores that are learned."""
+        """Techniques whose masks are computed from learned scores."""
         return self._pruned_by("topk")
 
     @property
     def fixed(self) -> list[str]:
-        """Techniques whose masks follow from the weights at the start."""
+        """Techniques whose masks are computed once, from the initial weights."""
         return self._pruned_by("l1")
 
     def _pruned_by(self, method: str) -> list[str]:
@@ -212,7 +218,7 @@ class CompressedLayer:
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
-        """The parameters that are parts of the weight, while the module may have other values."""
+        """Parameters that make up the weight, even while the module's attributes are replaced."""
         return self._weights or {
             prefix: getattr(self.module, f"{prefix}weight") for prefix in self.prefixes
         }
@@ -243,8 +249,8 @@ class CompressedLayer:
                 )
 
     def _add_scores(self, kind: str) -> None:
-        """Scores as DeepSpeed draws them, uniform between -1 and 1 over the root of the last
-        dimension."""
+        """Register score parameters, initialised as in DeepSpeed: uniform in +-1 / sqrt(size of the
+        last dimension)."""
         for prefix, weight in self.weights.items():
             shard = self.shard_of_mask(kind, shard_of(weight))
             name = SCORES[kind]
@@ -255,7 +261,8 @@ class CompressedLayer:
             self.module.register_parameter(prefix + name, parameter(shard, init, tp.coordinates))
 
     def shard_of_mask(self, kind: str, weight: Shard) -> Shard:
-        """The shard of a mask: like the weight, [..., O, 1] of rows, or [1, N] of heads."""
+        """Return the shard of a mask or of scores, for the weight's shard. The whole shape is the
+        weight's, or [..., O, 1] for rows, or [1, N] for heads."""
         if kind == SPARSE:
             return Shard(weight.full_shape, weight.cuts)
         if kind == HEAD:
@@ -267,11 +274,11 @@ class CompressedLayer:
 
     @property
     def offset_of_inputs(self) -> int:
-        """Number of updates from which on inputs are quantised."""
+        """Number of updates after which inputs are quantised."""
         return self.uses[ACTIVATIONS].technique.offset
 
     def attach(self, clock: Clock, mesh: Mesh, device: torch.device) -> None:
-        """Begins to take part in the training of an engine."""
+        """Start compression, when the layer's engine is set up for training."""
         self.clock, self.mesh = clock, mesh
         sum_at_once(self.module.parameters(recurse=False))
         use = self.uses.get(ACTIVATIONS)
@@ -285,8 +292,8 @@ class CompressedLayer:
         return [{"tensor": (n, self.mesh.tensor.size)} for n in range(self.mesh.tensor.size)]
 
     def whole(self, shares: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> Tensor:
-        """The whole matrix (of each expert of this rank), from the share that each tensor-parallel
-        rank has of the parameters with these prefixes; every rank of them must ask for it."""
+        """Return the whole matrix (of each expert of this rank). ``shares`` are this rank's shards
+        by parameter prefix. Collective: every rank of the tensor-parallel group must call it."""
         own = {p: of_own_experts(shard, self.mesh.coordinates) for p, shard in shards.items()}
         if not any(shard.cuts for shard in own.values()) or self.mesh.tensor.size == 1:
             return shares[""]
@@ -300,14 +307,15 @@ class CompressedLayer:
         return result
 
     def cut(self, whole: Tensor, shard: Shard) -> Tensor:
-        """Return this rank's share of the result of :meth:`whole`."""
+        """Return this rank's shard of a whole matrix as returned by :meth:`whole`."""
         own = of_own_experts(shard, self.mesh.coordinates)
         return own.cut(whole, self._places[self.mesh.tensor.rank]) if own.cuts else whole
 
     def quantised(
         self, shares: Mapping[str, Tensor], bits: int, noise: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The shares of the quantised weight; an embedding has a group for each row."""
+        """Quantise the weight, given this rank's shards of it by prefix. Return the quantised
+        shards. In an embedding each row is a quantisation group."""
         shared = self.uses[WEIGHTS].technique.shared
         symmetric, groups = shared["quantization_type"] == "symmetric", shared["quantize_groups"]
         shards = {prefix: shard_of(weight) for prefix, weight in self.weights.items()}
@@ -316,7 +324,7 @@ class CompressedLayer:
             values = self.whole(shares, shards)
         if noise is not None:
             cuts = shards[""].cuts
-            if not self.embedding:  # the whole matrices of own experts
+            if not self.embedding:  # noise for whole matrices of this rank's experts
                 cuts = tuple(cut for cut in cuts if "expert" in cut.axes)
             own = Shard(shards[""].full_shape, cuts)
             drawn = own.cut(noise, self.mesh.coordinates).to(values)
@@ -328,7 +336,7 @@ class CompressedLayer:
         return {prefix: self.cut(result, shard) for prefix, shard in shards.items()}
 
     def mask_of(self, kind: str, whole: Tensor) -> Tensor:
-        """The mask of a whole matrix of weights (``l1``) or of scores (``topk``)."""
+        """Return the mask for a whole matrix of weights (method ``l1``) or of scores (``topk``)."""
         use = self.uses[kind]
         ratio, learned = use.group.params["dense_ratio"], use.technique.shared["method"] == "topk"
         if whole.dim() > 2:
@@ -346,7 +354,7 @@ class CompressedLayer:
 
     @contextmanager
     def effective(self) -> Iterator[None]:
-        """Within it the module has the weights and biases that it computes with."""
+        """Within this context, replace the module's weights and biases with the compressed ones."""
         kept = dict(self.module._parameters)
         try:
             for prefix in self.prefixes:
@@ -360,7 +368,7 @@ class CompressedLayer:
 
     @property
     def changes_weights(self) -> bool:
-        """True if the module computes with other weights, or scores need a gradient."""
+        """True if the module computes with changed weights, or if scores need a gradient."""
         return bool(self.learned) or any(map(self._active, PRUNING)) or self._quantises
 
     @property
@@ -383,7 +391,8 @@ class CompressedLayer:
                 bias = bias * self._mask(ROW, prefix).to(bias).view_as(bias)
         for kind in self.learned:
             if not self._active(kind):
-                # Without a gradient some optimizers would not count the step, and others would.
+                # Scores that are not used yet get a zero gradient. Without any gradient, optimizers
+                # would differ in whether they count the step.
                 weight = ZeroGradient.apply(weight, getattr(module, prefix + SCORES[kind]))
         if weight is not first:
             module._parameters[f"{prefix}weight"] = weight  # type: ignore[assignment]
@@ -391,8 +400,8 @@ class CompressedLayer:
                 module._parameters[f"{prefix}bias"] = bias  # type: ignore[assignment]
 
     def _mask(self, kind: str, prefix: str, summed: bool = False) -> Tensor:
-        """Return this rank's share of a mask; with ``summed`` the gradient of shared scores is
-        summed over ranks."""
+        """Return this rank's shard of a mask. With ``summed``, the gradient of scores that
+        tensor-parallel ranks share is summed over these ranks."""
         if kind in self.masks:
             return self.masks[prefix + kind]
         scores = getattr(self.module, prefix + SCORES[kind])
@@ -405,8 +414,8 @@ class CompressedLayer:
         return StraightThrough.apply(scores, mask)
 
     def input(self, x: Tensor) -> Tensor:
-        """The inputs, [..., I], that the layer computes with; in training their range is measured
-        from the step before the one in which they are quantised."""
+        """Return the inputs [..., I], quantised if the technique is enabled. In training, a static
+        range is measured starting one step earlier."""
         use = self.uses.get(ACTIVATIONS)
         if use is None or not x.is_floating_point() or not x.numel():
             return x
@@ -430,7 +439,7 @@ class CompressedLayer:
         return StraightThrough.apply(x, y.to(x.dtype))
 
     ranged = False
-    """True if there is a range of inputs."""
+    """True once the range of the inputs has been measured."""
 
     def _cuts_inputs(self) -> bool:
         shard = shard_of(self.weights[""])
@@ -441,7 +450,8 @@ class CompressedLayer:
         self.measured = bounds if self.measured is None else torch.maximum(self.measured, bounds)
 
     def follow(self, bounds: Tensor) -> None:
-        """Moves the range towards a step's: its negative smallest and its largest input."""
+        """Update the moving average of the range with a step's (negated minimum, maximum). Values
+        that are not finite are ignored."""
         assert self.range is not None
         if not bool(bounds.isfinite().all()):
             return
@@ -452,7 +462,7 @@ class CompressedLayer:
         self.ranged = True
 
     def wrap(self) -> None:
-        """Makes the module compute with what this layer says."""
+        """Replace the module's forward method with one that uses compressed weights and inputs."""
         self._weights = self.weights
         self.module.compression = self  # type: ignore[assignment]
         if hasattr(self.module, "changes_input"):
@@ -471,6 +481,6 @@ def _forward(layer: CompressedLayer, inner: Any, x: Tensor, *args: Any, **option
 
 
 def layers_in(model: nn.Module) -> list[CompressedLayer]:
-    """The layers of a process that compress, in order, each once."""
+    """Return the compressed layers of this process's model, in order and without duplicates."""
     layers = (getattr(module, "compression", None) for module in model.modules())
     return [layer for layer in layers if isinstance(layer, CompressedLayer)]

@@ -1,4 +1,4 @@
-"""A model whose layers compress, and runs that cannot compress as their flags say."""
+"""Model with compressed layers, and checks that a run's flags allow compression."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 
 def with_compression(spec: ModelSpec, config: RunConfig, compression: Compression) -> ModelSpec:
-    """The model with the layers that a run compresses. Raises ConfigError if a pattern names none
-    of its modules, or a module twice."""
+    """Return the model specification with the compressed layers of a run. Raises ConfigError if a
+    pattern matches none of its modules, or if two groups of a technique match the same module."""
     with torch.device("meta"):
         built = [(each.name, each.build()) for each in spec.layers(TensorParallel())]
     names = [name for prefix, top in built for name, _ in compressed_modules(top, prefix)]
@@ -36,7 +36,7 @@ def with_compression(spec: ModelSpec, config: RunConfig, compression: Compressio
             f"{head.shared['num_heads']}, and the model has --num-attention-heads {heads}"
         )
     for prefix, top in built:
-        list(compressed_layers(compression, top, prefix))  # they fit, or it raises
+        list(compressed_layers(compression, top, prefix))  # raises if a module does not fit
 
     def layers(tp: TensorParallel) -> list[LayerSpec]:
         return [replace(each, build=partial(_build, each, compression)) for each in spec.layers(tp)]
@@ -56,7 +56,7 @@ def _build(spec: LayerSpec, compression: Compression) -> nn.Module:
 
 
 def check(config: RunConfig, compression: Compression) -> None:
-    """Raises ConfigError for a run with flags that ``compression_training`` contradicts."""
+    """Raise ConfigError if a run's flags contradict ``compression_training``."""
     if not compression.techniques:
         return
     fast, optimizer = config.fast_paths, config.optimizer.optimizer

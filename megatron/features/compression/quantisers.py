@@ -1,8 +1,10 @@
 """Quantisers and masks of DeepSpeed's compression (``deepspeed.compression.utils`` and
-``deepspeed.runtime.quantize`` of DeepSpeed 0.19.6), with the same operations in the same order, in
-the dtype of their input. A group whose scale would be zero stays finite.
+``deepspeed.runtime.quantize`` in DeepSpeed 0.19.6).
 
-Shapes: G groups, N elements of a group, O outputs, I inputs.
+They apply the same operations in the same order, in the dtype of their input. Unlike there, a group
+whose scale would be zero stays finite.
+
+Shapes: G groups, N elements per group, O outputs, I inputs.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from torch import Tensor
 def quantise(
     x: Tensor, bits: int, groups: int, symmetric: bool = True, noise: Tensor | None = None
 ) -> Tensor:
-    """Values of ``x`` with at most 2^bits (2 bits: 3) different ones in each of ``groups`` parts of
-    equal length, in the order of its elements. ``noise`` is between -1/2 and 1/2, like ``x``, for
-    stochastic rounding."""
+    """Quantise ``x`` to at most 2^bits different values (3 for 2 bits) in each of ``groups`` equal
+    slices of its flattened elements. ``noise``, in [-1/2, 1/2] and shaped like ``x``, makes the
+    rounding stochastic; 1 and 2 bits ignore it and ``symmetric``."""
     x_GN = x.reshape(groups, -1)
     if bits == 2:
         y_GN = ternary(x_GN)
@@ -40,8 +42,8 @@ def within(
     symmetric: bool,
     noise: Tensor | None = None,
 ) -> Tensor:
-    """Values of ``x`` on 2^bits levels of the range from ``lowest`` to ``highest``, which
-    broadcast."""
+    """Quantise ``x`` to 2^bits levels between ``lowest`` and ``highest``, which broadcast to ``x``.
+    If ``symmetric``, the levels are centred on 0 and cover the larger of the two magnitudes."""
     levels = 2**bits
     if symmetric:
         scale = 2 * torch.max(lowest.abs(), highest.abs()) / levels
@@ -58,8 +60,8 @@ def _rounded(x: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def ternary(x_GN: Tensor) -> Tensor:
-    """-a, 0 and a in each group: a is the mean magnitude of the elements above 0.7 of the mean one
-    (Li et al. 2016, arXiv:1605.04711)."""
+    """Quantise each group to -a, 0 and a. The value a is the mean magnitude of the elements whose
+    magnitude exceeds 0.7 times the group's mean magnitude (Li et al. 2016, arXiv:1605.04711)."""
     mean_G1 = x_GN.norm(p=1, dim=1).div(x_GN.shape[1]).view(-1, 1)
     threshold_G1 = 0.7 * mean_G1
     above, below = ((x_GN > threshold_G1).to(x_GN), (x_GN < -threshold_G1).to(x_GN))
@@ -69,7 +71,8 @@ def ternary(x_GN: Tensor) -> Tensor:
 
 
 def largest(scores: Tensor, ratio: float) -> Tensor:
-    """A mask of ones and zeros like ``scores``: the ceil(ratio x n) largest are kept."""
+    """Return a mask shaped like ``scores``: 1 for the ceil(ratio x n) largest of n scores, else
+    0."""
     _, order = scores.flatten().sort(descending=True)
     mask = torch.zeros_like(scores).flatten()
     mask[order[: math.ceil(ratio * scores.numel())]] = 1.0
@@ -77,8 +80,8 @@ def largest(scores: Tensor, ratio: float) -> Tensor:
 
 
 class StraightThrough(torch.autograd.Function):
-    """Return the second argument, with the gradient of the first (Bengio et al. 2013,
-    arXiv:1308.3432)."""
+    """Straight-through estimator: returns ``y`` in the forward pass, and passes the gradient to
+    ``x`` (Bengio et al. 2013, arXiv:1308.3432)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -90,19 +93,20 @@ class StraightThrough(torch.autograd.Function):
 
 
 def falls(steps: int, period: int) -> int:
-    """Return how often the number of bits has decreased after ``steps`` quantisations: first after
-    ``period``, then each time after twice as many."""
+    """Return how often the number of bits has decreased after ``steps`` quantisations: once each
+    after ``period`` steps, 2 x ``period``, 4 x ``period`` and so on."""
     return (steps // period).bit_length()
 
 
 def bits_after(steps: int, start: int, target: int, period: int) -> int:
-    """Return the number of bits of a quantisation, counted from 1."""
+    """Return the number of bits used in the quantisation numbered ``steps``, from 1."""
     return max(target, start - falls(steps, period))
 
 
 def share_of_weights(steps: int, start: int, target: int, period: int, change: float) -> float:
-    """Return the share of unquantised weights in a mixed quantisation (``fp16_mixed_quantize``),
-    which restarts at 1 when the bits decrease."""
+    """Return the fraction of the unquantised weight in a mixed quantisation
+    (``fp16_mixed_quantize``). It falls by ``change`` per step, and restarts at 1 whenever the
+    number of bits decreases."""
     fallen = min(falls(steps, period), start - target)
     since = period << (fallen - 1) if fallen else 0
     return max(0.0, 1.0 - change * (steps - since))

@@ -1,5 +1,5 @@
-"""Students that begin with layers of a deeper teacher (``layer_reduction``), and checkpoints that
-lack the scores of pruning."""
+"""Initialisation of a student with layers of a deeper teacher (``layer_reduction``), and loading of
+checkpoints that lack pruning scores."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _STACKS = {"layers.": "encoder.layers", "encoder.layers.": "encoder.layers"}
 
 
 class StudentSource(RenamedSource):
-    """The weights of a student in a checkpoint of its teacher.
+    """Student's initial weights, read from a checkpoint of its teacher.
 
-    Class attributes of the subclass of a run:
-        teacher: the checkpoint.
-        reduction: which layers.
-        student: the student's model.
+    Class attributes, which a run sets in a subclass:
+        teacher: checkpoint of the teacher.
+        reduction: which of the teacher's layers and modules to copy.
+        student: configuration of the student.
     """
 
     title = "checkpoint of a teacher"
@@ -68,7 +68,7 @@ class StudentSource(RenamedSource):
 
     @cached_property
     def _places(self) -> dict[str, str]:
-        """Return the teacher's name of each parameter that the student takes from it."""
+        """Teacher's name for each parameter that the student copies, by the student's name."""
         stored, places = set(self.original.names()), {}
         for name in whole_shards(self.student):
             match = _BLOCK.fullmatch(name)
@@ -89,14 +89,15 @@ class StudentSource(RenamedSource):
 
 
 def _names_stack(prefix: str, stack: str) -> bool:
-    """True if a ``module_name_prefix`` names a stack of blocks, by our name or Megatron's."""
+    """Return whether a ``module_name_prefix`` is this trainer's or Megatron's name for ``stack``, a
+    stack of blocks."""
     ours = stack.removesuffix(".")
     theirs = _STACKS.get(stack, ours)
     return prefix in (ours, theirs, f"language_model.{theirs}", f"module.language_model.{theirs}")
 
 
 def _below(name: str, module: str) -> bool:
-    """True if an ``other_module_name`` names a module, or one that contains it."""
+    """Return whether ``name``, an ``other_module_name``, refers to ``module`` or contains it."""
     last = name.removeprefix("language_model.").removeprefix("encoder.")
     last = last.replace("final_layernorm", "final_norm")
     return f"{module}.".startswith(f"{last}.") or matches(f"^{re.escape(name)}$", module)
@@ -105,9 +106,10 @@ def _below(name: str, module: str) -> bool:
 def student_source(
     config: RunConfig, reduction: LayerReduction, source: ResumeSource | None
 ) -> ResumeSource | None:
-    """The start of a run with ``layer_reduction``: layers of the deeper model in ``--load`` or
-    ``--pretrained-checkpoint``, or else in ``--load-teacher``; a checkpoint with the run's number
-    of layers has already been reduced. Raises ConfigError without any."""
+    """Return the checkpoint from which a run with ``layer_reduction`` starts. It presents the
+    deeper model in ``--load`` or ``--pretrained-checkpoint``, or else in ``--load-teacher``, as a
+    student. A checkpoint that already has the run's number of layers is returned unchanged. Raises
+    ConfigError if no checkpoint is given, or if teacher_layer and --num-layers differ in number."""
     model, place = config.model, f"{SECTION}.{LAYERS}"
     if len(reduction.teacher_layers) != model.num_layers:
         raise ConfigError(
@@ -134,8 +136,8 @@ def student_source(
 
 
 def load_compressed(engine: TrainEngine, source: Source, fresh: Collection[str]) -> Source | None:
-    """Loads a checkpoint that lacks parameters: of a teacher, or from before the scores of pruning.
-    Returns None for one that has all."""
+    """Load a checkpoint that lacks parameters, because it is a teacher's or has no pruning scores
+    yet. Return None without loading it if it has all parameters."""
     stored = set(source.names())
     new = {name for name in engine.names.values() if name not in stored and name not in fresh}
     if not isinstance(source, StudentSource):

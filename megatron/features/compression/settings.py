@@ -1,6 +1,8 @@
-"""The section ``compression_training`` of DeepSpeed's JSON, with the keys and defaults of DeepSpeed
-0.19.6. Unknown keys, values of the wrong type and techniques that cannot run raise errors with
-their JSON path."""
+"""Section ``compression_training`` of DeepSpeed's JSON, with the keys and defaults of DeepSpeed
+0.19.6.
+
+Unknown keys, values of the wrong type, and techniques that cannot run raise ConfigError with their
+JSON path."""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ ENABLED = {
     ROW: "Row pruning",
     HEAD: "Head pruning",
 }
-"""A technique in the line that says from which step on it is enabled."""
+"""Description of each technique, for the log line that reports the step at which it is enabled."""
 
 _REQUIRED = object()
 
 
 class Key(NamedTuple):
-    """A key: a check of its value, a description of valid values, and the default, if any."""
+    """JSON key: a check for its value, a description of valid values, and the default, if any."""
 
     fits: Callable[[Any], bool]
     needed: str
@@ -66,7 +68,8 @@ _MIXED = {"enabled": _switch(), "quantize_change_ratio": _RATIO._replace(default
 
 
 def _shared(offset: int, method: str | None = None, **others: Key) -> dict[str, Key]:
-    """Keys of all techniques with their defaults, and of pruning by a ``method``."""
+    """Return the keys that all techniques have, with their defaults, and ``others``. ``method`` is
+    the default method of a pruning technique."""
     methods = {} if method is None else {"method": Key(*_among("l1", "topk"), method)}
     return {"enabled": _switch(), "schedule_offset": _step(offset), **methods, **others}
 
@@ -120,13 +123,13 @@ _SNIP = ("block_pattern", "dense_ratio", "excluded_modules", "schedule_offset_st
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules that a technique treats alike.
+    """Modules to which a technique applies with the same parameters.
 
     Attributes:
-        place: its path in the JSON.
-        modules: patterns of the names of modules.
-        related: for each of ``modules``, lists of patterns of modules that lose the same rows or
-            heads when the model is cleaned; empty where these are only set to zero.
+        place: JSON path of the group.
+        modules: patterns that match module names.
+        related: for each of ``modules``, patterns for the modules that lose the same rows or heads
+            when the model is cleaned. Empty if rows and heads are only set to zero.
     """
 
     place: str
@@ -137,7 +140,7 @@ class ModuleGroup:
 
 @dataclass(frozen=True)
 class Technique:
-    """A technique that is enabled, with what its groups share."""
+    """Enabled technique, with the settings that all its groups share."""
 
     kind: str
     shared: Mapping[str, Any]
@@ -145,18 +148,18 @@ class Technique:
 
     @property
     def offset(self) -> int:
-        """Number of updates from which on it is enabled."""
+        """Number of updates after which the technique is enabled."""
         return self.shared["schedule_offset"]
 
     @property
     def after_updates(self) -> bool:
-        """True for weights that are overwritten after each update, as DeepSpeed's MoQ does."""
+        """True if weights are overwritten after each update, as in DeepSpeed's MoQ."""
         return self.kind == WEIGHTS and not self.shared["quantize_weight_in_forward"]
 
 
 @dataclass(frozen=True)
 class LayerReduction:
-    """Layers of a student by their numbers in its teacher, and other modules that it copies."""
+    """Teacher layers that a student copies, by index, and other modules that it copies."""
 
     prefix: str
     teacher_layers: tuple[int, ...]
@@ -165,26 +168,26 @@ class LayerReduction:
 
 @dataclass(frozen=True)
 class Compression:
-    """The compression of a run: enabled techniques by name."""
+    """A run's compression: enabled techniques by kind, and the layer reduction, if any."""
 
     techniques: Mapping[str, Technique] = field(default_factory=dict)
     layers: LayerReduction | None = None
 
     @property
     def in_layers(self) -> bool:
-        """True if layers compute with other weights or inputs than they have."""
+        """True if layers compute with weights or inputs that differ from the stored ones."""
         return any(not technique.after_updates for technique in self.techniques.values())
 
     @property
     def moq(self) -> Technique | None:
-        """Weight quantisation after updates; None without."""
+        """Technique that quantises weights after each update (MoQ). None if not enabled."""
         weights = self.techniques.get(WEIGHTS)
         return weights if weights is not None and weights.after_updates else None
 
 
 def compression_of(text: str | None) -> Compression | None:
-    """The compression in the text of the section; None where nothing is enabled. Raises
-    ConfigError."""
+    """Parse the JSON section. Return None if it is missing or enables nothing. Raises ConfigError
+    if it is invalid."""
     if text is None:
         return None
     try:
@@ -280,7 +283,7 @@ def _patterns(value: Any, place: str) -> tuple[str, ...]:
 
 
 def _check(technique: Technique, place: str) -> None:
-    """Refuse values that contradict each other."""
+    """Raise ConfigError if a technique's settings contradict each other."""
     shared, at = technique.shared, f"{place}.shared_parameters"
     end = shared.get("schedule_offset_end")
     if end is not None and end < technique.offset:
@@ -328,7 +331,8 @@ def _reduction(section: Any) -> LayerReduction | None:
 
 
 def _values(section: Any, keys: Mapping[str, Key], place: str) -> dict[str, Any]:
-    """Return the values of all keys, with defaults for keys missing from the section."""
+    """Return the value of each key, or its default if the section lacks it. Raises ConfigError if a
+    value is invalid."""
     _require_object(section, place)
     _known(section, tuple(keys), place)
     values = {}
@@ -361,15 +365,15 @@ def _require_object(value: Any, place: str) -> None:
 
 @dataclass(frozen=True)
 class CompressionConfig(FlagSection):
-    """Compression: quantised weights and activations, pruning, fewer layers."""
+    """Compression: quantised weights and activations, pruning, layer reduction."""
 
     compression_training: str | None = option(None)
-    """Compression in training: the "compression_training" section of DeepSpeed's JSON."""
+    """Compression during training, in the format of DeepSpeed's "compression_training" section."""
 
     def __post_init__(self) -> None:
         compression_of(self.compression_training)
 
     @property
     def chosen(self) -> Compression | None:
-        """The compression of a run; None where nothing is compressed."""
+        """Compression of the run; None if nothing is compressed."""
         return compression_of(self.compression_training)

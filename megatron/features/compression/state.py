@@ -1,5 +1,5 @@
-"""State of compression from one step to the next: the number of updates, ranges of activations,
-masks; and the quantised values of weights that are overwritten after each update (MoQ)."""
+"""Compression state that persists between steps: the number of updates, activation ranges, masks,
+and the quantised values of weights that are overwritten after each update (MoQ)."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from megatron.training.trainer import Callback, Step, Trainer
 from megatron.util.processes import is_main_process
 
 FILE = "compression"
-"""Beginning of the names of files in checkpoints."""
+"""Prefix of the state's files in checkpoints."""
 UPDATES = "updates"
 _RANGE = "input_range"
 
 
 def quantisations(technique: Technique, updates: int) -> int:
-    """Number of times that weights have been overwritten after so many updates, as DeepSpeed
-    counts: with offset 0 also before the first forward pass, with another one first in the update
-    after it."""
+    """Return how often weights have been overwritten after ``updates`` updates, counted as in
+    DeepSpeed. With offset 0 they are also overwritten before the first forward pass. Otherwise they
+    are first overwritten in the update after the offset."""
     return updates - technique.offset if technique.offset else updates + 1
 
 
 class CompressionState(KernelStates):
-    """The state of a run with compression. The weights that the model computes with are made of the
-    main weights, which stay exact, before the first forward pass after each update or load."""
+    """Compression state of a run. With MoQ, the model's weights are recomputed from the exact
+    master weights before the first forward pass after each update or load."""
 
     file = FILE
 
@@ -52,10 +52,11 @@ class CompressionState(KernelStates):
         self._attached: TrainEngine | None = None
         self._packed: dict[str, Tensor] = {}
         self._main: dict[nn.Parameter, Tensor] = {}
-        """Main weights of parameters that the optimizer updates in place."""
+        """Exact weights of parameters that the optimizer updates in place, if there are no master
+        weights. The model then computes with the quantised ones."""
 
     def attach(self, engine: TrainEngine) -> None:
-        """Begins to compress the model of an engine."""
+        """Start compressing an engine's model."""
         self._attached, self._layers = engine, layers_in(engine.model)
         self._place_of = places(engine)
         for layer in self._layers:
@@ -76,14 +77,14 @@ class CompressionState(KernelStates):
         return self._attached
 
     def advance(self) -> list[str]:
-        """Counts an update; returns the names of techniques that it enables."""
+        """Count an update, and return the kinds of the techniques that it enables."""
         self.clock.updates += 1
         techniques = self._compression.techniques.values()
         return [each.kind for each in techniques if each.offset == self.clock.updates]
 
     @property
     def enabled(self) -> list[tuple[str, int]]:
-        """Return the enabled techniques, each with the update from which it is enabled."""
+        """(kind, offset) of each enabled technique. The offset is a number of updates."""
         techniques = self._compression.techniques.values()
         return [(each.kind, each.offset) for each in techniques if self.clock.reached(each)]
 
@@ -115,7 +116,7 @@ class CompressionState(KernelStates):
         ranged = [layer for layer in self._layers if layer.range is not None]
         if not ranged or self.clock.updates + 1 < ranged[0].offset_of_inputs:
             return
-        # Ranks without rows of an expert have measured nothing.
+        # -inf, for layers that this rank has not measured, such as an expert without tokens
         nothing = torch.full((2,), -float("inf"), device=self._engine.device)
         bounds = torch.stack([nothing if e.measured is None else e.measured for e in ranged])
         for group in (self._mesh.dense, self._mesh.tensor):
@@ -147,7 +148,8 @@ class CompressionState(KernelStates):
 
     @contextlib.contextmanager
     def _whole_small_ones(self) -> Iterator[None]:
-        """Return the small parameters of ZeRO 3, which are whole on every rank between steps."""
+        """Partition ZeRO 3's small parameters in this block. Between steps every rank has them
+        whole."""
         wrapper = self._engine.optimizer_wrapper
         whole = wrapper.persistent_parameters if self._engine.stage == 3 else []
         if whole:
@@ -159,14 +161,14 @@ class CompressionState(KernelStates):
     def _quantised(
         self, layer: CompressedLayer, technique: Technique
     ) -> dict[nn.Parameter, Tensor]:
-        """The values of a layer's parameters, from its main weights rounded to their dtype."""
+        """Return a layer's quantised parameters, computed from its rounded master weights."""
         params, steps = layer.weights, quantisations(technique, self.clock.updates)
         shares = {prefix: self._share(param).to(param.dtype) for prefix, param in params.items()}
         results = overwritten(layer, shares, self._seed, steps)
         return {params[prefix]: each for prefix, each in results.items()}
 
     def _share(self, param: nn.Parameter) -> Tensor:
-        """This tensor-parallel rank's share of a parameter's main weights."""
+        """Return the master weights of this tensor-parallel rank's shard of a parameter."""
         shape = shard_of(param).local_shape(self._mesh.coordinates)
         if param in self._main:
             return self._main[param]
@@ -182,10 +184,10 @@ class CompressionState(KernelStates):
             dist.all_reduce(flat, group=replicas.handle)
         return flat.view(shape)
 
-    # Masks that are fixed at the start.
+    # Masks that are computed once, at the start.
 
     def _add_masks(self, layer: CompressedLayer) -> None:
-        """The masks of a layer by the magnitudes of its weights, where it has none yet."""
+        """Compute a layer's missing masks from the magnitudes of its weights. Collective."""
         for kind in layer.fixed:
             if kind in layer.masks:
                 continue
@@ -205,7 +207,8 @@ class CompressionState(KernelStates):
         return torch.cat(parts)
 
     def _set_mask(self, layer: CompressedLayer, kind: str, whole: Tensor) -> None:
-        """Return the mask of the whole matrix, of all experts, for checkpoints, as bits."""
+        """Store a mask for the whole matrix (of all experts): this rank's shard for training, and
+        the whole mask as packed bits for checkpoints."""
         for prefix, param in layer.weights.items():
             shard = layer.shard_of_mask(kind, shard_of(param))
             local = shard.cut(whole, self._mesh.coordinates)
@@ -253,7 +256,8 @@ class CompressionState(KernelStates):
 
 
 def schedule(technique: Technique, params: Mapping[str, Any], steps: int) -> tuple[int, float]:
-    """Return the bits of a quantisation of weights, and the share of unquantised weights."""
+    """Return the number of bits in quantisation number ``steps``, and the fraction of the
+    unquantised weight that is mixed in."""
     bounds = params["start_bits"], params["target_bits"], params["quantization_period"]
     mixed = technique.shared["fp16_mixed_quantize"]
     change = mixed["quantize_change_ratio"]
@@ -264,8 +268,9 @@ def schedule(technique: Technique, params: Mapping[str, Any], steps: int) -> tup
 def overwritten(
     layer: CompressedLayer, shares: Mapping[str, Tensor], seed: int, steps: int
 ) -> dict[str, Tensor]:
-    """The values that replace shares of a weight in its quantisation number ``steps``; noise of
-    stochastic rounding is as for the whole weight."""
+    """Return the values that replace ``shares``, a weight's shards, in quantisation number
+    ``steps``. The noise for stochastic rounding is drawn for the whole weight, so that it is the
+    same in every layout."""
     use = layer.uses[WEIGHTS]
     (bits, share), noise = schedule(use.technique, use.group.params, steps), None
     if use.technique.shared["rounding"] == "stochastic":
@@ -278,24 +283,24 @@ def overwritten(
 
 
 def updates_in(state: Mapping[str, Tensor]) -> int:
-    """Return the number of updates in the state of a checkpoint, or 0."""
+    """Return the number of updates in a checkpoint's compression state, or 0 if not recorded."""
     return int(state[UPDATES].clone().view(torch.int64)) if UPDATES in state else 0
 
 
 def unpacked(bits: Tensor, shape: Sequence[int]) -> Tensor:
-    """A mask of this shape, from the bytes in a checkpoint."""
+    """Unpack a mask with this shape from the bytes in a checkpoint."""
     mask = np.unpackbits(bits.numpy(), count=int(np.prod(shape)))
     return torch.from_numpy(mask.reshape(tuple(shape)))
 
 
 def state_of(engine: TrainEngine) -> CompressionState | None:
-    """The state of compression of an engine, where it has one."""
+    """Return an engine's compression state, or None if it has none."""
     members: Sequence[KernelStates] = engine.kernels.members
     return next((each for each in members if isinstance(each, CompressionState)), None)
 
 
 class CompressionSteps(Callback):
-    """Counts the updates of a run, and says when techniques are enabled."""
+    """Callback that counts the updates of a run, and reports when techniques are enabled."""
 
     def __init__(self, state: CompressionState) -> None:
         self._state = state

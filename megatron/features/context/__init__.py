@@ -1,1 +1,1 @@
-"""Long context: attention over sequences that ranks divide, and memory for long sequences."""
+"""Long context: context parallelism, which divides sequences among ranks, and memory savings."""

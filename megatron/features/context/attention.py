@@ -1,4 +1,4 @@
-"""Attention of a block whose sequences are divided among ranks.
+"""Attention of a block under context parallelism, where sequences are divided among ranks.
 
 Shapes: B batch, N query heads and K key heads of a tensor-parallel rank, s queries and t keys of
 this rank, D head width.
@@ -35,21 +35,22 @@ from megatron.parallel.tensor_parallel import autocast_dtype
 
 
 class ContextAttention:
-    """An :data:`~megatron.model.attention_backends.AttentionBackend` of a rank's tokens.
+    """Context-parallel :data:`~megatron.model.attention_backends.AttentionBackend` of a rank.
 
-    - ``a2a``: ranks exchange heads, ``attend`` computes whole sequences.
-    - ``p2p``, ``allgather``: queries stay, and meet keys and values of one rank after another, or
-      of all, which are gathered first.
-    - ``a2a+p2p``: neighbours exchange heads, and meet the keys of the others' one after another.
+    - ``a2a``: ranks exchange heads, and ``attend`` computes whole sequences.
+    - ``p2p``, ``allgather``: queries stay on their rank. They attend to the keys and values of one
+      rank after another, or of all ranks, which are gathered first.
+    - ``a2a+p2p``: neighbouring ranks exchange heads, and attend to the keys of one group of
+      neighbours after another.
 
     Masks are those of whole sequences. A bias has the rows of this rank's queries and the columns
-    of all keys; ``attend`` then computes with gathered keys, however the block communicates.
+    of all keys; with a bias, ``attend`` always computes with gathered keys.
 
     Args:
-        attend: the kernel of whole sequences.
-        kind: how the block communicates.
+        attend: the kernel for whole sequences.
+        kind: communication scheme of the block.
 
-    Raises ConfigError where query heads are not divisible among the ranks that exchange them.
+    Raises ConfigError if the query heads cannot be divided among the ranks that exchange them.
     """
 
     def __init__(self, attend: AttentionBackend, context: Context, kind: str, heads: int) -> None:
@@ -63,7 +64,7 @@ class ContextAttention:
         self.exchange = HeadExchange(context, exchanging)
         self.gathers = kind == "allgather"
 
-    @untraced  # kernels and collectives in their own order, with nothing to fuse in between
+    @untraced  # kernels and collectives in a fixed order, with nothing to fuse between them
     def __call__(
         self,
         q_BNsD: Tensor,
@@ -90,7 +91,7 @@ class ContextAttention:
     def _of_heads(
         self, heads: int, scores: AttentionScoring, sinks_N: Tensor | None
     ) -> tuple[AttentionScoring, Tensor | None]:
-        """Return scores and sinks of the heads that this rank gets."""
+        """Return the scoring and attention sinks of the heads that this rank computes."""
         each = heads // self.exchange.size
         first = self.exchange.rank * each
         scores = replace(scores, slopes=scores.slopes[first : first + each])
@@ -127,8 +128,8 @@ class ContextAttention:
         plan = masks.once(key, lambda: self._plan(q, k, scores, scoring, masks))
         rule = plan.rule
         if dropout:
-            # The same on all ranks or not: places in the sequence distinguish their tiles, heads
-            # distinguish neighbours.
+            # The seed need not be the same on all ranks: tiles also differ by their positions in
+            # the sequence, and neighbouring ranks by their heads.
             seed = int(torch.randint(2**62, (), dtype=torch.int64)) + self.exchange.rank
             rule = replace(rule, seed=seed)
         return block_attention(q, k, v, plan.source, rule, plan.spans, sinks)
@@ -154,8 +155,8 @@ class ContextAttention:
 
 
 class HeadAttention(ContextAttention):
-    """Attention of all ranks' sequences, of some heads: all ranks exchange them. The compiler takes
-    it into the graph of its block."""
+    """Context-parallel attention in which all ranks exchange heads, so that each computes whole
+    sequences. Unlike the other kinds, it can be compiled into the graph of its block."""
 
     def __call__(
         self,
@@ -180,27 +181,28 @@ class HeadAttention(ContextAttention):
 def context_attention(
     attend: AttentionBackend, context: Context, kind: str, heads: int
 ) -> ContextAttention:
-    """Return the attention of a block that communicates as ``kind`` says. Raises as the class."""
+    """Return the attention of a block with communication scheme ``kind``. Raises ConfigError, as
+    :class:`ContextAttention` does."""
     whole = kind == "a2a" or (kind == "a2a+p2p" and context.inner == context.size)
     return (HeadAttention if whole else ContextAttention)(attend, context, kind, heads)
 
 
 def scoring_of(scores: AttentionScoring, width: int, dropout: float) -> Scoring:
-    """Scores of heads of a width, as kernels compute them."""
+    """Return the kernels' scoring for heads of a given width."""
     scale = 1 / math.sqrt(width) if scores.scale is None else scores.scale
     return Scoring(scale, scores.softcap, dropout)
 
 
 def block_rule(scores: AttentionScoring, scoring: Scoring, masks: AttentionMasks) -> BlockRule:
-    """Return the rule of blocks under these masks of whole sequences."""
+    """Return the block rule that is equivalent to these masks of whole sequences."""
     documents = DocumentBounds.of(masks) if scores.causal == masks.causal else None
     padding = None if scores.causal or documents is not None else masks.tokens
     return BlockRule(scoring, scores.causal, scores.window, scores.slopes, documents, padding)
 
 
 class _Plan(NamedTuple):
-    """Rule and source for all blocks of a micro batch with the same scoring, and positions of this
-    rank's queries."""
+    """Rule and key source, shared by all blocks with the same scoring in a micro batch, and the
+    positions of this rank's queries."""
 
     rule: BlockRule
     source: KeySource

@@ -1,4 +1,4 @@
-"""Flags of ranks that divide sequences, and of their communication."""
+"""Flags of context parallelism, and the resolution of its size and communication schemes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron.config.layouts import COMMUNICATIONS
 
 @dataclass(frozen=True, kw_only=True)
 class ContextFlags(FlagPart):
-    """Ranks that divide sequences."""
+    """Context parallelism."""
 
     before: ClassVar[str] = "no_pipeline_parallel"
 
     context_parallel_size: int | None = option(
         None, derived="ds-sequence-parallel-size, or 1", bounds=POSITIVE, role="layout"
     )
-    """Context-parallel size: ranks that each sequence is divided over, in every layer."""
+    """Context-parallel size: number of ranks that share each sequence, in all layers."""
     cp_comm_type: tuple[str, ...] = option(
         (),
         choices=COMMUNICATIONS,
@@ -27,27 +27,28 @@ class ContextFlags(FlagPart):
         derived="p2p; a2a with --ds-sequence-parallel-size",
         role="layout",
     )
-    """How ranks that divide a sequence communicate in attention: keys and values travel in a ring
-    (p2p), heads are exchanged for the sequence (a2a, Ulysses), keys and values are gathered
-    (allgather), or neighbours exchange heads and rings connect the neighbourhoods (a2a+p2p). One
-    value, or one for each block."""
+    """Communication scheme of context-parallel attention. p2p passes keys and values around a ring.
+    a2a exchanges heads for whole sequences (Ulysses). allgather gathers keys and values. a2a+p2p
+    exchanges heads between neighbouring ranks, and keys between groups of neighbours in a ring.
+    Give one value, or one per block."""
     hierarchical_context_parallel_sizes: tuple[int, ...] = option((), role="layout")
     """With --cp-comm-type a2a+p2p: number of neighbouring ranks that exchange heads, and number of
-    ranks of a ring; their product is the context-parallel size."""
+    ranks in a ring. Their product is the context-parallel size."""
     ds_sequence_parallel_size: int = option(1, bounds=POSITIVE, role="layout")
-    """Context-parallel size, with --cp-comm-type a2a where no other is given: the sequence
-    parallelism of DeepSpeed (Ulysses)."""
+    """DeepSpeed's sequence parallelism (Ulysses): sets the context-parallel size, with
+    --cp-comm-type a2a unless that flag is given."""
     force_ds_sequence_parallel: bool = option(False, role="layout")
     """Same as --cp-comm-type a2a."""
 
     def context_size(self, resolver: ConfigResolver) -> int:
-        """Ranks that divide a sequence."""
+        """Return the context-parallel size."""
         return _context_size(self, resolver)
 
     def communication(
         self, model: Any, context: int, resolver: ConfigResolver
     ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Communication of all blocks or of each over the context, and the two levels of it."""
+        """Return the communication scheme (one for all blocks, or one per block), and the sizes of
+        the two levels of a2a+p2p."""
         return _communication(self, model, context, resolver)
 
 
@@ -117,7 +118,8 @@ def _check_context(
     levels: tuple[int, ...],
     resolver: ConfigResolver,
 ) -> None:
-    """Refuses lengths and heads that the ranks of a context cannot divide."""
+    """Raise ConfigError if context-parallel ranks cannot divide the sequence lengths or heads
+    evenly."""
     tensor = flags.tensor_model_parallel_size
     slices = tensor if flags.sequence_parallel else 1
     divisor = 2 * context * slices

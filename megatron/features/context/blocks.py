@@ -1,10 +1,9 @@
-"""Attention to keys that come in blocks: one after another from other ranks, or from the memory of
-the host.
+"""Attention to keys that arrive in blocks, from other ranks or from host memory.
 
-A block of keys meets the queries in tiles. Most are whole blocks, which need no mask, or whose mask
-is the triangle of causal attention: one call of a kernel each. Others, at the edge of a window or
-of a document, or with ALiBi, have a mask of their own, of some rows of queries and those keys only
-that they may see; no mask of a whole sequence exists.
+A block of keys is processed in tiles of queries and keys. Most tiles are whole blocks, which need
+no mask or only the causal triangle, and take one kernel call. Tiles at the edge of a window or
+document, or with ALiBi, have an explicit mask. It covers only some query rows and the keys visible
+to them. A mask of the whole sequence is never created.
 
 Shapes: B batch, N query heads, K key heads, S queries, T keys of a block, D head width.
 """
@@ -26,24 +25,24 @@ from megatron.model.attention_masks import Place, Window, first_key, last_key, s
 from megatron.parallel.random import derive_seed
 
 _HIDDEN = -1e30
-"""Addend of a score that is not seen. Finite, so that a row of a tile without any key is no NaN in
-any kernel; its weight is 0 where the tile is merged."""
+"""Value added to masked scores. It is finite, so that a fully masked row of a tile is not NaN in
+any kernel. The weight of such a row is 0 when the tile is merged."""
 
 _MASK = 1 << 23
-"""Elements of a mask at most, where it does not need more for 16 queries."""
+"""Maximum number of elements of a mask, unless its minimum of 16 queries needs more."""
 
 _ROWS = 512
-"""Queries of a tile with a mask at most: it has the keys that any of them sees."""
+"""Maximum number of queries of a tile with a mask, which contains all keys visible to them."""
 
 _KEYS = 4096
-"""Keys of a tile whose mask has heads."""
+"""Maximum number of keys of a tile whose mask differs by head."""
 
 _FAR = 1 << 62
 
 
 class Tile(NamedTuple):
-    """Queries and keys of one call of a kernel, by their indices in their tensors, and their
-    positions in the sequence."""
+    """Queries and keys of one kernel call: their indices in the tensors, and the positions of the
+    first query and first key in the sequence."""
 
     queries: slice
     keys: slice
@@ -54,15 +53,16 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockRule:
-    """Rule of the keys that a query sees, by positions in the sequence, and of their scores.
+    """Rule for the keys that are visible to a query, by positions in the sequence, and for their
+    scores.
 
     Attributes:
-        causal: no key after the query.
+        causal: whether later keys are hidden from queries.
         window: as in :class:`~megatron.model.attention_masks.AttentionScoring`.
-        slopes: ALiBi's slope of each head.
-        documents: a query sees its own document only.
-        tokens: bool [B, 1, 1, keys of the sequence], False for padding, which no query sees.
-        seed: from which each tile has the seed of its dropout.
+        slopes: ALiBi slope of each head.
+        documents: documents of the positions; a query attends only to its own document.
+        tokens: bool [B, 1, 1, keys of the sequence], False for padding, which is always hidden.
+        seed: seed from which the dropout seed of each tile is derived.
     """
 
     scoring: Scoring
@@ -75,17 +75,18 @@ class BlockRule:
     _tiles: dict[tuple[Spans, Spans], list[Tile]] = field(default_factory=dict, compare=False)
 
     def first(self, query: Place) -> Place | int:
-        """The first position that a query sees."""
+        """Return the first position that is visible to a query, apart from documents and
+        padding."""
         return -_FAR if self.window is None else first_key(query, self.window, self.causal)
 
     def last(self, query: Place) -> Place | int:
-        """The last position that a query sees."""
+        """Return the last position that is visible to a query, apart from documents and padding."""
         if self.window is None:
             return query if self.causal else _FAR
         return last_key(query, self.window, self.causal)
 
     def seen(self, queries: Span) -> Span:
-        """Positions outside which no query of a span sees a key."""
+        """Return a range that contains every key that is visible to any query of a span."""
         first, end = self.first(queries[0]), self.last(queries[1] - 1) + 1
         if self.documents is None:
             return first, end
@@ -93,7 +94,7 @@ class BlockRule:
         return max(first, of_documents[0]), min(end, of_documents[1])
 
     def shared(self, queries: Span) -> Span:
-        """Positions of keys that all queries of a span see."""
+        """Return the range of keys that are visible to all queries of a span."""
         first, end = self.first(queries[1] - 1), self.last(queries[0]) + 1
         if self.documents is None:
             return first, end
@@ -101,12 +102,12 @@ class BlockRule:
         return max(first, of_documents[0]), min(end, of_documents[1])
 
     def sees(self, queries: Spans, keys: Span) -> bool:
-        """Return whether any query may see any of the keys."""
+        """Return whether any of the keys may be visible to any of the queries."""
         ranges = map(self.seen, queries)
         return any(first < keys[1] and keys[0] < end for first, end in ranges)
 
     def tiles(self, queries: Spans, keys: Spans) -> list[Tile]:
-        """The tiles of a block."""
+        """Return the tiles of a block, which are cached by the spans."""
         if (queries, keys) not in self._tiles:
             self._tiles[queries, keys] = self._cut(queries, keys)
         return self._tiles[queries, keys]
@@ -125,7 +126,8 @@ class BlockRule:
         return _joined(tiles)
 
     def _triangular(self, span: Span) -> bool:
-        """Return whether queries of a span see all of its keys up to their own, and no others."""
+        """Return whether each query of a span sees exactly the span's keys up to its own
+        position."""
         alone = not (self.slopes or self.tokens is not None)
         return (
             alone
@@ -135,8 +137,8 @@ class BlockRule:
         )
 
     def _pair(self, rows: Span, columns: Span, row: int, column: int) -> list[Tile]:
-        """Tiles of the keys ``columns`` for the queries ``rows``; a position plus ``row`` or
-        ``column`` is an index."""
+        """Return the tiles of the keys ``columns`` for the queries ``rows``. ``row`` and ``column``
+        are offsets that convert positions to tensor indices."""
         seen, shared = self.seen(rows), self.shared(rows)
         first, end = max(columns[0], seen[0]), min(columns[1], seen[1])
         if first >= end:
@@ -167,7 +169,8 @@ class BlockRule:
         return [tile(first, end, "masked")]
 
     def mask(self, tile: Tile, q_BNSD: Tensor) -> Tensor | None:
-        """Addend of the scores of a tile, broadcastable to them; None where it shows all keys."""
+        """Return the mask that is added to the scores of a tile, broadcastable to their shape, or
+        None if it needs no mask other than the causal one."""
         if tile.kind != "masked":
             return None
         rows, columns = _span(tile.query, tile.queries), _span(tile.key, tile.keys)
@@ -191,7 +194,7 @@ class BlockRule:
         return mask.masked_fill_(hidden, max(_HIDDEN, torch.finfo(mask.dtype).min))
 
     def seed_of(self, tile: Tile) -> int:
-        """Seed of the dropout of a tile."""
+        """Return the dropout seed of a tile."""
         return derive_seed(self.seed, tile.query, tile.key) if self.scoring.dropout else 0
 
 
@@ -200,7 +203,8 @@ def _span(first: int, indices: slice) -> Span:
 
 
 def _joined(tiles: list[Tile]) -> list[Tile]:
-    """Joins neighbouring tiles without masks: of the same keys, then of the same queries."""
+    """Join adjacent tiles without masks: first tiles with equal keys, then tiles with equal
+    queries."""
     for along in (0, 1):
         joined: list[Tile] = []
         for tile in sorted(tiles, key=lambda tile: _corner(tile)[:: 2 * along - 1]):
@@ -231,27 +235,28 @@ def block_attention(
     spans: Spans,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """[B, N, S, D]: attention of queries at the positions ``spans`` to all blocks of keys that
-    ``source`` makes of ``k`` and ``v``, as ``rule`` says. Outputs and gradients of blocks are added
-    in float32 or better. Each query sees a key of some block."""
+    """Return the attention outputs [B, N, S, D] of queries at the positions ``spans`` to all
+    blocks of keys that ``source`` makes from ``k`` and ``v``, according to ``rule``. Outputs and
+    gradients are accumulated over blocks in float32 or wider. At least one key must be visible
+    to each query."""
     return _BlockAttention.apply(q_BNSD, k, v, sinks_N, source, rule, spans)
 
 
 class Accumulator:
-    """The output for all keys so far, [B, N, S, D], and the logarithm L of each query's sum of
-    exponentials, [B, N, S], in float32 or better."""
+    """Output for the keys so far, [B, N, S, D], and the log-sum-exp L of each query's scores, [B,
+    N, S], in float32 or wider."""
 
     def __init__(self, q_BNSD: Tensor) -> None:
         kind = torch.promote_types(q_BNSD.dtype, torch.float32)
         batch, heads, length, width = q_BNSD.shape
-        # In the layout that the projection reads.
+        # Use the memory layout that the output projection reads.
         y_BSND = q_BNSD.new_zeros(batch, length, heads, width, dtype=kind)
         self.y_BNSD = y_BSND.transpose(1, 2)
         self.sums_BNS = q_BNSD.new_full((batch, heads, length), -torch.inf, dtype=kind)
         self._empty = True
 
     def add(self, q_BNSD: Tensor, block: KeyBlock, rule: BlockRule, spans: Spans) -> None:
-        """Attend to one more block."""
+        """Attend to another block."""
         for tile in rule.tiles(spans, block.spans):
             q = q_BNSD[:, :, tile.queries]
             y, sums = kernels.forward(
@@ -271,7 +276,8 @@ class Accumulator:
             total.copy_(both)
 
     def result(self, dtype: torch.dtype, sinks_N: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output in a dtype, and L; with sinks, whose weights multiply nothing, in both."""
+        """Return the output in ``dtype``, and L. Attention sinks, which have no values, are
+        included."""
         if sinks_N is None:
             return self.y_BNSD.to(dtype), self.sums_BNS
         total = torch.logaddexp(self.sums_BNS, sinks_N.to(self.sums_BNS.dtype)[:, None])
@@ -280,15 +286,15 @@ class Accumulator:
 
 
 class Gradients:
-    """The gradient of the queries from all blocks so far, in float32 or better; the output and L
-    are final."""
+    """Gradient of the queries from the blocks so far, in float32 or wider. ``y_BNSD`` and
+    ``sums_BNS`` are the final output and L."""
 
     def __init__(self, grad_BNSD: Tensor, q_BNSD: Tensor, y_BNSD: Tensor, sums_BNS: Tensor) -> None:
         self.grad, self.q, self.y, self.sums = grad_BNSD, q_BNSD, y_BNSD, sums_BNS
         self.q_grad = torch.zeros_like(q_BNSD, dtype=sums_BNS.dtype)
 
     def add(self, block: KeyBlock, rule: BlockRule, spans: Spans) -> tuple[Tensor, Tensor]:
-        """Add the gradients of one more block; return the gradients of its keys and values."""
+        """Add the gradients of another block, and return those of its keys and values."""
         kind = self.sums.dtype
         k_grad, v_grad = (torch.zeros_like(x, dtype=kind) for x in (block.k, block.v))
         for tile in rule.tiles(spans, block.spans):
@@ -305,7 +311,8 @@ class Gradients:
         return k_grad, v_grad
 
     def of_sinks(self, sinks_N: Tensor) -> Tensor:
-        """[N]: the weight of a sink takes from all others in proportion."""
+        """Return the gradient of the attention sinks, [N]. A sink's weight reduces all other
+        weights in proportion."""
         kind = self.sums.dtype
         weights = torch.exp(sinks_N.to(kind)[:, None] - self.sums)
         dots = torch.linalg.vecdot(self.grad.to(kind), self.y.to(kind))

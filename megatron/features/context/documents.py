@@ -1,4 +1,4 @@
-"""Bounds of the documents in sequences, known to the host."""
+"""Document boundaries in sequences, available on the CPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Span = tuple[int, int]
 
 
 class DocumentBounds:
-    """The documents of a micro batch by ids [B, S], in any order.
+    """Documents of a micro batch by ids [B, S], in any order.
 
-    The host reads the ids once, so that it can leave out keys that are in no document of a query,
-    and masks where one document has them all.
+    The ids are copied to the CPU once, so that attention can skip keys outside a query's document,
+    and needs no mask if all keys belong to the same document.
     """
 
     def __init__(self, ids_BS: Tensor) -> None:
@@ -23,7 +23,7 @@ class DocumentBounds:
         places = np.arange(ids.shape[1])
         changes = ids[:, 1:] != ids[:, :-1]
         edge = np.ones((len(ids), 1), dtype=bool)
-        # Ends of the run of equal ids that contains each position.
+        # Bounds of the run of equal ids that contains each position.
         starts = np.where(np.hstack((edge, changes)), places, 0)
         ends = np.where(np.hstack((changes, edge)), places + 1, places.size)
         self._starts = np.maximum.accumulate(starts, 1).max(0)
@@ -33,28 +33,29 @@ class DocumentBounds:
 
     @classmethod
     def of(cls, masks: AttentionMasks) -> DocumentBounds | None:
-        """Return the bounds for masks, made once; None without documents."""
+        """Return the bounds for ``masks``, computed once per micro batch, or None without
+        documents."""
         ids_BS = masks.document_ids
         return None if ids_BS is None else masks.once("documents of positions", lambda: cls(ids_BS))
 
     def seen(self, queries: Span) -> Span:
-        """Return the bounds of the positions with keys of the documents of a span's queries."""
+        """Return a range that contains all keys in the documents of a span's queries."""
         at = slice(*queries)
         return int(self._firsts[at].min()), int(self._lasts[at].max()) + 1
 
     def shared(self, queries: Span) -> Span:
-        """Positions of keys that are in the same document as all queries of a span."""
+        """Return the range of keys that are in the same document as all queries of a span."""
         at = slice(*queries)
         return int(self._starts[at].max()), int(self._ends[at].min())
 
     def different(self, queries: Span, keys: Span) -> Tensor:
-        """bool [B, 1, queries, keys], whether they are in different documents."""
+        """Return a mask of query-key pairs in different documents, bool [B, 1, queries, keys]."""
         ids_BS = self.ids
         return (ids_BS[:, slice(*queries), None] != ids_BS[:, None, slice(*keys)]).unsqueeze(1)
 
 
 def _occurrences(ids_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last position with the id of each position."""
+    """Return, for each position, the first and last position with the same id."""
     _, firsts, which = np.unique(ids_S, return_index=True, return_inverse=True)
     _, from_end = np.unique(ids_S[::-1], return_index=True)
     return firsts[which], (ids_S.size - 1 - from_end)[which]

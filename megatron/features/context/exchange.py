@@ -1,16 +1,17 @@
-"""Exchanges of heads and of keys between the ranks that divide sequences.
+"""Exchange of heads and of keys between context-parallel ranks.
 
-All of them are collectives of the one context group, with empty parts for ranks that take no part.
+All exchanges are collectives of the context group, in which some ranks send or receive nothing.
 
 Heads (Ulysses, Jacobs et al. 2023, arXiv:2309.14509): U neighbouring ranks, each with all N heads
-of its tokens, get N / U heads each of the tokens of all of them. Keys (ring attention, Liu et al.
-2023, arXiv:2310.01889): one step after another each rank gets the keys and values of another rank,
-and the next ones travel while those of a step are used. Only halves that a query of the receiver
-sees are sent, straight from their rank: under a causal mask three quarters of what would go round.
+of its own tokens, exchange them so that each gets N / U heads of all their tokens. Keys (ring
+attention, Liu et al. 2023, arXiv:2310.01889): in each step, a rank receives the keys and values of
+another rank, while it computes with those of the previous step. Only halves that are visible to a
+query of the receiver are sent, directly from their own rank. With a causal mask this is three
+quarters of what a full ring would transfer.
 
-Shapes: P context ranks, U that exchange heads, R = P / U that exchange keys; B batch, N query
-heads, K key heads, h heads of one rank or tensor, s tokens of a rank, w = s / 2 of a piece, S whole
-sequence of U ranks or of all, D head width.
+Shapes: P context-parallel ranks, U that exchange heads, R = P / U that exchange keys; B batch, N
+query heads, K key heads, h heads of one rank or tensor, s tokens of a rank, w = s / 2 tokens of a
+piece (half of a rank's tokens), S whole sequence of U ranks or of all, D head width.
 """
 
 from __future__ import annotations
@@ -29,21 +30,23 @@ from megatron.parallel.context import Context
 from megatron.parallel.mesh import Group
 
 Span = tuple[int, int]
-"""Positions from the first to before the second."""
+"""Half-open range of positions: (first, end)."""
 
 Spans = tuple[Span, ...]
-"""Positions of the tokens of a tensor, in order."""
+"""Positions of the tokens of a tensor, as consecutive ranges."""
 
 
 def spans_of(rank: int, size: int, length: int) -> Spans:
-    """Positions of the tokens of one of ``size`` ranks in a sequence."""
+    """Return the positions of the tokens of one of ``size`` ranks, which has one piece from each
+    half of the sequence."""
     width = length // (2 * size)
     last = length - rank * width
     return (rank * width, (rank + 1) * width), (last - width, last)
 
 
 def start_exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Finish:
-    """Sends ``sent`` rows of contiguous ``x`` to each rank; the ``received`` rows from each."""
+    """Start an all-to-all that sends ``sent[n]`` rows of the contiguous ``x`` to each rank n, and
+    receives ``received[n]`` rows from it. Return a function that waits for the result."""
     if traced():
         started = torch.ops._c10d_functional.all_to_all_single(
             x, list(received), list(sent), group.name
@@ -67,7 +70,7 @@ def start_exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], grou
 
 
 class HeadExchange(NamedTuple):
-    """The exchange of heads among ``size`` neighbours of a context."""
+    """Exchange of heads among ``size`` neighbouring context-parallel ranks."""
 
     context: Context
     size: int
@@ -79,36 +82,40 @@ class HeadExchange(NamedTuple):
     def scatter_heads(
         self, q_BNsD: Tensor, k_BKtD: Tensor, v_BKtD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's query heads, [B, N / U, S, D], and the key and value heads that these use, of
-        the tokens of all neighbours; in one collective. If U does not divide K, key heads are sent
-        to every rank whose queries use them."""
+        """Return this rank's query heads, [B, N / U, S, D], and the key and value heads that they
+        use, for the tokens of all neighbours, in one collective. If U does not divide K, key heads
+        are sent to every rank whose queries use them."""
         return _Heads.apply(self, q_BNsD, k_BKtD, v_BKtD)
 
     def gather_heads(self, y_BhSD: Tensor) -> Tensor:
-        """All heads of this rank's tokens, [B, N, s, D]: the inverse for outputs."""
+        """Return all heads of this rank's tokens, [B, N, s, D]: the inverse of
+        :meth:`scatter_heads` for outputs."""
         return _Tokens.apply(self, y_BhSD)
 
     def key_heads(self, heads: int, key_heads: int) -> list[int] | None:
-        """The key heads to send, neighbour by neighbour; None if each goes to a single one."""
+        """Return the key heads to send, grouped by receiving rank, if several ranks need the same
+        ones. Return None if the key heads can be divided among the ranks, so that each is sent
+        once."""
         if key_heads % self.size == 0:
             return None
         group, each = heads // key_heads, heads // self.size
-        # The most query heads that share a key head in every part of the heads.
+        # Largest number of query heads that share a key head on every receiving rank.
         sharing = math.gcd(group, each)
         return [head // group for head in range(0, heads, sharing)]
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """[B, U h, s, D] each to [B, h, S, D]."""
+        """Exchange tensors [B, U h, s, D] for tensors [B, h, S, D]."""
         parts_UBhsD = [x.unflatten(1, (self.size, -1)).transpose(0, 1) for x in tensors]
         return [self._joined(part) for part in self._exchanged(parts_UBhsD)]
 
     def to_tokens(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """[B, h, S, D] each to [B, U h, s, D], neighbours in memory by token."""
+        """Exchange tensors [B, h, S, D] for tensors [B, U h, s, D], in which the heads of a token
+        are adjacent in memory."""
         parts = self._exchanged([self._pieces(x) for x in tensors])
         return [part.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2) for part in parts]
 
     def _exchanged(self, parts_UX: Sequence[Tensor]) -> list[Tensor]:
-        """Each tensor's slice for every neighbour to that from every neighbour."""
+        """Send slice n of each tensor to neighbour n, and return the slices from all neighbours."""
         flat = torch.cat([part.flatten(1) for part in parts_UX], 1)
         first = self.context.rank - self.rank
         counts = [0] * self.context.size
@@ -151,7 +158,7 @@ class _Heads(torch.autograd.Function):
 
 
 def _summed(x_BhsD: Tensor, heads: Sequence[int], count: int) -> Tensor:
-    """Sums gradients of copies of ``count`` heads to gradients of the heads."""
+    """Sum the gradients of copies of ``count`` heads into the gradients of the heads."""
     batch, _, length, width = x_BhsD.shape
     kind = torch.promote_types(x_BhsD.dtype, torch.float32)
     total = x_BhsD.new_zeros(batch, count, length, width, dtype=kind)
@@ -172,7 +179,7 @@ class _Tokens(torch.autograd.Function):
 
 
 class KeyBlock(NamedTuple):
-    """Keys and values of positions ``spans``, [B, K, T, D]; only D must be contiguous."""
+    """Keys and values at the positions ``spans``, [B, K, T, D]. Only D must be contiguous."""
 
     k: Tensor
     v: Tensor
@@ -182,10 +189,10 @@ class KeyBlock(NamedTuple):
 class KeySource(Protocol):
     """Source of the blocks of keys and values that queries attend to.
 
-    The tensors ``k`` and ``v`` receive gradients, whatever they represent: a rank's tokens, or
-    chunks in host memory. Both methods call ``visit`` with one block after another, in any order,
-    at least with every block that a query attends to; while a block is visited the next one should
-    be on its way. A block may be overwritten when ``visit`` has returned.
+    The tensors ``k`` and ``v`` receive gradients, whether they are a rank's tokens or chunks in
+    host memory. :meth:`forward` and :meth:`backward` call ``visit`` with one block after another,
+    in any order, at least with every block that a query attends to. While a block is visited, the
+    next one should be in transfer. A block may be overwritten after ``visit`` has returned.
     """
 
     def forward(self, k: Tensor, v: Tensor, visit: Callable[[KeyBlock], None]) -> None: ...
@@ -193,13 +200,13 @@ class KeySource(Protocol):
     def backward(
         self, k: Tensor, v: Tensor, visit: Callable[[KeyBlock], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of ``k`` and ``v``, with their shapes and devices: sums of the
-        gradients that ``visit`` returns, [B, K, T, D] for its block, in float32 or better."""
+        """Return the gradients of ``k`` and ``v``, with their shapes and devices. They are sums of
+        the gradients that ``visit`` returns for each block, [B, K, T, D], in float32 or wider."""
         ...
 
 
 def gather(context: Context, k_BKsD: Tensor, v_BKsD: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of the whole sequence, [B, K, S, D], in one collective."""
+    """All-gather the keys and values of the whole sequence, [B, K, S, D], in one collective."""
     packed = _packed(k_BKsD, v_BKsD)
     parts = start_gather(packed, context.group)()
     first, second = parts.unflatten(0, (context.size, 2, -1)).unbind(1)
@@ -207,25 +214,26 @@ def gather(context: Context, k_BKsD: Tensor, v_BKsD: Tensor) -> tuple[Tensor, Te
 
 
 def scatter_gradients(context: Context, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's part [B, K, s, D] of the sums over the ranks; the transpose of gathering."""
+    """Reduce-scatter the gradients: sum them over the ranks, and return those of this rank's
+    tokens, [B, K, s, D]. This is the transpose of :func:`gather`."""
     pieces = _packed(k_BKSD, v_BKSD).unflatten(0, (2 * context.size, -1))
     parts = torch.stack((pieces[: context.size], pieces[context.size :].flip(0)), 1)
     return _unpacked(start_scatter(parts.flatten(0, 2), context.group)())
 
 
 def _packed(k_BKsD: Tensor, v_BKsD: Tensor) -> Tensor:
-    """[s, 2, B, K, D], in memory: pieces of the sequence are contiguous."""
+    """Pack keys and values as [s, 2, B, K, D], in which ranges of the sequence are contiguous."""
     return torch.stack((k_BKsD, v_BKsD)).permute(3, 0, 1, 2, 4).contiguous()
 
 
 def _unpacked(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Views [B, K, s, D] of both."""
+    """Return views [B, K, s, D] of packed keys and values."""
     k, v = packed.permute(1, 2, 3, 0, 4)
     return k, v
 
 
 class Gathered(NamedTuple):
-    """Keys and values of all ranks, gathered before use, and again for the backward pass."""
+    """Keys and values of all ranks, gathered in the forward pass and again in the backward pass."""
 
     context: Context
     length: int
@@ -255,21 +263,21 @@ class _WholeKeys(torch.autograd.Function):
 
 
 def whole_keys(context: Context, k_BKsD: Tensor, v_BKsD: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of the whole sequence, kept for the backward pass."""
+    """All-gather the keys and values of the whole sequence, and keep them for the backward pass."""
     return _WholeKeys.apply(context, k_BKsD, v_BKsD)
 
 
 class Ring:
-    """Keys and values of one rank after another, among ranks ``heads`` places apart: the ranks in
-    between exchange heads.
+    """Keys and values of one rank after another, among ranks whose numbers differ by multiples of
+    ``heads``. The ranks in between exchange heads.
 
     In step t a rank sends its own keys to the t-th rank after it. While a block is visited, the
-    next step's block is transferred, and in the backward pass the last block's gradients are
-    returned to its rank, in float32 or better.
+    next step's block is transferred. In the backward pass, the previous block's gradients are
+    returned to its rank at the same time, in float32 or wider.
 
     Args:
-        sees: whether queries of some positions see any keys of others.
-        queries: the length of the sequence of queries; ``keys`` is the length of the keys.
+        sees: function that returns whether queries at some positions see any of a span of keys.
+        queries: length of the query sequence; ``keys`` is the length of the key sequence.
     """
 
     def __init__(
@@ -285,8 +293,8 @@ class Ring:
         self.rank, self.first = divmod(context.rank, heads)
         ranks = range(self.size)
         self.keys = [spans_of(rank, self.size, keys) for rank in ranks]
-        # The first piece of a source that a target sees, and the piece after the last. Every rank
-        # knows all of them, and so the steps without a transfer.
+        # Range of the pieces of each source that are visible to each target. Every rank computes
+        # all of these ranges, and can therefore skip steps without any transfer.
         self.pieces = {
             (source, target): _range(
                 [sees(spans_of(target, self.size, queries), span) for span in self.keys[source]]
@@ -324,7 +332,7 @@ class Ring:
         return k_grad.to(k.dtype), v_grad.to(v.dtype)
 
     def _blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, KeyBlock | None]]:
-        """Steps and their blocks, None where this rank sees nothing of one."""
+        """Yield each step with its block, or with None if this rank sees no key of the block."""
         halves = _packed(k, v).unflatten(0, (2, -1)) if self.steps else k
         starts = [partial(self._start, halves, step) for step in self.steps]
         arriving = starts[0]() if starts else None
@@ -349,8 +357,8 @@ class Ring:
         return arrived
 
     def _start_return(self, grads: Tensor, step: int, total: Tensor) -> Callable[[], None]:
-        """Send gradients to the source of a step; the returned function adds the gradients of this
-        rank's keys that its target sends."""
+        """Start returning gradients to the rank whose keys arrived in a step. Return a function
+        that waits, and adds the gradients that this rank receives for its own keys to ``total``."""
         source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
         first, end = self.pieces[self.rank, target]
         part = total.unflatten(0, (2, -1))[first:end].flatten(0, 1)
@@ -370,6 +378,6 @@ class Ring:
 
 
 def _range(chosen: Sequence[bool]) -> tuple[int, int]:
-    """From the first to after the last that is chosen; (0, 0) if none is."""
+    """Return the half-open range that spans all True entries, or (0, 0) if all are False."""
     places = [place for place, each in enumerate(chosen) if each]
     return (places[0], places[-1] + 1) if places else (0, 0)

@@ -1,4 +1,4 @@
-"""Long context: sequences that ranks divide, and their memory."""
+"""Feature for long context: context parallelism, and memory savings for long sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ContextFeature(Feature):
         from megatron.features.context.attention import context_attention
 
         if config.decoder_num_layers is not None and kind != "full":
-            layer += config.num_layers  # a decoder's blocks follow its encoder's
+            layer += config.num_layers  # decoder blocks are numbered after the encoder's
         heads = config.attention.num_attention_heads // tp.group.size
         return context_attention(attend, context, context.kind(layer), heads)
 

@@ -1,4 +1,4 @@
-"""Flags of the memory of long sequences."""
+"""Flags that save memory for long sequences."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ _WITHOUT_EFFECT = {
     "synchronize_checkpoint_boundary": "the CPU never synchronizes after a layer",
     "profile": "tools/profile_step.py says where the time of a step goes",
 }
-"""Switches of DeepSpeed's section that change nothing here, and why."""
+"""Switches of DeepSpeed's section that have no effect in this project, with the reasons."""
 
 
 @dataclass(frozen=True)
 class LongContextConfig(FlagSection):
-    """Memory of long sequences: MLPs in chunks, activations and keys in host memory."""
+    """Memory for long sequences: MLPs in chunks, activations and keys in host memory."""
 
     after: ClassVar[str] = "parallel"
 
     mlp_chunks_for_training: int = option(1, bounds=NOT_NEGATIVE)
-    """Chunks of the sequence in which dense MLPs are computed, in the backward pass again, so that
-    the inner activations of one exist at a time; 0: tokens / hidden size, rounded up."""
+    """Number of chunks of the sequence in which dense MLPs are computed, so that the inner
+    activations of only one chunk exist at a time. The backward pass recomputes them. 0 selects
+    tokens / hidden size, rounded up."""
     cpu_offloading_num_layers: int = option(0, bounds=NOT_NEGATIVE)
-    """Blocks of each pipeline stage, its first ones, whose saved activations are in host memory
-    between forward and backward pass."""
+    """Number of blocks of each pipeline stage, starting with its first, whose saved activations are
+    offloaded to host memory between the forward and backward pass."""
     cpu_offloading: bool = option(False)
-    """Same as --cpu-offloading-num-layers with all blocks."""
+    """Offload all blocks, as --cpu-offloading-num-layers does for some."""
     checkpoint_in_cpu: bool = option(False, needs=_FULL)
     """Keep the inputs of recomputed layers in host memory (cpu_checkpointing of
     activation_checkpointing in the DeepSpeed JSON)."""
@@ -58,32 +59,33 @@ class LongContextConfig(FlagSection):
         aliases=("--distribute-saved-activations", "--distribute-checkpointed-activations"),
         needs=_FULL,
     )
-    """Keep a part of each input of recomputed layers on every tensor-parallel rank, and gather it
-    for the backward pass (partition_activations of activation_checkpointing in the DeepSpeed JSON).
-    --sequence-parallel divides more, and needs it not."""
+    """Partition the inputs of recomputed layers across tensor-parallel ranks, and gather them for
+    the backward pass (partition_activations of activation_checkpointing in the DeepSpeed JSON).
+    --sequence-parallel divides more activations and makes this unnecessary."""
     activation_checkpointing: str | None = option(None, internal=True)
-    """The section of that name in a DeepSpeed JSON."""
+    """Section activation_checkpointing of a DeepSpeed JSON."""
     ds_sequence_parallel_fpdt: bool = option(False)
-    """FPDT: attention, MLP and loss in chunks of the sequence."""
+    """FPDT: compute attention, MLP and loss in chunks of the sequence."""
     ds_sequence_parallel_fpdt_chunk_size: int = option(65536, bounds=POSITIVE, needs=_FPDT)
-    """Tokens of the whole sequence that attention computes at a time; MLPs have half as many, the
-    loss a 32nd, on each rank divided by the context-parallel size."""
+    """Number of tokens of the whole sequence that attention computes at a time. Each rank computes
+    MLPs for half as many, and the loss for a 32nd, divided by the context-parallel size."""
     ds_sequence_parallel_fpdt_offloading: bool = option(False, needs=_FPDT)
-    """Keep the queries, keys, values and outputs of the chunks in host memory."""
+    """Keep the queries, keys, values and outputs of FPDT's chunks in host memory."""
 
     @property
     def in_host_memory(self) -> bool:
-        """True if inputs of recomputed layers are kept on the host."""
+        """True if the inputs of recomputed layers are kept in host memory."""
         return self.checkpoint_in_cpu or bool(self.section.get("cpu_checkpointing"))
 
     def divides_inputs(self, parallel: ParallelConfig) -> bool:
-        """True if tensor-parallel ranks keep parts of the inputs of recomputed layers."""
+        """Return whether the inputs of recomputed layers are partitioned across tensor-parallel
+        ranks."""
         asked = self.partition_activations or self.section.get("partition_activations")
         return bool(asked) and self._why_whole(parallel) is None
 
     @staticmethod
     def _why_whole(parallel: ParallelConfig) -> str | None:
-        """The reason for which inputs of recomputed layers are not divided."""
+        """Return why the inputs of recomputed layers cannot be partitioned, or None if they can."""
         if parallel.recompute_granularity != "full":
             return "it is for the inputs of --recompute-granularity full"
         if parallel.sequence_parallel:
@@ -94,21 +96,21 @@ class LongContextConfig(FlagSection):
 
     @property
     def tiles(self) -> bool:
-        """True if MLPs may compute in tiles."""
+        """True if MLPs may be computed in tiles."""
         return self.mlp_chunks_for_training != 1 or self.ds_sequence_parallel_fpdt
 
     def loss_tokens(self, ranks: int) -> int:
-        """Tokens of a rank whose logits FPDT computes at a time."""
+        """Return the number of tokens of a rank whose logits FPDT computes at a time."""
         return max(1, self.ds_sequence_parallel_fpdt_chunk_size // ranks // 32)
 
     @property
     def section(self) -> dict[str, Any]:
-        """DeepSpeed's section of a JSON, where it is not turned off."""
+        """Content of DeepSpeed's section of the JSON; empty if the section is disabled."""
         content = json.loads(self.activation_checkpointing or "{}")
         return {} if content.get("enabled") is False else content
 
     def check_section(self) -> None:
-        """Raise ConfigError for unknown keys and wrong values of that section."""
+        """Raise ConfigError if DeepSpeed's section has unknown keys or invalid values."""
         content = json.loads(self.activation_checkpointing or "{}")
         if not isinstance(content, dict):
             raise ConfigError(f"{_SECTION} is {json.dumps(content)}; it must be an object")
@@ -123,16 +125,17 @@ class LongContextConfig(FlagSection):
                 raise ConfigError(f"{_SECTION}.{key} is {json.dumps(value)}; it must be {kind}")
 
     def blocks_offloaded(self, blocks: int) -> int:
-        """Number of the blocks of a stage, of so many, whose activations are on the host."""
+        """Return how many of a stage's ``blocks`` keep their activations in host memory."""
         return blocks if self.cpu_offloading else min(blocks, self.cpu_offloading_num_layers)
 
     def tile(self, length: int, tokens: int, hidden_size: int, ranks: int) -> int:
-        """Tokens of a tile of an MLP.
+        """Return the number of tokens of an MLP tile.
 
         Args:
-            length: length of the sequence that a rank has between the blocks.
-            tokens: those that go through the MLP together, which sequence parallelism gathers.
-            ranks: those that divide sequences.
+            length: length of a rank's slice of a sequence between blocks.
+            tokens: number of tokens that the MLP processes together, after they are gathered by
+                sequence parallelism.
+            ranks: context-parallel size.
         """
         chunks = self.mlp_chunks_for_training or -(-tokens // hidden_size)
         if self.ds_sequence_parallel_fpdt:
@@ -141,7 +144,7 @@ class LongContextConfig(FlagSection):
         return max(1, -(-length // chunks))
 
     def check(self, config: RunConfig, resolver: ConfigResolver) -> None:
-        """Refuse what contradicts other flags. Raises ConfigError."""
+        """Check the flags against each other and the run. Raises ConfigError if they contradict."""
         for key, reason in _WITHOUT_EFFECT.items():
             if self.section.get(key):
                 resolver.notes.append(f"{_SECTION}.{key} changes nothing: {reason}")

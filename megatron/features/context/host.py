@@ -1,11 +1,13 @@
-"""Attention of whole sequences chunk by chunk, with keys and values in the memory of the host.
+"""Attention of whole sequences chunk by chunk, with keys and values in host memory.
 
-Queries of one chunk meet the keys of one chunk after another (FPDT, Yao et al. 2024,
-arXiv:2408.16978, section 3.2): outputs and gradients exist in float32 for one chunk of queries at a
-time. With offloading queries, keys, values and outputs are on the host between the passes; in the
-backward pass the next chunk travels to the device while one is computed.
+The queries of one chunk attend to one chunk of keys after another (FPDT, Yao et al. 2024,
+arXiv:2408.16978, section 3.2), so that outputs and gradients exist in float32 for only one chunk
+of queries at a time. With offloading, queries, keys, values and outputs are in host memory
+between the passes. In the backward pass, the next chunk is copied to the device during
+computation.
 
-Shapes: B batch, N query heads, K key heads, S queries, T keys, C of a chunk, D head width.
+Shapes: B batch, N query heads, K key heads, S queries, T keys, C tokens of a chunk, D head
+width.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from megatron.parallel.tensor_parallel import autocast_dtype
 
 
 class ChunkedAttention:
-    """An :data:`~megatron.model.attention_backends.AttentionBackend` in chunks of ``chunk`` tokens.
+    """:data:`~megatron.model.attention_backends.AttentionBackend` that computes in chunks of
+    ``chunk`` tokens.
 
     Args:
-        attend: what computes sequences of one chunk, and those whose scores have a bias.
-        on_host: whether what the backward pass needs is in host memory until then.
+        attend: backend for sequences of a single chunk, and for scores with a bias.
+        on_host: whether tensors saved for the backward pass are kept in host memory.
     """
 
     def __init__(self, attend: AttentionBackend, chunk: int, on_host: bool) -> None:
@@ -77,7 +80,7 @@ class _ChunkedAttention(torch.autograd.Function):
         on_host: bool,
     ) -> Tensor:
         batch, heads, length, width = q.shape
-        # In the layout that the projection reads.
+        # Use the memory layout that the output projection reads.
         y = q.new_empty(batch, length, heads, width).transpose(1, 2)
         kind = torch.promote_types(q.dtype, torch.float32)
         sums = q.new_empty(batch, heads, length, dtype=kind)
@@ -138,13 +141,13 @@ def _span(indices: slice) -> Span:
 
 
 def _seen(rule: BlockRule, queries: Span, length: int, chunk: int) -> Iterator[slice]:
-    """The chunks of keys that some query sees."""
+    """Return the chunks of keys that are visible to any of the queries."""
     return (keys for keys in slices(length, chunk) if rule.sees((queries,), _span(keys)))
 
 
 def _to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies [B, N, S, D] in host memory, tokens of all heads next to each other, so that a chunk
-    of them is one piece; on a GPU they are pinned and made by the stream of copies."""
+    """Copy tensors [B, N, S, D] to host memory, with the heads of a token adjacent, so that a chunk
+    of tokens is contiguous. For a GPU the memory is pinned, and the copies run on a side stream."""
     copies = []
     for x in tensors:
         batch, heads, length, width = x.shape
@@ -162,7 +165,7 @@ def _to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _arriving(
     loads: Sequence[tuple[Tensor, ...]], device: torch.device
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tensors on the device, in order, while the next ones are on their way."""
+    """Yield the tensors on the device, in order, while the next ones are being copied."""
     coming = [_start(loads[0], device)] if loads else []
     for number in range(len(loads)):
         arrived, event = coming.pop()
@@ -176,7 +179,7 @@ def _arriving(
 def _start(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[tuple[Tensor, ...], Any]:
     if tensors[0].device == device:
         return tensors, None
-    # Their memory belongs to the current stream: the copies wait for its earlier users.
+    # The memory is allocated on the current stream, so the copies wait for its earlier users.
     arriving = tuple(torch.empty_like(x, device=device) for x in tensors)
     with side_stream(device) as stream:
         for to, x in zip(arriving, tensors, strict=True):
@@ -186,8 +189,8 @@ def _start(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[tuple[Ten
 
 
 def chunk_attention(blocks: Sequence[nn.Module], chunk: int, on_host: bool) -> None:
-    """Make the attention of blocks compute whole sequences in chunks, for all heads or, where ranks
-    exchange heads, for a rank's heads. Arguments as in :class:`ChunkedAttention`."""
+    """Make the attention of blocks compute whole sequences in chunks. If ranks exchange heads, this
+    applies to a rank's heads. ``chunk`` and ``on_host`` are as in :class:`ChunkedAttention`."""
     for block in blocks:
         for name in ("attention", "cross_attention"):
             attention = getattr(block, name, None)

@@ -1,13 +1,13 @@
-"""Attention of some queries to some keys, with statistics for merging several such results.
+"""Attention of some queries to some keys, with statistics for merging such results.
 
-Forward returns the output and L, the logarithm of the sum of exponentials of each query's scores.
-Backward computes with the output and the L of ALL keys: exp(score - L) is then the weight of a key
-among all, and the sum of gradient x output over the width is the mean of the weights' gradients, so
-that the gradients of the parts add up (Liu et al. 2023, arXiv:2310.01889).
+The forward pass returns the output and L, the log-sum-exp of each query's scores. The backward pass
+takes the output and L of ALL keys. Then exp(score - L) is the weight of a key among all keys, and
+the sum of gradient x output over the width is the weighted mean of the weights' gradients, so that
+gradients can be computed block by block and added (Liu et al. 2023, arXiv:2310.01889).
 
-torch's fused kernels compute it: on CPUs in every dtype, on GPUs the flash kernel in half precision
-without a mask, the memory-efficient one with a mask or in float32. Products of matrices, a few rows
-of scores at a time, compute softcapped scores, dropout and float64 on GPUs.
+torch's fused kernels are used where possible: on CPUs for every dtype, on GPUs the flash kernel for
+half precision without a mask, and the memory-efficient kernel with a mask or in float32. Softcapped
+scores, dropout, and float64 on GPUs are computed by GEMMs, a few rows of scores at a time.
 
 Shapes: B batch, N query heads, K key heads, G = N / K query heads that share one, S queries, T
 keys, R rows of S, D head width.
@@ -24,19 +24,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _SCORES = 1 << 23
-"""Scores at once in products."""
+"""Maximum number of scores computed at a time by GEMMs."""
 
 _ROWS_OF_SUMS = 32
-"""The memory-efficient kernel needs a number of queries that is a multiple of this."""
+"""The memory-efficient kernel pads the queries of the log-sum-exp to a multiple of this."""
 
 _BIAS_ALIGNMENT = 8
-"""Elements between rows of the memory-efficient kernel's mask."""
+"""Alignment, in elements, of the rows of the memory-efficient kernel's mask."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """Scores and weights of a kernel: ``scale`` x q k, then softcap x tanh(score / softcap);
-    dropout of the weights with this probability."""
+    """Scoring of a kernel: scores are ``scale`` x q k, then softcap x tanh(score / softcap).
+    ``dropout`` is the dropout probability of the attention weights."""
 
     scale: float
     softcap: float | None = None
@@ -44,14 +44,14 @@ class Scoring:
 
 
 def mask_dtype(q: Tensor) -> torch.dtype:
-    """Return the dtype of masks for :func:`forward`: on CPUs at least float32."""
+    """Return the dtype of masks for :func:`forward`. On CPUs it is at least float32."""
     if q.device.type == "cpu":
         return torch.promote_types(q.dtype, torch.float32)
     return q.dtype
 
 
 def empty_mask(shape: tuple[int, ...], q: Tensor) -> Tensor:
-    """An uninitialized mask, whose rows have the distance that kernels on GPUs need."""
+    """Return an uninitialized mask, whose rows are aligned as kernels on GPUs require."""
     width = -(-shape[-1] // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
     return q.new_empty(*shape[:-1], width, dtype=mask_dtype(q))[..., : shape[-1]]
 
@@ -65,10 +65,11 @@ def forward(
     mask: Tensor | None = None,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The output [B, N, S, D] and L [B, N, S], float32 or better. ``causal``: S = T, and query i
-    sees keys 0 to i. The mask is added to the scores, broadcastable to [B, N, S, T], and finite
-    where it hides a key, so that rows without a key have a tiny L instead of none. The same
-    ``seed`` draws the same dropout."""
+    """Return the output [B, N, S, D] and L [B, N, S], in float32 or wider.
+
+    With ``causal``, S = T and query i sees keys 0 to i. The mask is added to the scores, and must
+    be broadcastable to [B, N, S, T]. Its values for hidden keys must be finite, so that L of a row
+    without visible keys is very negative instead of undefined. ``seed`` determines the dropout."""
     if _by_products(q_BNSD, scoring):
         return _products(q_BNSD, k_BKTD, v_BKTD, scoring, causal, mask, seed)
     scale = scoring.scale
@@ -99,8 +100,8 @@ def backward(
     mask: Tensor | None = None,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values from the final output and L; arguments as of
-    :func:`forward`."""
+    """Return the gradients of queries, keys and values. ``y_BNSD`` and ``sums_BNS`` are the final
+    output and L; the other arguments are those of :func:`forward`."""
     if _by_products(q_BNSD, scoring):
         return _products_backward(
             grad_BNSD, q_BNSD, k_BKTD, v_BKTD, y_BNSD, sums_BNS, scoring, causal, mask, seed
@@ -113,7 +114,7 @@ def backward(
         )  # fmt: skip
     queries, keys = q_BNSD.shape[2], k_BKTD.shape[2]
     if mask is None and _has_flash(q_BNSD):
-        # Without dropout nothing reads the state of random numbers; lengths are in the shapes.
+        # Without dropout, the random state is unused. The shapes determine the sequence lengths.
         random = torch.empty(2, dtype=torch.uint64, device=q_BNSD.device)
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad_BNSD, q_BNSD, k_BKTD, v_BKTD, y_BNSD, sums_BNS.contiguous(), None, None,
@@ -122,7 +123,7 @@ def backward(
     random = torch.empty((), dtype=torch.int64, device=q_BNSD.device)
     k_BNTD, v_BNTD = (_expanded(x, q_BNSD) for x in (k_BKTD, v_BKTD))
     padded = F.pad(sums_BNS, (0, -queries % _ROWS_OF_SUMS), value=math.inf)
-    # The kernel ignores strides and assumes that the heads of a token are adjacent.
+    # The kernel ignores the strides of the output and assumes that a token's heads are adjacent.
     y_BNSD = y_BNSD.transpose(1, 2).contiguous().transpose(1, 2)
     q_grad, *grads, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad_BNSD, q_BNSD, k_BNTD, v_BNTD, _whole(mask, q_BNSD, k_BKTD), y_BNSD, padded,
@@ -139,7 +140,7 @@ def _by_products(q: Tensor, scoring: Scoring) -> bool:
 
 
 def _has_flash(q: Tensor) -> bool:
-    """Return whether torch's flash kernel supports queries on a GPU: dtype, width and device."""
+    """Return whether torch's flash kernel supports the queries' dtype, head width and GPU."""
     width = q.shape[-1]
     fits = q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
     return fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
@@ -228,7 +229,7 @@ def _rows(q: Tensor, k: Tensor) -> Iterator[slice]:
 def _scores(
     q: Tensor, k: Tensor, scoring: Scoring, causal: bool, mask: Tensor | None, rows: slice
 ) -> Tensor:
-    """[B, K, G, R, T] in float32 or better."""
+    """Return scores [B, K, G, R, T] in float32 or wider."""
     kind = torch.promote_types(q.dtype, torch.float32)
     queries = q[:, :, rows].to(kind).unflatten(1, (k.shape[1], -1))
     scores = (queries @ k[:, :, None].to(kind).mT).mul_(scoring.scale)
@@ -245,5 +246,5 @@ def _scores(
 
 
 def _kept(weights: Tensor, dropout: float, random: torch.Generator) -> Tensor:
-    """1 / (1 - p) for weights that are kept, else 0."""
+    """Return the dropout mask: 1 / (1 - p) for weights that are kept, else 0."""
     return torch.empty_like(weights).bernoulli_(1 - dropout, generator=random).div_(1 - dropout)

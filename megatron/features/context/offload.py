@@ -1,12 +1,12 @@
-"""Activations in host memory between the forward and the backward pass.
+"""Offloading of activations to host memory between the forward and the backward pass.
 
-What the blocks of a group save for the backward pass is copied to the host while later blocks are
-computed, and comes back while the block after it is in its backward pass: on a GPU a stream of its
-own copies, and the activations of at most two groups are on the device next to those of the current
-one. On a CPU the same copies are made, within one memory.
+The activations that a group of layers saves for the backward pass are copied to the host while
+later layers are computed. They are copied back during the backward pass of the layers after the
+group. On a GPU the copies run on a separate stream, and the activations of at most two groups are
+on the device in addition to those of the current one. On a CPU the copies stay in the same memory.
 
-A storage is copied once, however many tensors share it. Parameters are not copied: they are looked
-up again in the backward pass, so that ZeRO 3 may free and gather them in between.
+A storage is copied only once, even if several tensors share it. Parameters are not copied but
+looked up again in the backward pass, so that ZeRO 3 can free and gather them in between.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron.features.context.partition import DividedInputs
 from megatron.model.layer_list import LayerSequence, LayerState, RecomputedLayers, Step
 
 SMALLEST = 2**16
-"""Bytes of the smallest storage that is copied: one of fewer costs more in calls than in memory."""
+"""Minimum size in bytes of a storage to offload. For smaller ones the calls cost too much."""
 
 
 class _View(NamedTuple):
-    """A tensor as a view of memory: of a parameter, from its first element, or of a copy that is
-    restored with the others in ``group``."""
+    """Saved tensor as a view: of a parameter, with an offset from its first element, or of a host
+    copy, which is restored together with the other copies of ``group``."""
 
     of: nn.Parameter | HostCopy
     group: SavedGroup
@@ -48,8 +48,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """Run the enclosed copies on a separate stream, after everything queued on the current one;
-    None on a CPU."""
+    """Run the enclosed copies on a separate stream, after everything queued on the current one.
+    Yields None on a CPU."""
     if device.type != "cuda":
         yield None
         return
@@ -60,11 +60,11 @@ def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
 
 
 class HostCopy:
-    """A storage in host memory, and again on the device once it is needed there.
+    """Copy of a storage in host memory, which is copied back to the device when needed.
 
     Attributes:
-        host: its bytes, uint8, in pinned memory where the device is a GPU.
-        bytes: its bytes on the device; None while they are on the host only.
+        host: the bytes in host memory, uint8, pinned if the device is a GPU.
+        bytes: the bytes on the device; None while they are only in host memory.
     """
 
     bytes: Tensor | None = None
@@ -77,27 +77,27 @@ class HostCopy:
         with side_stream(storage.device) as stream:
             self.host.copy_(whole, non_blocking=True)
         if stream is not None:
-            # Its memory must not be used again before the copy.
+            # The storage must not be reused before the copy is complete.
             group.leaving.append((storage, stream.record_event()))
 
     def fetch(self, device: torch.device) -> None:
-        """Start the copy back to the device, unless it was started."""
+        """Start the copy back to the device, unless it has already been started."""
         if self.bytes is not None:
             return
         if device.type == "cpu":
             self.bytes = self.host
             return
-        # Its memory belongs to the current stream: the copy waits for its earlier users.
+        # The memory is allocated on the current stream, so the copy waits for its earlier users.
         self.bytes = torch.empty_like(self.host, device=device)
         with side_stream(device) as stream:
             self.bytes.copy_(self.host, non_blocking=True)
         assert stream is not None
-        # It may be freed before it is used, if its tensor is not needed after all.
+        # The memory may be freed before it is used, if the tensor is not needed after all.
         self.bytes.record_stream(stream)
         self._arrival = stream.record_event()
 
     def arrived(self, device: torch.device) -> torch.UntypedStorage:
-        """The storage on the device, for what is queued on the current stream."""
+        """Return the storage on the device. Work queued next on the current stream may use it."""
         assert self.bytes is not None
         if self._arrival is not None:
             torch.cuda.current_stream(device).wait_event(self._arrival)
@@ -105,8 +105,8 @@ class HostCopy:
 
 
 class SavedGroup:
-    """The copies of what consecutive layers save in one forward pass; ``before`` is the group
-    whose backward pass comes next."""
+    """Host copies of the activations that consecutive layers save in one forward pass. ``before``
+    is the group whose backward pass comes next."""
 
     def __init__(self, device: torch.device, before: SavedGroup | None) -> None:
         self.device, self.before = device, before
@@ -114,20 +114,21 @@ class SavedGroup:
         self.leaving: list[tuple[torch.UntypedStorage, torch.cuda.Event]] = []
 
     def release(self) -> None:
-        """Free the activations on the device: what is queued later waits for their copies."""
+        """Free the activations on the device once they are copied, which the current stream waits
+        for."""
         if self.leaving:
             torch.cuda.current_stream(self.device).wait_event(self.leaving[-1][1])
         self.leaving = []
 
     def fetch(self) -> None:
-        """Start copies back to the device of all that is needed yet."""
+        """Start copying all activations that are still needed back to the device."""
         self.release()
         for copy in self.copies:
             copy.fetch(self.device)
 
 
 class Offload:
-    """Copies of what layers save, for one sequence of layers."""
+    """Host copies of the activations that one sequence of layers saves for the backward pass."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -144,9 +145,10 @@ class Offload:
         divided: DividedInputs | None = None,
         on_host: bool = True,
     ) -> AbstractContextManager[Any]:
-        """Return a context for the next group of layers, which have ``params``: tensors saved for
-        their backward pass, or the parts that ``divided`` keeps, go to the host. ``first`` marks
-        the first group of a forward pass."""
+        """Return a context manager for the forward pass of the next group of layers, whose
+        parameters are ``params``. With ``on_host``, tensors saved for the backward pass are moved
+        to host memory. ``divided``, if given, first reduces each to this rank's partition.
+        ``first`` marks the first group of a forward pass."""
         if not torch.is_grad_enabled():
             return nullcontext()
         before = None if first else self._group
@@ -172,8 +174,8 @@ class Offload:
         storage = x.untyped_storage()
         if len(storage) < SMALLEST:
             return x
-        # A weak reference keeps the address of a freed storage from being used again; the version
-        # tells what is in it.
+        # The weak reference guards against reuse of a freed address; the version identifies
+        # contents.
         key = StorageWeakRef(storage), x._version
         copy = self.copies.get(key)
         if copy is None:
@@ -200,7 +202,7 @@ def _unpack(packed: Tensor | _View) -> Tensor:
 
 
 class _OffloadedLayers(RecomputedLayers):
-    """Recomputed layers whose first input is on the host, or divided."""
+    """Recomputed layers whose saved input is in host memory, or partitioned across ranks."""
 
     saving: Callable[[], AbstractContextManager[Any]]
 
@@ -216,12 +218,13 @@ def offload(
     inputs: bool,
     divided: DividedInputs | None = None,
 ) -> list[Offload]:
-    """Keep tensors that layers save for the backward pass on the host.
+    """Offload tensors that layers save for the backward pass to host memory. Edits ``sequences``.
 
     Args:
-        blocks: number of blocks of each sequence, the first ones that are not recomputed.
-        inputs: True to keep the inputs of recomputed layers there.
-        divided: keeps a part of these inputs, there or on the device.
+        blocks: number of blocks per sequence of layers to offload, starting with the first ones
+            that are not recomputed.
+        inputs: whether to keep the inputs of recomputed layers in host memory, too.
+        divided: hooks that partition these inputs across ranks, in host or device memory.
     """
     offloads = []
     for sequence in sequences:

@@ -1,8 +1,9 @@
-"""Inputs of recomputed layers of which every tensor-parallel rank keeps a part.
+"""Partitioning of the inputs of recomputed layers across tensor-parallel ranks.
 
-Without sequence parallelism all of these ranks have the same input; each keeps its share of the
-flat numbers, and the backward pass gathers the whole: the same bits, for one collective more
-(``--partition-activations``; Rajbhandari et al. 2020, arXiv:1910.02054, section 6.1).
+Without sequence parallelism all tensor-parallel ranks have the same input. Each keeps a slice of
+the flattened elements, and the backward pass gathers the whole. The result is bitwise equal, and
+costs one more collective (``--partition-activations``; Rajbhandari et al. 2020, arXiv:1910.02054,
+section 6.1).
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from megatron.parallel.mesh import Group
 
 
 class _Part(NamedTuple):
-    """A rank's part of a tensor of this shape, as packed by ``pack``."""
+    """This rank's slice of a tensor of shape ``shape``, as packed by the inner hook."""
 
     kept: Any
     shape: torch.Size
 
 
 class DividedInputs:
-    """Hooks of saved tensors (``torch.autograd.graph.saved_tensors_hooks``) that keep a part of
-    each, of the flat numbers, and gather the whole again.
+    """Hooks of saved tensors (``torch.autograd.graph.saved_tensors_hooks``) that keep only this
+    rank's slice of the flattened elements, and gather the whole tensor when it is unpacked.
 
     Args:
-        ranks: the ranks with the same tensors, which all unpack them in the same order.
+        ranks: ranks with the same tensors, which must all unpack them in the same order.
     """
 
     def __init__(self, ranks: Group) -> None:
@@ -41,8 +42,8 @@ class DividedInputs:
     def around(
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        """Return the two hooks, around others that keep the remaining part of a tensor; tensors
-        that cannot be divided evenly are kept whole."""
+        """Return a pack and an unpack hook, which pass this rank's slice to ``pack`` and
+        ``unpack``. Tensors that cannot be divided evenly are kept whole."""
 
         def pack_part(x: Tensor) -> Any:
             even = x.is_floating_point() and x.numel() and x.numel() % self._ranks.size == 0
@@ -59,7 +60,8 @@ class DividedInputs:
         return pack_part, unpack_whole
 
     def _part(self, x: Tensor) -> Tensor:
-        """This rank's part, once for all that save the same tensor, as an encoder's output."""
+        """Return this rank's slice. Layers that save the same tensor, such as an encoder's output,
+        share it."""
         place = x.storage_offset(), x.shape, x.stride(), x.dtype
         key = StorageWeakRef(x.untyped_storage()), x._version, *place
         part = self._parts.get(key)

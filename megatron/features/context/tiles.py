@@ -1,11 +1,11 @@
 """MLPs that compute a sequence in tiles.
 
-The inner activations of one tile exist at a time: the forward pass keeps the input only, and the
-backward pass computes each tile again (tiled MLP of Bekman et al. 2025, arXiv:2506.13996, section
-3.1.2). Outputs are those of the whole sequence; gradients of weights are sums over tiles, added in
-at least float32 and rounded once, so that an engine sees one gradient of each parameter.
+The inner activations of only one tile exist at a time. The forward pass keeps only the input, and
+the backward pass recomputes each tile (tiled MLP of Bekman et al. 2025, arXiv:2506.13996, section
+3.1.2). Outputs equal those of the whole sequence. Gradients of weights are summed over tiles in at
+least float32 and rounded once, so that an engine sees one gradient per parameter.
 
-Shapes: B batch, S sequence (a rank's slice of it where the region is split), H hidden.
+Shapes: B batch, S sequence (a rank's slice of it in a sequence-parallel region), H hidden.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron.parallel.tensor_parallel import summed_as
 
 
 class TiledMLP:
-    """The forward pass of an MLP, tile by tile.
+    """Forward pass of an MLP, tile by tile.
 
-    A tile is a part of the sequence of this rank: with sequence parallelism the layers gather those
-    of all ranks, so that collectives transfer as many bytes as without tiles.
+    A tile is a range of this rank's slice of the sequence. With sequence parallelism the layers
+    gather the tiles of all ranks, so that collectives transfer as many bytes as without tiles.
 
     Args:
-        tokens: from the length of a sequence, and the tokens of it that the layers gather, to the
-            length of its tiles.
+        tokens: function that returns the length of a tile, given the length of a rank's slice
+            and the number of tokens after gathering.
     """
 
     def __init__(self, mlp: MLP, tokens: Callable[[int, int], int]) -> None:
@@ -44,7 +44,8 @@ class TiledMLP:
         self._draws = any(layer.adapters is not None for layer in layers)
 
     def __call__(self, x_BSH: Tensor, state: LayerState | None = None) -> Any:
-        """The MLP of ``x_BSH``, with the state as it came; without a state, untiled and alone."""
+        """Return the MLP's output and the unchanged state. Without a state, return only the output,
+        computed without tiles."""
         if state is None:
             return self._plain(x_BSH)
         length = x_BSH.shape[1]
@@ -57,7 +58,7 @@ class TiledMLP:
         return _Tiles.apply(x_BSH, self, tiles, tuple(params), *params.values()), state
 
     def outputs(self, x_BSH: Tensor, tiles: Sequence[slice]) -> Tensor:
-        """[B, S, H], without gradients."""
+        """Compute the output [B, S, H] tile by tile, without gradients."""
         y_BSH: Tensor | None = None
         for tile in tiles:
             y_BTH = self._plain(x_BSH[:, tile])
@@ -68,7 +69,7 @@ class TiledMLP:
         return y_BSH
 
     def random(self) -> dict[str, Tensor] | None:
-        """The state of the generators that adapters draw from; None without adapters."""
+        """Return the state of the generators that adapters draw from, or None if none draw."""
         return random_state() if self._draws and self.mlp.training else None
 
 
@@ -124,7 +125,8 @@ def _add(sums: list[Tensor | None], grads: Iterator[Tensor], needs: Sequence[boo
 
 
 class _drawing_again:
-    """Draws again, inside, what was drawn from a state of the generators on; None: nothing."""
+    """Context manager that repeats the random draws made from a saved generator state. Does nothing
+    if ``state`` is None."""
 
     def __init__(self, state: dict[str, Tensor] | None) -> None:
         self._state = state
@@ -140,18 +142,18 @@ class _drawing_again:
 
 
 def tile_mlps(blocks: Sequence[nn.Module], tokens: Callable[[int, int], int]) -> None:
-    """Make the dense MLPs of blocks compute in tiles. Experts divide tokens themselves. ``tokens``:
-    as of :class:`TiledMLP`."""
+    """Make the dense MLPs of blocks compute in tiles. Expert layers are left unchanged. ``tokens``
+    is the function of :class:`TiledMLP`."""
     for block in blocks:
         mlp = getattr(block, "mlp", None)
         if isinstance(mlp, MLP) and getattr(block, "mlp_is_plain", False):
             mlp.forward = TiledMLP(mlp, tokens)  # type: ignore[method-assign, assignment]
-            # It has the call of other modules, which are not compiled: tiles are not one graph.
+            # Call the MLP like other modules, uncompiled, because tiles are not a single graph.
             block.mlp_is_plain = False  # type: ignore[assignment]
 
 
 def chunk_losses(model: nn.Module, tokens: int) -> None:
-    """Make output heads compute the logits of at most this many tokens at a time."""
+    """Make output heads compute the logits of at most ``tokens`` tokens at a time."""
     for module in model.modules():
         head = getattr(module, "head", None)
         if isinstance(head, LossHead) and isinstance(module, VocabParallelEmbedding):

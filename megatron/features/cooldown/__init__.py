@@ -1,1 +1,1 @@
-"""The cooldown of a training run as a branch of it."""
+"""Cooldown of a training run as a branch of that run."""

@@ -1,4 +1,5 @@
-"""Schedules of a branch, from the schedules of the run that wrote its checkpoint."""
+"""Learning rate schedule of a cooldown branch, derived from the schedule of the run that it
+continues."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ _FIXED = (
     *(f"lr_{part}_{unit}" for part in ("warmup", "decay", "wsd_decay") for unit in LENGTHS),
     *("epochs", *RUN_LENGTHS),
 )
-"""Flags that follow from the checkpoint: on the command line they have the earlier run's values."""
+"""Flags that follow from the checkpoint. Their values on the command line are those of the earlier
+run, and are ignored."""
 
 
 def with_cooldown(settings: Settings) -> Settings:
-    """Return the settings of a run that continues ``--load`` with a falling learning rate. Flags of
-    lengths, in any unit, and rates are the earlier run's and are replaced, so that its command plus
-    ``--cooldown-iters`` starts the branch. Raises ConfigError if no run of this project is at
-    ``--load``, or flags contradict it."""
+    """Return the settings of a run that continues ``--load`` with a decaying learning rate. Flags
+    for learning rates and for the length of training, in any unit, are replaced, so that the
+    earlier run's command plus ``--cooldown-iters`` starts the branch. Raises ConfigError if
+    ``--load`` has no checkpoint to continue, or flags contradict the cooldown."""
     length = settings["cooldown_iters"]
     shown = f"--cooldown-iters {length.value}"
     for name in ("finetune", "reset_iteration", "use_checkpoint_opt_param_scheduler"):
@@ -47,7 +49,7 @@ def with_cooldown(settings: Settings) -> Settings:
 
 
 def _schedules(source: Source, run: RunConfig, length: int) -> dict[str, Any]:
-    """The schedules of a branch, by field; of one that was interrupted they stay."""
+    """Return the schedule settings of a branch, by field. An interrupted branch keeps its own."""
     if run.section(CooldownConfig).cooldown_iters == length:
         optimizer = run.optimizer
         rates = (optimizer.lr, optimizer.weight_decay, (optimizer.own_rates or (None,))[0])

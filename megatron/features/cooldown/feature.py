@@ -1,4 +1,4 @@
-"""Cooldown from any checkpoint: the rate falls from where it is there."""
+"""Feature that decays the learning rate to its minimum from any checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CooldownFeature(Feature):
 
     def complete(self, settings: Settings, run_of: Callable[[Settings], Any]) -> Settings:
         length = settings.get("cooldown_iters")
-        if length is None or length.value < 1:  # which its bounds refuse
+        if length is None or length.value < 1:  # refused by the flag's bounds
             return settings
         from megatron.features.cooldown.branch import with_cooldown
 

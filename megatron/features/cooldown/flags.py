@@ -1,4 +1,4 @@
-"""The flag of a cooldown."""
+"""Flag of a cooldown."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class CooldownConfig(FlagSection):
     after: ClassVar[str] = "optimizer"
 
     cooldown_iters: int | None = option(None, bounds=POSITIVE, needs=needs_value("load"))
-    """Continue --load for this many iterations, in which the learning rate falls from its value
-    there to --min-lr, by --lr-wsd-decay-style (minus_sqrt by default), whatever the schedule of the
-    run was: a branch that --save keeps in another folder."""
+    """Continue --load for this number of iterations, during which the learning rate decays from its
+    value at the checkpoint to --min-lr, whatever the run's schedule was. --lr-wsd-decay-style sets
+    the shape of the decay (default minus_sqrt). Use another folder for --save: this is a branch of
+    the run."""

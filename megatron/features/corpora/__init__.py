@@ -1,1 +1,1 @@
-"""Corpora by name."""
+"""Training data given as names of corpora."""

@@ -1,4 +1,4 @@
-"""Corpora by name: a JSON file that lists the files of each.
+"""Corpora by name, from a JSON file that lists the files of each corpus.
 
     {
       "wikipedia": {"files": "wiki/*_text_document.bin", "weight": 2},
@@ -7,9 +7,9 @@
       "all":       {"corpora": ["wikipedia", "books", "questions"]}
     }
 
-Paths are relative to the file, and below its folder unless --corpora-outside is given. Files of a
-corpus share its weight in proportion to their tokens; a corpus without a weight is weighted by its
-tokens.
+Paths are relative to the JSON file, and must be below its folder unless --corpora-outside is given.
+The files of a corpus share its weight in proportion to their tokens. A corpus without a weight is
+weighted by its tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.config import ConfigError, DataConfig, RunConfig, Setting, Settings, TokenizerConfig
+from megatron.config import ConfigError, RunConfig, Setting, Settings, TokenizerConfig
 from megatron.config.features import features, file_kinds
 from megatron.config.flags import nearest
 from megatron.data.corpora import INDEXED, DataSource, parse_range
 from megatron.data.sources import number_of, source_of, weighted_words
+from megatron.features.corpora.flags import CorporaFlags
 from megatron.util.json_text import parse_json
 
 _KEYS = ("files", "type", "weight", "range", "text_key", "tokenizer", "corpora")
@@ -40,18 +41,19 @@ class Corpora:
     sources: Mapping[str, DataSource] = field(default_factory=dict)
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tokenizers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Tokenizer flags that a corpus was tokenized with, by field name (vocab_file ...)."""
+    """Flags of the tokenizer with which each corpus was tokenized, by field name (vocab_file
+    ...)."""
     classes: Mapping[str, DataSource] = field(default_factory=dict)
-    """Corpora that are not in the file: see `megatron/features/raw_text/named_corpora.py`."""
+    """Corpora that are not in the file; see `megatron/features/raw_text/named_corpora.py`."""
     exists: bool = True
 
     def __contains__(self, name: str) -> bool:
         return name in self.sources or name in self.groups or name in self.classes
 
     def find(self, name: str, weight: float | None, flag: str) -> list[tuple[str, DataSource]]:
-        """The corpora of a name with their weights; ConfigError for an unknown name. A weight from
-        the command line replaces that in the file; for a group it is divided in proportion to the
-        weights of its corpora, which must all have one."""
+        """Return the corpora that a name refers to, with their weights. A weight from the command
+        line replaces the one in the file. For a group it is divided in proportion to the weights of
+        its corpora, which must all have one. Raises ConfigError for an unknown name."""
         names = self.expand(name, flag)
         sources = [(n, self.sources[n] if n in self.sources else self.classes[n]) for n in names]
         if weight is None:
@@ -71,7 +73,7 @@ class Corpora:
         ]
 
     def expand(self, name: str, flag: str, within: tuple[str, ...] = ()) -> Iterator[str]:
-        """The names of the corpora of a name."""
+        """Yield the names of the corpora that a name refers to, which may be a group."""
         if name in within:
             raise ConfigError(f"{self.path}: the group {name} contains itself")
         if name in self.groups:
@@ -100,9 +102,9 @@ def read_corpora(
     *,
     outside: bool = False,
 ) -> Corpora:
-    """Read a corpora file. `kinds` are the known types; `kind_of` returns the type of a path for a
-    corpus without one. Raises ConfigError if the file is missing or malformed, or if a path leads
-    out of its folder and `outside` is false."""
+    """Read a corpora file. `kinds` are the known types, and `kind_of` returns the type of a path
+    for a corpus without one. Raises ConfigError if the file is missing or malformed, or if a path
+    is outside of its folder and `outside` is false."""
     try:
         content = parse_json(Path(path).read_bytes(), f"--corpora-file {path}")
     except FileNotFoundError:
@@ -176,13 +178,13 @@ def _source(
 
 @dataclass(frozen=True)
 class _Folder:
-    """The folder of a corpora file; links in it lead where they like."""
+    """Folder that contains a corpora file. Symbolic links inside it may point anywhere."""
 
     folder: Path
     outside: bool
 
     def path(self, path: str, where: str) -> str:
-        """A path relative to the folder. Raises ConfigError if it leads out of it."""
+        """Return a path relative to the folder. Raises ConfigError if it is outside."""
         joined = os.path.join(self.folder, path)
         here = os.path.abspath(self.folder)
         if not self.outside and os.path.commonpath((here, os.path.abspath(joined))) != here:
@@ -194,7 +196,8 @@ class _Folder:
 
 
 def _paths(pattern: str, folder: _Folder, where: str) -> list[str]:
-    """Files of a glob, or the one path; of indexed files the prefix, without .bin or .idx."""
+    """Return the files that match a glob, or the one path. Indexed files lose their suffixes .bin
+    and .idx."""
     if "://" in pattern:
         return [pattern]
     path = folder.path(pattern, where)
@@ -218,12 +221,14 @@ _NAMED = ("train_data", "valid_data", "test_data")
 
 
 def with_corpora(settings: Settings) -> Settings:
-    """Adds the tokenizer flags that the corpora of --train-data and the like come with. Raises
-    ConfigError if they contradict the flags, or each other."""
+    """Add the tokenizer flags of the corpora in --train-data, --valid-data and --test-data. Raises
+    ConfigError if they contradict flags of the run or each other."""
     given = {name: settings[name].value for name in _NAMED if name in settings}
     if not any(given.values()):
         return settings
-    file = settings["corpora_file"].value if "corpora_file" in settings else DataConfig.corpora_file
+    file = (
+        settings["corpora_file"].value if "corpora_file" in settings else CorporaFlags.corpora_file
+    )
     outside = "corpora_outside" in settings and settings["corpora_outside"].value
     corpora = corpora_of(file, _classes(), outside=outside)
     completed = dict(settings)
@@ -244,7 +249,7 @@ def with_corpora(settings: Settings) -> Settings:
 
 
 def _classes(config: RunConfig | None = None) -> Mapping[str, DataSource]:
-    """Corpora of features, which need no file."""
+    """Return the corpora that a feature provides without a file."""
     named = (feature.corpora(config) for feature in features().values())
     return next((corpora for corpora in named if corpora is not None), {})
 
@@ -255,8 +260,8 @@ def corpora_of(
     kind_of: Callable[[str], str] = lambda path: INDEXED,
     outside: bool = False,
 ) -> Corpora:
-    """The corpora of a file, which need not exist if no flag names it, and of classes."""
-    if file == DataConfig.corpora_file and not os.path.exists(file):
+    """Return the corpora in a file, together with ``classes``. The default file may be missing."""
+    if file == CorporaFlags.corpora_file and not os.path.exists(file):
         return Corpora(file, classes=classes, exists=False)
     kinds = (INDEXED, *file_kinds())
     return replace(read_corpora(file, kinds, kind_of, outside=outside), classes=classes)
@@ -264,14 +269,15 @@ def corpora_of(
 
 @dataclass(frozen=True)
 class NamedSources:
-    """The sources of words on the command line. `kind_of` gives the kind of a path's files, if the
-    corpora file does not."""
+    """Converter of names on the command line to data sources. `kind_of` returns the type of a
+    path's files if the corpora file does not specify it."""
 
     corpora: Corpora
     kind_of: Callable[[str], str] = lambda path: INDEXED
 
     def __call__(self, values: Sequence[str], flag: str) -> tuple[DataSource, ...]:
-        """`NAME NAME ...` or `WEIGHT NAME WEIGHT NAME ...` of corpora, or files of raw text."""
+        """Return the sources for `NAME NAME ...` or `WEIGHT NAME WEIGHT NAME ...`. A name is a
+        corpus or a file of raw text."""
         form = "give NAME NAME ..., or WEIGHT NAME pairs with a weight before every name"
         has_weights = any(number_of(word) is not None for word in values)
         pairs = (
@@ -294,9 +300,8 @@ class NamedSources:
 
 
 def named_sources(config: RunConfig, kind_of: Callable[[str], str]) -> NamedSources:
-    """The sources of the names of a run."""
-    data = config.data
-    classes = _classes(config)
+    """Return the converter of names for a run."""
+    flags, classes = CorporaFlags.of(config.data), _classes(config)
     return NamedSources(
-        corpora_of(data.corpora_file, classes, kind_of, data.corpora_outside), kind_of
+        corpora_of(flags.corpora_file, classes, kind_of, flags.corpora_outside), kind_of
     )

@@ -1,4 +1,4 @@
-"""Corpora by name: ``--train-data``, ``--valid-data`` and ``--test-data``."""
+"""Training data by names of corpora: ``--train-data``, ``--valid-data`` and ``--test-data``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 
 from megatron.config.features import Feature
 from megatron.config.flags import Settings
+from megatron.features.corpora.flags import CorporaFlags
 
 _NAMED = ("train_data", "valid_data", "test_data")
 
 
 class CorporaFeature(Feature):
+    flag_parts = {"data": CorporaFlags}
+
     def complete(self, settings: Settings, run_of: Callable[[Settings], Any]) -> Settings:
         if not any(name in settings and settings[name].value for name in _NAMED):
             return settings

@@ -1,1 +1,1 @@
-"""Samples in the order of their difficulty, and growing sequence lengths."""
+"""Curriculum learning: samples ordered by difficulty, and growing sequence lengths."""

@@ -1,18 +1,19 @@
 """Difficulties of all samples of a dataset, in the files of DeepSpeed's data analyzer.
 
     NAME_sample_to_metric    row i: the value of sample i
-    NAME_index_to_metric     row i: the i-th of the values that occur, in rising order
-    NAME_index_to_sample     row i: the samples that have it, in rising order
-    NAME_index_to_sample_percentile_merged    the same, about a hundredth of the values in each row
+    NAME_index_to_metric     row i: the i-th of the distinct values, in ascending order
+    NAME_index_to_sample     row i: the samples with this value, in ascending order
+    NAME_index_to_sample_percentile_merged    the same samples, with about 1 % of the values per row
 
-``total_vocab_freq`` has one file, ``total_vocab_freq_metric_value``: how often each token occurs.
+``total_vocab_freq`` has one file, ``total_vocab_freq_metric_value``: the number of occurrences of
+each token.
 
-An analysis has two steps. The map reads the samples: each worker a part of them, divided over
-threads, whose values are in ``NAME/worker<W>_thread<T>``. The reduce merges these files; it reads
-them in blocks, so that its memory depends on the number of values that occur, and not on the number
-of samples.
+An analysis has two steps. In the map step each worker reads its share of the samples, divided over
+threads, and writes their values to ``NAME/worker<W>_thread<T>``. The reduce step merges these
+files. It reads them in blocks, so that its memory depends on the number of distinct values and not
+on the number of samples.
 
-Shape suffixes: T the tokens of a sample, V vocabulary, N samples.
+Shape suffixes: T tokens of a sample, V vocabulary, N samples.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
 
 VOCABULARY = "total_vocab_freq"
-"""The metric of the token counts, named as by Megatron-DeepSpeed."""
+"""Metric that counts tokens, named as in Megatron-DeepSpeed."""
 RARITIES = ("vocab_rarity", "seqlen_vocab_rarity")
-"""Metrics that need the token counts of all samples first."""
+"""Metrics that require the token counts of all samples."""
 METRICS = (VOCABULARY, *RARITIES, "seqlen")
 ANALYSED = "dataset.json"
-"""File in the folder of a metric that identifies the analysed samples."""
+"""File in a metric's folder with the identity of the analysed samples."""
 _PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 SAMPLES_PER_PROCESS = 10_000
-"""Fewest that are worth the start of a process."""
+"""Minimum number of samples for each process."""
 _BLOCKS_PER_THREAD = 4
 _LARGEST_BLOCK = 20_000
 _TEXTS_AT_ONCE = 256
@@ -69,30 +70,30 @@ _Values = npt.NDArray[np.integer]
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 Progress = Callable[[int, int], None]
-"""Called with the number of samples read and their total."""
+"""Callback that gets the number of samples read so far and the total number."""
 
 
 class MetricSummary(NamedTuple):
-    """The values of a metric: their files, number and distribution."""
+    """Summary of a metric: the folder, number and distribution of its values."""
 
     name: str
     folder: Path
     samples: int
     values: int
-    """Number of distinct values; of the token counts the number of tokens that occur."""
+    """Number of distinct values. For the token counts, the number of distinct tokens that occur."""
     percentiles: dict[int, int]
 
 
 class Rarity(NamedTuple):
-    """Rarity of tokens."""
+    """Rarities of tokens, from :func:`token_rarity`."""
 
     of_tokens_V: npt.NDArray[np.float64]
     coefficient: int
-    """By which ``seqlen_vocab_rarity`` multiplies the length: more than any rarity."""
+    """Factor of the length in ``seqlen_vocab_rarity``. It exceeds the rarity of any sample."""
 
 
 class Share(NamedTuple):
-    """The samples of a thread of a worker."""
+    """Samples that one thread of a worker reads."""
 
     worker: int
     thread: int
@@ -104,10 +105,10 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Analysis:
-    """The metrics of a dataset, in ``folder/NAME/``. ``vocab_size``: of the (padded) token
-    embedding. Methods raise ValueError if a metric is unknown, samples have a type without metrics,
-    or files are of other samples; FileNotFoundError if a step must come first; ChildProcessError if
-    a process was killed."""
+    """Computation of a dataset's metrics, with files in ``folder/NAME/``. ``vocab_size`` is that of
+    the padded token embedding. Methods raise ValueError if a metric is unknown, if this type of
+    sample has no metrics, or if files belong to other samples; FileNotFoundError if another step
+    must run first; and ChildProcessError if a process was killed."""
 
     dataset: SampleDataset[Any]
     metrics: Sequence[str]
@@ -125,7 +126,7 @@ class Analysis:
             raise ValueError("the dataset has no samples")
 
     def shares(self, worker: int) -> list[Share]:
-        """The samples of each thread of a worker, divided as by DeepSpeed."""
+        """Return the shares of a worker's threads, divided as in DeepSpeed."""
         bounds = _divided(range(len(self.dataset)), self.workers)[worker]
         return [Share(worker, n, part) for n, part in enumerate(_divided(bounds, self.threads))]
 
@@ -135,7 +136,7 @@ class Analysis:
         only_threads: Sequence[int] = (),
         progress: Progress = lambda done, total: None,
     ) -> None:
-        """Writes the values of the samples of a worker, or of some of its threads."""
+        """Write the values of a worker's samples. ``only_threads`` selects some of its threads."""
         shares = [s for s in self.shares(worker) if s.thread in only_threads or not only_threads]
         blocks = [(share, block) for share in shares for block in _blocks(share.numbers)]
         rarity = self.rarity() if self._of_rarity else None
@@ -153,7 +154,7 @@ class Analysis:
                     progress(done, total)
 
     def reduce(self, processes: int = 1) -> list[MetricSummary]:
-        """Merges the files of all threads of all workers."""
+        """Merge the files of all workers and threads."""
         shares = [share for worker in range(self.workers) for share in self.shares(worker)]
         return [self._reduce(name, shares, processes) for name in self.metrics]
 
@@ -179,7 +180,7 @@ class Analysis:
 
     @contextmanager
     def _writing(self, share: Share, name: str) -> Iterator[Callable[[_Values], object]]:
-        """Writes the part of a share, with a function that adds the values of some samples."""
+        """Write the file of a share within this context. Yields a function that adds values."""
         folder = share.folder(self.folder / name)
         _disown(folder)
         if name == VOCABULARY:
@@ -192,7 +193,7 @@ class Analysis:
         self._identify(folder, name, share)
 
     def _parts(self, name: str, shares: Sequence[Share]) -> list[Path]:
-        """The checked files of shares. Raises the first error, with all shares to map again."""
+        """Return the checked files of shares. Raises the first error, naming all shares to redo."""
         parts: list[Path] = []
         failed: dict[int, list[int]] = {}
         errors: list[OSError | ValueError] = []
@@ -215,8 +216,7 @@ class Analysis:
         )
 
     def _part(self, name: str, share: Share) -> Path:
-        """The prefix of the checked files with the values of the samples of a share, or with how
-        often each token occurs in them."""
+        """Return the prefix of a share's values or token counts, after checking them."""
         folder = share.folder(self.folder / name)
         rows, length = "sample_to_metric", len(share.numbers)
         if name == VOCABULARY:
@@ -233,7 +233,7 @@ class Analysis:
         return folder / f"{name}_{rows}"
 
     def rarity(self) -> Rarity:
-        """The rarity of tokens by the token counts, which must be there."""
+        """Return the rarities of tokens, from token counts that must exist already."""
         folder = self.folder / VOCABULARY
         first = f"run --analyzing-metric {VOCABULARY}, map and reduce, first"
         try:
@@ -267,7 +267,7 @@ class Analysis:
         write_whole(folder / ANALYSED, content.encode())
 
     def _is_of_these(self, folder: Path, name: str, share: Share | None = None) -> bool:
-        """True for a folder of these samples, or of DeepSpeed, whose folders have no identity."""
+        """Return True if a folder identifies these samples or, like DeepSpeed's, no samples."""
         file = folder / ANALYSED
         if not file.is_file():
             return True
@@ -277,8 +277,8 @@ class Analysis:
 def analyse(
     analysis: Analysis, progress: Progress = lambda done, total: None
 ) -> list[MetricSummary]:
-    """Both steps of all metrics, with the token counts first where a metric needs them, in the
-    processes of ``analysis.threads``; see :class:`Analysis`."""
+    """Run both steps for all metrics, with ``analysis.threads`` processes. Token counts are first
+    if a metric needs them. Raises the errors of :class:`Analysis`."""
     counted = VOCABULARY in analysis.metrics or bool(set(RARITIES) & set(analysis.metrics))
     others = tuple(name for name in analysis.metrics if name != VOCABULARY)
     passes = [metrics for metrics in ((VOCABULARY,) * counted, others) if metrics]
@@ -295,8 +295,8 @@ def analyse(
 
 
 def _disown(folder: Path) -> None:
-    """Mark the files of a folder as belonging to no samples. A killed step leaves older files
-    behind, which without an identity would be mistaken for DeepSpeed's."""
+    """Mark a folder's files as belonging to no samples. If a step is killed, older files remain;
+    without this mark they would be mistaken for DeepSpeed's."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / ANALYSED, b'{"fingerprint": null}')
 
@@ -306,8 +306,8 @@ def _later(progress: Progress, before: int, total: int, done: int, _: int) -> No
 
 
 def merge(prefix: Path, parts: Sequence[Path], processes: int) -> tuple[_Values, _Values]:
-    """Writes the files of a metric from the values of its samples, in ``parts``, prefixes of files;
-    returns the values that occur, ascending, and how often each does."""
+    """Write the files of a metric from its samples' values in the files with the prefixes
+    ``parts``. Return the distinct values, ascending, and the number of occurrences of each."""
 
     def file(name: str) -> Path:
         return prefix.with_name(f"{prefix.name}_{name}")
@@ -318,7 +318,7 @@ def merge(prefix: Path, parts: Sequence[Path], processes: int) -> tuple[_Values,
         for part, size in zip(parts, sizes, strict=True)
         for start in range(0, size, BLOCK)
     ]
-    # A process is not worth its start for less.
+    # For fewer values, starting a process would cost more than it saves.
     processes = max(1, min(processes, sum(sizes) // BLOCK))
     values: _Values = np.empty(0, np.int64)
     counts: _Values = np.empty(0, np.int64)
@@ -333,7 +333,7 @@ def merge(prefix: Path, parts: Sequence[Path], processes: int) -> tuple[_Values,
     numbers = fitting_dtype(0, total - 1)
     with replacing_values(file("index_to_sample")) as part:
         with part.open("xb") as whole:
-            # A full disk is an error here, and would be a signal while the file is filled.
+            # Reserve the space: a full disk is an error here, but a signal in a later write.
             os.posix_fallocate(whole.fileno(), 0, total * numbers.itemsize)
         bounds = np.searchsorted(ends, np.linspace(0, total, processes + 1)[1:-1])
         rows = [range(*pair) for pair in pairwise([0, *bounds.tolist(), len(values)])]
@@ -370,8 +370,8 @@ def _scatter(
     dtype: np.dtype,
     rows: range,
 ) -> None:
-    """Writes the numbers of the samples with some of the values into the file of all; ``starts``
-    are the places of the first sample of each value."""
+    """Write the numbers of the samples with these ``rows`` of values to the file of all values.
+    ``starts`` has the position of the first sample of each value."""
     if not rows:
         return
     lowest, highest = values[rows.start], values[rows[-1]]
@@ -391,21 +391,21 @@ def _scatter(
 
 
 def token_rarity(counts_V: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """-log of each token's share of all tokens; as in Megatron-DeepSpeed, a token that never occurs
-    is treated as occurring once."""
+    """Return -log of each token's share of all tokens. As in Megatron-DeepSpeed, tokens that never
+    occur count as occurring once."""
     seen_V = np.maximum(counts_V, 1)
     return -np.log(seen_V / seen_V.sum())
 
 
 def sample_tokens(sample: Any) -> npt.NDArray[np.int64]:
-    """The tokens of a sample without padding: the inputs, and of a GPT the label of the last one.
-    Raises ValueError if the type of the samples has no metrics."""
+    """Return the tokens of a sample without padding: its inputs, and for a GPT also the last label.
+    Raises ValueError if this type of sample has no metrics."""
     sample = _text(sample)
     if hasattr(sample, "text_tokens"):
         return sample.text_tokens
     if isinstance(sample, PackedSample):
         last_S = sample.document_ids_S == sample.document_ids_S[-1]
-        # Padding is a document without a loss at the end.
+        # Padding is a last document without loss.
         padded = not sample.loss_mask_S[last_S].any()
         length = len(last_S) - int(last_S.sum()) if padded else len(last_S)
         return sample.tokens_T[: length + 1] if length else sample.tokens_T[:0]
@@ -415,12 +415,12 @@ def sample_tokens(sample: Any) -> npt.NDArray[np.int64]:
 
 
 def sample_length(sample: Any, tokens_T: npt.NDArray[np.int64]) -> int:
-    """Number of inputs of a sample with these tokens."""
+    """Return the number of inputs of a sample that has these tokens."""
     return len(tokens_T) if hasattr(sample, "text_tokens") else max(0, len(tokens_T) - 1)
 
 
 def fingerprint(dataset: SampleDataset[Any]) -> str:
-    """Identifies a dataset by its number of samples and by some of them, evenly spaced."""
+    """Return a digest of the size of a dataset and of evenly spaced samples."""
     count = len(dataset)
     probes = min(count, _PROBES)
     numbers = (probe * (count - 1) // max(probes - 1, 1) for probe in range(probes))
@@ -431,7 +431,7 @@ def fingerprint(dataset: SampleDataset[Any]) -> str:
 
 
 def _text(sample: Any) -> Any:
-    """Return the text of a sample with neighbours, on which its difficulty depends."""
+    """Return the text of a sample. Retrieved neighbours, if any, do not affect its difficulty."""
     return getattr(sample, "text", sample)
 
 
@@ -442,10 +442,10 @@ def _measure(
     vocab_size: int,
     block: tuple[Share, range],
 ) -> dict[str, npt.NDArray[np.int64]]:
-    """The values of samples of a share; of the token counts their sum."""
+    """Return the metrics' values for a block of samples, of token counts the sum."""
     numbers = block[1]
     values_of = {name: np.empty(len(numbers), np.int64) for name in metrics if name != VOCABULARY}
-    counts_V = np.zeros(vocab_size + 1, np.int64)  # one row more, as in Megatron-DeepSpeed
+    counts_V = np.zeros(vocab_size + 1, np.int64)  # one extra row, as in Megatron-DeepSpeed
     texts: list[npt.NDArray[np.int64]] = []
     for place, number in enumerate(numbers):
         sample = dataset[number]
@@ -478,7 +478,7 @@ def _blocks(numbers: range) -> list[range]:
 def _in_processes(
     items: Sequence[Item], work: Callable[[Item], Answer], processes: int
 ) -> Iterator[tuple[Item, Answer]]:
-    """Yield each item and its result, in order, from as many processes as are useful."""
+    """Yield each item with its result, in order. Use at most ``processes`` processes."""
     count = min(processes, len(items), usable_processors())
     try:
         yield from map_in_order(iter(items), partial(_ready, work), count if count > 1 else 0)
@@ -488,7 +488,7 @@ def _in_processes(
 
 
 def _ready(work: Callable[[Item], Answer]) -> Callable[[Item], Answer]:
-    """Function that `map_in_order` gets by a call in each process."""
+    """Return ``work``, which `map_in_order` requests once in each process."""
     return work
 
 

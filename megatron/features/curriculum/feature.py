@@ -1,4 +1,4 @@
-"""Samples in the order of their difficulty, and growing sequence lengths."""
+"""Feature for curriculum learning: samples ordered by difficulty, and growing sequence lengths."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CurriculumFeature(Feature):
     def model(self, spec: Any, config: Any) -> Any:
         examples = any(getattr(section, "sft", False) for section in config.sections)
         if examples or not _packs(config):
-            return spec  # batches of examples are weighed as their flags say
+            return spec  # finetuning sets its own weights
         from megatron.features.curriculum.packing.data import with_weights
 
         return with_weights(spec)

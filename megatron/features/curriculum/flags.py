@@ -1,7 +1,8 @@
-"""Curriculum learning as DeepSpeed's JSON describes it.
+"""Configuration of curriculum learning, from DeepSpeed's JSON.
 
-``curriculum_learning`` sets the length of sequences, ``data_efficiency`` how samples are drawn. The
-configuration keeps their text; :func:`sequence_lengths` and :func:`data_sampling` read it.
+The section ``curriculum_learning`` sets the sequence length, and ``data_efficiency`` the sampling.
+The configuration stores both as text, which :func:`sequence_lengths` and :func:`data_sampling`
+parse.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from megatron.config.flags import ConfigError, nearest, option
 from megatron.util.json_text import parse_json
 
 SEQUENCE_METRIC = "seqlen_truncate"
-"""The metric of ``data_efficiency`` that is a sequence length, as in Megatron-DeepSpeed."""
+"""Metric of ``data_efficiency`` that truncates samples to a length, as in Megatron-DeepSpeed."""
 FOLDING_METRIC = "seqlen_reshape"
-"""The same, for samples that are folded into rows of the length instead of cut to it."""
+"""Metric of ``data_efficiency`` that folds samples into rows of a length."""
 
 _SCHEDULE_KEYS = ("min_difficulty", "max_difficulty", "schedule_type", "schedule_config")
 _METRIC_KEYS = (
@@ -26,17 +27,17 @@ _METRIC_KEYS = (
     *_SCHEDULE_KEYS,
 )  # fmt: skip
 LENGTH_MULTIPLE = 8
-"""Lengths of sequences are multiples of it, as tensor cores require."""
+"""Divisor of all sequence lengths, required by tensor cores."""
 
 
 @dataclass(frozen=True)
 class CurriculumConfig(KindConfig):
-    """Curriculum: sequences of increasing length, samples of increasing difficulty."""
+    """Curriculum learning: sequence length and difficulty of samples over a run."""
 
     curriculum_learning: str | None = option(None)
-    """Schedule of the sequence length: the "curriculum_learning" section of DeepSpeed's JSON."""
+    """Schedule of the sequence length: section "curriculum_learning" of DeepSpeed's JSON."""
     data_efficiency: str | None = option(None)
-    """Sampling by difficulty: the "data_efficiency" section of DeepSpeed's JSON, with the files of
+    """Sampling by difficulty: section "data_efficiency" of DeepSpeed's JSON. It names files of
     tools/analyze_data.py."""
 
     @property
@@ -56,12 +57,12 @@ class CurriculumConfig(KindConfig):
 
 @dataclass(frozen=True)
 class DifficultySchedule:
-    """A difficulty as a function of the iteration; ``name`` is its path in the JSON.
+    """Difficulty as a function of the iteration. ``name`` is the schedule's path in the JSON.
 
     ``kind`` is ``fixed_linear``, ``fixed_root`` or ``fixed_discrete``. The first two grow from
-    ``lowest`` to ``highest`` in ``steps`` steps, in multiples of ``increment``, by the fraction of
-    the steps to the power of 1 / ``root``. ``last_steps`` is the last step, counted from 1, of each
-    of ``difficulties`` but the last.
+    ``lowest`` to ``highest`` in ``steps`` steps, in multiples of ``increment``. The growth is the
+    fraction of steps done, to the power of 1 / ``root``. A discrete schedule has the values
+    ``difficulties``; ``last_steps`` has the last step, from 1, of each value except the last.
     """
 
     name: str
@@ -77,9 +78,9 @@ class DifficultySchedule:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of the difficulty of samples, with the schedule of its limit. The paths are prefixes
-    of the files with the samples of each value, in rising order, and with these values; the latter
-    is not used with percentiles."""
+    """Metric for the difficulty of samples, with the schedule of its upper limit. The paths are
+    prefixes of files: the samples of each value, by ascending value, and these values, which are
+    not needed for percentiles."""
 
     name: str
     schedule: DifficultySchedule
@@ -90,8 +91,8 @@ class Metric:
 
 @dataclass(frozen=True)
 class DataSampling:
-    """Sampling by difficulty: a sample must be within the limits of all ``metrics``; ``lengths`` is
-    the schedule of the sequence length, if there is one."""
+    """Sampling by difficulty. A sample must be within the limits of all ``metrics``. ``lengths`` is
+    the schedule of the sequence length, or None."""
 
     seed: int
     num_epochs: int
@@ -100,8 +101,8 @@ class DataSampling:
 
 
 def sequence_lengths(config: CurriculumConfig) -> DifficultySchedule | None:
-    """The schedule of the sequence length; None when all sequences have ``--seq-length``. Raises
-    ConfigError if a section is wrong."""
+    """Return the schedule of the sequence length, or None if it is always ``--seq-length``. Raises
+    ConfigError if a section is invalid."""
     section = _enabled(config.curriculum_learning, "curriculum_learning")
     if section is None:
         sampling = data_sampling(config)
@@ -112,8 +113,8 @@ def sequence_lengths(config: CurriculumConfig) -> DifficultySchedule | None:
 
 
 def data_sampling(config: CurriculumConfig) -> DataSampling | None:
-    """The sampling by difficulty; None where samples come in Megatron's order. Raises ConfigError
-    if the section is wrong or needs something unavailable."""
+    """Return the settings of sampling by difficulty, or None if samples have Megatron's order.
+    Raises ConfigError if the section is invalid or requires something unavailable."""
     sections = sampling_sections(config)
     if sections is None:
         return None
@@ -142,14 +143,14 @@ def data_sampling(config: CurriculumConfig) -> DataSampling | None:
 
 
 def sampling_sections(config: CurriculumConfig) -> tuple[Section, Section] | None:
-    """The section and its ``data_sampling``; None if it is off. Raises ConfigError for other
-    keys."""
+    """Return the section ``data_efficiency`` and its ``data_sampling``, or None if
+    ``data_efficiency`` is disabled. Raises ConfigError for unknown keys."""
     section = _enabled(config.data_efficiency, "data_efficiency")
     if section is None:
         return None
     section.only("enabled", "seed", "data_sampling", "data_routing")
     sampling = section.section("data_sampling")
-    # The number of workers and page-locked memory change nothing but speed: --num-workers rules.
+    # DeepSpeed's keys for workers and pinned memory only affect speed. Use --num-workers instead.
     sampling.only(
         "enabled", "num_epochs", "num_workers", "pin_memory", "curriculum_learning",
         "dynamic_batching",
@@ -158,8 +159,8 @@ def sampling_sections(config: CurriculumConfig) -> tuple[Section, Section] | Non
 
 
 def token_dropping(config: CurriculumConfig) -> Section | None:
-    """The section of random layerwise token dropping; None where it, or one around it, is off.
-    Raises ConfigError if a section around it is wrong."""
+    """Return the section of random layerwise token dropping, or None if it or an enclosing section
+    is disabled. Raises ConfigError if an enclosing section is invalid."""
     section = _enabled(config.data_efficiency, "data_efficiency")
     routing = None if section is None else section.section("data_routing")
     if routing is None or not routing.enabled:
@@ -170,7 +171,7 @@ def token_dropping(config: CurriculumConfig) -> Section | None:
 
 
 def without_sampling(config: CurriculumConfig) -> CurriculumConfig:
-    """The same sequence lengths, with samples in their usual order."""
+    """Return the configuration without sampling by difficulty; sequence lengths remain."""
     sampling = data_sampling(config)
     if sampling is None or sampling.lengths is None:
         return replace(config, data_efficiency=None)
@@ -201,7 +202,7 @@ def _metric(name: str, metric: Section) -> Metric | None:
 
 def _length_metric(metric: Section) -> DifficultySchedule:
     metric.only(*_METRIC_KEYS)
-    # The length that samples are cut to does not select samples.
+    # Clustering does not apply, because the length does not select samples.
     metric.choice("clustering_type", "single_cluster", default="single_cluster")
     metric.choice("difficulty_type", "value", default="value")
     return _lengths(metric)
@@ -209,7 +210,7 @@ def _length_metric(metric: Section) -> DifficultySchedule:
 
 def _lengths(section: Section) -> DifficultySchedule:
     schedule = _schedule(section)
-    section.whole("min_difficulty")  # not 0
+    section.whole("min_difficulty")  # raises an error if it is 0
     if schedule.kind == "fixed_discrete":
         used = {f"schedule_config.difficulty {n}": n for n in schedule.difficulties}
     else:
@@ -278,8 +279,8 @@ def _discrete(section: Section, values: Section, lowest: int, highest: int) -> D
 
 
 class Section:
-    """An object of a JSON file, read by keys; ``path`` is its dotted path. Raises ConfigError if
-    ``values`` is not an object; methods raise it if a value is not as expected."""
+    """JSON object that is read key by key. ``path`` is its dotted path. Raises ConfigError if
+    ``values`` is not an object. Methods raise ConfigError if a value is invalid."""
 
     def __init__(self, values: Any, path: str) -> None:
         self.path = path
@@ -321,7 +322,7 @@ class Section:
         return str(value)
 
     def text(self, key: str, what: str) -> str:
-        """A string; ``what`` describes it in the message."""
+        """Return a string. In the error message, ``what`` describes it."""
         value = self.values.get(key)
         if not isinstance(value, str):
             raise self.wrong(key, what)
@@ -346,7 +347,7 @@ class Section:
         return tuple(values)  # type: ignore[arg-type]
 
     def wrong(self, key: str, right: str) -> ConfigError:
-        """The error for a value that must be ``right``."""
+        """Return the error for an invalid value. ``right`` describes valid ones."""
         value = self.values.get(key)
         return ConfigError(f"{self.path}.{key} is {_show(value)}; it must be {right}")
 

@@ -1,4 +1,4 @@
-"""Lengths of samples that grow over a run: samples are cut to them, or folded into more rows."""
+"""Sequence lengths that grow over a run, to which samples are truncated or folded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron.data.samples import SequenceLengths
 
 
 class GrowingLengths(SequenceLengths):
-    """Sample lengths that grow in `stages`, (number of steps before, tokens of a sample from then
-    on), ascending from step 0. `samples` returns the number of samples consumed after a number of
-    steps. Samples are cut to the length, or, where `folds` is the number of samples of a micro
-    batch, folded into more rows of it. `counted` are the tokens of a row that count in each stage,
-    where these are not all that are read."""
+    """Sequence lengths that grow over a run. `stages` are pairs (step, length from this step on),
+    in ascending order from step 0. `samples` returns the number of samples consumed after a number
+    of steps. Samples are truncated or, with `folds` (the number of samples in a micro batch),
+    folded into more rows. `counted` is the number of tokens of a row that count in each stage, by
+    default all."""
 
     grows = True
 
@@ -44,13 +44,13 @@ class GrowingLengths(SequenceLengths):
             self._tokens.append(self._tokens[-1] + int((stop - start) * rate))
 
     def _rate(self, length: int, counted: int) -> Fraction | int:
-        """Tokens of a sample that count."""
+        """Return the number of tokens per sample that count."""
         if self.folds is None:
             return counted
         return Fraction(self._rows(length) * counted, self.folds)
 
     def _rows(self, length: int) -> int:
-        """Rows that a micro batch is folded into, an even number as in Megatron-DeepSpeed."""
+        """Return the rows of a folded micro batch, an even number, as in Megatron-DeepSpeed."""
         assert self.folds is not None
         if length == self.seq_length:
             return self.folds
@@ -79,7 +79,7 @@ class GrowingLengths(SequenceLengths):
 
 
 def truncated(batch: Any, seq_length: int) -> Any:
-    """The first tokens of every sample; ValueError if the samples cannot be cut."""
+    """Return the first tokens of every sample. Raises ValueError if a batch does not allow it."""
     if not hasattr(batch, "shortened"):
         raise ValueError(
             "a curriculum of sequence lengths keeps the first tokens of every sample; a "
@@ -90,9 +90,8 @@ def truncated(batch: Any, seq_length: int) -> Any:
 
 
 def folded(batch: Any, seq_length: int, rows: int) -> GPTBatch:
-    """The first rows of ``seq_length`` tokens and a label each that the samples are divided into,
-    one sample after another, and after them the end of each; ValueError for other batches than a
-    GPT's."""
+    """Fold a GPT's batch into rows of ``seq_length`` tokens and their labels, followed by a row
+    with the end of each sample, at most ``rows`` in total. Raises ValueError for others."""
     if not isinstance(batch, GPTBatch):
         raise ValueError(
             f"seqlen_reshape divides the text of a GPT's samples; a {type(batch).__name__} is made "
@@ -112,7 +111,7 @@ def folded(batch: Any, seq_length: int, rows: int) -> GPTBatch:
     text_RT = fold(torch.cat((batch.tokens_BS, batch.labels_BS[:, -1:]), dim=1))
     positions_RS = of_inputs(batch.position_ids_BS)
     if positions_RS is not None:
-        # They restart at the beginning of a row, too.
+        # Positions must also restart at the beginning of each row.
         numbers_S = torch.arange(seq_length, device=positions_RS.device)
         starts_RS = torch.where(positions_RS == 0, numbers_S, 0).cummax(dim=1).values
         positions_RS = numbers_S - starts_RS

@@ -1,8 +1,8 @@
-"""Files of DeepSpeed's data analyzer: rows of integers, each file a pair of .bin and .idx.
+"""Files of DeepSpeed's data analyzer: rows of integers, as a pair of .bin and .idx.
 
-The layout is from Megatron's indexed datasets (see ``megatron.data.indexed``), one document of all
-rows, except for the codes of three dtypes: 6, 7 and 8 are unsigned integers of 2, 4 and 8 bytes.
-Files are written and read in blocks, as a large corpus exceeds the memory.
+The layout is that of Megatron's indexed datasets (see ``megatron.data.indexed``), with one document
+of all rows, except that the dtype codes 6, 7 and 8 are unsigned integers of 2, 4 and 8 bytes. Files
+are written and read in blocks, because those of a large corpus do not fit in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.indexed.dataset import HEADER, MAGIC, VERSION, map_file
+from megatron.data.indexed import HEADER, MAGIC, VERSION, map_file
 from megatron.util.files import replacing, sync, sync_path
 
 _DTYPES = {
@@ -25,7 +25,7 @@ _DTYPES = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 BLOCK = 1 << 20
-"""Rows of an index that are written at a time, and values that are read at a time."""
+"""Number of rows of an index, or of values, that are processed at a time."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class MetricRows:
     values: npt.NDArray[np.integer]
     """All rows, concatenated."""
     ends: npt.NDArray[np.int64]
-    """End of each row in ``values``, int64[rows]."""
+    """End of each row within ``values``, int64 [rows]."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -44,7 +44,7 @@ class MetricRows:
 
 
 class ValueBlock(NamedTuple):
-    """Some of the values of a file, at most :data:`BLOCK`."""
+    """At most :data:`BLOCK` consecutive values of a file."""
 
     prefix: Path
     start: int
@@ -57,19 +57,19 @@ class ValueBlock(NamedTuple):
 class _Index(NamedTuple):
     dtype: np.dtype
     lengths: npt.NDArray[np.int32]
-    """Lengths of the rows; mapped, not read."""
+    """Lengths of the rows, mapped into memory."""
 
 
 def read_rows(prefix: str | Path) -> MetricRows:
-    """Maps a pair of files. Raises FileNotFoundError if one of them is missing, ValueError if they
-    are damaged or do not belong together."""
+    """Map a pair of files into memory. Raises FileNotFoundError if one is missing, and ValueError
+    if they are damaged or do not belong together."""
     index = _read_index(prefix)
     ends = np.cumsum(index.lengths, dtype=np.int64)
     return MetricRows(_values(prefix, index.dtype, int(ends[-1]) if len(ends) else 0), ends)
 
 
 def read_values(prefix: str | Path) -> npt.NDArray[np.integer]:
-    """Maps the values of all rows, concatenated; see :func:`read_rows`."""
+    """Map the concatenated values of all rows. Raises the errors of :func:`read_rows`."""
     index = _read_index(prefix)
     return _values(prefix, index.dtype, int(index.lengths.sum(dtype=np.int64)))
 
@@ -109,7 +109,7 @@ def _values(prefix: str | Path, dtype: np.dtype, total: int) -> npt.NDArray[np.i
 
 
 def fitting_dtype(low: int, high: int) -> np.dtype:
-    """The smallest dtype for values from ``low`` to ``high``, unsigned if none is negative."""
+    """Return the smallest dtype for values from ``low`` to ``high``, unsigned if possible."""
     return next(
         dtype
         for dtype in sorted(_CODES, key=lambda dtype: dtype.itemsize)
@@ -120,7 +120,7 @@ def fitting_dtype(low: int, high: int) -> np.dtype:
 
 
 def write_rows(prefix: str | Path, values: npt.NDArray[np.integer], lengths: npt.ArrayLike) -> None:
-    """Writes a pair of files from the concatenated values of all rows and the rows' lengths."""
+    """Write a pair of files, given the concatenated values of all rows and the rows' lengths."""
     sizes = np.asarray(lengths, np.int64)
     assert sizes.sum() == len(values)
     low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
@@ -134,7 +134,7 @@ def write_rows(prefix: str | Path, values: npt.NDArray[np.integer], lengths: npt
 def appending_values(
     prefix: str | Path, dtype: np.dtype
 ) -> Iterator[Callable[[npt.NDArray[np.integer]], None]]:
-    """Writes a pair of files, in rows of one value, with a function that appends values."""
+    """Write a pair of files with one value per row. Yields a function that appends values."""
     count = 0
     with replacing_values(prefix) as part, part.open("xb") as file:
 
@@ -149,9 +149,9 @@ def appending_values(
 
 @contextmanager
 def replacing_values(prefix: str | Path) -> Iterator[Path]:
-    """A temporary file that replaces the .bin at the end of the block; :func:`write_index` must
-    follow. The old index is gone: it must never describe new values, not even after a kill between
-    the two."""
+    """Yield a temporary file that replaces the .bin at the end of the block; :func:`write_index`
+    must be called afterwards. The old index is removed first, so that it never describes new
+    values, even if the process is killed in between."""
     bin_file, idx_file = _pair(prefix)
     bin_file.parent.mkdir(parents=True, exist_ok=True)
     idx_file.unlink(missing_ok=True)
@@ -161,7 +161,7 @@ def replacing_values(prefix: str | Path) -> Iterator[Path]:
 
 
 def write_index(prefix: str | Path, dtype: np.dtype, lengths: npt.NDArray[np.integer]) -> None:
-    """Writes the .idx of rows of these lengths."""
+    """Write the .idx for rows of these lengths. Raises ValueError if one is 2**31 or more."""
     rows = len(lengths)
     if rows and lengths.max() > np.iinfo(np.int32).max:
         raise ValueError(f"{prefix}: a row of {lengths.max()} values; the format allows 2**31 - 1")

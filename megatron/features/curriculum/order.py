@@ -1,13 +1,16 @@
-"""The difficulty of each step, and the order of samples drawn by it, as in DeepSpeed 0.19.
+"""Difficulty of each step, and the order of samples drawn by difficulty, as in DeepSpeed 0.19.
 
-Samples are in clusters. When a difficulty grows, the samples that it admits form another cluster,
-shuffled. A step draws, for each sample of its batch, a cluster with a probability proportional to
-its size, and takes that many samples of each cluster, in the cluster's order from where the last
-step stopped; a cluster that is used up is shuffled again. Finally the batch is shuffled. All draws
-come from one random number generator, so that a run's order is a function of the seed, the metrics,
-their schedules and the batch sizes alone: the one of ``DeepSpeedDataSampler`` (unless a step needs
-more of a cluster than is in it: DeepSpeed's batch is then too short). The formulas of the schedules
-are those of ``CurriculumScheduler``; Li et al. 2021 describe them (arXiv:2108.06084, section 4).
+Samples are in clusters. When a difficulty grows, the samples that become available are shuffled and
+form another cluster. For each sample of its batch, a step draws a cluster with a probability
+proportional to the cluster's size. It then takes the drawn number of samples from each cluster,
+starting where the last step stopped. A cluster is shuffled again when all its samples are used.
+Finally the batch is shuffled.
+
+All draws come from one random number generator, so that a run's order depends only on the seed, the
+metrics, their schedules and the batch sizes. The order equals that of ``DeepSpeedDataSampler``,
+unless a step needs more samples of a cluster than it contains: DeepSpeed's batch is then too short.
+The schedules have the formulas of ``CurriculumScheduler``, described by Li et al. 2021
+(arXiv:2108.06084, section 4).
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ logger = logging.getLogger(__name__)
 Sample = TypeVar("Sample")
 _Samples = npt.NDArray[np.integer]
 ORDER_VERSION = 1
-"""Part of the cache entry's name: raise it when the order changes."""
+"""Version of the order, part of each cache key. Increment it whenever the order changes."""
 _AGAIN = (
     "run tools/analyze_data.py with the flags of this run (data, --split, --seq-length, --seed, "
     "and its length)"
@@ -67,7 +70,7 @@ _AGAIN = (
 
 
 def difficulty(schedule: DifficultySchedule, step: int) -> int:
-    """The difficulty of a step, counted from 1."""
+    """Return the difficulty of a step, counted from 1."""
     assert step >= 1, step
     if schedule.kind == "fixed_discrete":
         return schedule.difficulties[bisect.bisect_left(schedule.last_steps, step)]
@@ -79,14 +82,14 @@ def difficulty(schedule: DifficultySchedule, step: int) -> int:
 
 
 def stages(schedule: DifficultySchedule) -> Iterator[tuple[int, int]]:
-    """The steps at which the difficulty changes: (number of the step from 1, difficulty)."""
+    """Yield (step, difficulty) for each step at which the difficulty changes, counted from 1."""
     last = max((schedule.steps, *schedule.last_steps)) + 1
     return changes(partial(difficulty, schedule), 1, last)
 
 
 def changes(value: Callable[[int], int], step: int, last: int) -> Iterator[tuple[int, int]]:
-    """The steps from ``step`` on at which a value that never falls changes: (step, value). It is
-    the same from ``last`` on."""
+    """Yield (step, value) for ``step`` and for each later step at which the value changes. The
+    value must never decrease, and must be constant from step ``last`` on."""
     while True:
         current = value(step)
         yield step, current
@@ -96,8 +99,8 @@ def changes(value: Callable[[int], int], step: int, last: int) -> Iterator[tuple
 
 
 class DrawnSamples(RenumberedSamples[Sample]):
-    """Samples of a dataset in another order, possibly repeated: the array ``order`` of the index
-    has the number of the sample to read as the i-th."""
+    """Samples of a dataset in another order, possibly repeated. The array ``order`` of the index
+    has the sample number for each position."""
 
     def __init__(self, dataset: SampleDataset[Sample], index: StoredArrays) -> None:
         super().__init__(dataset)
@@ -112,9 +115,9 @@ class DrawnSamples(RenumberedSamples[Sample]):
 
 class MetricIndex(NamedTuple):
     samples: MetricRows
-    """The samples of each value."""
+    """Samples with each value."""
     values: npt.NDArray[np.integer] | None
-    """The values, one for each row of ``samples``; None with percentiles."""
+    """Value of each row of ``samples``; None with percentiles."""
 
 
 def draw_samples(
@@ -124,11 +127,11 @@ def draw_samples(
     num_samples: int,
     cache: IndexCache,
 ) -> DrawnSamples[Sample]:
-    """The `num_samples` samples that a run may consume, drawn by their difficulty.
+    """Return the `num_samples` samples that a run may consume, drawn by difficulty.
 
-    `batches` are the batch sizes of the steps in turn, (size, number of steps); the last one
-    continues indefinitely. Raises FileNotFoundError or ValueError if files of a metric are missing,
-    damaged or of other samples, or no sample is easy enough for the first step.
+    `batches` are pairs (batch size, number of consecutive steps); the last size also applies to all
+    further steps. Raises FileNotFoundError or ValueError if a metric's files are missing, damaged
+    or made of other samples, or if no sample is easy enough for the first step.
     """
     available = sampling.num_epochs * len(dataset)
     if num_samples > available:
@@ -161,9 +164,10 @@ def sample_order(
     batch_sizes: Iterable[int],
     num_samples: int,
 ) -> _Samples:
-    """The samples in the order in which a run consumes them, uint32[num_samples] (int64 from 2**32
-    samples of the dataset); ValueError if no sample is easy enough for the first step.
-    `batch_sizes` yields the batch size of each step, and is consumed as needed."""
+    """Return the numbers of samples in the order in which a run consumes them, uint32
+    [num_samples], or int64 for a dataset of 2**32 samples or more. `batch_sizes` yields the batch
+    size of each step, and is only read as far as needed. Raises ValueError if no sample is easy
+    enough for the first step."""
     rng = np.random.default_rng(sampling.seed)
     clusters: list[_Cluster] = []
     current: dict[str, int] = {}
@@ -182,7 +186,7 @@ def sample_order(
         current = wanted
         if not clusters:
             raise ValueError(_too_hard(sampling, indices, current))
-        # The last batch may be more than is wanted.
+        # The last batch may exceed the number of samples that remain.
         order[drawn : drawn + batch_size] = _batch(clusters, batch_size, rng)[: num_samples - drawn]
         drawn += batch_size
     assert drawn >= num_samples
@@ -195,7 +199,7 @@ class _Cluster:
     position: int = 0
 
     def take(self, count: int, rng: np.random.Generator) -> _Samples:
-        """The next samples; the cluster is shuffled whenever its end is reached."""
+        """Return the next samples. Shuffle the cluster whenever its end is reached."""
         blocks: list[_Samples] = []
         while True:
             stop = min(self.position + count, len(self.samples))
@@ -228,8 +232,8 @@ def _new_samples(
     wanted: Mapping[str, int],
     clusters: list[_Cluster],
 ) -> npt.NDArray[np.int64]:
-    """Samples that become easy enough: for one metric in the order of its file, for several in
-    ascending order."""
+    """Return the samples that become easy enough in this step: with one metric in the order of its
+    file, with several in ascending order."""
     if not sampling.metrics:
         return np.arange(0 if clusters else dataset_samples)
     if len(sampling.metrics) == 1:
@@ -249,10 +253,10 @@ def _new_samples(
 def _between(
     metric: Metric, index: MetricIndex, above: int | None, up_to: int
 ) -> npt.NDArray[np.int64]:
-    """Samples with a difficulty in (above, up_to]; without ``above``, all up to ``up_to``."""
+    """Return the samples with a difficulty in (above, up_to]; without a lower bound if None."""
     samples = index.samples
     if metric.percentile:
-        # DeepSpeed counts samples, so that one value may be cut in two.
+        # As in DeepSpeed, percentiles are shares of the samples, and can separate equal values.
         whole, highest = len(samples.values), metric.schedule.highest
         start = whole // highest * (above or 0)
         stop = whole if up_to == highest else whole // highest * up_to
@@ -286,7 +290,8 @@ def _too_hard(
 
 
 def _read_metric(metric: Metric, dataset: SampleDataset[Any]) -> MetricIndex:
-    """The files of a metric, checked to be of these samples."""
+    """Read the files of a metric. Raises FileNotFoundError or ValueError if they are missing,
+    damaged or made of other samples."""
     where, count = f"data_efficiency: the metric {metric.name}", len(dataset)
     path, values_path = metric.index_to_sample_path, metric.index_to_metric_path
     try:
@@ -322,7 +327,7 @@ def _read_metric(metric: Metric, dataset: SampleDataset[Any]) -> MetricIndex:
 
 
 def _identity(metric: Metric, index: MetricIndex) -> dict[str, Any]:
-    """Everything that determines the order; the paths of the files do not."""
+    """Return everything that determines the order, which excludes the paths of the files."""
     samples = (np.ascontiguousarray(a).data for a in (index.samples.ends, index.samples.values))
     values = None if index.values is None else index.values.tolist()
     schedule = dataclasses.asdict(metric.schedule)
@@ -337,7 +342,7 @@ def _identity(metric: Metric, index: MetricIndex) -> dict[str, Any]:
 
 
 class Curriculum(DataKind):
-    """Orders the training samples by difficulty, and cuts them to a growing length."""
+    """Data kind with training samples in order of difficulty, truncated to a growing length."""
 
     def weighs(self, config: RunConfig) -> bool:
         return _packing(config) is not None
@@ -380,8 +385,8 @@ class Curriculum(DataKind):
     def collator(
         self, data: DataPipeline, collate: Callable[[Sequence[Any]], Any]
     ) -> Callable[[Sequence[Any]], Any]:
-        """Batches of samples drawn by difficulty have no columns of padding alone; in a pipeline
-        they have, since the micro batches of a step must have one shape."""
+        """Return a collator that removes columns of padding from batches drawn by difficulty. In a
+        pipeline padding remains, because all micro batches of a step must have the same shape."""
         sampling = data_sampling(data.config.section(CurriculumConfig))
         parallel = data.config.parallel
         multiple = math.lcm(LENGTH_MULTIPLE, parallel.length_divisor)
@@ -395,7 +400,8 @@ class Curriculum(DataKind):
     def lengths(
         self, config: RunConfig, lengths: SequenceLengths, samples: Callable[[int], int]
     ) -> SequenceLengths:
-        """Step i has the length of step i + 1 of DeepSpeed's schedule, which counts from 1."""
+        """Return the sequence lengths of a run. DeepSpeed counts steps from 1, so step i, counted
+        from 0, has the length of its step i + 1."""
         schedule = sequence_lengths(config.section(CurriculumConfig))
         if schedule is None:
             return lengths if _packing(config) is None else PackedLengths(lengths.seq_length)
@@ -427,8 +433,8 @@ def _packing(config: RunConfig) -> SamplePacking | None:
 
 @dataclass(frozen=True)
 class WithoutPadding:
-    """Collates samples into a batch as long as its longest sample, in a multiple of ``multiple``,
-    if its type has padding that can be left out."""
+    """Collator that removes padding if this type of batch allows it. Batches are as long as their
+    longest sample, rounded up to ``multiple``."""
 
     collate: Callable[[Sequence[Any]], Any]
     multiple: int
@@ -441,8 +447,8 @@ class WithoutPadding:
 def _check_lengths(
     lengths: Sequence[int], seq_length: int, parallel: ParallelConfig, schedule_name: str
 ) -> None:
-    """Refuses sequence lengths that do not fit the samples or the layout. Raises ConfigError if one
-    exceeds ``--seq-length``, or is not divisible by the ranks."""
+    """Raise ConfigError if a sequence length exceeds ``--seq-length``, or is not divisible as the
+    layout requires."""
     if max(lengths) > seq_length:
         raise ConfigError(
             f"{schedule_name} grows to sequences of {max(lengths)} tokens, more than the samples "

@@ -1,1 +1,1 @@
-"""Scripts of 2019 and of OneFlow."""
+"""Flags in scripts of 2019, of OneFlow and of Megatron-DeepSpeed."""

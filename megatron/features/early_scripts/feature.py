@@ -1,4 +1,4 @@
-"""Flags of scripts of 2019 and of OneFlow, which say in other words what others say."""
+"""Flags in scripts of 2019, of OneFlow and of Megatron-DeepSpeed that have other names today."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from typing import Any
 
 from megatron.config.features import Feature
 from megatron.config.flags import ConfigResolver
-from megatron.features.early_scripts.flags import EarlyBatchFlags, check_evaluation_sizes
+from megatron.features.early_scripts.flags import (
+    EarlyBatchFlags,
+    EarlyLayoutFlags,
+    check_evaluation_sizes,
+)
 
 
 class EarlyScripts(Feature):
-    flag_parts = {"batch": EarlyBatchFlags}
+    flag_parts = {"batch": EarlyBatchFlags, "parallel": EarlyLayoutFlags}
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
         check_evaluation_sizes(resolver)

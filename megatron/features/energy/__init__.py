@@ -1,1 +1,1 @@
-"""Energy, time of devices, money and CO2 that a run spends."""
+"""Energy, device time, cost and CO2 emissions of a run."""

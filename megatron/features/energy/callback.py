@@ -1,8 +1,7 @@
-"""Counts the costs of a run over all its starts - energy, device time, money, CO2 - and adds them
-to its log lines.
+"""Energy, device time, cost and CO2 of a run, summed over its restarts and shown in the log.
 
-Counters of energy: of NVIDIA GPUs by the driver's library, of processors and their memory by
-Linux (RAPL), and the joules of all ranks of a run, each of which reads the counters where it is.
+NVIDIA's driver counts the energy of GPUs, and Linux (RAPL) that of processors and their memory.
+Each rank reads the counters of its host, and the joules are summed over all ranks.
 """
 
 from __future__ import annotations
@@ -39,21 +38,20 @@ logger = logging.getLogger(__name__)
 NVML = "libnvidia-ml.so.1"
 POWERCAP = Path("/sys/class/powercap")
 _BETWEEN_READINGS = 30.0
-"""Between two readings: a processor's counter begins again after minutes."""
+"""Seconds between two readings. A processor's counter wraps around after minutes."""
 
 
 class EnergyCounter(Protocol):
-    """Joules since some time."""
+    """Counter of joules since an arbitrary time."""
 
     def joules(self) -> float:
-        """Raises OSError if it cannot be read."""
+        """Return the joules. Raises OSError if the counter cannot be read."""
         ...
 
 
 class NvmlCounter:
-    """Return the energy that one GPU has used since its driver was loaded. Raises OSError, with the
-    reason, if the driver's library is missing or the GPU has no counter, as before Volta and in MIG
-    mode."""
+    """Energy that one GPU has used since its driver was loaded. Raises OSError, with the reason, if
+    the driver's library is missing or the GPU has no counter, as before Volta and in MIG mode."""
 
     def __init__(self, uuid: str, library: str = NVML) -> None:
         self._nvml = ctypes.CDLL(library)
@@ -80,16 +78,16 @@ class NvmlCounter:
 
 
 def uuid_of(device: torch.device) -> str:
-    """Return NVML's name for a CUDA device."""
+    """Return the UUID by which NVML identifies a CUDA device."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
 
 class RaplCounter:
-    """The energy that the processors of this host have used since the counter was made, with the
-    memory where that is counted. :meth:`joules` must be called more often than a counter begins
-    again at 0, which takes about 20 minutes at 200 W. Raises FileNotFoundError if the host shows no
-    such counters, PermissionError if this user may not read them."""
+    """Energy that the processors of this host, and their memory if it is counted, have used since
+    this object was created. :meth:`joules` must be called more often than a counter wraps around to
+    0, which takes about 20 minutes at 200 W. Raises FileNotFoundError if the host has no such
+    counters, and PermissionError if this user may not read them."""
 
     def __init__(self, folder: Path = POWERCAP) -> None:
         zones = _zones(folder)
@@ -103,7 +101,7 @@ class RaplCounter:
     def joules(self) -> float:
         last, self._last = self._last, self._read()
         for before, now, most in zip(last, self._last, self._ranges, strict=True):
-            # A counter that was at its end has begun at 0.
+            # A smaller value means that the counter has wrapped around.
             self._joules += (now - before if now >= before else now - before + most + 1) / 1e6
         return self._joules
 
@@ -112,8 +110,8 @@ class RaplCounter:
 
 
 def _zones(folder: Path) -> list[Path]:
-    """Packages, and the memory next to them; cores are parts of a package. The same zone is also
-    shown by another interface (mmio), and the whole platform (psys) has packages in it."""
+    """Return the RAPL zones to read: packages, which include their cores, and memory. The mmio
+    interface shows the same zones again, and the platform zone (psys) includes the packages."""
     zones = []
     for path in sorted(folder.glob("intel-rapl:*")):
         try:
@@ -126,7 +124,7 @@ def _zones(folder: Path) -> list[Path]:
 
 
 class Joules(NamedTuple):
-    """Used since the meter was made; None where nothing counts them."""
+    """Joules used since the meter was created; None for kinds without a counter."""
 
     devices: float | None
     processors: float | None
@@ -138,9 +136,9 @@ class Joules(NamedTuple):
 
 
 class EnergyMeter:
-    """Adds up what counters of this process have counted since it was made, by kind. A thread reads
-    them meanwhile. A counter that cannot be read is reported once, and its joules stay the same
-    afterwards."""
+    """Joules of this process by kind of counter, since the meter was created. A background thread
+    reads the counters regularly. A counter that fails is reported once, and its value stays
+    constant."""
 
     def __init__(self, counters: Sequence[tuple[str, EnergyCounter]]) -> None:
         self._counters: dict[int, tuple[str, EnergyCounter]] = dict(enumerate(counters))
@@ -153,7 +151,7 @@ class EnergyMeter:
             threading.Thread(target=self._read_often, name="energy", daemon=True).start()
 
     def used(self, kinds: Sequence[str]) -> list[float]:
-        """Joules of the counters of each kind."""
+        """Return the sum of joules for each kind of counter."""
         with self._lock:
             self._read()
             used = [last - first for first, last in zip(self._first, self._last, strict=True)]
@@ -178,8 +176,8 @@ class EnergyMeter:
 
 
 class RunEnergy:
-    """The joules of a run. Every rank creates one and calls :meth:`used` at the same points. Of
-    ranks that share a GPU, or a host's processors, the first reads the counter."""
+    """Energy of a run. Every rank creates one and calls :meth:`used` at the same points. If several
+    ranks share a GPU, or a host's processors, the first of them reads the counter."""
 
     KINDS = ("devices", "processors")
 
@@ -189,9 +187,9 @@ class RunEnergy:
         gpu = uuid_of(device) if device.type == "cuda" else None
         before = mesh.world.gathered((host, gpu))[: mesh.world.rank]
         self.absent = list[str]()
-        """Counters that are not there, a line each."""
+        """Messages about counters that do not exist."""
         self.refused = list[str]()
-        """Counters that are there and cannot be read, with the reason."""
+        """Messages about counters that cannot be read, with the reason."""
         counters = list[tuple[str, EnergyCounter]]()
         if gpu is not None and (host, gpu) not in before:
             self._add(counters, "devices", lambda: NvmlCounter(gpu))
@@ -222,7 +220,7 @@ class RunEnergy:
         return any(self._known)
 
     def used(self) -> Joules:
-        """Joules of all ranks since the start."""
+        """Return the joules of all ranks since the start."""
         if not self.counted:
             return Joules(None, None)
         sums = self._sum(self._meter.used(self.KINDS))
@@ -240,14 +238,14 @@ class RunEnergy:
 
 
 FILE = "run/totals.json"
-"""In the folder of checkpoints."""
+"""File with the totals, relative to the folder of checkpoints."""
 _BETWEEN_WRITES = 10.0
-"""Between two writes of the sums, which wait for the disk."""
+"""Seconds between two writes of the totals, each of which waits for the disk."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums; what is 0 was not counted or had no price."""
+    """Totals of a run. A value is 0 if it was not measured or its price is unknown."""
 
     devices_joules: float = 0.0
     processors_joules: float = 0.0
@@ -266,14 +264,13 @@ class Totals:
 
 @dataclass(frozen=True)
 class Prices:
-    """Price of an hour of one device, in any currency, and grams of CO2 of a kWh; None if not
-    known."""
+    """Price per device-hour, in any currency, and grams of CO2 per kWh. None if unknown."""
 
     device_hour: float | None = None
     gco2_per_kwh: float | None = None
 
     def totals(self, joules: Joules, device_seconds: float) -> Totals:
-        """Return the money and CO2 of an amount of energy and time."""
+        """Return the totals for these joules and device seconds, with their cost and CO2."""
         kwh = (joules.total or 0.0) / 3.6e6
         return Totals(
             joules.devices or 0.0,
@@ -291,7 +288,8 @@ class Prices:
     def spending(
         self, totals: Totals, joules: Joules, cost_left: float | None
     ) -> dict[str, float | None]:
-        """Numbers for the log: totals, as far as this start counts them."""
+        """Return the values for the log. Totals that this start of the run cannot measure are left
+        out."""
         values = dataclasses.asdict(totals) | {"energy_joules": totals.joules}
         counted = {
             "energy_joules": joules.total is not None,
@@ -306,8 +304,8 @@ class Prices:
 
 
 def read_totals(folder: Path) -> Totals:
-    """Totals of a run in a folder of checkpoints; zeros where it has none. A damaged file is
-    treated as none, with a warning."""
+    """Read the totals of a run from its folder of checkpoints. Return zeros if the file is missing,
+    or damaged, which logs a warning."""
     path = folder / FILE
     try:
         content = parse_json(read_regular(path), str(path))
@@ -324,15 +322,15 @@ def read_totals(folder: Path) -> Totals:
 
 
 def write_totals(folder: Path, totals: Totals) -> None:
-    """Raises OSError if they cannot be written; the older ones stay."""
+    """Write the totals. Raises OSError if they cannot be written; the old file then remains."""
     path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(dataclasses.asdict(totals), indent=1).encode() + b"\n")
 
 
 class SpendingCounter(Callback):
-    """Counts energy, and time of devices from the start of the processes; with a run that continues
-    from a checkpoint also what its starts before spent, steps that were lost included."""
+    """Callback that counts energy, and device time since the processes started. A resumed run adds
+    what earlier starts have spent, including the steps that were lost."""
 
     def __init__(
         self,
@@ -346,7 +344,7 @@ class SpendingCounter(Callback):
         self._devices, self._main = mesh.world.size, mesh.world.rank == 0
         self._prices = Prices(flags.cost_per_gpu_hour, flags.grid_gco2_per_kwh)
         self._energy = RunEnergy(mesh, device)
-        # The processes were there before this object; a wait for a scheduler is not counted.
+        # Include the time since the processes started. Time in a scheduler's queue is not counted.
         age = max(0.0, time.time() - psutil.Process().create_time())
         self._began = time.monotonic() - age
         self._save = None if config.checkpoint.save is None else Path(config.checkpoint.save)
@@ -365,7 +363,7 @@ class SpendingCounter(Callback):
             report.say(f"--grid-gco2-per-kwh has no effect: {why}")
 
     def _spending(self, seconds_left: float) -> dict[str, float | None]:
-        """Numbers for the log line; every rank calls it."""
+        """Return the values for a log line. Collective: all ranks must call this method."""
         joules = self._energy.used()
         device_seconds = self._devices * (time.monotonic() - self._began)
         self._totals = self._before.plus(self._prices.totals(joules, device_seconds))

@@ -1,4 +1,4 @@
-"""Energy, cost and emissions of a run."""
+"""Energy, cost and CO2 emissions of a run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megatron.features.energy.flags import EnergyFlags
 
 class Energy(Feature):
     flag_parts = {"logging": EnergyFlags}
+    after = ("measured_peak",)  # --help lists that feature's flag first
 
     def ready(self, context: Any) -> None:
         if context.config.training.skip_train:

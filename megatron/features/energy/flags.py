@@ -1,4 +1,4 @@
-"""Flags of the cost and the emissions of a run."""
+"""Flags for the cost and the CO2 emissions of a run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron.config.flags import NOT_NEGATIVE, option
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyFlags(FlagPart):
-    """Prices of the time and the energy of a run."""
+    """Prices of a run's device time and energy."""
 
     cost_per_gpu_hour: float | None = option(None, bounds=NOT_NEGATIVE)
-    """Price of an hour of one device, on CPU of one process, in any currency: the log then has the
-    cost so far, over all starts of the run, and the cost to finish."""
+    """Price per device-hour (per process-hour on CPUs), in any currency. If set, the log shows the
+    cost so far, including earlier starts of the run, and the estimated remaining cost."""
     grid_gco2_per_kwh: float | None = option(None, bounds=NOT_NEGATIVE)
-    """Grams of CO2 for a kWh of electricity, from which the log computes those of the run, where
-    its energy is counted."""
+    """Grams of CO2 per kWh of electricity. If set, and energy is measured, the log shows the
+    emissions."""

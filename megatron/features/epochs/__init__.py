@@ -1,1 +1,1 @@
-"""Runs whose length is a number of passes over their data."""
+"""Run lengths given as a number of epochs."""

@@ -1,4 +1,4 @@
-"""The length of a run as passes over its data."""
+"""Run lengths given as a number of epochs, which are passes over the training data."""
 
 from __future__ import annotations
 

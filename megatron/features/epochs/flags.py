@@ -1,4 +1,4 @@
-"""Flags of the length of a run in passes over its data."""
+"""Flags for the length of a run in epochs."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ FLAGS_OF_2019 = {
         *("fp32-tokentypes", "model-parallel-size", "intermediate-size"),
     )
 }
-"""Origins of settings that no later trainer's scripts have."""
+"""Origins of settings that occur only in scripts of 2019."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochsFlags(FlagPart):
-    """Passes over the training data."""
+    """Options for passes over the training data."""
 
     before: ClassVar[str] = "train_iters"
 
     epochs: int | None = option(None, bounds=POSITIVE)
-    """Length of the run in passes over the training data, instead of --train-iters; with it, and
-    another flag that only scripts of 2019 have, such as --save-iters, a multiple of it."""
+    """Length of the run as a number of passes over the training data, instead of --train-iters. In
+    scripts of 2019, recognised by flags such as --save-iters, it multiplies --train-iters."""
 
     def iterations(self, lengths: Sequence[str], resolver: ConfigResolver) -> int | None:
-        """Value of ``--train-iters``, times the epochs in scripts of 2019; ``lengths`` are the
-        flags with a length of the run. Raises ConfigError if both say how long it is."""
+        """Return ``--train-iters``, times the epochs in scripts of 2019. ``lengths`` are the flags
+        that set the run's length. Raises ConfigError if they contradict ``--epochs``."""
         iters: int | None = resolver.values["train_iters"]
         if self.epochs is None:
             return iters

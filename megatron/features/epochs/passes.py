@@ -1,4 +1,4 @@
-"""The length of a run that ``--epochs`` gives in passes over its data."""
+"""Conversion of ``--epochs`` to a length of the run in iterations, samples or tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron.training.plan import TrainingPlan
 
 ORIGIN = "--epochs"
 PROVISIONAL = 10**6
-"""Length of the run until the number of samples is known."""
+"""Length of the run while the number of samples is unknown."""
 EVEN = 0.01
-"""Relative difference between the passes over two files that is still equal."""
+"""Relative difference up to which the numbers of passes over two files count as equal."""
 
 
 class FileSamples(NamedTuple):
-    """Samples that a number of passes over a file has, and the weight of the file in its blend."""
+    """Number of samples in all passes over a file, and the file's weight in the blend."""
 
     path: str
     weight: float
@@ -28,9 +28,9 @@ class FileSamples(NamedTuple):
 
 
 def with_epochs(settings: Settings, complete: Callable[[Settings], Run]) -> Settings:
-    """Settings with the length of a run that ``--epochs`` gives, the number of passes over its
-    training data; ``complete`` makes a run of settings. Samples that do not fill a last batch are
-    left out. Raises ConfigError where the data have no such number."""
+    """Replace ``--epochs``, the number of passes over the training data, by a length of the run.
+    ``complete`` builds a run from settings. Samples that do not fill the last batch are left out.
+    Raises ConfigError if the data has no defined number of samples."""
     rest = {name: setting for name, setting in settings.items() if name != "epochs"}
     epochs, unit = settings["epochs"].value, _unit(settings)
     shown = f"--epochs {epochs}"
@@ -65,7 +65,7 @@ def with_epochs(settings: Settings, complete: Callable[[Settings], Run]) -> Sett
 
 
 def _unit(settings: Settings) -> str:
-    """The unit in which the schedules of a run are given; samples by default."""
+    """Return the unit of the run's schedules: iterations, samples (the default) or tokens."""
     names = {
         unit: (f"lr_decay_{unit}", f"lr_warmup_{unit}", f"lr_wsd_decay_{unit}") for unit in LENGTHS
     }
@@ -86,7 +86,7 @@ def _files(run: Run, epochs: int, shown: str) -> list[FileSamples]:
     if not of_examples:
         samples = [data.samples_of(epochs * each.tokens) or 0 for each in portions]
     else:
-        # A dataset for one sample has the samples of a whole pass.
+        # Even if only one sample is requested, a dataset provides all samples of a whole pass.
         train = data.training_data((1, 0, 0), list).datasets.train
         samples = [epochs * len(part) for part in getattr(train, "parts", [train])]
     return [

@@ -1,1 +1,1 @@
-"""Evaluation of the model of a checkpoint, without a training."""
+"""Evaluation of a checkpoint's model without training."""

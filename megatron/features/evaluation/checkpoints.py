@@ -1,4 +1,4 @@
-"""Evaluation of models outside of a training, and the measures of samples."""
+"""Evaluation of checkpoints outside training, and measures computed for each sample."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import nothing_at, tokenizer_in
@@ -27,16 +30,18 @@ from megatron.config import (
 )
 from megatron.config.features import taking_part
 from megatron.config.flags import build
-from megatron.data.samples import SampleDataset
+from megatron.data.samples import Piece, SampleDataset
 from megatron.data.texts import ScoredText
 from megatron.engine.environment import training_device
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of, spec_of
 from megatron.features.evaluation.evaluator import build_evaluator
+from megatron.features.evaluation.scoring import TEXT_SCORES
 from megatron.formats.generation_settings import end_tokens
-from megatron.model.spec import TEXT_SCORES, Measure
+from megatron.model.spec import Batch, Measure
 from megatron.parallel.meeting import run_meeting
+from megatron.parallel.mesh import Group
 from megatron.run.process import connected
 from megatron.run.run import Run, run_of, show_configuration
 from megatron.tokenizer import Tokenizer
@@ -45,7 +50,9 @@ from megatron.util.processes import is_main_process, return_freed_memory
 from megatron.util.progress import say
 
 MICRO_BATCH_SIZE = 8
-"""Default size; results do not depend on it."""
+"""Default micro batch size. Results do not depend on it."""
+
+Sample = TypeVar("Sample")
 
 _OWN = "this program"
 _FOR_TRAINING = (OptimizerFlags, TrainingFlags, DataConfig)
@@ -59,10 +66,26 @@ _SAVING = {
 }
 
 
+class MadeSamples(Generic[Sample]):
+    """Dataset that creates each sample by calling ``make`` on an item of a list when it is read.
+    Its samples have no origin in an indexed file."""
+
+    def __init__(self, items: Sequence[Any], make: Callable[[Any], Sample]) -> None:
+        self.items, self.make = items, make
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int, /) -> Sample:
+        return self.make(self.items[index])
+
+    def origin(self, index: int, /) -> Sequence[Piece]:
+        return ()
+
+
 @dataclass(frozen=True)
 class Opened:
-    """A run with the model of its checkpoint, which is in ``folder``; ``ends`` are the tokens that
-    end its texts."""
+    """Opened checkpoint: its run, model and folder, and the tokens ``ends`` that end a text."""
 
     run: Run
     engine: ModelEngine
@@ -75,9 +98,10 @@ class Opened:
 def opened_checkpoint(
     settings: Settings, processes: int, what: str, watched: bool = False
 ) -> Iterator[Opened]:
-    """The checkpoint of ``--load`` in the layout of the flags, without a training, until the block
-    ends; ``what`` does not use flags about training ("an evaluation"), and does not wait for users
-    if it is ``watched``. Raises ConfigError, CheckpointError or OSError if it cannot be used."""
+    """Open the checkpoint of ``--load`` for evaluation, in the parallel layout of the flags, until
+    the block ends. ``what`` describes the program ("an evaluation") in a note about unused training
+    flags. With ``watched``, a watchdog ends the process if it hangs; do not use it if users may
+    keep the program waiting. Raises ConfigError, CheckpointError or OSError if opening fails."""
     used, unused = evaluation_settings(checkpoint_settings(settings))
     run = evaluated_run(used, processes)
     show_configuration(run)
@@ -102,14 +126,14 @@ def opened_checkpoint(
             say(note)
         folder, iteration = source.folder, source.state.get("iteration")
         ends = end_tokens(run.tokenizer, source.generation)
-        del source  # and with it the mapped files
+        del source  # also closes its memory-mapped files
         return_freed_memory()
         yield Opened(run, engine, folder, iteration, ends)
 
 
 def evaluated_run(settings: Settings, processes: int) -> Run:
-    """:func:`run_of` with the tokenizer next to the checkpoint, where the files of the run's
-    own have gone and no flag names others."""
+    """Call :func:`run_of`. If the run's tokenizer files no longer exist and no flag names others,
+    use the tokenizer in the checkpoint's folder."""
     try:
         return run_of(settings, processes)
     except FileNotFoundError:
@@ -124,9 +148,9 @@ def evaluated_run(settings: Settings, processes: int) -> Run:
 
 
 def checkpoint_settings(settings: Settings) -> Settings:
-    """The settings of training with the model family of the checkpoint and, where the flags do not
-    describe a model, its model and tokenizer. Raises ConfigError if there is neither model nor
-    checkpoint, CheckpointError if the checkpoint does not exist or is incomplete."""
+    """Add the checkpoint's model family to the settings. Unless flags describe a model, also take
+    the model and tokenizer from the checkpoint. Raises ConfigError if there is neither model nor
+    checkpoint, and CheckpointError if the checkpoint does not exist or is incomplete."""
     options = build(CheckpointConfig, settings)
     origin = find_origin(options)
     if origin is not None and "family" not in settings:
@@ -144,8 +168,8 @@ def checkpoint_settings(settings: Settings) -> Settings:
 def evaluation_settings(
     settings: Settings, micro_batch_size: int | None = None
 ) -> tuple[Settings, list[str]]:
-    """Return the settings of an evaluation run, and the given flags that it ignores: flags of
-    training, data and training's outputs. ``micro_batch_size`` comes from
+    """Return the settings for an evaluation, and the given flags that it ignores: those for
+    training, its data and its outputs. ``micro_batch_size`` is the value of
     ``--eval-micro-batch-size``."""
     classes = list[type](_FOR_TRAINING)
     for feature in taking_part():
@@ -161,29 +185,29 @@ def evaluation_settings(
     kept["eval_batch_size"] = kept["micro_batch_size"]
     kept["skip_train"] = Setting(True, _OWN)
     if "deepspeed_config" not in kept:
-        # The stage at which weights of half precision are all that there is.
+        # From stage 1 on, models in half precision have no float32 copy of their weights.
         kept.setdefault("zero_stage", Setting(1, _OWN))
     origins = (setting.origin for setting in unused.values())
     return kept, [o.removeprefix("flag ") for o in origins if o.startswith("flag ")]
 
 
 ROUNDS = 8
-"""Micro batches of a rank in one run, times the pipeline's stages: a pipeline fills and empties
-once in a run, and progress is reported after each."""
+"""Number of micro batches per rank and pipeline stage in one call of the engine. The pipeline fills
+and drains once per call, and progress is reported after each call."""
 
 MULTIPLE = 8
-"""On GPUs padded lengths are multiples of this: few distinct shapes, with fast kernels."""
+"""Divisor of padded sequence lengths on GPUs, for few distinct shapes and fast kernels."""
 
 WASTE = 1.125
-"""Maximum ratio of a batch's length to its own samples' length, where a pipeline needs a single
-shape."""
+"""Maximum ratio of a batch's padded length to what its own samples need, if a pipeline requires one
+shape for several batches."""
 
 Length = int | tuple[int, ...]
 
 
 class Round(NamedTuple):
-    """A micro batch of every data-parallel rank: numbers of samples, [D, B], the last of all
-    repeated where there are not enough; and their padded length, if they have lengths."""
+    """One micro batch for every data-parallel rank: sample indices [D, B], where the last sample
+    fills up missing ones, and the padded sequence length, if samples have lengths."""
 
     samples: npt.NDArray[np.int64]
     pad_to: Length | None
@@ -198,27 +222,27 @@ def measure_samples(
     lengths: Sequence[int] | npt.NDArray[np.int64] | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """A measure's numbers for every sample of a data set, by name: float64 [n] or [n, K] in the
-    order of the data set, the same on every rank. Every rank must call it.
+    """Compute a measure for every sample of a dataset. Return its values by name, float64 [n] or
+    [n, K], in the dataset's order, the same on every rank. Collective: every rank must call it.
 
     Args:
-        collate: makes a batch of a list of samples.
-        measure: with ``per_sample``.
-        micro_batch_size: most samples of a batch.
-        lengths: of every sample, [n], or [n, 2] for encoder and decoder. Samples of similar lengths
-            then share a batch, and ``collate`` is called with the samples and the padded length, an
-            int or a pair. Without lengths all batches have one shape.
-        progress: called with the number of samples that are done, from time to time.
+        collate: function that builds a batch from a list of samples.
+        measure: measure with ``per_sample``.
+        micro_batch_size: maximum number of samples per batch.
+        lengths: length of every sample, [n], or [n, 2] for encoder and decoder. Samples of similar
+            length then share a batch, and ``collate`` is called with the samples and the padded
+            length, an int or a pair. Without lengths all batches must have one shape.
+        progress: called at intervals with the number of measured samples.
     """
     assert measure.per_sample
     count, done = len(dataset), 0
     values: npt.NDArray[np.float64] | None = None
     for rounds in _runs(engine, count, micro_batch_size, lengths):
         batches = _batches(dataset, collate, rounds, engine.mesh.samples.rank)
-        rows = engine.rows(batches, len(rounds), measure).numpy()
+        rows = rows_of(engine, batches, len(rounds), measure).numpy()
         if values is None:
             values = np.zeros((count, *rows.shape[3:]))
-        # [rounds, D, B], as the rows; a sample that is repeated has the same numbers everywhere.
+        # [rounds, D, B], as in ``rows``. Repeats of a sample have equal values.
         numbers = np.stack([each.samples for each in rounds])
         values[numbers] = rows.swapaxes(0, 1)
         done += numbers.size
@@ -229,6 +253,36 @@ def measure_samples(
     return dict(zip(measure.names, np.moveaxis(values, 1, 0), strict=True))
 
 
+def rows_of(engine: ModelEngine, batches: Iterator[Batch], count: int, measure: Measure) -> Tensor:
+    """Measure ``count`` batches on each of D data-parallel ranks. Return the N values of each
+    sample on the CPU, float64 [D, ``count``, B, N] or [D, ``count``, B, N, K], the same on every
+    rank. All batches must have the same number of samples, B. Collective."""
+    measured = engine.measured(batches, count, measure)
+    own = torch.stack(measured) if measured else torch.zeros((), device=engine.device).double()
+    own, ranks = _from_last_stage(own, engine.mesh.pipeline), engine.mesh.samples
+    if ranks.size == 1:
+        return own[None].cpu()
+    parts = [torch.empty_like(own) for _ in range(ranks.size)]
+    dist.all_gather(parts, own.contiguous(), group=ranks.handle)
+    return torch.stack(parts).cpu()
+
+
+_DIMENSIONS = 4
+
+
+def _from_last_stage(rows: Tensor, pipeline: Group) -> Tensor:
+    """Broadcast the last pipeline stage's rows to all stages. Other stages pass a scalar."""
+    if pipeline.size == 1:
+        return rows
+    shape = torch.zeros(_DIMENSIONS, dtype=torch.int64, device=rows.device)
+    shape[: rows.dim()] = torch.tensor(rows.shape, device=rows.device)
+    dist.all_reduce(shape, op=dist.ReduceOp.MAX, group=pipeline.handle)
+    if not rows.dim():
+        rows = rows.new_zeros([size for size in shape.tolist() if size])
+    dist.all_reduce(rows, group=pipeline.handle)
+    return rows
+
+
 def measure_texts(
     engine: ModelEngine,
     tokenizer: Tokenizer,
@@ -237,10 +291,10 @@ def measure_texts(
     progress: Callable[[int], object] | None = None,
     measure: Measure = TEXT_SCORES,
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """The numbers of TEXT_SCORES for every text, [n]: ``log_prob`` and ``correct`` of its
-    continuation; those of CHOICE_SCORES, [n, K], where texts have choices. Every rank must call it.
-    Raises ConfigError if the model's family does not predict text; ValueError if a text is longer
-    than the model's positions."""
+    """Score the continuation of every text. Return ``log_prob`` and ``correct``, [n] each. With
+    CHOICE_SCORES as ``measure``, they are [n, K] for texts with K choices. Collective: every rank
+    must call it. Raises ConfigError if the model's family does not predict text, and ValueError if
+    a text exceeds the model's positions."""
     config = engine.config
     family = family_of(config.model.family)
     lengths = family.scored_lengths(config, texts)
@@ -249,11 +303,11 @@ def measure_texts(
 
 
 def _runs(engine: ModelEngine, count: int, size: int, lengths: Any = None) -> Iterator[list[Round]]:
-    """Yield the rounds of a dataset, in lists that the engine takes together."""
+    """Yield lists of rounds, each for one call of the engine."""
     mesh, divisor = engine.mesh, engine.config.parallel.length_divisor
     multiple = divisor if engine.device.type == "cpu" else int(np.lcm(MULTIPLE, divisor))
     if count:
-        # As many batches as that size needs, of one smaller size if fewer are then filled up.
+        # Keep the number of batches, but reduce their size if that leaves fewer repeated samples.
         batches = -(-count // (mesh.samples.size * size))
         size = -(-count // (mesh.samples.size * batches))
     rounds = _rounds(count, mesh.samples.size, size, lengths, multiple)
@@ -273,7 +327,7 @@ def _runs(engine: ModelEngine, count: int, size: int, lengths: Any = None) -> It
 
 
 def _rounds(count: int, ranks: int, size: int, lengths: Any, multiple: int) -> Iterator[Round]:
-    """The longest samples come first: memory might not suffice for them."""
+    """Yield rounds, starting with the longest samples, so that a lack of memory shows at once."""
     order, table = np.arange(count), None
     if lengths is not None:
         table = np.asarray(lengths).reshape(count, -1)
@@ -289,7 +343,7 @@ def _rounds(count: int, ranks: int, size: int, lengths: Any, multiple: int) -> I
 
 
 def _fits(own: Length | None, shared: Length | None) -> bool:
-    """True if samples of a padded length may be padded to another."""
+    """Return whether samples with the padded length ``own`` may be padded to ``shared``."""
     if own is None or shared is None:
         return True
     pairs = zip(np.atleast_1d(own), np.atleast_1d(shared), strict=True)

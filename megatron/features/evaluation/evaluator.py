@@ -1,4 +1,4 @@
-"""A model that is evaluated and not trained."""
+"""Engine for a model that is evaluated but not trained."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _UNPARTITIONED = {"zero_optimization": {"stage": 0}}
 
 
 class Evaluator(ModelEngine):
-    """A model over the ranks of a layout, with neither gradients nor an optimizer; made by
+    """Engine for a model in a parallel layout, without gradients and optimizer. Built by
     :func:`build_evaluator`."""
 
     def initialise(self) -> None:
-        """Gives all weights the values that a training starts with."""
+        """Set all weights to the values with which training would start."""
         for param, name in self.names.items():
             self.backend.initialise(name, param)
         self.kernels.invalidate()
@@ -34,9 +34,9 @@ class Evaluator(ModelEngine):
 def build_evaluator(
     config: RunConfig, spec: ModelSpec, mesh: Mesh, device: torch.device
 ) -> Evaluator:
-    """The model of a run's layout, in the dtype of its training, which on a CPU is not float16. Its
-    weights are undefined until a checkpoint is loaded. ZeRO, which partitions training state, is
-    not used."""
+    """Build the model in a run's parallel layout and dtype, except that a CPU never uses float16.
+    The weights are undefined until a checkpoint is loaded. ZeRO is not used, since it partitions
+    training state."""
     check_device(config, device)
     if config.engine.zero_stage > 1 and is_main_process():
         print(
@@ -46,7 +46,7 @@ def build_evaluator(
         )
     dtype = training_dtype(config)
     if dtype == torch.float16 and device.type == "cpu":
-        # Its GEMMs take about two hundred times as long as in float32 (torch 2.13).
+        # float16 GEMMs on a CPU take about two hundred times as long as float32 ones (torch 2.13).
         dtype = torch.float32
         if is_main_process():
             print("--fp16: on a CPU a model is evaluated in float32", flush=True)
@@ -66,7 +66,8 @@ def build_evaluator(
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Makes new tensors of a dtype: weights never exist in another."""
+    """Within this context, create new tensors in this dtype by default, so that weights need no
+    conversion."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint's model, for programs and for features that need a second model."""
+"""Feature that evaluates a checkpoint's model, for use by programs and by other features."""
 
 from __future__ import annotations
 

@@ -1,39 +1,41 @@
-"""Flags of ranks that divide experts."""
+"""Flags for expert parallelism: the ranks over which experts are distributed."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron.config.features import FlagPart
-from megatron.config.flags import POSITIVE, ConfigResolver, option
+from megatron.config.flags import POSITIVE, ConfigError, ConfigResolver, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertAxisFlags(FlagPart):
-    """Ranks that divide experts."""
+    """Ranks over which experts are distributed."""
 
     before: ClassVar[str] = "no_pipeline_parallel"
 
     expert_model_parallel_size: int = option(
         1, aliases=("--moe-expert-parallel-size",), bounds=POSITIVE, role="layout"
     )
-    """Expert-parallel size: ranks that the experts of a layer are divided over, among the
-    data-parallel ranks; and among the tensor-parallel ranks too where experts are not cut."""
+    """Expert-parallel size: number of ranks over which the experts of a layer are distributed.
+    These are data-parallel ranks, and with --expert-tensor-parallel-size 1 (whole experts) also
+    tensor-parallel ranks."""
     expert_tensor_parallel_size: int | None = option(
         None,
         bounds=POSITIVE,
         derived="the tensor-parallel size; 1 with --moe-expert-parallel-size",
         role="layout",
     )
-    """Ranks that share the weight matrices of an expert: the tensor-parallel size, or 1 for whole
+    """Number of ranks across which an expert is sharded: the tensor-parallel size, or 1 for whole
     experts."""
     enable_expert_tensor_parallelism: bool = option(False, role="layout")
-    """Same as --expert-tensor-parallel-size with the tensor-parallel size."""
+    """Set --expert-tensor-parallel-size to the tensor-parallel size."""
 
     def experts(self, replicas: int, resolver: ConfigResolver) -> dict[str, Any]:
-        """Division of experts, among ``replicas`` data-parallel ranks, by the fields of
-        :class:`~megatron.config.ParallelConfig`."""
+        """Return the fields of :class:`~megatron.config.ParallelConfig` that describe how experts
+        are distributed. ``replicas`` is the data-parallel size."""
         tensor, how = resolver.values["tensor_model_parallel_size"], "expert and tensor sizes"
         together, axis = _experts(self, tensor, replicas, resolver)
         return {
@@ -46,7 +48,7 @@ class ExpertAxisFlags(FlagPart):
 def _experts(
     flags: ExpertAxisFlags, tensor: int, replicas: int, resolver: ConfigResolver
 ) -> tuple[int, int]:
-    """Ranks that share an expert, and ranks along the mesh's expert axis."""
+    """Return the number of ranks that share an expert, and the size of the mesh's expert axis."""
     experts = flags.expert_model_parallel_size
     name, together = "expert_tensor_parallel_size", flags.expert_tensor_parallel_size
     shown, shown_experts = resolver.show(name), resolver.show("expert_model_parallel_size")
@@ -80,3 +82,22 @@ def _experts(
         "processes",
     )
     return together, axis
+
+
+def check_divided(settings: dict[str, Any], stage: int) -> None:
+    """Raise ConfigError if a DeepSpeed JSON has a setting that DeepSpeed handles incorrectly for
+    expert-parallel parameters at this ZeRO stage."""
+    from megatron.engine.deepspeed_json import get, offloads
+
+    defaults: dict[str, Any] = {}
+    if stage in (1, 2) and offloads(settings, "offload_optimizer"):
+        defaults = {"contiguous_gradients": True, "reduce_scatter": True}
+    elif stage == 3:
+        defaults = {"zero_hpz_partition_size": 1, "zero_quantized_gradients": False}
+    for name, default in defaults.items():
+        value = get(settings, f"zero_optimization.{name}")
+        if value not in (None, default):
+            raise ConfigError(
+                f"zero_optimization.{name} {json.dumps(value)} of the DeepSpeed JSON: experts that "
+                f"are divided over ranks need {json.dumps(default)} at ZeRO {stage}; leave it out"
+            )

@@ -1,9 +1,9 @@
-"""Balance of experts: losses that keep a layer's experts evenly used, counts of their tokens, and
-the bias that balances them without a loss.
+"""Load balancing of experts: auxiliary losses, counts of each expert's tokens, and the bias that
+balances experts without a loss.
 
-Losses are of one layer and without a coefficient. Balancing losses are 1 if every expert has the
-same number of choices. Each rank that shares a micro batch computes the loss of the whole micro
-batch, with the gradient of its tokens.
+Each loss belongs to one layer and excludes its coefficient. A balancing loss is 1 if every expert
+is chosen equally often. Every rank that shares a micro batch computes the loss of the whole micro
+batch, with the gradient of its own tokens.
 
 Shapes: T tokens that a rank routes, B samples of the micro batch, E experts, N layers of experts on
 this rank, K choices of a token, L losses.
@@ -33,25 +33,28 @@ MICRO_BATCH, SAMPLES, GLOBAL_BATCH = (
 
 
 class GlobalCounts:
-    """Choices of a layer in the micro batches of a step so far, of all data-parallel ranks."""
+    """Number of choices of each expert of a layer, summed over the data-parallel ranks and the
+    micro batches of a step so far."""
 
     def __init__(self, samples: Group = SINGLE) -> None:
         self.over(samples)
         self.reset()
 
     def over(self, samples: Group) -> None:
-        """Set the ranks that have different micro batches; each then needs a collective."""
+        """Set the group of ranks with different micro batches. If the group has several ranks, each
+        micro batch costs an all-reduce."""
         self._samples = samples
 
     def reset(self) -> None:
-        """Begin a step."""
+        """Reset the counts at the start of a step."""
         self._total_E: Tensor | None = None
         self._to_recompute: deque[Tensor] = deque()
 
     def with_micro_batch(self, counts_E: Tensor) -> Tensor:
-        """Adds another micro batch's choices by expert, int64 [E]. A layer that is recomputed gets
-        the numbers of its forward pass, as backward passes of micro batches have the order of their
-        forward passes. Without gradients, as in an evaluation, they are the micro batch's alone."""
+        """Add a micro batch's choices by expert, int64 [E], and return the sums so far. When a
+        layer is recomputed in the backward pass, return the sums of its forward pass instead; micro
+        batches must be recomputed in the order of their forward passes. With gradients disabled, as
+        in evaluation, return only the sums of this micro batch."""
         if torch._C._current_graph_task_id() != -1:
             return self._to_recompute.popleft()
         counts_E = counts_E.clone()
@@ -72,15 +75,15 @@ def losses(
     tokens: SharedTokens,
     global_counts: GlobalCounts | None = None,
 ) -> dict[str, Tensor]:
-    """The losses of a layer that have a weight, by name.
+    """Compute the losses of a layer that have a nonzero weight, by name.
 
-    Balancing losses are E x sum over experts of f_i P_i (Fedus et al. 2022, arXiv:2101.03961): P_i
-    is the mean probability of an expert, f_i its share of the choices, which are the best
-    probabilities, without groups, an expert bias or a capacity, as Megatron-LM's. Shares are those
-    of the micro batch; of each sample, with the mean over samples (``seq_``); or of all micro
-    batches of a step so far (``global_``, Qiu et al. 2025, arXiv:2501.11873), which
-    ``global_counts`` has. transformers' ``load_balancing_loss_func`` is K times the first, because
-    its shares add up to K.
+    A balancing loss is E x sum over experts of f_i P_i (Fedus et al. 2022, arXiv:2101.03961). P_i
+    is the mean probability of expert i, and f_i its share of the choices. As in Megatron-LM, the
+    counted choices are the largest probabilities, ignoring groups, expert bias and capacity. Shares
+    are those of the micro batch, of each sample with the mean over samples (``seq_``), or of all
+    micro batches of a step so far (``global_``, Qiu et al. 2025, arXiv:2501.11873), which
+    ``global_counts`` collects. transformers' ``load_balancing_loss_func`` is K times the first one,
+    because its shares add up to K.
 
     The z-loss is the mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906).
     """
@@ -105,13 +108,13 @@ def losses(
         return {}
     ordered = sorted(terms_T)
     terms_LT = torch.stack([terms_T[name] for name in ordered])
-    # Samples have equal lengths: the mean over tokens is the mean over samples as well.
+    # Samples have equal lengths, so the mean over tokens equals the mean over samples.
     sums_L = tokens.total(terms_LT.masked_fill(tokens.samples_T < 0, 0.0).sum(-1))
     return dict(zip(ordered, (sums_L / tokens.count).unbind(), strict=True))
 
 
 def _choices(routing: Routing, config: ExpertsConfig) -> Tensor:
-    """The choices [T, K] that balancing losses count."""
+    """Return the choices [T, K] that balancing losses count."""
     limited = (
         config.moe_gate != "megatron"
         or config.moe_router_enable_expert_bias
@@ -123,15 +126,15 @@ def _choices(routing: Routing, config: ExpertsConfig) -> Tensor:
     if not limited:
         return routing.experts_TK
     k = config.moe_router_topk
-    # DeepSpeed's gate of two choices counts the first.
+    # DeepSpeed's top-2 gate counts only the first choice.
     k = 1 if config.moe_gate == "deepspeed" and k == 2 else k
     return routing.scores_TE.detach().topk(k).indices
 
 
 def _counts(chosen_TK: Tensor, experts: int, tokens: SharedTokens) -> Tensor:
-    """Choices of each expert in each sample of the micro batch, int64 [B, E]."""
+    """Count the choices of each expert in each sample of the micro batch, int64 [B, E]."""
     samples_T1 = tokens.samples_T[:, None]
-    # Choices of padding are counted last.
+    # The last, extra bin counts the choices of padding and is dropped.
     last = tokens.samples * experts
     places_TK = torch.where(samples_T1 < 0, last, samples_T1 * experts + chosen_TK)
     counts = places_TK.new_zeros(last + 1)
@@ -140,15 +143,15 @@ def _counts(chosen_TK: Tensor, experts: int, tokens: SharedTokens) -> Tensor:
 
 
 class Balance:
-    """The choices of one layer since the last step.
+    """Routing counts of one layer's experts since the last step.
 
     Attributes:
-        counts_E: for each expert, and last for no expert, the number of choices of this rank's
-            tokens, int64; None before the first.
+        counts_E: number of choices of this rank's tokens by expert, int64, followed by one element
+            for dropped choices; None before the first micro batch.
         apart: True if tensor-parallel ranks count different tokens.
-        biases_E: with quantile balancing the sum of the biases of micro batches, float32.
-        frozen: True if the router is not trained, and keeps its bias.
-        global_counts: choices of the micro batches of the step, for a loss over them.
+        biases_E: with quantile balancing, the sum of the micro batches' biases, float32.
+        frozen: True if the router is not trained and its bias is not updated.
+        global_counts: choices in the micro batches of the step, for the global balancing loss.
     """
 
     def __init__(self, part: ExpertsConfig, experts: int, bias: Buffer | None) -> None:
@@ -163,7 +166,7 @@ class Balance:
         self.forget()
 
     def forget(self) -> None:
-        """Begin a step."""
+        """Reset the counts at the start of a step."""
         self.counts_E: Tensor | None = None
         self.biases_E: Tensor | None = None
         self.micro_batches = 0
@@ -171,10 +174,10 @@ class Balance:
 
     @torch.no_grad()
     def count(self, experts_TK: Tensor, logits_TE: Tensor, tokens: SharedTokens) -> None:
-        """Count choices, once where the layer is recomputed in the backward pass."""
+        """Count the router's choices. The recomputation of a layer is not counted."""
         if torch._C._current_graph_task_id() != -1:
             return
-        # Padding chooses no expert, and is not a token whose choices were dropped.
+        # Padding has no expert, but must not be counted as dropped.
         ones_TK = (tokens.samples_T >= 0)[:, None].expand_as(experts_TK).to(torch.int64)
         counts_E = ones_TK.new_zeros(self.experts + 1)
         counts_E.scatter_add_(0, experts_TK.flatten(), ones_TK.flatten())
@@ -187,7 +190,7 @@ class Balance:
             self.micro_batches += 1
 
     def end_step(self, counts_E: Tensor, samples: Group) -> None:
-        """Update the bias from the choices of a step on all ranks."""
+        """Update the bias after a step. ``counts_E`` is the sum of the choices over all ranks."""
         if self.bias is None or self.frozen:
             return
         values_E = self.bias.values
@@ -201,21 +204,21 @@ class Balance:
 
 
 def updated_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
-    """The bias of each expert's score after a step: increased by ``rate`` for experts with fewer
-    tokens than the mean, decreased for experts with more (Wang et al. 2024, arXiv:2408.15664,
-    algorithm 1)."""
+    """Return the experts' bias after a step. It increases by ``rate`` for experts with fewer tokens
+    than the mean, and decreases by ``rate`` for experts with more (Wang et al. 2024,
+    arXiv:2408.15664, algorithm 1)."""
     counts_E = counts_E.to(torch.float64)
     return bias_E + rate * torch.sign(counts_E.mean() - counts_E).to(bias_E.dtype)
 
 
 class Balances(KernelStates):
-    """This rank's layers of experts, between steps.
+    """Balances of this rank's layers of experts, updated between steps.
 
     Attributes:
-        layers: number of each layer, by its balance.
-        total_NE: choices by layer and expert, the last column of none, of all ranks in the steps
-            since they were last taken; None before the first step. Of fewer experts than another
-            layer's, columns before the last are zero.
+        layers: balances by the number of their layer.
+        total_NE: choices by layer and expert, summed over all ranks and the steps since the counts
+            were last collected. The last column counts dropped choices. Layers with fewer experts
+            than others are padded with zeros before it. None before the first step.
     """
 
     def __init__(self, layers: dict[int, Balance], mesh: Mesh) -> None:
@@ -252,7 +255,7 @@ def _widened(counts_E: Tensor | None, experts: int) -> Tensor:
 
 
 def balances_of(blocks: Sequence[nn.Module], mesh: Mesh) -> Balances | None:
-    """The balances of the layers of experts among these blocks; None without any."""
+    """Return the balances of the layers of experts in these blocks, or None without experts."""
     layers: dict[int, Balance] = {}
     for block in blocks:
         mlp: Any = getattr(block, "mlp", None)

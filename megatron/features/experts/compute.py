@@ -1,10 +1,9 @@
-"""Rows of tokens sorted by expert, and the MLPs of experts.
-
-A token has a row for each expert that it chose. Rows are put in order once; outputs and gradients
-go back by the place of each choice, so that the order of every sum is fixed.
+"""Sorting of tokens by expert, and the MLPs of experts. A token has one row for each expert that it
+chose. Rows are sorted once. Outputs and gradients are gathered back by the position of each choice,
+so that the summation order is deterministic.
 
 Shapes: T tokens, E experts (in weights the experts of this rank), K choices of a token, R rows, H
-hidden, F inner width, G outputs of the first matrix (F, or twice F with a gate), X any width.
+hidden size, F inner width, G outputs of the first matrix (F, or 2 F with a gate), X any width.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from megatron.parallel.tensor_parallel import autocast_dtype
 Activation = Callable[[Tensor], Tensor]
 
 _CHUNK = 2**18, 2**26
-"""Elements of the rows that are multiplied at a time, on a CPU and on a GPU."""
+"""Number of elements per chunk when dot products of rows are computed, on a CPU and on a GPU."""
 
 
 class RowOrder(NamedTuple):
-    """The rows of tokens, sorted by expert, and within an expert by token.
+    """Order of the rows: by expert, and within an expert by token.
 
     Attributes:
-        rows_R: the token of each row. On a GPU choices that are dropped have rows too, the last;
-            they are not computed.
-        place_TK: the row of each choice; R where it is dropped.
-        counts_E: rows of each expert, int64.
-        sizes: the same on the host; None on a GPU.
+        rows_R: index of each row's token. On a GPU dropped choices have rows too, which come last
+            and are not computed.
+        place_TK: row of each choice; R if the choice is dropped.
+        counts_E: number of rows of each expert, int64.
+        sizes: ``counts_E`` as a list; None on a GPU, where copying it would synchronize.
     """
 
     rows_R: Tensor
@@ -54,7 +53,8 @@ class RowOrder(NamedTuple):
 
 
 def order(experts_TK: Tensor, experts: int) -> RowOrder:
-    """The order of the rows of choices, which are at most ``experts``, for one that is dropped."""
+    """Sort the choices into rows. A choice is an expert's index, or ``experts`` if it is
+    dropped."""
     choices = experts_TK.shape[-1]
     sorted_R, choice_R = torch.sort(experts_TK.flatten(), stable=True)
     edges = torch.arange(experts + 1, device=experts_TK.device)
@@ -71,13 +71,14 @@ def order(experts_TK: Tensor, experts: int) -> RowOrder:
 
 
 def dispatch(x_TX: Tensor, rows: RowOrder) -> Tensor:
-    """The rows of tokens, [R, X]."""
+    """Return the rows [R, X]: copies of the tokens, sorted by expert."""
     return _Dispatch.apply(x_TX, rows)
 
 
 def combine(y_RX: Tensor, weights_TK: Tensor, rows: RowOrder) -> Tensor:
-    """The sum over a token's choices of weight x row, [T, X], in the dtype of the rows and computed
-    in float32 or better. Rows of dropped choices, the last ones, may be left out."""
+    """Return the sum of weight x row over each token's choices, [T, X]. It is computed in float32
+    or wider, and returned in the dtype of the rows. The trailing rows of dropped choices may be
+    omitted from ``y_RX``."""
     return _Combine.apply(y_RX, weights_TK, rows)
 
 
@@ -115,7 +116,7 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 def _dots(a_RX: Tensor, b_RX: Tensor) -> Tensor:
-    """The product of each row with the other, in float32 or better, [R]."""
+    """Return the dot product of each pair of rows, [R], in float32 or wider."""
     kind = _exact(a_RX.dtype)
     rows = max(1, _CHUNK[a_RX.is_cuda] // a_RX.shape[1])
     pairs = zip(a_RX.split(rows), b_RX.split(rows), strict=True)
@@ -123,20 +124,20 @@ def _dots(a_RX: Tensor, b_RX: Tensor) -> Tensor:
 
 
 def _by_row(values_TK: Tensor, place_TK: Tensor, rows: int) -> Tensor:
-    """Values of choices, [R]; zero for rows without one."""
-    values_R = values_TK.new_zeros(rows + 1)  # dropped choices are put at the end
+    """Reorder values of choices into rows, [R]. Rows without a choice are zero."""
+    values_R = values_TK.new_zeros(rows + 1)  # the extra last element receives dropped choices
     place = place_TK.clamp(max=rows).flatten()
     return values_R.scatter_(0, place, values_TK.flatten())[:rows]
 
 
 def _by_choice(values_R: Tensor, place_TK: Tensor) -> Tensor:
-    """Values of rows, [T, K]; zero for dropped choices."""
+    """Reorder values of rows into choices, [T, K]. Dropped choices are zero."""
     return F.pad(values_R, (0, 1)).take(place_TK.clamp(max=len(values_R)))
 
 
 def _sum_of_rows(y_RX: Tensor, place_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """The weighted sum of each token's rows, [T, X], choice by choice; dropped choices are ignored,
-    whatever their weight."""
+    """Return the weighted sum of each token's rows, [T, X], added up choice by choice. Dropped
+    choices are ignored whatever their weight."""
     rows, kind = len(y_RX), _exact(y_RX.dtype)
     there_TK = place_TK < rows
     if y_RX.device.type == "cpu":
@@ -150,7 +151,7 @@ def _sum_of_rows(y_RX: Tensor, place_TK: Tensor, weights_TK: Tensor | None = Non
         ).to(y_RX.dtype)
     sum_TX = y_RX.new_zeros(len(place_TK), y_RX.shape[1], dtype=kind)
     for choice, (place_T, there_T) in enumerate(zip(place_TK.T, there_TK.T, strict=True)):
-        # Rows that are not computed may be NaN.
+        # Rows that are not computed may contain NaN.
         row_TX = y_RX.index_select(0, place_T.clamp(max=rows - 1))
         row_TX = row_TX.masked_fill_(~there_T[:, None], 0)
         sum_TX += row_TX if weights_TK is None else row_TX * weights_TK[:, choice, None].to(kind)
@@ -165,9 +166,9 @@ def expert_mlp(
     down: ExpertLinear,
     activation: Activation,
 ) -> Tensor:
-    """The weighted sum of the outputs of each token's experts, [T, H], where this rank has all
-    experts: :func:`dispatch`, ``up``, ``activation``, ``down`` and :func:`combine` in one function,
-    which keeps the input of the activation alone for the backward pass."""
+    """Return the weighted sum of the outputs of each token's experts, [T, H], on a rank that has
+    all experts. It fuses :func:`dispatch`, ``up``, ``activation``, ``down`` and :func:`combine`
+    into one autograd function, which saves only the activation's input for the backward pass."""
     sizes = rows.counts_E if rows.sizes is None else rows.sizes
     if not torch.is_grad_enabled() or up.alone or down.alone:
         h_RG = up(dispatch(x_TH, rows), sizes)
@@ -220,7 +221,8 @@ class _ExpertMLP(torch.autograd.Function):
         h_RG = h_RG.detach().requires_grad_()
         with torch.enable_grad():
             a_RF = activation(h_RG)
-        # Without the weight, whose gradient it gives: g . (D a) = (D^T g) . a
+        # Do not apply the routing weight yet: the dot product of this gradient with the activation
+        # is the gradient of the routing weight, because g . (D a) = (D^T g) . a.
         a_grad_RF = input_gradient(grad_RH, down_EHF, sizes)
         if weights_need:
             dots_R = _dots(a_grad_RF, a_RF.detach())
@@ -252,8 +254,8 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def padded_places(sizes: Sequence[int], padded: Callable[[int], int]) -> tuple[Tensor, list[int]]:
-    """Places of rows where experts have ``padded(n)`` rows instead of n, int64 [R] on the CPU, and
-    the padded numbers; an expert without rows has none."""
+    """Return the positions of the rows, int64 [R] on the CPU, after each expert's n rows are padded
+    to ``padded(n)``, and the padded row counts. Experts without rows are not padded."""
     larger = [padded(size) if size else 0 for size in sizes]
     begins = [end - size for size, end in zip(larger, accumulate(larger), strict=True)]
     ranges = [torch.arange(b, b + size) for b, size in zip(begins, sizes, strict=True)]

@@ -1,6 +1,6 @@
-"""Parameters and FLOPs of layers of experts, only some of which each token uses.
+"""Parameters and FLOPs of layers of experts, of which each token uses only some.
 
-The layer is assumed to be dropless: a capacity reduces the work, and padding increases it. The
+The layer is assumed to be dropless: a capacity would reduce the work, and padding increase it. The
 router is counted as a matrix product.
 """
 
@@ -15,12 +15,13 @@ from megatron.model.flops import TransformerShape
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Numbers of weights in one layer of experts. Only ``expert`` includes biases.
+    """Parameter counts of one layer of experts. Only ``expert`` includes biases.
 
     Attributes:
-        chosen: of the experts that one token uses.
-        others: of router, shared and residual experts and latent states, which every token uses.
-        expert: all parameters of one expert, with biases.
+        chosen: weights of the experts that one token uses.
+        others: weights that every token uses: router, shared and residual experts, latent
+            projections.
+        expert: all parameters of one expert, including biases.
     """
 
     chosen: int
@@ -29,7 +30,7 @@ class LayerCosts:
 
 
 def layer_costs(model: ModelConfig, experts: int) -> LayerCosts:
-    """Return the weights of a layer with this number of experts."""
+    """Return the parameter counts of a layer with this number of experts."""
     part, hidden, gates = model.part(ExpertsConfig), model.hidden_size, 1 + model.mlp.gated
     width, inner = part.moe_latent_size or hidden, part.moe_ffn_hidden_size or 0
     weights = (gates + 1) * width * inner
@@ -43,13 +44,13 @@ def layer_costs(model: ModelConfig, experts: int) -> LayerCosts:
 
 
 def _layers(model: ModelConfig) -> list[int]:
-    """Experts of each layer that has some, multi-token prediction included."""
+    """Return the number of experts of each layer with experts, including multi-token prediction."""
     counts = model.part(ExpertsConfig).layer_experts
     return [count for count in counts + counts[-1:] * model.blocks_ahead if count]
 
 
 def active_parameters(model: ModelConfig, parameters: int) -> int:
-    """Return the number of the model's ``parameters`` that one token uses."""
+    """Return how many of the model's ``parameters`` one token uses."""
     part = model.part(ExpertsConfig)
     layers = _layers(model)
     idle = sum((n - part.moe_router_topk) * layer_costs(model, n).expert for n in layers)
@@ -57,8 +58,7 @@ def active_parameters(model: ModelConfig, parameters: int) -> int:
 
 
 def with_experts(shape: TransformerShape, model: ModelConfig) -> TransformerShape:
-    """Return the shape with the products of a token's experts instead of an MLP's in layers of
-    experts; a capacity is not counted."""
+    """Return the shape with layers of experts instead of dense MLPs. A capacity is ignored."""
     layers = _layers(model)
     dense = (2 + model.mlp.gated) * model.hidden_size * model.mlp.ffn_hidden_size
     costs = [layer_costs(model, count) for count in layers]

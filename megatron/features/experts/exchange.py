@@ -1,12 +1,11 @@
-"""Tokens of a layer of experts over the ranks that share its work.
+"""Distribution of a layer's tokens over the ranks that share its experts. Context-parallel ranks
+route different tokens. So do tensor-parallel ranks if they have slices of the sequence, or if
+experts are not sharded across them. Rows, which are copies of tokens, are sent to the ranks of
+their experts and back, with one all-to-all in each direction.
 
-Ranks that divide sequences route different tokens. So do tensor-parallel ranks where they have
-slices of the sequence, or where the experts are not cut over them. Rows, copies of tokens, then go
-to the ranks that have their experts, and come back, by one exchange each way.
-
-Shapes: B batch, S sequence (of activations the part of this context rank), T tokens of a rank, R
-rows, H hidden, X any width; t tensor-parallel ranks, P ranks of the exchange, E experts, L experts
-of a rank.
+Shapes: B batch, S sequence (in activations this context rank's slice), T tokens of a rank, R rows,
+H hidden, X any width; t tensor-parallel ranks, P ranks of the exchange, E experts, L experts of a
+rank.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megatron.parallel.tensor_parallel import TensorParallel, sum_gradients
 
 
 def all_rows(x_TX: Tensor, group: Group) -> Tensor:
-    """Return the rows of all ranks, the same number from each, in the order of the ranks."""
+    """All-gather rows in rank order. All ranks must have the same number of rows."""
     x_TX = x_TX.contiguous()
     whole = x_TX.new_empty(group.size * len(x_TX), *x_TX.shape[1:])
     all_gather_flat(whole.view(-1), x_TX.view(-1), group=group.handle)
@@ -35,7 +34,8 @@ def all_rows(x_TX: Tensor, group: Group) -> Tensor:
 
 
 class _OwnRows(torch.autograd.Function):
-    """Return this rank's share of common rows, zero-padded; the backward pass gathers."""
+    """Return this rank's slice of rows that all ranks have, padded with zeros to equal lengths. The
+    backward pass all-gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x_TX: Tensor, group: Group) -> Tensor:
@@ -51,8 +51,9 @@ class _OwnRows(torch.autograd.Function):
 
 
 class _AllRows(torch.autograd.Function):
-    """Return the first ``count`` rows of all ranks; the backward pass returns this rank's share of
-    a gradient that is the same on every rank."""
+    """All-gather the rows of all ranks and keep the first ``count`` of the result. The gradient
+    is the same on every rank, so the backward pass returns this rank's slice of it, padded with
+    zeros."""
 
     @staticmethod
     def forward(ctx: Any, x_TX: Tensor, count: int, group: Group) -> Tensor:
@@ -82,14 +83,16 @@ class _Total(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """The tokens [B, S] of a micro batch over context and tensor-parallel ranks; each routes its
-    own.
+    """Tokens [B, S] of a micro batch, distributed over context and tensor-parallel ranks. Each rank
+    routes its own tokens.
 
     Attributes:
-        group: tensor-parallel ranks that route different tokens; of one rank where all route the
+        group: tensor-parallel ranks that route different tokens; a single rank if all route the
             same.
-        sliced: whether a rank has a slice of every sequence, [B, S/t], and not a run of tokens.
-        context: ranks that divide every sequence, before tensor-parallel ranks do.
+        sliced: True if a rank has a slice of every sequence, [B, S/t], and False if it has a
+            contiguous run of the flattened tokens.
+        context: context-parallel ranks, which divide every sequence before tensor-parallel ranks
+            do.
     """
 
     samples: int
@@ -101,12 +104,12 @@ class SharedTokens:
 
     @property
     def count(self) -> int:
-        """Number of tokens of the micro batch."""
+        """Number of tokens in the micro batch."""
         return self.samples * self.length
 
     @cached_property
     def samples_T(self) -> Tensor:
-        """Sample of each token of this rank, int64; -1 for padding."""
+        """Index of the sample of each token of this rank, int64; -1 for padding."""
         size, rank, length = self.group.size, self.group.rank, self.length // self.context.size
         if self.sliced:
             rows = torch.arange(self.samples, device=self.device)
@@ -116,19 +119,19 @@ class SharedTokens:
         return torch.where(places < self.samples * length, places // length, -1)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, without a gradient."""
+        """Return the sum of ``x`` over all ranks that share the micro batch, without a gradient."""
         return self.total(x.detach())
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over ranks, each of which uses it identically: the gradient of a rank's addend
-        equals the gradient of the sum."""
+        """Return the sum of ``x`` over all ranks that share the micro batch. Every rank must use
+        the result identically, because the backward pass passes its gradient on unchanged."""
         x = _Total.apply(x, self.group) if self.group.size > 1 else x
         return self.context.sum(x)
 
     @torch.no_grad()
     def gather(self, x_TX: Tensor) -> Tensor:
-        """The values of all tokens of the micro batch, sample by sample and in the order of each
-        sequence, without a gradient."""
+        """All-gather per-token values of the whole micro batch, sample by sample and in sequence
+        order, without a gradient."""
         whole = x_TX.detach()
         if self.group.size > 1:
             whole = all_rows(whole, self.group)
@@ -141,7 +144,7 @@ class SharedTokens:
         return self.context.whole(whole.unflatten(0, (self.samples, -1)), 1).flatten(0, 1)
 
     def own(self, x_TX: Tensor) -> Tensor:
-        """This rank's part of the result of :meth:`gather`; zeros for padding."""
+        """Return this rank's slice of a result of :meth:`gather`, with zeros for padding."""
         if self.context.size > 1:
             x_TX = self.context.take(x_TX.unflatten(0, (self.samples, -1)), 1).flatten(0, 1)
         if self.group.size == 1:
@@ -154,24 +157,24 @@ class SharedTokens:
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """Ranks that share the tokens and the experts of a layer."""
+    """Process groups over which a layer's tokens and experts are distributed."""
 
     tp: TensorParallel
 
     @property
     def cut(self) -> bool:
-        """True if tensor-parallel ranks have a part of the inner width of every expert, and so need
-        all tokens; otherwise each computes some of the tokens."""
+        """True if the inner width of every expert is sharded across tensor-parallel ranks, so that
+        each of them needs all tokens. Otherwise each rank computes only some of the tokens."""
         return self.tp.group.size > 1 and self.tp.experts == "cut"
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes of the mesh over which experts are divided."""
+        """Axes of the mesh over which experts are distributed."""
         return ("expert", "tensor") if self.tp.experts == "folded" else ("expert",)
 
     @property
     def exchange(self) -> Group:
-        """The ranks that have different experts."""
+        """Group of ranks over which the experts of a layer are distributed."""
         return self.tp.over(*self.axes)
 
     @property
@@ -185,41 +188,46 @@ class ExpertRanks:
         return self.tp.split or self.shares_tokens
 
     def tokens(self, x_BSH: Tensor) -> SharedTokens:
-        """The tokens of activations, which are a slice of the sequence in a split region."""
+        """Return the distribution of the tokens of activations [B, S, H]; in a sequence-parallel
+        region, S is a slice of the sequence."""
         (samples, length), context = x_BSH.shape[:2], self.tp.context
         group = self.tp.group if self.apart else SINGLE
         length *= self.tp.slices * context.size
         return SharedTokens(samples, length, group, self.tp.split, x_BSH.device, context)
 
     def routed(self, x_BSH: Tensor) -> Tensor:
-        """The tokens that this rank routes, [T, H]."""
+        """Return the tokens that this rank routes, [T, H]."""
         x_TH = x_BSH.flatten(0, 1)
         return _OwnRows.apply(x_TH, self.tp.group) if self.shares_tokens else x_TH
 
     def shared(self, *params: Tensor) -> tuple[Tensor, ...]:
-        """Parameters that every rank applies to the tokens that it routes."""
+        """Return parameters that every rank applies to the tokens that it routes. If
+        tensor-parallel ranks route different tokens, the parameters' gradients are summed."""
         return sum_gradients(self.tp.group, *params) if self.apart else params
 
     def shared_experts(self, *params: Tensor) -> tuple[Tensor, ...]:
-        """Parameters of experts that every rank applies to the tokens that it computes."""
+        """Return parameters of experts that every rank applies to the tokens that it computes. If
+        every tensor-parallel rank has the same experts, the parameters' gradients are summed."""
         return params if self.tp.experts != "whole" else sum_gradients(self.tp.group, *params)
 
     def entering(self, x_TX: Tensor, samples: int) -> Tensor:
-        """Convert values for the tokens that this rank routes into values for those it computes."""
+        """Convert values of the tokens that this rank routes to values of the tokens that it
+        computes."""
         if not self.cut:
             return x_TX
         return self.tp.enter(x_TX.unflatten(0, (samples, -1))).flatten(0, 1)
 
     def chosen(self, x_TX: Tensor, samples: int) -> Tensor:
-        """:meth:`entering` of integers, without a gradient."""
+        """Like :meth:`entering`, for integers, which have no gradient."""
         if not (self.cut and self.tp.split):
             return x_TX
         parts = all_rows(x_TX, self.tp.group).unflatten(0, (self.tp.group.size, samples, -1))
         return parts.transpose(0, 1).flatten(0, 2)
 
     def leaving(self, y_TX: Tensor, like_BSH: Tensor) -> Tensor:
-        """Outputs of the tokens that this rank computes, which are addends where experts are cut,
-        as activations [B, S, X]."""
+        """Convert outputs of the tokens that this rank computes into activations [B, S, X]. If
+        experts are sharded across tensor-parallel ranks, the outputs are partial sums, and are
+        summed."""
         samples, length = like_BSH.shape[:2]
         if self.cut:
             return self.tp.leave(y_TX.unflatten(0, (samples, -1)).contiguous())
@@ -229,11 +237,7 @@ class ExpertRanks:
 
 
 class RowPlan:
-    """Places of the rows of all ranks, from numbers that the host reads once.
-
-    Attributes:
-        sizes: number of rows of each of this rank's experts, from all ranks.
-    """
+    """Split sizes and row orders of an exchange. The counts are copied to host memory only once."""
 
     def __init__(self, counts_E: Tensor, group: Group) -> None:
         counts_PE = all_rows(counts_E[None], group).tolist()
@@ -245,7 +249,7 @@ class RowPlan:
         received_PL = [row[rank * each : (rank + 1) * each] for row in counts_PE]
         self.received = [sum(row) for row in received_PL]
         self.sizes = [sum(row[n] for row in received_PL) for n in range(each)]
-        # Rows arrive by rank and expert; GEMMs need them by expert.
+        # Rows arrive sorted by rank, then by expert. The GEMMs need them sorted by expert.
         runs_LP = torch.tensor(received_PL).T
         starts = torch.tensor(received_PL).flatten().cumsum(0).view(size, each) - runs_LP.T
         lengths, first = runs_LP.flatten(), starts.T.flatten()
@@ -258,7 +262,7 @@ class RowPlan:
 
 
 class _Transfer:
-    """An exchange of rows that has begun."""
+    """All-to-all exchange of rows that is in progress."""
 
     def __init__(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group):
         self.rows = rows.contiguous()
@@ -278,8 +282,8 @@ class _Transfer:
 
 
 class _Begin(torch.autograd.Function):
-    """Starts an exchange; what it returns is there after :class:`_End`. The gradient comes back in
-    the opposite order, so that passes of other layers in between overlap with both."""
+    """Start an exchange. Its result is valid only after :class:`_End`. The backward passes run in
+    reverse order, so that the computation in between overlaps with the exchange in either pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, box: list[_Transfer], splits: Any) -> Tensor:
@@ -304,7 +308,7 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         sent, received, group = ctx.splits
         ctx.box[:] = [_Transfer(grad, received, sent, group)]
-        return grad, None, None  # of this shape; _Begin returns the gradient that has arrived
+        return grad, None, None  # only its shape matters: _Begin returns the received gradient
 
 
 class _Permuted(torch.autograd.Function):
@@ -320,11 +324,11 @@ class _Permuted(torch.autograd.Function):
 
 
 class RowExchange:
-    """Rows on their way to the ranks of their experts: :meth:`arrive` waits for them,
-    :meth:`back` returns what became of them.
+    """Exchange of rows with the ranks that own their experts. :meth:`arrive` waits for the rows,
+    and :meth:`back` returns their outputs.
 
     Args:
-        rows_RH: by expert.
+        rows_RH: rows sorted by expert.
         counts_E: number of rows of each expert, on the device.
 
     Attributes:
@@ -335,16 +339,17 @@ class RowExchange:
         self._plan = plan = RowPlan(counts_E, group)
         self.sizes, self._splits = plan.sizes, (plan.sent, plan.received, group)
         self._box: list[_Transfer] = []
-        # On a GPU the rows of dropped choices are last.
+        # On a GPU the rows of dropped choices come last and are not sent.
         self._rows = _Begin.apply(rows_RH[: sum(plan.sent)], self._box, self._splits)
 
     def arrive(self) -> Tensor:
-        """The rows of this rank's experts, by expert: [R', H]."""
+        """Wait for the rows of this rank's experts, and return them sorted by expert, [R', H]."""
         rows = _End.apply(self._rows, self._box, self._splits)
         return _Permuted.apply(rows, self._plan.by_expert, self._plan.by_rank)
 
     def back(self, y_RH: Tensor) -> Tensor:
-        """Outputs for the rows of :meth:`arrive` to the rows that were sent, [R, H]."""
+        """Send the outputs of the rows that :meth:`arrive` returned back to the ranks that sent the
+        rows. Return the outputs of this rank's own rows, [R, H]."""
         y_RH = _Permuted.apply(y_RH, self._plan.by_rank, self._plan.by_expert)
         box: list[_Transfer] = []
         sent, received, group = self._splits

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.config.features import Feature
 from megatron.config.flags import ConfigResolver, Setting, Settings
-from megatron.features.experts.axis import ExpertAxisFlags
+from megatron.features.experts.axis import ExpertAxisFlags, check_divided
 from megatron.features.experts.flags import ExpertsConfig, UpcyclingConfig
 
 
@@ -24,7 +24,7 @@ class ExpertsFeature(Feature):
     flag_parts = {"parallel": ExpertAxisFlags}
 
     def complete(self, settings: Settings, run_of: Callable[[Settings], Any]) -> Settings:
-        """Add that a run that upcycles loads weights alone."""
+        """Set --finetune if a run upcycles, so that it loads only weights."""
         if "moe_use_upcycling" in settings and settings["moe_use_upcycling"].value:
             return settings | {"finetune": Setting(True, "flag --moe-use-upcycling")}
         return settings
@@ -45,6 +45,14 @@ class ExpertsFeature(Feature):
         part.check_run(config.model.family, config.parallel, resolver)
         part.check_batch(config.training.micro_batch_size * config.model.seq_length, resolver)
         config.section(UpcyclingConfig).check(config)
+
+    def check_engine(self, content: Mapping[str, Any], config: Any) -> Sequence[str]:
+        if config.layout(content).expert_axis > 1:
+            from megatron.engine.deepspeed_json import running_stage
+
+            completed = dict(content)
+            check_divided(completed, running_stage(completed, config))
+        return ()
 
     def conversions(self) -> Mapping[str, Callable[[], Any]]:
         return {"upcycle": _upcycle_command}

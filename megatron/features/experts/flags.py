@@ -1,4 +1,4 @@
-"""Flags of mixture of experts, and what they resolve to."""
+"""Mixture-of-experts flags with derived values and checks, and the upcycling flags."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ Z_LOSS = "z_loss"
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(ExpertsFlags):
-    """Experts of a network; ``layer_experts`` is empty in a model without experts."""
+    """Experts of a network. ``layer_experts`` is empty in a model without experts."""
 
     models: ClassVar[tuple[str, ...]] = ("gpt",)
-    """Families whose layers can have experts; the others accept the flags, as of dense scripts."""
+    """Model families whose layers can have experts. Other families accept the flags only with
+    values for a dense model, because scripts for dense models pass them."""
 
     @property
     def idle(self) -> bool:
         return not any(self.layer_experts)
 
     def experts_of(self, layer: int) -> int:
-        """Number of experts of a layer, counted from 0; 0 for a dense one."""
+        """Return the number of experts of a layer, counted from 0; 0 for a dense layer."""
         return self.layer_experts[layer] if self.layer_experts else 0
 
     @property
@@ -38,14 +39,14 @@ class ExpertsConfig(ExpertsFlags):
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """Weight of each loss of a layer in the loss of a run, by the loss's name in the log."""
+        """Weight of each auxiliary loss of a layer in the training loss, by its name in the log."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
         weights = {LOSSES[name]: weight for name, weight in pairs if name in LOSSES}
         return weights | {Z_LOSS: self.moe_z_loss_coeff or 0.0}
 
     @property
     def draws(self) -> bool:
-        """True if the router draws random numbers in training."""
+        """True if the router draws random numbers during training."""
         if self.idle:
             return False
         sampled = self.moe_gate == "sparsemixer" or bool(self.moe_input_jitter_eps)
@@ -60,8 +61,8 @@ class ExpertsConfig(ExpertsFlags):
         return resolve_experts(self, layers, resolver)
 
     def check_run(self, family: str, parallel: ParallelConfig, resolver: ConfigResolver) -> None:
-        """Refuse experts in other families, and sizes of expert and tensor parallelism that do not
-        divide them."""
+        """Raise ConfigError if the model family cannot have experts, or if the expert or
+        tensor-parallel size does not divide the experts evenly."""
         ranks = parallel.expert_model_parallel_size
         shown = resolver.show("expert_model_parallel_size")
         if self.idle:
@@ -88,8 +89,8 @@ class ExpertsConfig(ExpertsFlags):
                 resolver.check_divides("tensor_model_parallel_size", name)
 
     def check_batch(self, tokens: int, resolver: ConfigResolver) -> None:
-        """Refuse quantile balancing where experts cannot have equal shares of the choices of the
-        ``tokens`` of a micro batch."""
+        """Raise ConfigError if quantile balancing cannot divide the choices of a micro batch
+        equally among the experts. ``tokens`` is the number of tokens in the micro batch."""
         if "quantile_balancing" not in self.moe_router_load_balancing_type:
             return
         k = self.moe_router_topk
@@ -105,20 +106,21 @@ class ExpertsConfig(ExpertsFlags):
 
 @dataclass(frozen=True)
 class UpcyclingConfig(FlagSection):
-    """Upcycling: experts from the MLPs of a dense model."""
+    """Upcycling: initialisation of experts from the MLPs of a dense model."""
 
     after: ClassVar[str] = "model"
 
     moe_use_upcycling: bool = option(False, needs=needs_value("num_experts"))
-    """Start from the dense model of --load: every expert is a copy of its MLP, or a part of one. It
-    is saved in --save before the first step. Optimizer and random state are not loaded."""
+    """Start from the dense model of --load: every expert is a copy of its MLP, or of a slice of it.
+    The new model is saved in --save before the first step. Only weights are loaded."""
     moe_upcycling_granularity: int = option(
         1, bounds=POSITIVE, needs=needs_value("moe_use_upcycling")
     )
-    """Parts that an MLP is cut into, each an expert; --moe-ffn-hidden-size is the width of one."""
+    """Number of slices into which an MLP is cut, each of which becomes an expert of width
+    --moe-ffn-hidden-size."""
 
     def check(self, config: Any) -> None:
-        """Raise ConfigError where there is nothing to start from, or nowhere to save."""
+        """Raise ConfigError if upcycling lacks a model to start from or a folder to save in."""
         if not self.moe_use_upcycling:
             return
         options = config.checkpoint

@@ -1,7 +1,7 @@
-"""Choices of experts by rules other than the best scores: a capacity, Megatron-DeepSpeed's gates,
-Phi-MoE's sampling, Sinkhorn's and quantile balancing.
+"""Routing rules other than plain top-k: capacity limits, Megatron-DeepSpeed's gates, Phi-MoE's
+sampling, and Sinkhorn and quantile balancing.
 
-All of them decide over the whole micro batch, and random numbers are drawn for the whole of it from
+Every rule considers the whole micro batch. Random numbers are drawn for the whole micro batch from
 one seed, so that a result does not depend on which rank routes which token.
 
 Shapes: T tokens that a rank routes, N tokens of the micro batch, sample by sample; E experts, K
@@ -19,13 +19,14 @@ from megatron.features.experts.exchange import SharedTokens
 from megatron.features.experts.flags import ExpertsConfig
 
 SPARSE_MIXER_EPS = 0.01
-"""Phi-MoE's ``router_jitter_noise``: a choice is among the experts whose logit is less than twice
-this share below the largest one."""
+"""Phi-MoE's ``router_jitter_noise``. An expert is eligible if its logit is at most twice this
+fraction below the largest logit."""
 
 
 def places(experts_M: Tensor, experts: int, priority_M: Tensor | None = None) -> Tensor:
-    """Place of each choice among the choices of its expert, int64 [M] from 0: by priority, the
-    largest first, and in order where it is equal or None."""
+    """Return the position of each choice among the choices of its expert, int64 [M] from 0. Choices
+    are ordered by descending priority, and ties by index. If ``priority_M`` is None, all choices
+    are ordered by index."""
     order_M = torch.arange(len(experts_M), device=experts_M.device)
     place_M = torch.empty_like(order_M)
     counts_E = order_M.new_zeros(experts).scatter_add_(0, experts_M, torch.ones_like(experts_M))
@@ -47,8 +48,8 @@ def within_capacity(
     tokens: SharedTokens,
     priority_NK: Tensor | None = None,
 ) -> Tensor | None:
-    """True [T, K] for the choices of this rank's tokens among the first ``capacity`` of their
-    expert in the micro batch, as :func:`places` orders them; None if no choice can be dropped."""
+    """Return a mask [T, K] of this rank's choices that are among the first ``capacity`` of their
+    expert in the micro batch, in the order of :func:`places`, or None if every choice is."""
     if capacity >= tokens.count:
         return None
     experts_NK = tokens.gather(experts_TK)
@@ -58,8 +59,8 @@ def within_capacity(
 
 
 def megatron_capacity(config: ExpertsConfig, experts: int, count: int, training: bool) -> int:
-    """Choices that an expert computes of ``count`` tokens, as Megatron-LM's
-    ``apply_router_token_dropping``: ceil(N K / E x factor); all of them without a factor."""
+    """Return an expert's capacity for ``count`` = N tokens, as in Megatron-LM's
+    ``apply_router_token_dropping``: ceil(N K / E x factor), or all N without a factor."""
     factor = _factor(config, training)
     if factor is None:
         return count
@@ -68,8 +69,8 @@ def megatron_capacity(config: ExpertsConfig, experts: int, count: int, training:
 
 
 def deepspeed_capacity(config: ExpertsConfig, experts: int, count: int, training: bool) -> int:
-    """Choices that an expert computes in DeepSpeed's gates: max(ceil(N / E x factor x K), minimum),
-    rounded in float32 as they do."""
+    """Return an expert's capacity in DeepSpeed's gates for ``count`` = N tokens: max(ceil(N / E x
+    factor x K), minimum), rounded in float32 as DeepSpeed does."""
     factor = _factor(config, training)
     if factor is None or not config.moe_token_dropping:
         return count
@@ -89,14 +90,15 @@ def deepspeed_gate(
     training: bool,
     seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Experts [T, K], weights [T, K] and which of them are within the capacity (None: all), as
-    top1gating, top2gating and topkgating of ``deepspeed/moe/sharded_moe.py``.
+    """Route tokens like top1gating, top2gating and topkgating in ``deepspeed/moe/sharded_moe.py``.
+    Return experts [T, K], weights [T, K] and a mask [T, K] of the choices within the capacity (None
+    if all are).
 
-    Of one choice, an expert keeps random tokens (its first ones without a seed), with the softmax
-    as weight. Of two, the second expert is sampled with Gumbel noise (the second best without it or
-    without a seed); an expert keeps first choices before second ones, in order of the tokens. Of
-    more, it keeps the largest. From two choices on, the weights that are kept add up to 1. The
-    random numbers are not DeepSpeed's, which differ between ranks.
+    With top-1 routing, an expert over capacity keeps random tokens (the first ones without a seed),
+    and the weight is the softmax. With top-2, the second expert is sampled with Gumbel noise
+    (without noise or a seed it is the second best), and first choices are kept before second ones,
+    in token order. With larger K, the largest scores are kept. For K of 2 or more, the kept weights
+    of a token sum to 1. The random numbers differ from DeepSpeed's, which depend on the rank.
     """
     experts, k = logits_TE.shape[1], config.moe_router_topk
     draws = None if seed is None else _Draws(seed, tokens, logits_TE)
@@ -130,13 +132,14 @@ def deepspeed_gate(
 def sparse_mixer(
     logits_TE: Tensor, k: int, tokens: SharedTokens, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Experts [T, K] and weights [T, K] of SparseMixer-v2 (Liu et al. 2024, arXiv:2409.12136) as in
-    Phi-MoE: one choice after the other among the remaining experts near the best one, each with the
-    softmax over these as its weight; the weights do not add up to 1.
+    """Return experts [T, K] and weights [T, K] of SparseMixer-v2 (Liu et al. 2024,
+    arXiv:2409.12136) as in Phi-MoE. Experts are chosen one after the other, each among the
+    remaining experts whose logits are close to the best. A weight is the softmax over these
+    candidates, so the weights of a token do not add up to 1.
 
-    With a seed, choices are sampled, and a weight that is not the largest is scaled by 0.3333 in
-    three of four cases, of which its gradient does not know (Heun's third-order method). Without
-    one, the best is chosen.
+    With a seed, choices are sampled, and the weight of a choice that is not the best is scaled by
+    0.3333 with a probability of 3/4; the gradient ignores the scaling (Heun's third-order method).
+    Without a seed, the best expert is chosen.
     """
     draws = None if seed is None else _Draws(seed, tokens, logits_TE)
     remaining_TE, size_TE = logits_TE, logits_TE.detach().abs()
@@ -162,19 +165,20 @@ def sparse_mixer(
 
 
 class _Draws:
-    """Random numbers of a micro batch, the same on every rank, in the order of the calls."""
+    """Random numbers for a micro batch. They are the same on every rank and depend on the order of
+    the calls."""
 
     def __init__(self, seed: int, tokens: SharedTokens, like: Tensor) -> None:
         self._tokens, self._dtype = tokens, like.dtype
         self._generator = torch.Generator(like.device).manual_seed(seed)
 
     def uniform_N1(self) -> Tensor:
-        """In [0, 1), float32, for all tokens."""
+        """Return uniform float32 numbers in [0, 1) for all tokens of the micro batch, [N, 1]."""
         generator = self._generator
         return torch.rand(self._tokens.count, 1, generator=generator, device=generator.device)
 
     def gumbel_TE(self, experts: int) -> Tensor:
-        """Gumbel noise for the tokens of this rank."""
+        """Return Gumbel noise for the tokens of this rank, [T, E]."""
         noise_NE = torch.empty(self._tokens.count, experts, device=self._generator.device)
         noise_NE.exponential_(generator=self._generator)
         return -self._tokens.own(noise_NE).clamp(min=1e-38).log().to(self._dtype)
@@ -182,10 +186,10 @@ class _Draws:
 
 @torch.no_grad()
 def sinkhorn(logits_NE: Tensor, tolerance: float = 1e-4) -> Tensor:
-    """exp(logits) with rows and columns scaled until every expert has the same sum, as
-    Megatron-LM's ``sinkhorn``. The CPU synchronizes once an iteration."""
+    """Scale the rows and columns of exp(logits) until every expert has the same sum, like
+    Megatron-LM's ``sinkhorn``. The CPU synchronizes once per iteration."""
     count, experts = logits_NE.shape
-    # Rows can have any scale, so that their maximum does not matter and exp does not overflow.
+    # Subtracting a row's maximum prevents overflow. The scale of a row is arbitrary.
     cost_NE = (logits_NE - logits_NE.amax(-1, keepdim=True)).exp()
     columns_E, error = cost_NE.new_ones(experts), torch.inf
     while error > tolerance:
@@ -198,9 +202,9 @@ def sinkhorn(logits_NE: Tensor, tolerance: float = 1e-4) -> Tensor:
 
 @torch.no_grad()
 def quantile_bias(logits_TE: Tensor, bias_E: Tensor, k: int, tokens: SharedTokens) -> Tensor:
-    """Bias of the logits [E], float32, with which each expert would have N K / E of the choices of
-    this micro batch if the other experts kept theirs: the negative beta of Megatron-LM's quantile
-    balancing. The mean over the micro batches of a step is what :func:`blended_bias` needs."""
+    """Return the float32 bias of the logits, [E], that would give each expert N K / E choices of
+    this micro batch if the other experts kept theirs. It is the negative beta of Megatron-LM's
+    quantile balancing. :func:`blended_bias` needs its mean over a step's micro batches."""
     logits_NE = tokens.gather(logits_TE).float()
     threshold_N1 = (logits_NE + bias_E).topk(k + 1).values[:, -1:]
     share = len(logits_NE) * k // logits_NE.shape[1]
@@ -208,7 +212,7 @@ def quantile_bias(logits_TE: Tensor, bias_E: Tensor, k: int, tokens: SharedToken
 
 
 def blended_bias(bias_E: Tensor, mean_E: Tensor, ema: float) -> Tensor:
-    """Bias after a step of quantile balancing: ``ema`` of the old one and the rest of the mean over
-    micro batches and data-parallel ranks, with a mean of zero."""
+    """Return the bias after a step of quantile balancing: ``ema`` x the old bias + (1 - ``ema``) x
+    the mean over micro batches and data-parallel ranks, shifted to a mean of zero."""
     blended_E = ema * bias_E + (1.0 - ema) * mean_E
     return blended_E - blended_E.mean()

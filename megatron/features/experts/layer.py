@@ -1,7 +1,8 @@
-"""The layer of experts: each token goes through a few of many MLPs, which a router chooses.
+"""Mixture-of-experts layer: a router sends each token to a few of many MLPs.
 
-Shapes: B batch, S sequence (a rank's slice of it in a split region), T tokens that a rank routes,
-E experts, K choices of a token, R rows (copies of tokens), H hidden, F inner width of an expert.
+Shapes: B batch, S sequence (a rank's slice of it in a sequence-parallel region), T tokens that a
+rank routes, E experts, K choices of a token, R rows (copies of tokens), H hidden, F inner width of
+an expert.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.experts.linear import ExpertLinear, Sizes
 from megatron.features.experts.router import Routing, logits, route
 from megatron.model.activations import activation_of
-from megatron.model.caches import LayerCache
-from megatron.model.layer_list import LayerState
+from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.mlp import MLP
 from megatron.model.spec import ModelSpec
 from megatron.parallel.layers import WholeLinear
@@ -42,7 +42,7 @@ _DTYPES = {None: None, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(nn.Module):
-    """Scores of each token for each expert; a rank applies it to the tokens that it routes."""
+    """Linear layer that scores each expert for each of the tokens that this rank routes."""
 
     def __init__(self, config: ModelConfig, experts: int, ranks: ExpertRanks) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Router(nn.Module):
         self.expert_bias = Buffer(experts) if biased else None
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        """[T, H] to logits [T, E]."""
+        """Compute logits [T, E] from tokens [T, H]."""
         if self.training and self.jitter:
             with self.ranks.tp.random():
                 noise_TH = torch.empty_like(x_TH).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
@@ -69,7 +69,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The MLPs of the experts on this rank: some of them, or a part of each."""
+    """MLPs of the experts on this rank: some of the experts, or a shard of each."""
 
     def __init__(self, config: ModelConfig, experts: int, ranks: ExpertRanks) -> None:
         super().__init__()
@@ -98,23 +98,24 @@ class Experts(nn.Module):
     def forward(
         self, x_RH: Tensor, sizes: Sizes, padded: Callable[[int], int] | None = None
     ) -> Tensor:
-        """Map rows [R, H], sorted by this rank's experts, to [R, H]; to partial sums if ranks have
-        parts of the experts. ``padded`` is the method of :class:`LayerCache`."""
+        """Map rows [R, H], sorted by this rank's experts, to outputs [R, H], which are partial sums
+        if experts are sharded across ranks. ``padded`` is the method of :class:`LayerCache`."""
         if padded is None or isinstance(sizes, Tensor):
             return self.down(self.activation(self.up(x_RH, sizes)), sizes)
         places_R, sizes = padded_places(sizes, padded)
         places_R = places_R.to(x_RH.device)
         rows_RH = x_RH.new_zeros(sum(sizes), x_RH.shape[1])
         rows_RH[places_R] = x_RH
-        # The end of a tensor has other code in an activation: no row that counts is the last.
+        # Elementwise kernels process the end of a tensor with different code. The spare last row
+        # keeps the real rows away from the end.
         h_RG = F.pad(self.up(rows_RH, sizes), (0, 0, 0, 1))
         return self.down(self.activation(h_RG)[:-1], sizes)[places_R]
 
 
 class ExpertsMLP(nn.Module):
-    """Replaces the MLP of a block: a router and ``experts`` experts, and next to them, where the
-    configuration has them, experts that all tokens share, or an MLP of whose output and theirs
-    every token has a mean (residual experts, Rajbhandari et al. 2022, arXiv:2201.05596)."""
+    """Mixture of experts in place of a block's MLP: a router and ``experts`` experts. Optionally it
+    has shared experts for all tokens, or an MLP whose output is averaged with that of the experts
+    (residual experts, Rajbhandari et al. 2022, arXiv:2201.05596)."""
 
     def __init__(self, config: ModelConfig, experts: int, tp: TensorParallel) -> None:
         super().__init__()
@@ -146,8 +147,8 @@ class ExpertsMLP(nn.Module):
             self.latent_out = plain(latent, hidden, init=initial(config, scaled=True))
 
     def forward(self, x_BSH: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
-        """[B, S, H] to the output [B, S, H], and the state with the balancing losses that its
-        ``losses`` have the names of."""
+        """Map [B, S, H] to the output [B, S, H]. In the returned state, this layer's balancing
+        losses are added to those of the same names in ``state.losses``."""
         ranks, samples = self.ranks, len(x_BSH)
         tokens = ranks.tokens(x_BSH)
         routed_TH = ranks.routed(x_BSH)
@@ -184,8 +185,9 @@ class ExpertsMLP(nn.Module):
         x_BSH: Tensor,
         cache: LayerCache | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output of the experts for these tokens, and of what all tokens go through, which is
-        computed while rows travel."""
+        """Return the output of the experts for these tokens, and the output of the shared or
+        residual MLP for all tokens (None without such an MLP), which is computed while rows are
+        exchanged."""
         experts, group = self.experts, self.ranks.exchange
         padded = None if cache is None else cache.padded
         if group.size == 1 and padded is not None:
@@ -203,18 +205,18 @@ class ExpertsMLP(nn.Module):
     def _logits(self, x_TH: Tensor, cache: LayerCache | None) -> Tensor:
         if cache is None:
             return self.router(x_TH)
-        rows = len(x_TH)  # a rank may have fewer tokens than the pass
+        rows = len(x_TH)  # A rank may have fewer tokens than the whole pass.
         missing = max(0, cache.padded(0) - rows)
         return self.router(F.pad(x_TH, (0, 0, 0, missing)))[:rows]
 
     def _route(
         self, logits_TE: Tensor, tokens: SharedTokens, limited: bool, apart: bool
     ) -> Routing:
-        """``limited``: experts have their capacity. They have none in generation and where texts
-        are scored: which tokens are computed together must not change results."""
+        """Route the tokens. ``limited`` applies the capacity of experts. It is False in generation
+        and scoring, where results must not depend on which tokens are computed together."""
         bias, seed = self.router.expert_bias, None
         if self.training and self.part.draws:
-            # The default generator of the CPU is the same on all tensor-parallel ranks.
+            # The CPU's default generator has the same state on all tensor-parallel ranks.
             seed = int(torch.randint(2**62, (), dtype=torch.int64))
         values = None if bias is None else bias.values
         part = self.part if limited else self.dropless
@@ -233,7 +235,7 @@ class ExpertsMLP(nn.Module):
         return state
 
     def _next_to(self, x_BSH: Tensor) -> Tensor | None:
-        """The output of the experts of all tokens, or of the MLP next to the experts."""
+        """Return the output of the shared experts or residual MLP, or None if neither exists."""
         if self.residual is not None:
             return self.residual(x_BSH)
         if self.shared is None:
@@ -245,13 +247,14 @@ class ExpertsMLP(nn.Module):
 
 
 def layers_of(model: ModelConfig) -> int:
-    """Number of layers with experts, including multi-token prediction's, which are as the last."""
+    """Return the number of layers with experts, including multi-token prediction blocks, whose MLP
+    is of the same kind as the last layer's."""
     part = model.part(ExpertsConfig)
     return part.layers + model.blocks_ahead * bool(part.experts_of(model.num_layers - 1))
 
 
 def with_balancing(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
-    """The model of a run with the losses that its layers of experts add."""
+    """Return the spec with the balancing losses of its expert layers added."""
     part, layers = model.part(ExpertsConfig), layers_of(model)
     weights = {name: weight * layers for name, weight in part.loss_weights.items() if weight}
     spec = replace(spec, draws=spec.draws or part.draws)

@@ -1,8 +1,8 @@
-"""Linear layers of experts: a matrix for each expert, all in one parameter.
+"""Linear layers of experts: one matrix per expert, all in one parameter.
 
-On a GPU all experts of a layer are multiplied by one kernel, with offsets that stay on the device.
-On a CPU they are a loop of GEMMs that write into one tensor, which takes less time than torch's
-kernel there, and than a batch of GEMMs with padding.
+On a GPU one grouped kernel multiplies all experts of a layer, with offsets that stay on the device.
+On a CPU a loop of GEMMs writes into one tensor, which is faster than torch's grouped kernel and
+than a batched GEMM with padding.
 
 Shapes: E experts (in weights the experts of this rank), R rows, N rows of one expert, I inputs, O
 outputs, r rank of low-rank additions, X any width.
@@ -25,25 +25,26 @@ from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype, sum_gradients
 
 Sizes = Sequence[int] | Tensor
-"""Rows of each expert, in order; a tensor may be on a GPU, and is not read by the host there."""
+"""Number of rows of each expert, in order. A tensor on a GPU is not copied to host memory."""
 
 _ALIGNED = 16
-"""Bytes that divide a row of each matrix of the grouped kernel."""
+"""Alignment of matrix rows that the grouped kernel requires, in bytes."""
 
 
 class ExpertLinear(nn.Module):
-    """y = x A^T + b with a matrix for each expert, all in one parameter.
+    """Linear layer y = x A^T + b with a matrix per expert, all in one parameter.
 
     Args:
-        experts: number of all experts.
-        outputs: widths of fused outputs, each cut by itself; O is their sum.
-        cut_over: the axis or axes of the mesh over which the experts are divided.
-        cut_outputs, cut_inputs: True where tensor-parallel ranks have a part of each expert. Where
-            inputs are cut, outputs are addends: the first rank adds the bias, and all have its
-            gradient.
-        shared: is called with the parameters before they are used, for example to sum gradients of
-            ranks that have the same experts, which ``summed`` says too.
-        share: share of the experts that a token goes through.
+        experts: total number of experts.
+        outputs: widths of fused outputs, each of which is sharded separately; O is their sum.
+        cut_over: axis or axes of the mesh over which the experts are distributed.
+        cut_outputs, cut_inputs: True if the outputs or inputs of an expert are sharded across
+            tensor-parallel ranks. With sharded inputs, results are partial sums: only the first
+            rank adds the bias, but every rank computes its gradient.
+        shared: function applied to the parameters before use, for example to sum the gradients of
+            ranks that have the same experts.
+        summed: True if ``shared`` sums gradients.
+        share: fraction of the experts that process a token.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class ExpertLinear(nn.Module):
         super().__init__()
         assert not (cut_outputs and cut_inputs)
         self.tp, coordinates, width = tp, tp.coordinates, sum(outputs)
-        if init.xavier:  # of each matrix; to torch a third dimension is a convolution's
+        # Xavier bound of one expert's matrix: torch would treat a 3D weight as a convolution's.
+        if init.xavier:
             init = Init(bound=(6 / (inputs + width)) ** 0.5)
         cuts = (Cut(0, cut_over), *((Cut(1, parts=tuple(outputs)),) if cut_outputs else ()))
         shard = Shard((experts, width, inputs), (*cuts, *((Cut(2),) if cut_inputs else ())))
@@ -76,19 +78,19 @@ class ExpertLinear(nn.Module):
             self.bias = parameter(of_bias, Init(), coordinates, summed)
         self.adds_bias = not cut_inputs or coordinates.get("tensor", (0, 1))[0] == 0
         self.shared, self.share = shared, share
-        self.changes_input = False  # whether a feature replaces the rows that come in
-        self.low_rank: tuple[float, float] | None = None  # scale and dropout of the additions
+        self.changes_input = False  # True if a feature modifies the input rows
+        self.low_rank: tuple[float, float] | None = None  # scale and dropout of a low-rank addition
 
     @property
     def alone(self) -> bool:
-        """True for a layer that cannot be part of one function of the whole MLP."""
+        """True if the layer cannot be fused with the rest of the MLP into one autograd function."""
         return self.low_rank is not None or self.changes_input
 
     def add_low_rank(self, rank: int, scale: float, dropout: float) -> None:
-        """Give the matrix of each expert a low-rank addition (Hu et al. 2021, arXiv:2106.09685,
-        equation 3): y = x W^T + s (x A^T) B^T with ``lora_a`` [E, r, I] and ``lora_b`` [E, O, r],
-        divided over ranks as the weight is. A is drawn uniformly between -1/sqrt(I) and 1/sqrt(I),
-        B is zero."""
+        """Add a low-rank adapter to each expert's matrix (Hu et al. 2021, arXiv:2106.09685,
+        equation 3): y = x W^T + s (x A^T) B^T with ``lora_a`` [E, r, I] and ``lora_b`` [E, O,
+        r], sharded like the weight. Initially, A is uniform in [-1/sqrt(I), 1/sqrt(I)] and B is
+        zero."""
         whole = shard_of(self.weight)
         experts, outputs, inputs = whole.full_shape
         for name, shape, dim, init in (
@@ -101,9 +103,9 @@ class ExpertLinear(nn.Module):
         self.low_rank = scale, dropout
 
     def forward(self, x: Tensor, sizes: Sizes, use: Callable[..., Tensor] | None = None) -> Tensor:
-        """Rows [R, I], sorted by the experts of this rank, to [R, O]; or the result of ``use`` for
-        the input, the weight and the bias. All go through ``forward`` because ZeRO 3 gathers the
-        parameters around module calls."""
+        """Map rows [R, I], sorted by this rank's experts, to [R, O]. If ``use`` is given, return
+        ``use(x, weight, bias)`` instead. ZeRO 3 gathers parameters around module calls, so all uses
+        of them must go through ``forward``."""
         params: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
         if self.shared is not None:
             params = dict(zip(params, self.shared(*params.values()), strict=True))
@@ -115,7 +117,8 @@ class ExpertLinear(nn.Module):
         if self.low_rank is None:
             return y
         (scale, dropout), (a, b) = self.low_rank, (params["lora_a"], params["lora_b"])
-        # The matrix that is not cut meets a part of the inner width on each rank.
+        # The replicated factor is applied to a shard of the inner width on each rank, so its
+        # gradients must be summed.
         cut = {cut.dim for cut in shard_of(self.weight).cuts}
         if 1 in cut:
             (a,) = sum_gradients(self.tp.group, a)
@@ -137,8 +140,8 @@ def _multiplied(
 
 
 class _ExpertLinear(torch.autograd.Function):
-    # Parameters are saved as they came, not cast: ZeRO 3 frees their values after the forward pass
-    # and has them back before the backward pass.
+    # Save the parameters themselves rather than converted copies: ZeRO 3 frees their values after
+    # the forward pass and gathers them again before the backward pass.
 
     @staticmethod
     def forward(
@@ -177,7 +180,7 @@ def expert_outputs(
     bias_EO: Tensor | None,
     sizes: Sizes,
 ) -> Tensor:
-    """x A^T + b of each expert, [R, O]."""
+    """Compute x A^T + b of each expert, [R, O]."""
     if bias_EO is not None:
         bias_EO = bias_EO.to(x_RI.dtype)
     if _has_kernel(x_RI, weight_EOI):
@@ -197,7 +200,7 @@ def expert_outputs(
 
 
 def input_gradient(grad_RO: Tensor, weight_EOI: Tensor, sizes: Sizes) -> Tensor:
-    """g A of each expert, [R, I]."""
+    """Compute the input gradient g A of each expert, [R, I]."""
     if _has_kernel(grad_RO, weight_EOI):
         return F.grouped_mm(grad_RO, weight_EOI.to(grad_RO.dtype), offs=_ends(sizes, grad_RO))
     rows, grad_RO = len(grad_RO), _with_spare_rows(grad_RO)
@@ -208,7 +211,7 @@ def input_gradient(grad_RO: Tensor, weight_EOI: Tensor, sizes: Sizes) -> Tensor:
 
 
 def weight_gradient(grad_RO: Tensor, x_RI: Tensor, weight_EOI: Tensor, sizes: Sizes) -> Tensor:
-    """g^T x of each expert, like the weight; zeros for one without rows."""
+    """Compute the weight gradient g^T x of each expert; zeros for experts without rows."""
     if _has_kernel(x_RI, weight_EOI):
         grad_EOI = F.grouped_mm(grad_RO.t(), x_RI, offs=_ends(sizes, x_RI))
         return grad_EOI.to(weight_EOI.dtype)
@@ -225,9 +228,9 @@ def weight_gradient(grad_RO: Tensor, x_RI: Tensor, weight_EOI: Tensor, sizes: Si
 
 
 def bias_gradient(grad_RO: Tensor, bias_EO: Tensor, sizes: Sizes) -> Tensor:
-    """The sum of each expert's rows, like the bias."""
+    """Compute the sum of each expert's rows, in the shape and dtype of the bias."""
     width = _ALIGNED // grad_RO.element_size()
-    if _has_kernel(grad_RO, bias_EO):  # as a product, which needs no host and has one order
+    if _has_kernel(grad_RO, bias_EO):  # a GEMM does not synchronize, and is deterministic
         ones_RN = grad_RO.new_ones(len(grad_RO), width)
         sums_EON = F.grouped_mm(grad_RO.t(), ones_RN, offs=_ends(sizes, grad_RO))
         return sums_EON[..., 0].to(bias_EO.dtype)
@@ -238,29 +241,29 @@ def bias_gradient(grad_RO: Tensor, bias_EO: Tensor, sizes: Sizes) -> Tensor:
 
 
 def _has_kernel(x_RX: Tensor, param: Tensor) -> bool:
-    """True where torch's grouped kernel multiplies them: bfloat16 on GPUs, with rows of multiples
-    of 16 bytes. On a CPU it takes longer than the loop."""
+    """Return whether torch's grouped kernel is used: for bfloat16 on GPUs, if the size of a matrix
+    row is a multiple of 16 bytes. On a CPU the kernel is slower than the loop."""
     aligned = all(width * x_RX.element_size() % _ALIGNED == 0 for width in param.shape[1:])
     return x_RX.is_cuda and x_RX.dtype == torch.bfloat16 and aligned
 
 
 def _ends(sizes: Sizes, like: Tensor) -> Tensor:
-    """The end of each expert's rows, as the grouped kernel reads it."""
+    """Return the end offset of each expert's rows, int32 [E], as the grouped kernel expects."""
     counts_E = torch.as_tensor(sizes).to(like.device, non_blocking=True)
     return counts_E.cumsum(0, dtype=torch.int32)
 
 
 def expert_of_row(sizes: Sizes, like: Tensor) -> Tensor:
-    """The expert of each row, [R]; the last one for rows that are not computed."""
+    """Return each row's expert index, [R]. Rows that are not computed get the last expert."""
     rows_R = torch.arange(len(like), device=like.device, dtype=torch.int32)
     expert_R = torch.searchsorted(_ends(sizes, like), rows_R, right=True)
     return expert_R.clamp_(max=len(sizes) - 1)
 
 
 def _multiple(x_RX: Tensor) -> int:
-    """Return the divisor of the rows of products. On a CPU in 16 bits oneDNN compiles a kernel for
-    every shape, in the time of 20 products, and experts have other numbers of rows in every
-    step."""
+    """Return the multiple to which the row count of matrix products is padded. For 16-bit dtypes on
+    a CPU, oneDNN compiles a kernel for every shape, which takes as long as 20 products, and an
+    expert's row count changes in every step."""
     return 32 if x_RX.device.type == "cpu" and x_RX.dtype in (torch.bfloat16, torch.float16) else 1
 
 
@@ -270,8 +273,8 @@ def _with_spare_rows(x_RX: Tensor) -> Tensor:
 
 
 def _ranges(sizes: Sizes, multiple: int = 1) -> Iterator[tuple[int, slice]]:
-    """Experts and their rows; with a ``multiple`` also rows of the next experts, whose results are
-    written again by these."""
+    """Yield each expert with the range of its rows. With a ``multiple``, ranges extend into the
+    next experts' rows, which those experts overwrite afterwards."""
     counts = sizes.tolist() if isinstance(sizes, Tensor) else sizes
     for expert, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
         yield expert, slice(end - count, end + -count % multiple)

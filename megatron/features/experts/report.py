@@ -1,6 +1,6 @@
-"""The use of experts in logs, and a warning where a layer leaves some of them out.
+"""Usage of experts in logs, and a warning if a layer leaves some of them unused.
 
-Shapes: N layers of the model, E experts of a layer; choices of the dropped tokens are last.
+Shapes: N layers of the model, E experts of a layer. The last column counts dropped choices.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from megatron.training.trainer import Callback, Step, Trainer
 from megatron.training.writers import RunWriter
 
 ROWS, LOADS = "experts", "expert_loads"
-"""Kinds of rows of metrics: numbers of all layers, and the share of each expert of a layer."""
+"""Kinds of metric rows: statistics of all layers, and each expert's share of a layer's choices."""
 _ENOUGH = 32
-"""Mean number of tokens of an expert above which an idle expert is not due to chance."""
+"""Mean number of tokens per expert above which an unused expert is not due to chance."""
 
 logger = logging.getLogger(__name__)
 
 
 class LayerUse(NamedTuple):
-    """A layer's use of its experts.
+    """Usage of a layer's experts.
 
     Attributes:
-        max_over_mean: tokens of the fullest expert over the mean of all; 1 at perfect balance.
-        entropy: of the shares of the experts, over the logarithm of their number; 1 at perfect
-            balance, 0 if one expert has everything.
-        dropped_share: choices that exceeded a capacity, of all choices.
+        max_over_mean: largest number of choices of an expert, divided by the mean; 1 at perfect
+            balance.
+        entropy: entropy of the experts' shares, divided by the logarithm of the number of experts;
+            1 at perfect balance, 0 if one expert receives everything.
+        dropped_share: fraction of all choices that exceeded a capacity.
         idle: number of experts without a token.
     """
 
@@ -44,7 +45,7 @@ class LayerUse(NamedTuple):
 
     @classmethod
     def of(cls, counts: Sequence[int]) -> LayerUse:
-        """From the choices of each expert and, last, the dropped ones."""
+        """Compute the usage from the choices of each expert, followed by the dropped choices."""
         *chosen, dropped = counts
         total = sum(chosen)
         if not total:
@@ -56,12 +57,12 @@ class LayerUse(NamedTuple):
 
 
 class ExpertsReport(Callback):
-    """Numbers of the worst layer for log lines, and of every layer since the last log line for rows
-    of metrics. Counts stay on the device until then."""
+    """Callback that adds the statistics of the worst layer to log lines, and writes metric rows for
+    every layer. They cover the steps since the last log line, and stay on the device until then."""
 
     def __init__(self, part: ExpertsConfig, context: Any) -> None:
         self._part, self._mesh, self._device = part, context.mesh, context.device
-        # Blocks of multi-token prediction are as the last layer.
+        # Multi-token prediction blocks have as many experts as the last layer.
         ahead = part.layer_experts[-1:] * context.config.model.blocks_ahead
         self._layer_experts = part.layer_experts + ahead
         members = context.engine.kernels.members
@@ -83,7 +84,7 @@ class ExpertsReport(Callback):
         self._lines = {}
 
     def _numbers(self, seconds_left: float) -> Mapping[str, float | None]:
-        """Numbers for the log line; every rank calls it."""
+        """Return the numbers for the log line. Collective: every rank must call this."""
         self._lines = {n: c for n, c in self._counts().items() if any(c)}
         uses = [LayerUse.of(counts) for counts in self._lines.values()]
         if not uses:
@@ -99,7 +100,7 @@ class ExpertsReport(Callback):
         return numbers | ({"experts_dropped_share": dropped} if limited or dropped else {})
 
     def _counts(self) -> dict[int, list[int]]:
-        """Return the choices by layer, over all ranks, since the last call."""
+        """Return the choices by layer, summed over all ranks, and reset the counts."""
         experts = self._layer_experts
         counts_NE = torch.zeros(len(experts), max(experts) + 1, dtype=torch.int64)
         counts_NE = counts_NE.to(self._device)
@@ -109,7 +110,7 @@ class ExpertsReport(Callback):
                 width = total_NE.shape[1] - 1
                 counts_NE[list(balances.layers), :width] = total_NE[:, :-1]
                 counts_NE[list(balances.layers), -1] = total_NE[:, -1]
-        if self._mesh.pipeline.size > 1:  # other stages have other layers
+        if self._mesh.pipeline.size > 1:  # Other pipeline stages have other layers.
             dist.all_reduce(counts_NE, group=self._mesh.pipeline.handle)
         rows = counts_NE.tolist()
         return {n: [*rows[n][:count], rows[n][-1]] for n, count in enumerate(experts) if count}
@@ -132,7 +133,7 @@ class ExpertsReport(Callback):
             writer.scalars(LOADS, iteration, {"layer": layer, **shares}, **at)
 
     def _warn(self) -> None:
-        """Warn of layers that leave experts out at two log lines in a row; of each layer once."""
+        """Warn of layers that use experts unevenly at two consecutive log lines, once per layer."""
         uneven = {
             layer: text
             for layer, counts in self._lines.items()
@@ -151,8 +152,10 @@ class ExpertsReport(Callback):
 
 
 def collapse(counts: Sequence[int], k: int) -> str | None:
-    """Description of a layer whose tokens, each with ``k`` experts, leave some of them out: one has
-    more than half of all tokens and four times the mean, or some have none; else None."""
+    """Describe how unevenly a layer uses its experts, or return None if it is even enough or there
+    are too few tokens to judge. Each token has ``k`` experts. A layer is uneven if some experts
+    receive no tokens, or if one receives more than half of all tokens and more than four times the
+    mean."""
     *chosen, dropped = counts
     tokens = (sum(chosen) + dropped) // k
     if sum(chosen) < _ENOUGH * len(chosen):
@@ -167,7 +170,7 @@ def collapse(counts: Sequence[int], k: int) -> str | None:
 
 
 def remedy(part: ExpertsConfig) -> str:
-    """Advice to a run with these flags for spreading tokens better."""
+    """Return advice for balancing the experts of a run with these flags."""
     weights = [f"{weight:g}" for weight in part.moe_aux_loss_coeff if weight]
     if weights:
         return f"raise --moe-aux-loss-coeff {' '.join(weights)}, or lower the learning rate"

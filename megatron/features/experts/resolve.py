@@ -1,10 +1,10 @@
-"""Values of the flags of experts that follow from others, and which contradict each other.
+"""Derived values and consistency checks of the flags of experts.
 
-Megatron-LM and Megatron-DeepSpeed have different flags and defaults for the same things.
-A bare ``--num-experts 8`` means Megatron-LM's. A flag that only Megatron-DeepSpeed has
-(:data:`DEEPSPEED_FLAGS`) chooses its gates, and its defaults for what is not given, as its scripts
-expect; flags of both need ``--moe-gate``, which says whose gate is used, with the defaults of
-``--help``.
+Megatron-LM and Megatron-DeepSpeed have different flags and defaults for the same features. A bare
+``--num-experts 8`` has Megatron-LM's meaning. A flag that only Megatron-DeepSpeed has
+(:data:`DEEPSPEED_FLAGS`) selects its gates, and its defaults for all flags that are not given, as
+its scripts expect. If flags of both projects are given, ``--moe-gate`` must select whose gate is
+used; the defaults are then those of ``--help``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _ALONE = {"sinkhorn", "quantile_balancing", "none"}
 
 
 def resolve_experts(part: Part, layers: int, resolver: ConfigResolver) -> Part:
-    """Return the experts of a network of ``layers`` layers. Raises ConfigError."""
+    """Resolve the flags of experts for a model of ``layers`` layers. Raises ConfigError if flags
+    contradict each other."""
     if max(part.num_experts, default=0) < 2:
         if resolver.given("num_experts"):
             how = "one expert is a dense layer"
@@ -71,7 +72,7 @@ def resolve_experts(part: Part, layers: int, resolver: ConfigResolver) -> Part:
 
 
 def _values(part: ExpertsFlags, resolver: ConfigResolver) -> dict[str, Any]:
-    """Return values of fields that have none."""
+    """Return the values of fields that the user did not set."""
     values: dict[str, Any] = {}
     flag = _deepspeed_flag(part, resolver)
     if flag is not None and not resolver.given("moe_gate"):
@@ -105,8 +106,9 @@ def _values(part: ExpertsFlags, resolver: ConfigResolver) -> dict[str, Any]:
 
 
 def _deepspeed_flag(part: ExpertsFlags, resolver: ConfigResolver) -> str | None:
-    """The first flag on the command line that only Megatron-DeepSpeed has; None for a network of a
-    checkpoint, for one that is complete, and for one that is described without a command line."""
+    """Return the first flag on the command line that only Megatron-DeepSpeed has, or None. It is
+    also None if there is no command line, or if the model comes from a checkpoint, where flags are
+    already resolved."""
     typed = resolver.origins["num_experts"].startswith("flag ") and not part.layer_experts
     if not typed or "expert_model_parallel_size" not in resolver.origins:
         return None
@@ -115,7 +117,7 @@ def _deepspeed_flag(part: ExpertsFlags, resolver: ConfigResolver) -> str | None:
 
 
 def _choice_flags(resolver: ConfigResolver) -> Iterator[str]:
-    """Flags on the command line that set how Megatron-LM's router chooses."""
+    """Yield the flags on the command line that configure Megatron-LM's router."""
     for name in (
         "moe_router_topk", "moe_aux_loss_coeff", "moe_expert_capacity_factor",
         "moe_token_drop_policy", "moe_router_load_balancing_type", *_OF_MEGATRON,
@@ -126,7 +128,7 @@ def _choice_flags(resolver: ConfigResolver) -> Iterator[str]:
 
 
 def _layer_experts(part: ExpertsFlags, layers: int, resolver: ConfigResolver) -> tuple[int, ...]:
-    """Number of experts of each layer, 0 for a dense one."""
+    """Return the number of experts of each layer, 0 for a dense layer."""
     freq, interval = part.moe_layer_freq, part.expert_interval
     resolver.check(
         freq is None or interval is None,
@@ -159,11 +161,12 @@ _OF_MEGATRON = (
     "moe_router_score_function", "moe_router_pre_softmax", "moe_router_normalize",
     "moe_router_num_groups", "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor",
 )  # fmt: skip
-"""Fields that only Megatron-LM's router reads."""
+"""Fields that only Megatron-LM's router uses."""
 
 
 def _check_choice(part: ExpertsFlags, smallest: int, resolver: ConfigResolver) -> None:
-    """Refuse choices of more experts than there are, and rules that cannot be trained."""
+    """Raise ConfigError if a token chooses more experts than the smallest layer has, or if the
+    routing rule cannot be trained."""
     k, shown = part.moe_router_topk, resolver.show("moe_router_topk")
     resolver.check(
         k <= smallest,

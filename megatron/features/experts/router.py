@@ -1,6 +1,7 @@
-"""From the router's logits to the experts of each token and their weights.
+"""Choice of the experts of each token, and of their weights, from the router's logits.
 
-Shapes: T tokens that a rank routes, H hidden, E experts, G groups of experts, K choices of a token.
+Shapes: T tokens that a rank routes, H hidden, E experts, G groups of experts, K choices per
+token.
 """
 
 from __future__ import annotations
@@ -23,17 +24,16 @@ from megatron.features.experts.gates import (
 )
 
 _VECTOR = 32
-"""Numbers that elementwise kernels of CPUs take at a time."""
+"""Number of elements that elementwise CPU kernels process at a time. Experts are padded to it."""
 
 
 class Routing(NamedTuple):
-    """The choices of this rank's tokens.
+    """Routing of this rank's tokens.
 
     Attributes:
-        experts_TK: expert of each choice, int64, the best first; E for one that exceeds a capacity
-            and for padding.
-        weights_TK: float32, or float64 of float64 logits; 0 where ``experts_TK`` is E.
-        scores_TE: probabilities over all experts for balancing losses; the same dtype.
+        experts_TK: expert of each choice, int64, best first; E for padding and dropped choices.
+        weights_TK: float32, or float64 for float64 logits; 0 where ``experts_TK`` is E.
+        scores_TE: probabilities over all experts, for balancing losses, in the weights' dtype.
     """
 
     experts_TK: Tensor
@@ -42,8 +42,8 @@ class Routing(NamedTuple):
 
 
 class _WideLinear(torch.autograd.Function):
-    """A GEMM in another dtype than its inputs, which are saved unconverted: copies in that dtype
-    would occupy memory until the backward pass."""
+    """GEMM in a different dtype than its inputs. Only the unconverted inputs are saved for the
+    backward pass, because converted copies would occupy memory until then."""
 
     @staticmethod
     def forward(
@@ -70,8 +70,8 @@ class _WideLinear(torch.autograd.Function):
 def logits(
     x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, dtype: torch.dtype | None
 ) -> Tensor:
-    """[T, H] to logits [T, E], computed in ``dtype`` or the wider dtype of ``x_TH`` (None: as
-    ``x_TH``), with gradients in the dtypes of the inputs."""
+    """Compute logits [T, E] from tokens [T, H] in the dtype of ``x_TH``, or in ``dtype`` if that is
+    wider. Gradients have the dtypes of the inputs."""
     dtype = x_TH.dtype if dtype is None else torch.promote_types(dtype, x_TH.dtype)
     if x_TH.dtype == weight_EH.dtype == dtype:
         return F.linear(x_TH, weight_EH, bias_E)
@@ -79,8 +79,8 @@ def logits(
 
 
 def widened(logits_TE: Tensor) -> Tensor:
-    """Logits in the dtype in which choices, weights and losses are computed: float32, or float64 if
-    they are float64."""
+    """Convert logits to the dtype in which choices, weights and losses are computed: float32, or
+    float64 if the logits are float64."""
     return logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
 
 
@@ -94,13 +94,14 @@ def route(
     seed: int | None = None,
     apart: bool = False,
 ) -> Routing:
-    """Experts and weights of this rank's tokens, by Megatron-LM's
-    ``topk_routing_with_score_function`` and ``apply_router_token_dropping`` or another gate.
+    """Choose the experts and weights of this rank's tokens as Megatron-LM's
+    ``topk_routing_with_score_function`` and ``apply_router_token_dropping`` do, or with another
+    gate.
 
     Args:
         experts: number of experts of this layer, E.
-        expert_bias_E: added to the scores (to the logits with quantile balancing) in the choice;
-            weights do not include it.
+        expert_bias_E: bias added to the scores (with quantile balancing, to the logits) when
+            choosing, but not to the weights.
         seed: seed of gates that draw random numbers, the same on all ranks that share the micro
             batch; None to choose without random numbers.
         apart: True if a token's scores must be bitwise independent of the number of tokens.
@@ -110,7 +111,7 @@ def route(
     if "sinkhorn" in config.moe_router_load_balancing_type:
         function = "sigmoid" if k == 1 else "softmax"
     if apart and function != "softmax":
-        # Elementwise kernels compute what does not fill a vector by other code.
+        # Elementwise kernels use different code for a remainder that does not fill a vector.
         padded_TE = F.pad(wide_TE, (0, -wide_TE.shape[-1] % _VECTOR), value=-math.inf)
         scores_TE = _scores(padded_TE, function)[..., : wide_TE.shape[-1]]
     else:
@@ -152,7 +153,7 @@ def _normalized(scores: Tensor) -> Tensor:
 
 
 def _softmax_of_chosen(config: ExpertsConfig) -> bool:
-    """True if weights are the softmax over the logits of the chosen experts."""
+    """Return whether the weights are the softmax over the logits of the chosen experts."""
     return (
         config.moe_router_score_function == "softmax"
         and not config.moe_router_pre_softmax
@@ -169,7 +170,7 @@ def _order(
     training: bool,
     bias_E: Tensor | None,
 ) -> Tensor:
-    """Return values [T, E], the K largest of which are chosen."""
+    """Return the values [T, E] whose K largest determine the chosen experts."""
     balancing = config.moe_router_load_balancing_type
     if "sinkhorn" in balancing and training:
         return tokens.own(sinkhorn(tokens.gather(logits_TE)))
@@ -183,8 +184,9 @@ def _order(
 
 
 def _limited(order_TE: Tensor, config: ExpertsConfig, groups: int, best_groups: int) -> Tensor:
-    """``order_TE`` with -inf for experts outside the best groups. A group's value is the sum of its
-    best K // ``best_groups`` (DeepSeek-V3, arXiv:2412.19437) or its best (DeepSeek-V2)."""
+    """Return ``order_TE`` with -inf for experts outside the best groups. The value of a group is
+    the sum of its K // ``best_groups`` largest values (DeepSeek-V3, arXiv:2412.19437), or its
+    largest value (DeepSeek-V2)."""
     order_TGE = order_TE.unflatten(-1, (groups, -1))
     summed = config.moe_router_topk // best_groups
     if config.moe_router_group_score == "max":
@@ -204,7 +206,7 @@ def _weights(
         weights_TK = scores_TE.gather(1, experts_TK)
         normalize = config.moe_router_normalize
         if normalize is None:
-            # As Megatron-LM: softmax never, the others from two choices on.
+            # As in Megatron-LM: not for softmax, and otherwise only with two or more choices.
             normalize = config.moe_router_score_function != "softmax" and experts_TK.shape[1] > 1
         if normalize:
             weights_TK = _normalized(weights_TK)

@@ -1,10 +1,11 @@
-"""Upcycling: a dense checkpoint as one of experts, each a copy of its MLP or a part of a copy (He
-et al. 2024, arXiv:2410.07524; Megatron-LM ``core/transformer/moe/upcycling_utils.py``).
+"""Upcycling: conversion of a dense checkpoint into one with experts, each of which is a copy of the
+MLP or of a slice of it (He et al. 2024, arXiv:2410.07524; Megatron-LM
+``core/transformer/moe/upcycling_utils.py``).
 
-With granularity G, MLPs of inner width F are cut into G parts, and an expert is one of them: E
-experts are X = E / G copies, part after part. The G parts of a copy have the same row in the
-router, and so are chosen together. Where a token's weights sum to 1, its output equals the dense
-model's if G is 1, or if the activation is homogeneous (squared ReLU); otherwise nearly.
+With granularity G, an MLP of inner width F is cut into G slices, each of which becomes an expert. E
+experts are X = E / G copies of all slices. The G slices of a copy have the same row in the router,
+so that they are chosen together. If a token's weights sum to 1, its output equals the dense model's
+for G = 1 or a homogeneous activation (squared ReLU), and is close to it otherwise.
 
 Shapes: E experts, F inner width of the dense MLP, H hidden.
 """
@@ -37,8 +38,8 @@ from megatron.util.progress import say
 
 
 def upcycled_model(dense: ModelConfig, experts: ExpertsConfig, granularity: int) -> ModelConfig:
-    """The network of a dense one whose MLPs become experts. Raises ConfigError for flags that
-    contradict it."""
+    """Return the configuration of a dense network with its MLPs replaced by experts. Raises
+    ConfigError if the flags of experts contradict the dense network."""
     part = experts
     if part.moe_ffn_hidden_size is None:
         part = replace(part, moe_ffn_hidden_size=dense.mlp.ffn_hidden_size // granularity)
@@ -47,9 +48,10 @@ def upcycled_model(dense: ModelConfig, experts: ExpertsConfig, granularity: int)
 
 
 class UpcycledSource(DerivedSource):
-    """A dense checkpoint as the network ``model``; the router, and shared experts, which the dense
-    model lacks, have the initial values of a run with this seed. Raises CheckpointError if the
-    dense network is not the one that becomes this one, or has experts itself."""
+    """Source that presents a dense checkpoint as the network ``model``. The router and shared
+    experts, which the dense model lacks, are initialised as in a run with this seed. Raises
+    ConfigError if the flags of experts do not fit the dense MLP, and CheckpointError if the dense
+    network already has experts or differs in other ways."""
 
     title = "dense checkpoint with experts"
 
@@ -127,7 +129,7 @@ class UpcycledSource(DerivedSource):
         if ".mlp.experts." in name:
             return self._experts(name, shape[0])
         if name not in self._init:
-            return torch.zeros(shape)  # a buffer
+            return torch.zeros(shape)  # buffers start at zero
         values = self._init[name].draw(shape, generator(self._seed, name))
         if ".mlp.router." in name:
             values = values[: shape[0] // self.granularity]
@@ -136,7 +138,7 @@ class UpcycledSource(DerivedSource):
 
     def _experts(self, name: str, experts: int) -> Tensor:
         values = self.dense.tensor(name.replace(".mlp.experts.", ".mlp."))
-        if name.endswith(".down.bias"):  # of every expert, by weights that sum to 1
+        if name.endswith(".down.bias"):  # not divided among the experts, because weights sum to 1
             return values.expand(experts, -1).clone()
         dim = 0 if ".up." in name else 1
         gated = dim == 0 and self.model.mlp.gated
@@ -148,10 +150,10 @@ class UpcycledSource(DerivedSource):
 
 
 def weight_scale(model: ModelConfig, granularity: int, experts: int) -> float:
-    """Factor of the weights of one of E experts, that keeps a token's output as large as the dense
-    MLP's: s^(1/3) with three factors in the product (a gate, or squared ReLU), else s^(1/2). s is
-    the number G of parts where a token's weights sum to 1; else E G / k, by the weights 1 / E of a
-    router without preferences among E experts, of which a token has k."""
+    """Return the factor for an expert's weights that keeps a token's output as large as the dense
+    MLP's. It is s^(1/3) if the output is a product of three weights (a gate, or squared ReLU), else
+    s^(1/2). If a token's weights sum to 1, s is the granularity G. Otherwise s = E G / k, because
+    an untrained router weights each expert by 1 / E, and a token uses k of them."""
     part = model.part(ExpertsConfig)
     sums_to_1 = not part.moe_router_pre_softmax or bool(part.moe_router_normalize)
     if part.moe_gate == "deepspeed":
@@ -165,19 +167,19 @@ def weight_scale(model: ModelConfig, granularity: int, experts: int) -> float:
 
 @dataclass(frozen=True)
 class UpcycleConfig:
-    """Upcycling of a checkpoint."""
+    """Upcycling of a dense checkpoint."""
 
     output: str | None = option(None)
-    """Folder of checkpoints to create; it must be new or empty."""
+    """Folder of checkpoints to create. It must be new or empty."""
     moe_upcycling_granularity: int = option(1, bounds=POSITIVE)
-    """Parts that an MLP is cut into, each an expert."""
+    """Number of slices into which an MLP is cut, each of which becomes an expert."""
     seed: int = option(1234, bounds=NOT_NEGATIVE)
-    """Seed of the router's initial weights, as of a run."""
+    """Seed of the router's initial weights, like the --seed of a run."""
 
 
 def upcycle_command(argv: Sequence[str]) -> None:
-    """``tools/convert_checkpoint.py upcycle``. Raises ConfigError or CheckpointError if the dense
-    model cannot become the one that the flags describe."""
+    """Run ``tools/convert_checkpoint.py upcycle``. Raises ConfigError or CheckpointError if the
+    flags do not fit the dense model."""
     checkpoint, config, experts = parsed(
         argv, "upcycle", "Writes a dense checkpoint as one of experts.", LoadConfig, UpcycleConfig,
         ExpertsConfig,
@@ -195,8 +197,8 @@ def upcycle_command(argv: Sequence[str]) -> None:
 
 
 def upcycle(context: Any) -> FoundCheckpoint:
-    """Writes the dense checkpoint of a run with experts into ``--save``, before its first step;
-    every rank calls it. Raises CheckpointError or ConfigError if it is not possible."""
+    """Write a run's dense checkpoint, converted to experts, into ``--save`` before the first step.
+    Collective: every rank must call this. Raises CheckpointError or ConfigError on failure."""
     config, engine = context.config, context.engine
     options, flags = config.checkpoint, config.section(UpcyclingConfig)
     folder = Path(options.save or "")

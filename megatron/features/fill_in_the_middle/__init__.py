@@ -1,1 +1,1 @@
-"""Samples whose middle is moved to their end."""
+"""Fill-in-the-middle: samples whose middle is moved to the end."""

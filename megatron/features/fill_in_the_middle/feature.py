@@ -1,4 +1,4 @@
-"""Samples whose middle is moved to their end."""
+"""Feature for fill-in-the-middle, in which the middle of a sample is moved to its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle training: documents cut in three, with the middle moved to the end."""
+"""Flags of fill-in-the-middle, which cuts documents in three and moves the middle to the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FimConfig(KindConfig):
     fim_fragment_rate: float | None = option(None, derived="--fim-rate")
     """Fraction of the fragments that are cut, within the documents that --fim-rate selects."""
     fim_no_prefix: str | None = option(None)
-    """Documents and fragments that begin with this text are not cut."""
+    """Do not cut documents and fragments that begin with this text."""
     fim_prefix_token: str = option("<fim_prefix>")
     """Token before the prefix."""
     fim_middle_token: str = option("<fim_middle>")
@@ -35,9 +35,9 @@ class FimConfig(KindConfig):
     fim_suffix_token: str = option("<fim_suffix>")
     """Token before the suffix."""
     fim_pad_token: str = option("<fim_pad>")
-    """Padding token of samples that have become shorter; it does not count in the loss."""
+    """Token that pads samples that have become shorter. It does not count in the loss."""
     fim_eod_token: str | None = option(None, derived="the tokenizer's end of document")
-    """Token that ends documents."""
+    """Token at the end of documents."""
 
     streams: ClassVar[frozenset[str]] = frozenset({"fim_data"})
     idle: ClassVar[str] = "it needs --fim-data"
@@ -51,7 +51,7 @@ class FimConfig(KindConfig):
         return "--fim-data" if self.fim_data else None
 
     def check(self) -> None:
-        """Refuses rates outside of [0, 1]."""
+        """Raise ConfigError if a rate is outside of [0, 1], or a fragment rate has no fragments."""
         for flag, rate in (
             ("--fim-rate", self.fim_rate),
             ("--fim-spm-rate", self.fim_spm_rate),

@@ -1,12 +1,12 @@
 """Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255) on samples of a GPT.
 
-A document is cut at two random characters into prefix, middle and suffix, which are tokenized
-again, separately, and put in one of two orders:
+A document is cut at two random characters into prefix, middle and suffix. They are tokenized again,
+separately, and put in one of two orders:
 
     PSM   <prefix token> prefix <suffix token> suffix <middle token> middle
     SPM   <prefix token> <suffix token> suffix <middle token> prefix middle
 
-As in Megatron this happens within a sample: the part of a document that is in the sample is cut.
+As in Megatron, this happens within a sample: only the part of a document in it is cut.
 
 Shape suffix: T the S + 1 tokens of a sample.
 """
@@ -35,7 +35,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class FillInTheMiddle(DataKind):
-    """Cuts documents of a GPT's samples."""
+    """Data kind that rearranges the documents in a GPT's samples for fill-in-the-middle."""
 
     def recipe(self, data: DataPipeline, recipe: SampleRecipe[np.ndarray]) -> FimRecipe:
         config = data.config.section(FimConfig)
@@ -52,7 +52,7 @@ KIND = FillInTheMiddle()
 
 @dataclass(frozen=True)
 class FimTokens:
-    """Ids of the tokens between the parts of a document, and around documents."""
+    """Ids of the special tokens around the three pieces of a document, and around documents."""
 
     prefix: int
     middle: int
@@ -63,8 +63,8 @@ class FimTokens:
 
     @classmethod
     def of(cls, config: FimConfig, tokenizer: Tokenizer) -> FimTokens:
-        """The tokens that the flags name. Raises ValueError if one is not in the vocabulary, or
-        padding ends documents."""
+        """Return the tokens given by the flags. Raises ValueError if one is not in the vocabulary,
+        or padding and end of document are the same."""
         ids = {}
         for name in ("prefix", "middle", "suffix", "pad", "eod", "split"):
             field = "fim_split_sample" if name == "split" else f"fim_{name}_token"
@@ -92,21 +92,21 @@ class FimTokens:
 
 @dataclass(frozen=True)
 class FimRecipe:
-    """Samples of another recipe, with some of their documents cut."""
+    """Recipe that takes the samples of another recipe and rearranges some of their documents."""
 
     samples: SampleRecipe[np.ndarray]
-    """Makes samples of S + 1 tokens."""
+    """Recipe for samples of S + 1 tokens."""
     config: FimConfig
     tokens: FimTokens
     encoder: TextEncoder
-    """Has the tokenizer of the documents."""
+    """Encoder with the tokenizer of the documents."""
     seed: int
 
     @classmethod
     def from_config(
         cls, samples: SampleRecipe[np.ndarray], config: FimConfig, encoder: TextEncoder, seed: int
     ) -> FimRecipe:
-        """Checks the flags and finds the tokens. Raises ValueError if a rate is out of range, a
+        """Check the flags and look up the tokens. Raises ValueError if a rate is out of range, a
         token is not in the vocabulary, or the tokenizer puts spaces between texts."""
         config.check()
         tokens = FimTokens.of(config, encoder.tokenizer)
@@ -126,13 +126,15 @@ class FimRecipe:
     def build(
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> FimDataset:
-        """As the recipe of the samples; nothing more is cached."""
+        """Build the samples of the other recipe. Documents are rearranged when a sample is read, so
+        no further index is cached."""
         samples = self.samples.build(documents, units, num_samples, name, cache)
         return FimDataset(samples, self, name)
 
 
 class FimDataset:
-    """Samples with documents cut; sample i is a function of seed, part and i."""
+    """Dataset whose documents are rearranged for fill-in-the-middle. The randomness of sample i
+    depends only on the seed, the split ``name`` and i."""
 
     def __init__(self, samples: SampleDataset[np.ndarray], recipe: FimRecipe, name: str) -> None:
         self.samples, self.recipe, self._name = samples, recipe, name
@@ -148,7 +150,7 @@ class FimDataset:
         return len(self.samples)
 
     def __getitem__(self, index: int, /) -> Ids:
-        """int64[S + 1]: truncated, or padded, to the original length."""
+        """Return a sample, int64[S + 1], truncated or padded to its original length."""
         tokens_T = self.samples[index]
         tokens = self.recipe.tokens
         rng = np.random.default_rng([self.recipe.seed, zlib.crc32(self._name.encode()), int(index)])
@@ -174,7 +176,8 @@ class FimDataset:
         if not len(document) or rng.random() >= rate:
             return document
         text = pieces.tokenizer.detokenize(document.tolist())
-        if _REPLACEMENT in text:  # the sample begins or ends inside a character: text would be lost
+        # The sample begins or ends inside a character, which decoding would lose.
+        if _REPLACEMENT in text:
             return document
         if config.fim_no_prefix is not None and text.startswith(config.fim_no_prefix):
             return document
@@ -199,19 +202,19 @@ def _each_part(ids: Ids, separator: int, change: Callable[[Ids], Ids]) -> Ids:
 
 @dataclass(frozen=True)
 class PieceTokenizer:
-    """Tokenizes parts of a text, without the tokens that begin or end a whole text."""
+    """Tokenizer of parts of a text, without the tokens that begin or end a whole text."""
 
     tokenizer: Tokenizer
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of the text alone."""
+        """Return the ids of the text alone."""
         ids = self.tokenizer.tokenize(text)
         before, after = self._added
         return ids[before : len(ids) - after]
 
     @cached_property
     def _added(self) -> tuple[int, int]:
-        """Number of tokens that every text begins and ends with."""
+        """Number of tokens that the tokenizer adds at the beginning and end of every text."""
         added, with_text = self.tokenizer.tokenize(""), self.tokenizer.tokenize("a")
         before = 0
         while before < len(added) and added[before] == with_text[before]:
@@ -223,5 +226,5 @@ def token_id(tokenizer: Tokenizer, text: str) -> int | None:
     try:
         ids = PieceTokenizer(tokenizer).tokenize(text)
         return ids[0] if len(ids) == 1 and tokenizer.detokenize(ids) == text else None
-    except ValueError:  # not a text for this tokenizer
+    except ValueError:  # the tokenizer cannot encode this text
         return None

@@ -1,1 +1,1 @@
-"""Matrix products in 8 bits."""
+"""GEMMs of linear layers in 8-bit floating point (FP8)."""

@@ -4,9 +4,9 @@ A product [M, K] x [K, N] reads both factors along K, the dimension that it sums
 row by row, the right one column by column. A matrix [R, C] therefore has two copies: ``rows``,
 summed over C, and ``columns``, its transpose, summed over R.
 
-Numbers that share a scale are multiplied by it so that the largest magnitude becomes the largest
-number of the 8-bit dtype, and the accumulated result is divided by the scales again (Micikevicius
-et al. 2022, arXiv:2209.05433, section 3.2).
+All values that share a scale are multiplied by one factor, which maps their amax (largest
+magnitude) to the largest number of the 8-bit dtype. The accumulated result is divided by the
+factors again (Micikevicius et al. 2022, arXiv:2209.05433, section 3.2).
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from megatron.features.float8.operators.casts import (
 )
 
 Scaling = Literal["tensor", "row", "block", "square"]
-"""Numbers that share a scale: a matrix, what a product sums up for one number of its result, 1 x
-128 of these, or 128 x 128 numbers."""
+"""Which values share a scale: a whole matrix; a row or column along the summed dimension; blocks of
+1 x 128 in these; or squares of 128 x 128."""
 
 
 class Operand(NamedTuple):
-    """A factor of a product: the left one [M, K], or the right one transposed, [N, K].
+    """Factor of a product, stored as [M, K] if it is on the left, and transposed, as [N, K], if it
+    is on the right.
 
     Attributes:
         values: 8-bit, contiguous along K.
-        scale: what restores the values, float32: [] for a matrix, [M, 1] for rows, [M, K / 128] in
-            column-major order for blocks, [M / 128, K / 128, rounded up to 4] for squares.
+        scale: multiplies the values to restore them, float32: [] for a matrix, [M, 1] for rows,
+            [M, K / 128] in column-major order for blocks, [M / 128, K / 128] for squares, whose
+            last dimension is padded to a multiple of 4.
     """
 
     values: Tensor
@@ -46,8 +48,8 @@ class Operand(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """A matrix in 8 bits, in the layouts that were asked for; ``largest`` is its largest magnitude,
-    float32 [], where its scale is one for the matrix."""
+    """A matrix in 8 bits, in the requested layouts. ``largest`` is its amax, float32 [], if it was
+    given or measured."""
 
     rows: Operand | None = None
     columns: Operand | None = None
@@ -55,7 +57,7 @@ class Cast(NamedTuple):
 
     @property
     def known_largest(self) -> Tensor:
-        """Return the largest magnitude of a cast that measured it."""
+        """``largest``, for a cast that is known to have it."""
         assert self.largest is not None
         return self.largest
 
@@ -70,15 +72,14 @@ def cast(
     largest: Tensor | None = None,
     earlier: Tensor | None = None,
 ) -> Cast:
-    """Rounds a matrix to 8 bits, in one or both layouts, scaled by its own largest magnitudes.
-    Infinities and NaN make all values that share their scale NaN, so that the check of the loss
-    notices them.
+    """Round a matrix to 8 bits in one or both layouts, scaled by its own amax values. Infinities
+    and NaN make all values with the same scale NaN, so that the loss check detects them.
 
     Args:
-        largest: the largest magnitude, for a scale per matrix, where the producer of the matrix has
-            measured it.
-        earlier: the largest magnitude of earlier steps, for a scale per matrix. It is used instead,
-            and larger numbers become the largest of the dtype.
+        largest: amax of the matrix, if its producer has measured it. Only for one scale per
+            matrix.
+        earlier: amax of earlier steps, which sets the scale instead of the current one. Larger
+            values are clamped to the dtype's range. Only for one scale per matrix.
     """
     if scaling == "tensor":
         return _cast_matrix(x_RC, dtype, rows, columns, largest, earlier)
@@ -129,16 +130,18 @@ def _cast_matrix(
 def factor_and_scale(
     dtype: torch.dtype, largest: Tensor | None, earlier: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the factor of a matrix before it is rounded to ``dtype``, and its inverse, from its
-    largest magnitude and that of earlier steps, float32 []. The latter takes precedence; without it
-    the first is required. The scale needs both."""
+    """Return the factor by which a matrix is multiplied before rounding to ``dtype``, and the
+    scale, its inverse. They are computed from ``earlier``, the amax of earlier steps, or if it is
+    None from ``largest``, the current one; both are float32 []. With both, a ``largest`` that is
+    infinite or NaN makes the scale NaN."""
     limit = torch.finfo(dtype).max
     bound = largest if earlier is None else earlier
     assert bound is not None
     bound = bound.clamp(min=SMALLEST)
     scale = bound / limit
     if earlier is not None and largest is not None:
-        scale = scale + largest * 0.0  # NaN where the clamp would hide an infinity
+        # makes the scale NaN for an infinity, which the clamp would hide
+        scale = scale + largest * 0.0
     return limit / bound, scale
 
 
@@ -163,8 +166,8 @@ def _cast_lines(x_RC: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> 
 
 
 def columns_of(rows: Operand, scaling: Scaling, source: Tensor) -> Operand:
-    """Return the columns of a matrix from its rows, for scales by matrix or by square; ``source``
-    is the matrix that they were cast from."""
+    """Derive a matrix's columns from its rows, for one scale per matrix or per square. ``source``
+    is the matrix before the cast."""
     values = transposed(rows.values, source)
     if scaling == "tensor":
         return Operand(values, rows.scale)

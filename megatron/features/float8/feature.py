@@ -1,4 +1,4 @@
-"""Linear layers that multiply in 8-bit floating point."""
+"""Feature that computes linear layers in 8-bit floating point (FP8)."""
 
 from __future__ import annotations
 

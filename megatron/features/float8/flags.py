@@ -1,4 +1,4 @@
-"""Flags of matrix products in 8 bits."""
+"""Flags for GEMMs in 8-bit floating point."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _MARGIN = Bounds(
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Flags(FlagPart):
-    """Matrix products of the blocks' linear layers in FP8."""
+    """GEMMs of the blocks' linear layers in FP8."""
 
     before: ClassVar[str] = "torch_compile"
 
     fp8_format: str | None = option(None, choices=("e4m3", "hybrid"))
-    """Compute the matrix products of the blocks' linear layers in FP8: e4m3 for all tensors, hybrid
-    with gradients in E5M2. Needs --bf16 and a GPU of compute capability 8.9 (slow on a CPU)."""
+    """Compute the GEMMs of the blocks' linear layers in FP8. e4m3 uses E4M3 for all tensors, hybrid
+    uses E5M2 for gradients. Needs --bf16 and a GPU of compute capability 8.9 (slow on a CPU)."""
     fp8_recipe: str = option("tensorwise")
-    """FP8 scales. From the current values: one per tensor (tensorwise), per row and column of each
-    matrix product (rowwise), or per 1 x 128 activations and 128 x 128 weights (blockwise: Hopper
-    only, sizes are multiples of 128). From the values of earlier steps: per tensor (delayed)."""
+    """How FP8 scales are computed. tensorwise, rowwise and blockwise use current values, with one
+    scale per tensor, per row and column of each GEMM, or per 1 x 128 activations and 128 x 128
+    weights (Hopper only; sizes must be multiples of 128). delayed uses one scale per tensor, from
+    the values of earlier steps."""
     fp8_margin: int = option(0, bounds=_MARGIN)
-    """With --fp8-recipe delayed: powers of two that scales leave free above the largest values,
-    0 to 16."""
+    """With --fp8-recipe delayed: headroom above amax, in powers of two (0 to 16)."""
     fp8_amax_history_len: int = option(1, bounds=POSITIVE)
-    """With --fp8-recipe delayed: number of steps whose largest values are kept."""
+    """With --fp8-recipe delayed: number of steps whose amax values are kept."""
     fp8_amax_compute_algo: str = option("most_recent", choices=("most_recent", "max"))
-    """With --fp8-recipe delayed: scale by the largest values of the last step (most_recent), or of
-    all steps that are kept (max)."""
+    """With --fp8-recipe delayed: compute scales from the amax of the last step (most_recent), or
+    from the largest amax in the history (max)."""
     first_last_layers_bf16: bool = option(False)
     """Keep the first and the last blocks in bfloat16 with --fp8-format."""
     num_layers_at_start_in_bf16: int = option(1, bounds=NOT_NEGATIVE)
@@ -48,16 +48,16 @@ class Float8Flags(FlagPart):
 
     @property
     def one_length(self) -> bool:
-        """True if all batches need the shape of the longest one."""
+        """True if all batches must have one shape, that of the longest sequence length."""
         return self.in_8_bits or super().one_length  # type: ignore[misc]
 
     @property
     def in_8_bits(self) -> bool:
-        """True if matrix products are in FP8."""
+        """True if the blocks' linear layers compute in FP8."""
         return self.fp8_format is not None
 
     def float8_blocks(self, blocks: int) -> range:
-        """Return the numbers, of ``blocks`` blocks, whose linear layers compute in FP8."""
+        """Return the indices, out of ``blocks`` blocks, whose linear layers compute in FP8."""
         if self.fp8_format is None:
             return range(0)
         if not self.first_last_layers_bf16:
@@ -73,8 +73,8 @@ def check_float8_flags(
     bf16: bool,
     resolver: ConfigResolver,
 ) -> None:
-    """Refuses values that contradict each other or the model, whose layers ``ranks`` ranks of
-    tensor parallelism divide; ``bf16``: the rest is computed in bfloat16."""
+    """Report contradictory flags, and models that FP8 does not support. ``ranks`` is the
+    tensor-parallel size, and ``bf16`` is True if everything else is computed in bfloat16."""
     nearest = "; blockwise is the nearest (only Blackwell GPUs multiply with mxfp8's scales per 32)"
     resolver.check(
         paths.fp8_recipe in RECIPES,
@@ -93,8 +93,8 @@ def check_float8_flags(
 
 
 def _note_unused(paths: Float8Flags, resolver: ConfigResolver) -> None:
-    """Says which flags of a pasted command do nothing without 8-bit products, or with this
-    recipe."""
+    """Report flags that have no effect without FP8 or with the chosen recipe. They are not errors,
+    since users paste commands."""
     history = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
     if paths.fp8_format is None:
         given = [resolver.show(n) for n in ("fp8_recipe", *history) if resolver.given(n)]
@@ -136,7 +136,7 @@ def _check_widths(
     paths: Float8Flags,
     resolver: ConfigResolver,
 ) -> None:
-    """Refuses sizes of shards, and numbers of tokens, that FP8 matrix products cannot have."""
+    """Report shard widths and numbers of tokens that FP8 GEMMs do not support."""
     blocks = paths.fp8_recipe == "blockwise"
     multiple, named = (128, f" {resolver.show('fp8_recipe')}") if blocks else (16, "")
     attention = model.attention

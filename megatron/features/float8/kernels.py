@@ -1,5 +1,4 @@
-"""Choice of the layers that multiply in 8 bits, and warnings about a device that makes them
-slow."""
+"""Selection of the layers that compute in 8 bits, and warnings about a slow device."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from megatron.util.processes import is_main_process
 
 
 def use_float8(blocks: Sequence[nn.Module], config: RunConfig) -> None:
-    """Makes the linear layers of these blocks multiply in 8 bits, as ``--fp8-format`` says. Raises
-    ConfigError for a layer with sizes that 8-bit products cannot have."""
+    """Change linear layers of these blocks in place to compute in 8 bits, as ``--fp8-format``
+    requests. Raises ConfigError if 8-bit GEMMs do not support a layer's sizes."""
     fast = Float8Flags.of(config.fast_paths)
     if fast.fp8_format is None:
         return
@@ -40,7 +39,8 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig) -> None:
 
 
 def _check_sizes(name: str, layer: ParallelLinear, form: str, float8: Float8) -> None:
-    """Refuse layers of features, whose sizes :func:`check_float8_flags` does not know."""
+    """Raise ConfigError for a layer whose sizes 8-bit GEMMs do not support. This covers layers that
+    features add, which :func:`check_float8_flags` does not check."""
     for param in layer.parameters(recurse=False):
         shard, places = shard_of(param), layer.tp.coordinates
         sizes = shard.local_shape(places)
@@ -54,8 +54,8 @@ def _check_sizes(name: str, layer: ParallelLinear, form: str, float8: Float8) ->
 
 
 def check_float8(config: RunConfig, device: torch.device) -> None:
-    """Raises ConfigError if ``--fp8-format`` is given and the GPU has no 8-bit GEMMs. A line
-    reports what makes a step slower than bfloat16."""
+    """Check the device. Raises ConfigError if ``--fp8-format`` is given and the GPU has no 8-bit
+    GEMMs. Prints a line if steps will be slower than in bfloat16."""
     fast = Float8Flags.of(config.fast_paths)
     if fast.fp8_format is None:
         return
@@ -81,8 +81,8 @@ def check_float8(config: RunConfig, device: torch.device) -> None:
 
 
 def _why_float8_is_slow(config: RunConfig, device: torch.device) -> str | None:
-    """Return the casts that are not parts of the kernels of compiled blocks, and the remedy; None
-    if they are."""
+    """Return why casts are not fused into the kernels of compiled blocks, and the remedy. Return
+    None if they are fused."""
     slower = "which makes a step slower than in bfloat16"
     alone = "casts are kernels of their own, which can make a step slower than in bfloat16"
     missing = missing_compiler(device.type)

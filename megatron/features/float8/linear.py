@@ -1,11 +1,11 @@
 """GEMMs of linear layers in 8-bit floating point.
 
-Recipes determine how numbers are scaled: by the largest magnitude of a matrix (``tensorwise``), of
-each row and column of a product (``rowwise``), of 1 x 128 activations and 128 x 128 weights
-(``blockwise``), or of a matrix in earlier steps (``delayed``; the weights', which are known, are
-current). Casts are in :mod:`megatron.features.float8.casts`.
+The recipe determines which amax sets a scale: that of a matrix (``tensorwise``), of each row and
+column in a product (``rowwise``), of 1 x 128 activations and 128 x 128 weights (``blockwise``), or
+of a matrix in earlier steps (``delayed``; weights use their current values, which are known). Casts
+are in :mod:`megatron.features.float8.casts`.
 
-Shapes: T tokens, I input, O output; M, K, N as in a GEMM.
+Shapes: T tokens, I input width, O output width; M, K, N as in a GEMM.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ from torch.autograd.function import once_differentiable
 
 from megatron.features.float8.casts import BLOCK, Cast, Operand, Scaling, cast, columns_of
 from megatron.parallel.later_products import Gradients, GradientsOf, now_or_later
+from megatron.parallel.linear import LinearKernel
 from megatron.parallel.tensor_parallel import autocast_dtype
 
 MULTIPLE = 16
-"""Both widths of a layer and its tokens must be multiples of this: the alignment of 8-bit GEMMs on
-GPUs, required on a CPU as well."""
+"""Alignment of 8-bit GEMMs on GPUs, also required on CPUs. It must divide a layer's input and
+output widths and its number of tokens."""
 
 FIRST_CAPABILITY = (8, 9)
-"""The first CUDA compute capability with 8-bit floating-point GEMMs (Ada)."""
+"""Lowest CUDA compute capability with 8-bit floating-point GEMMs (Ada)."""
 
 FORWARD = torch.float8_e4m3fn
-"""The dtype of inputs and weights."""
+"""Dtype of inputs and weights."""
 
 
 class Kept(NamedTuple):
-    """State of a layer's weight that lasts from one step to the next.
+    """FP8 state of a layer's weight that persists between steps.
 
     Attributes:
-        weight: the rows of the weight in 8 bits; None to cast it at every use. Backward passes
-            transpose them, or, with scales by row, cast the columns: both layouts would take two
-            bytes of memory for each weight.
-        largest: largest magnitudes of input and output gradient to scale by (recipe ``delayed``),
-            float32 [2]. Those of this micro batch leave the backward pass as its gradient.
-        measured: whether ``largest`` has been measured; otherwise the current ones are used.
+        weight: rows of the weight in 8 bits; None to cast it at every use. Backward passes
+            transpose them or, with one scale per row, cast the columns again. Keeping both layouts
+            would take two bytes of memory per weight.
+        largest: amax of the input and of the output gradient that set the scales (recipe
+            ``delayed``), float32 [2]. The backward pass returns the current micro batch's amax
+            values as the gradient of this tensor.
+        measured: True once ``largest`` has been measured. Until then current values are used.
     """
 
     weight: Operand | None = None
@@ -52,12 +54,12 @@ class Kept(NamedTuple):
 
     @property
     def input_largest(self) -> Tensor | None:
-        """The largest magnitude to scale the input by; None for its current one."""
+        """Amax that sets the scale of the input; None to use the current one."""
         return self.largest[0] if self.measured and self.largest is not None else None
 
     @property
     def gradient_largest(self) -> Tensor | None:
-        """Likewise of the gradient of the output."""
+        """Amax that sets the scale of the output gradient; None to use the current one."""
         return self.largest[1] if self.measured and self.largest is not None else None
 
 
@@ -65,16 +67,16 @@ NOTHING_KEPT = Kept()
 
 
 @dataclass(frozen=True)
-class Float8:
-    """8-bit multiplication in the linear layers of a block. ``hybrid``: gradients are E5M2, inputs
-    and weights always E4M3. ``recipe``: see this file's beginning."""
+class Float8(LinearKernel):
+    """Kernel that computes the linear layers of a block in 8 bits. With ``hybrid``, gradients are
+    E5M2; inputs and weights are always E4M3. For ``recipe`` see the module docstring."""
 
     hybrid: bool = True
     recipe: str = "tensorwise"
 
     @property
     def multiple(self) -> int:
-        """Both widths of a layer and its tokens must be multiples of this."""
+        """Number that must divide a layer's input and output widths and its number of tokens."""
         return BLOCK if self.recipe == "blockwise" else MULTIPLE
 
     def linear(
@@ -84,13 +86,15 @@ class Float8:
         bias_O: Tensor | None,
         kept: Kept | None = None,
     ) -> Tensor:
-        """x W^T + b with its gradients, [B, S, O]. Raises ValueError if weights are trained and the
-        number of tokens is not a multiple of 16, or of 128 with blocks."""
+        """Return x W^T + b, [B, S, O], differentiably. Raises ValueError if the weight is trained
+        and the number of tokens is not a multiple of 16, or of 128 with ``blockwise``."""
         kept = kept or NOTHING_KEPT
         trained = weight_OI.requires_grad and torch.is_grad_enabled()
         if trained:
             self.check_tokens(x_BSI.shape[:-1].numel())
-        # Rows of tokens inside: a function's result may be overwritten unless it is a view.
+        # The autograd function computes [T, O], of which a view is returned: a function's own
+        # result
+        # might be overwritten in place.
         gradients, params = now_or_later(weight_OI, bias_O)
         y_TO = _Float8Linear.apply(
             x_BSI.flatten(0, -2), *params, kept.largest, self, trained, kept.measured, gradients,
@@ -99,8 +103,7 @@ class Float8:
         return y_TO.unflatten(0, x_BSI.shape[:-1])
 
     def check_tokens(self, count: int) -> None:
-        """Raises ValueError if weight gradients cannot be summed over ``count`` tokens in 8
-        bits."""
+        """Raise ValueError if weight gradients cannot be summed over ``count`` tokens in 8 bits."""
         if count % self.multiple:
             raise ValueError(
                 f"--fp8-format: the {count} tokens of a micro batch are not a multiple of "
@@ -109,11 +112,11 @@ class Float8:
             )
 
     def weight_rows(self, weight_OI: Tensor, kept: Kept) -> Operand:
-        """A weight in 8 bits for outputs, the kept one if there is one."""
+        """Return a weight's rows in 8 bits, for the forward pass: the kept ones if they exist."""
         return kept.weight or _present(self._cast_weight(weight_OI, rows=True).rows)
 
     def weight_columns(self, weight_OI: Tensor, kept: Kept) -> Operand:
-        """Likewise for gradients of inputs."""
+        """Return a weight's columns in 8 bits, for input gradients."""
         if kept.weight is None or self._weight_scaling == "row":
             return _present(self._cast_weight(weight_OI, columns=True).columns)
         return columns_of(kept.weight, self._weight_scaling, weight_OI)
@@ -126,13 +129,13 @@ class Float8:
     def cast_input(
         self, x_TI: Tensor, earlier: Tensor | None, *, rows: bool = True, columns: bool = True
     ) -> Cast:
-        """A layer's input in 8 bits: ``rows`` for outputs, ``columns`` for gradients of weights."""
+        """Cast a layer's input: ``rows`` for the output, ``columns`` for the weight gradient."""
         with _without_autocast(x_TI):
             return cast(x_TI, FORWARD, self._scaling, rows=rows, columns=columns, earlier=earlier)
 
     @property
     def backward(self) -> torch.dtype:
-        """The dtype of gradients of outputs."""
+        """Dtype of output gradients."""
         return torch.float8_e5m2 if self.hybrid else FORWARD
 
     def cast_gradient(
@@ -144,8 +147,8 @@ class Float8:
         columns: bool = True,
         largest: Tensor | None = None,
     ) -> Cast:
-        """The gradient of a layer's output in 8 bits: ``rows`` for gradients of inputs, ``columns``
-        for gradients of weights; ``largest`` as in :func:`cast`."""
+        """Cast a layer's output gradient: ``rows`` for the input gradient, ``columns`` for the
+        weight gradient. For ``largest`` see :func:`cast`."""
         with _without_autocast(grad_TO):
             return cast(
                 grad_TO, self.backward, self._scaling, rows=rows, columns=columns, largest=largest,
@@ -162,19 +165,19 @@ class Float8:
         return "square" if self.recipe == "blockwise" else self._scaling
 
     def output(self, x: Cast, weight: Operand, dtype: torch.dtype) -> Tensor:
-        """x W^T, [T, O]."""
-        # Faster accumulation of lower precision is enough for outputs, not for gradients.
+        """Return x W^T, [T, O]."""
+        # Outputs tolerate faster accumulation in lower precision; gradients do not.
         return self._multiply(x.rows, weight, dtype, squares=True, fast=True)
 
     def input_gradient(self, grad: Cast, weight: Operand, dtype: torch.dtype) -> Tensor:
-        """g W, [T, I]."""
+        """Return g W, [T, I]."""
         return self._multiply(grad.rows, weight, dtype, squares=True)
 
     def weight_gradient(self, grad: Cast, x: Cast, dtype: torch.dtype) -> Tensor:
-        """g^T x, [O, I]."""
+        """Return g^T x, [O, I]."""
         return self._multiply(grad.columns, x.columns, dtype)
 
-    # The steps of a layer that is cut over ranks; see LinearKernel in parallel/linear.py.
+    # Steps of a layer that is sharded over tensor-parallel ranks.
 
     def leaf(self, kept: Kept | None) -> Tensor | None:
         return None if kept is None else kept.largest
@@ -261,15 +264,15 @@ class Float8:
                 product = _multiply_blocks(left, right, squares)
             else:
                 product = self._multiply_scaled(left, right, dtype, fast)
-        # Compiled by torch 2.11, a function whose result went through a cast that changes nothing
-        # has no gradients.
+        # In code compiled by torch 2.11, a function loses its gradients if its result passes
+        # through a
+        # cast that changes nothing.
         return product if product.dtype == dtype else product.to(dtype)
 
     def _multiply_scaled(
         self, left: Operand, right: Operand, dtype: torch.dtype, fast: bool
     ) -> Tensor:
-        # GPUs accept scales by row for bfloat16 results only. A CPU would round such results
-        # several times.
+        # GPUs support row scales only for bfloat16 results. A CPU would round those several times.
         result = torch.bfloat16 if self.recipe == "rowwise" else dtype
         return torch._scaled_mm(
             left.values,
@@ -282,8 +285,8 @@ class Float8:
 
 
 def _multiply_blocks(left: Operand, right: Operand, squares: bool) -> Tensor:
-    """The product of a left factor scaled by blocks with a right one scaled by blocks or squares.
-    Faster accumulation is not offered for such scales."""
+    """Multiply a left factor with block scales by a right one with block or square scales. Fast
+    accumulation is not available for these."""
     # GPUs round the result to bfloat16; a CPU would round it several times.
     dtype = torch.float32 if left.values.device.type == "cpu" else torch.bfloat16
     return torch.ops.megatron.multiply_blocks(*left, *right, squares, dtype)
@@ -321,9 +324,9 @@ def _multiply_blocks_on_cpu(
     return (left @ _restored(Operand(right, right_scale), BLOCK if squares else 1).t()).to(dtype)
 
 
-# An operator that compilers treat as opaque. Dynamo of torch 2.11 cannot trace F.scaled_mm, and
-# Inductor of 2.13 replaces it by torch._scaled_mm, which takes scales of other shapes.
-# torch.library.custom_op would import sympy when a run starts.
+# An operator that compilers treat as opaque: Dynamo of torch 2.11 cannot trace F.scaled_mm, and
+# Inductor of 2.13 replaces it by torch._scaled_mm, which expects scales of different shapes.
+# torch.library.custom_op would import sympy at the start of every run.
 _LIBRARY = torch.library.Library("megatron", "FRAGMENT")
 _LIBRARY.define(
     "multiply_blocks(Tensor left, Tensor left_scale, Tensor right, Tensor right_scale, "
@@ -336,7 +339,7 @@ _LIBRARY.impl("multiply_blocks", _multiply_blocks_on_gpu, "Meta")  # torch check
 
 
 def _restored(operand: Operand, rows: int) -> Tensor:
-    """Values in float32, of blocks of ``rows`` x 128."""
+    """Return the values in float32. Each scale applies to a block of ``rows`` x 128 values."""
     values, scale = operand
     scale = scale[:, : values.shape[1] // BLOCK].repeat_interleave(BLOCK, 1)
     return values.float() * scale.repeat_interleave(rows, 0)
@@ -348,12 +351,12 @@ def _present(operand: Operand | None) -> Operand:
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:
-    # It would change the dtype of products on a CPU.
+    # On a CPU, autocast would change the dtype of products.
     return torch.autocast(x.device.type, enabled=False)
 
 
 class _Float8Linear(torch.autograd.Function):
-    # The weight is saved as it came; see _ColumnLinear of the core.
+    # The weight is saved as passed in, not cast; see _ColumnLinear in parallel/linear.py.
 
     @staticmethod
     def forward(

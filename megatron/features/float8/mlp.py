@@ -1,10 +1,10 @@
-"""A gated MLP as one function of 8-bit products.
+"""Gated MLP in 8 bits as a single autograd function.
 
-The kernel that computes the activation casts it. That of the gradient of gate and up casts this
-where the scale comes from earlier steps, and otherwise finds its largest magnitude. Gate and up are
-kept in 16 bits, the activation not at all.
+The kernel that computes the activation also casts it. The kernel for the gradient of gate and up
+casts that gradient if its scale comes from earlier steps, and otherwise measures its amax. Gate and
+up are saved in 16 bits for the backward pass; the activation is not saved.
 
-Shapes: T tokens, H hidden, F inner width, G = 2F (gate, then up).
+Shapes: T tokens, H hidden size, F inner width, G = 2F (gate, then up).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from megatron.parallel.later_products import leaves_products
 from megatron.parallel.tensor_parallel import autocast_dtype
 
 KINDS = ("swiglu", "geglu", "geglu_erf", "quick_geglu", "squared_reglu")
-"""Activations that have a kernel."""
+"""Activations that the fused kernels support."""
 
 
 def fuse(mlp: Any, model: ModelConfig, float8: Float8) -> None:
-    """Has an MLP compute as one function where that is possible: one with a gate, without biases,
-    on one tensor-parallel rank, whose scales are one for a matrix."""
+    """Make an MLP compute as a single function if possible, by changing its class in place. It must
+    be gated, without biases, on one tensor-parallel rank, and have one scale per matrix."""
     config = model.mlp
     bounded = config.activation_func_clamp_value is not None or config.glu_linear_offset
     if type(mlp) is not MLP or config.activation not in KINDS or config.bias or bounded:
         return
     one_scale = float8.recipe in ("tensorwise", "delayed")
     if one_scale and mlp.sub_norm is None and mlp.up.tp.group.size == 1:
-        # A separate function for each MLP would be compiled for each block.
+        # MLPs of a class share one compiled function; one per MLP would be compiled per block.
         mlp.__class__ = Float8MLP
         vars(mlp)["kind"] = config.activation
 
 
 class Float8MLP(MLP):
-    """An MLP that computes as one function on a GPU with a compiler, if both of its weights are
-    kept in 8 bits; otherwise layer by layer. ``kind`` is its activation."""
+    """MLP that computes as a single function on a GPU with a compiler if both weights are kept in 8
+    bits, and otherwise layer by layer. ``kind`` is its activation."""
 
     kind: str
 

@@ -1,6 +1,5 @@
-"""State of 8-bit linear layers that lasts from one optimizer step to the next: their weights in 8
-bits, cast once for each update, and with ``--fp8-recipe delayed`` the largest magnitudes of earlier
-steps."""
+"""State of 8-bit linear layers that persists between optimizer steps: their weights in 8 bits, cast
+once per update, and with ``--fp8-recipe delayed`` the amax history."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ from megatron.parallel.shard import shard_of
 
 @dataclass(frozen=True)
 class _Place:
-    """A weight, the layer that multiplies by it, and the attribute for what is kept."""
+    """A weight, its layer, and the layer's attribute that holds the weight's :class:`Kept`
+    state."""
 
     key: str
     layer: ParallelLinear
@@ -41,13 +41,13 @@ class _Place:
 
 
 class Float8State(KernelStates):
-    """The state of a process's 8-bit layers; without any, every method does nothing.
+    """State of a process's 8-bit layers. If there are no such layers, every method does nothing.
 
     Args:
-        blocks: whose linear layers may multiply in 8 bits.
+        blocks: blocks whose linear layers may compute in 8 bits.
         names: canonical name of each parameter.
-        partitioned: whether processes hold parts of the weights (ZeRO 3), which are then cast at
-            every use.
+        partitioned: True if the weights are partitioned across processes (ZeRO stage 3). They are
+            then cast at every use.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Float8State(KernelStates):
         self.file = "float8" if delayed else None
 
     def refresh(self) -> None:
-        """Casts the weights again if they have changed."""
+        """Cast the weights again if they have changed."""
         for block in self._places:
             self.refresh_layer(block)
 
@@ -80,7 +80,7 @@ class Float8State(KernelStates):
             if kept.weight is None:
                 place.keep(weight=rows)
                 continue
-            # In place: CUDA graphs read fixed addresses.
+            # Update in place: CUDA graphs read fixed addresses.
             for target, values in zip(kept.weight, rows, strict=True):
                 target.copy_(values)
         self._stale.discard(layer)
@@ -110,13 +110,13 @@ class Float8State(KernelStates):
 
 
 class AmaxHistory:
-    """Largest magnitudes of the inputs and output gradients of every 8-bit layer in the last
-    ``--fp8-amax-history-len`` steps, over all micro batches and over the ranks that share a layer.
-    They leave the backward pass as the gradients of the numbers that it scaled by, so that
-    evaluation and recomputed activations change nothing.
+    """Amax history: the amax of the input and output gradient of every 8-bit layer in the last
+    ``--fp8-amax-history-len`` steps, over all micro batches and all ranks that share the layer. The
+    backward pass returns them as a gradient, so that evaluation and recomputed activations do not
+    affect the history.
 
-    Until a step has been measured, its own current values are used. Magnitudes that are zero or not
-    finite are replaced by the previous step's.
+    Until a step has been measured, current values set the scales. An amax that is zero or not
+    finite is replaced by that of the previous step.
     """
 
     def __init__(self, places: Sequence[_Place], fast: Float8Flags, mesh: Mesh) -> None:
@@ -134,7 +134,7 @@ class AmaxHistory:
 
     @torch.no_grad()
     def roll(self) -> None:
-        """Add the magnitudes of a step to the history, and choose the scales of the next step."""
+        """Add a step's amax values to the history, and set the scales of the next step."""
         current = torch.where(self._current.isfinite(), self._current, 0.0)
         for group in (self._mesh.dense, self._mesh.tensor):
             if group.size > 1:
@@ -145,13 +145,13 @@ class AmaxHistory:
         self._choose()
 
     def forget_step(self) -> None:
-        """Forgets the magnitudes of a step that is computed again."""
+        """Discard the amax values of a step that will be repeated."""
         self._current.zero_()
 
     def _choose(self) -> None:
         newest, most = self._history[0], self._history.amax(0)
         largest = (newest if self._most_recent else most) * self._margin
-        # What was zero so far is not scaled.
+        # An amax that has always been zero gives the factor 1.
         largest = torch.where(largest > 0, largest, torch.finfo(torch.float8_e4m3fn).max)
         torch._foreach_copy_(self._leaves, list(largest))
         if not self.measured:
@@ -160,17 +160,17 @@ class AmaxHistory:
                 place.keep(measured=True)
 
     def state(self) -> dict[str, Tensor]:
-        """The history by name of the weight, float32 [steps, 2], newest first; nothing before the
-        first step."""
+        """Return the history by weight name, float32 [steps, 2], newest first. Empty at the
+        start."""
         if not self.measured:
             return {}
         return {place.key: self._history[:, n] for n, place in enumerate(self._places)}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> bool:
-        """Restore the history from a checkpoint of any layout and length. Return True if it covers
-        every layer; otherwise nothing changes."""
-        # Cut over more ranks than it has heads, a weight is in two parts.
+        """Restore the history from a checkpoint of any layout and length. Return whether it covers
+        every layer. If it does not, nothing changes."""
+        # A weight that is sharded over more ranks than it has heads is stored in two parts.
         whole = {key.partition("/")[0]: values for key, values in state.items()} | dict(state)
         states = []
         for place in self._places:
@@ -187,7 +187,7 @@ class AmaxHistory:
 
 
 class _Recorder:
-    """Adds a micro batch's magnitudes to the step's."""
+    """Gradient hook that merges a micro batch's amax values into those of the step."""
 
     def __init__(self, current: Tensor) -> None:
         self._current = current

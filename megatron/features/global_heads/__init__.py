@@ -1,1 +1,1 @@
-"""Heads of another size in blocks without a window, as in Gemma 4."""
+"""Separate sizes for the attention heads in blocks without a sliding window, as in Gemma 4."""

@@ -1,4 +1,4 @@
-"""Weights, FLOPs and widths of blocks with different heads, for plans and log lines."""
+"""Numbers of weights, FLOPs and widths of models whose blocks have different heads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron.model.flops import TransformerShape
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Blocks of a model that have the same heads.
+    """Group of blocks with the same heads.
 
     Attributes:
-        share: of all blocks.
-        model: the model as if all blocks had their heads.
-        keys_are_values: True if they project no values.
+        share: fraction of the model's blocks.
+        model: configuration of the model as if all blocks had these heads.
+        keys_are_values: whether these blocks have no value projection.
     """
 
     share: float
@@ -28,8 +28,8 @@ class BlockKind:
 
 @lru_cache(maxsize=256)
 def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
-    """Return the kinds of blocks by their heads; one where all blocks have the same. Blocks that
-    predict further tokens have the heads of the last one."""
+    """Group the blocks by their heads. Return a single kind if all blocks are the same. MTP blocks
+    have the heads of the last block."""
     if not model.part(GlobalHeadsConfig).replaces_attention:
         return (BlockKind(1.0, model, False),)
     last = model.num_layers - 1
@@ -39,8 +39,7 @@ def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
 
 
 def with_global_heads(shape: TransformerShape, model: ModelConfig) -> TransformerShape:
-    """Return the shape with the products of the heads in blocks without a window, instead of the
-    products of the other blocks' heads."""
+    """Return the shape with the FLOPs of blocks without a window computed from their own heads."""
     part = model.part(GlobalHeadsConfig)
     if not part.replaces_attention:
         return shape

@@ -1,4 +1,4 @@
-"""Heads of another size in blocks without a window, as in Gemma 4."""
+"""Feature that adds separate head sizes for blocks without a sliding window, as in Gemma 4."""
 
 from __future__ import annotations
 

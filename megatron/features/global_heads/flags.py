@@ -1,4 +1,4 @@
-"""Flags of the heads in blocks without a window, and of what else distinguishes Gemma 4."""
+"""Flags for the heads in blocks without a sliding window, and for other properties of Gemma 4."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalHeadsConfig(ModelPart):
-    """Heads of blocks without a window."""
+    """Attention heads in blocks without a sliding window."""
 
     global_kv_channels: int | None = option(None, bounds=POSITIVE, role="weights")
-    """Size of a head in blocks without a sliding window, where it differs from --kv-channels."""
+    """Head size in blocks without a sliding window, if it differs from --kv-channels."""
     global_num_query_groups: int | None = option(None, bounds=POSITIVE, role="weights")
-    """Number of key and value heads in blocks without a sliding window, where it differs from
+    """Number of key and value heads in blocks without a sliding window, if it differs from
     --num-query-groups."""
     global_keys_as_values: bool = option(False, role="weights")
-    """Blocks without a sliding window have no projection of values: values are the keys before
-    their norm and rotation."""
+    """Use the keys, before their norm and rotation, as values in blocks without a sliding window.
+    These blocks have no value projection."""
     value_norm: bool = option(False, role="results")
-    """Divide the values of each head by their root mean square; needs --qk-layernorm."""
+    """Divide the values of each head by their root mean square. Needs --qk-layernorm."""
     block_scalar: bool = option(False, role="weights")
-    """Multiply the hidden states after each block by a number of the checkpoint, which is not
-    trained."""
+    """Multiply the hidden states after each block by an untrained scalar from the checkpoint."""
 
     families: ClassVar[frozenset[str]] = frozenset({"gpt"})
 
@@ -39,7 +38,7 @@ class GlobalHeadsConfig(ModelPart):
 
     @property
     def replaces_attention(self) -> bool:
-        """True if blocks have other heads or values than the core's attention."""
+        """True if some blocks have heads or values that the core's attention does not support."""
         return replace(self, block_scalar=False) != type(self)()
 
     def memory(self, layer: int, model: ModelConfig, tensor_size: int) -> KeysAndValues | None:
@@ -76,7 +75,7 @@ class GlobalHeadsConfig(ModelPart):
 
 
 def of_block(model: ModelConfig, layer: int) -> ModelConfig:
-    """Return the model as if all blocks had the heads of one of its blocks."""
+    """Return the model's configuration as if all blocks had the heads of block ``layer``."""
     part, attention = model.part(GlobalHeadsConfig), model.attention
     if attention.window(layer) is not None:
         return model
@@ -86,6 +85,6 @@ def of_block(model: ModelConfig, layer: int) -> ModelConfig:
 
 
 def keys_are_values(model: ModelConfig, layer: int) -> bool:
-    """True for a block whose values are its keys."""
+    """Return whether a block uses its keys as values."""
     part = model.part(GlobalHeadsConfig)
     return part.global_keys_as_values and model.attention.window(layer) is None

@@ -1,6 +1,8 @@
-"""The text model of Gemma 4 in Hugging Face's form, dense and without embeddings of each layer:
-Gemma 3 whose norms multiply by their weights, with heads of another size in blocks without a
-window, which have no projection of values, normalised values, and a number after each block."""
+"""Hugging Face format of Gemma 4's text model, dense and without per-layer embeddings.
+
+The model differs from Gemma 3 as follows: norms multiply by their weights directly (not by 1 +
+weight), blocks without a sliding window have heads of another size and no value projection, values
+are normalised, and each block's output is multiplied by a scalar."""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ _OF_GLOBAL = Reordering(
     lambda values, model: SEPARATE_QKV.to_hf(values, of_block(model, _first_global(model))),
     SEPARATE_QKV.from_hf,
 )  # fmt: skip
-"""Queries, keys and values of a block without a window."""
+"""Row order of queries, keys and values in blocks without a window."""
 
 
 def _qkv() -> tuple[Entry, ...]:
@@ -85,7 +87,8 @@ def _qkv() -> tuple[Entry, ...]:
 
 
 def _read_global(given: HFConfigReader, fields: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
-    """Size and number of heads in blocks without a window, from two keys or each block's."""
+    """Return the size and number of heads in blocks without a window, from the two global keys or
+    from the settings of each block."""
     shared = given.content.get("attention_k_eq_v", False)
     given.unused("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads",
                  "per_layer_config")  # fmt: skip
@@ -96,7 +99,7 @@ def _read_global(given: HFConfigReader, fields: dict[str, Any], kinds: list[str]
         chosen = {"head_dim": width} | ({} if groups is None else {"num_key_value_heads": groups})
     else:
         wanted = [n for n, kind in enumerate(kinds) if kind == FULL]
-        # transformers writes numbers as wide as the last one: "05" and "11".
+        # transformers zero-pads block indices to the width of the last one: "05" and "11".
         numbers = [int(key) if key.isdecimal() else key for key in layers]
         values = [each for each in layers.values() if isinstance(each, dict)]
         same = len(values) == len(layers) and all(each == values[0] for each in values)
@@ -151,7 +154,7 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_ropes(given: HFConfigReader, fields: dict[str, Any], local: bool) -> dict[str, Any]:
-    """RoPE of both kinds of blocks; ``local``: whether there are some with a window."""
+    """Return the RoPE settings for blocks with and without a window. ``local``: some have one."""
     ropes = given.table("rope_parameters") or {FULL: _PROPORTIONAL}
     wide, narrow = (
         rope if isinstance(rope := ropes.get(kind) or {}, dict) else {"rope_type": rope}

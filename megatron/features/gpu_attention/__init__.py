@@ -1,1 +1,1 @@
-"""Attention kernels of GPUs."""
+"""Attention kernels for GPUs."""

@@ -1,4 +1,5 @@
-"""Attention kernels for GPUs: torch's, in the fastest order, and flash-attention's."""
+"""Feature for attention kernels on GPUs: torch's own, with the fastest preferred, and those of the
+flash-attention packages."""
 
 from __future__ import annotations
 
@@ -13,12 +14,10 @@ class GPUAttention(Feature):
 
         return attention_kernel(name, dropout)
 
-    def attention_line(
-        self, config: Any, dtype: Any, device: Any, tensor: int, documents: bool, kind: Any
-    ) -> str | None:
-        from megatron.features.gpu_attention.kernels import describe_attention
+    def attention_line(self, config: Any, device: Any, kind: Any) -> str | None:
+        from megatron.features.gpu_attention.kernels import attention_line
 
-        return describe_attention(config, dtype, device, tensor, documents, kind)
+        return attention_line(config, device, kind)
 
 
 FEATURE = GPUAttention()

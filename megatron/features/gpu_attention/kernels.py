@@ -1,7 +1,7 @@
-"""Choice of attention kernels on a GPU, and lines about it.
+"""Choice of attention kernels on a GPU, and the log line that reports it.
 
-torch takes the first kernel of a list that supports the inputs. Flash-attention 3 and 4 replace
-torch's own flash kernel, version 2, in that list.
+torch uses the first kernel in an ordered list that supports the inputs. Flash-attention 3 and 4
+replace torch's own flash kernel, which is version 2, in this list.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import SDPBackend
 
-from megatron.config import ConfigError, ModelConfig
+from megatron.config import ConfigError, ModelConfig, RunConfig
 from megatron.config.blocks import Chunk
 from megatron.model.attention_backends import (
     TORCHS_ORDER,
@@ -31,10 +31,10 @@ from megatron.model.attention_flex import flex_windows, why_not_flex
 from megatron.model.attention_masks import AttentionKind, AttentionMasks, AttentionScoring
 
 FAST_CUDNN = 90900
-"""The first cuDNN whose attention is faster than flash-attention 2 on Hopper and Blackwell."""
+"""First cuDNN version whose attention is faster than flash-attention 2 on Hopper and Blackwell."""
 EXACT_CUDNN = 91501
-"""The first whose attention is right for lengths that are not multiples of its blocks (pytorch
-issue 169849)."""
+"""First cuDNN version whose attention is correct for lengths that are not multiples of its blocks
+(pytorch issue 169849)."""
 CUDNN_FIRST = (SDPBackend.CUDNN_ATTENTION, *WITHOUT_CUDNN)
 FLASH_FIRST = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *WITHOUT_CUDNN[1:])
 
@@ -43,10 +43,10 @@ class _Flash(NamedTuple):
     """A version of flash-attention.
 
     Attributes:
-        module: found where it is installed.
-        package: what to install.
-        capabilities: first numbers of the compute capabilities of its GPUs; empty for all.
-        implementation: its name in torch's registry; None for a package that is called directly.
+        module: module that can be imported if the version is installed.
+        package: name of the package to install.
+        capabilities: major compute capabilities of the supported GPUs; empty for all GPUs.
+        implementation: name in torch's registry; None for a package that is called directly.
     """
 
     module: str
@@ -58,9 +58,9 @@ class _Flash(NamedTuple):
     def installed(self) -> bool:
         try:
             spec = importlib.util.find_spec(self.module)
-        except (ImportError, ValueError):  # a package around it is missing or broken
+        except (ImportError, ValueError):  # a parent package is missing or broken
             return False
-        # A folder without code holds other versions.
+        # A folder without code belongs to another version of flash-attention.
         return spec is not None and (spec.origin is not None or not spec.submodule_search_locations)
 
 
@@ -72,15 +72,16 @@ FLASH = {
 
 
 def version_of_flash(name: str, dropout: float) -> int:
-    """The version that ``--attention-backend`` asks for; for ``flash`` the fastest that is
-    installed and supports the GPU and the dropout. Raises ConfigError if no version can."""
+    """Return the version that ``--attention-backend`` selects. ``flash`` selects the fastest one
+    that is installed and supports the GPU and the dropout. Raises ConfigError if none can be
+    used."""
     if name != "flash":
         version = int(name.removeprefix("flash"))
         problem = _problem(version, dropout)
         if problem is not None:
             raise ConfigError(f"--attention-backend {name} {problem}")
         return version
-    # Version 3 was written for Hopper, 4 for Blackwell.
+    # Version 3 was written for Hopper (9.x), and version 4 for Blackwell (10.x).
     for version in (4, 3, 2) if _capability()[0] > 9 else (3, 4, 2):
         if _problem(version, dropout) is None:
             return version
@@ -92,7 +93,7 @@ def version_of_flash(name: str, dropout: float) -> int:
 
 
 def _problem(version: int, dropout: float) -> str | None:
-    """Return the reason for which a version cannot be used, with the remedy."""
+    """Return why a version cannot be used, with a remedy, or None if it can be used."""
     flash = FLASH[version]
     if not flash.installed:
         return (
@@ -114,10 +115,10 @@ def _problem(version: int, dropout: float) -> str | None:
 
 
 def kernel_order(name: str) -> KernelOrder:
-    """The order for an ``--attention-backend``: cudnn, flash3 and flash4 first; for sdpa torch's
-    own, but cuDNN first where it is the fastest. Versions 3 and 4 of flash-attention replace
-    torch's flash kernel in this process, until another order is requested. Raises ConfigError
-    without a GPU for cuDNN."""
+    """Return the kernel order for an ``--attention-backend``. cudnn, flash3 and flash4 put their
+    own kernel first. sdpa keeps torch's order, but puts cuDNN first where it is fastest. A call has
+    a process-wide effect: flash3 and flash4 replace torch's flash kernel until the next call
+    restores or replaces it. Raises ConfigError for cudnn without a suitable GPU."""
     on_gpu = torch.cuda.is_available()
     usable = on_gpu and torch.backends.cudnn.is_available()
     if name == "cudnn" and not usable:
@@ -139,8 +140,10 @@ def kernel_order(name: str) -> KernelOrder:
 
 
 def _cudnn_is_fastest(version: int) -> bool:
-    """True if it is and torch would put it last; from EXACT_CUDNN on torch puts it first."""
-    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":  # torch's own switch
+    """Return whether cuDNN is the fastest kernel but torch would try it last. From version
+    EXACT_CUDNN on, torch itself tries it first."""
+    # torch's own environment variable that disables this preference
+    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return False
     major, minor = _capability()
     return FAST_CUDNN <= version < EXACT_CUDNN and major in (9, 10) and minor in (0, 3)
@@ -157,13 +160,14 @@ def _activate(implementation: str | None) -> None:
 
 @functools.cache
 def _let_torch_set_its_order() -> None:
-    """torch does so when it first chooses a kernel, and would undo the first order of ours."""
+    """Make torch set its kernel order now. It does so when it first chooses a kernel, and would
+    overwrite ours."""
     x = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16, device="cuda")
     torch._fused_sdp_choice(x, x, x)
 
 
 def _capability() -> tuple[int, int]:
-    """(0, 0) without a GPU."""
+    """Return the GPU's compute capability, or (0, 0) without a GPU."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
@@ -177,8 +181,8 @@ def flash(
     bias: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """The flash-attn package, version 2; documents, padding, chunks, ALiBi, other biases,
-    softcapped scores and sinks use :func:`sdpa`."""
+    """Attend with version 2 of the flash-attn package. Falls back to :func:`sdpa` for documents,
+    padding, chunks, ALiBi, other biases, softcapped scores and sinks."""
     unseen = masks.document_ids if scores.causal == masks.causal else None
     if not scores.causal and unseen is None:
         unseen = masks.tokens
@@ -188,7 +192,7 @@ def flash(
         return sdpa(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias, sinks_N)
     from flash_attn import flash_attn_func
 
-    # flash-attn counts the keys before a query's own, and those after it.
+    # flash-attn's window is the number of keys before and after a query's own position.
     left = right = -1
     if isinstance(scores.window, int):
         left, right = (scores.window - 1, 0) if scores.causal else (scores.window // 2,) * 2
@@ -207,12 +211,12 @@ def flash(
 
 
 cudnn = partial(sdpa, order=KernelOrder(CUDNN_FIRST))
-""":func:`sdpa` that prefers cuDNN's kernel to torch's others."""
+"""Variant of :func:`sdpa` that prefers cuDNN's kernel to torch's others."""
 
 
 def attention_kernel(name: str, dropout: float) -> AttentionBackend:
-    """The kernel that ``--attention-backend`` names, for attention with dropout of this
-    probability. Raises ConfigError if the kernel's package or a GPU for it is missing."""
+    """Return the kernel that an ``--attention-backend`` selects at this dropout probability. Raises
+    ConfigError if the kernel's package or a suitable GPU is missing."""
     if name.startswith("flash"):
         version = version_of_flash(name, dropout)
         if version == 2:
@@ -224,8 +228,23 @@ def attention_kernel(name: str, dropout: float) -> AttentionBackend:
 
 @functools.cache
 def _with_order(order: KernelOrder) -> AttentionBackend:
-    """One object for equal orders: code compiled for a block then serves all blocks with it."""
+    """Return a backend with this kernel order. Equal orders share one object, so that a block is
+    compiled only once for each."""
     return partial(sdpa, order=order)
+
+
+def attention_line(config: RunConfig, device: torch.device, kind: AttentionKind) -> str:
+    """Return :func:`describe_attention` for a run whose blocks have attention of this ``kind``."""
+    # Samples for attention that is not causal are padded.
+    documents = (
+        kind != "causal"
+        or config.data.reset_attention_mask
+        or any(each.samples == "packed" and each.reads_all for each in config.kinds)
+    )
+    half = torch.float16 if config.precision.fp16 else torch.bfloat16
+    dtype = half if config.precision.fp16 or config.precision.bf16 else torch.float32
+    tensor = config.parallel.tensor_model_parallel_size
+    return describe_attention(config.model, dtype, device, tensor, documents, kind)
 
 
 def describe_attention(
@@ -236,9 +255,9 @@ def describe_attention(
     documents: bool,
     kind: AttentionKind = "causal",
 ) -> str:
-    """The line about the attention kernels of a run, as torch chooses them for queries and keys of
-    its shapes, without computing anything; ``tensor`` is the tensor-parallel size, ``documents``
-    whether attention stays within documents, or leaves out padding. Raises ConfigError as
+    """Return the log line about a run's attention kernels. It reports what torch would choose for
+    the run's shapes, without computing attention. ``tensor`` is the tensor-parallel size.
+    ``documents`` tells whether attention is masked by documents or padding. Raises ConfigError like
     :func:`kernel_order`."""
     chosen: Counter[str] = Counter()
     scorings = Counter(
@@ -282,7 +301,7 @@ def _kernel(
     if scores.softcap is not None or (sinks and (learned or dropout or device.type != "cpu")):
         return f"plain matrix products ({why})"
     heads = shape.num_attention_heads // tensor
-    # With a mask, keys are copied for each of their queries' heads.
+    # With a mask, keys and values are repeated for all query heads that share them.
     groups = heads if masked else max(shape.num_query_groups // tensor, 1)
     q, k, v = (
         torch.empty(1, length, count, shape.kv_channels, dtype=dtype, device=device)

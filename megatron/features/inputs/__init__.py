@@ -1,1 +1,1 @@
-"""Inputs of a run, which checkpoints keep and a run that continues compares."""
+"""Inputs of a run: checkpoints record them, and a resumed run compares them."""

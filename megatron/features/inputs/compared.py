@@ -1,4 +1,4 @@
-"""Inputs of a run other than its data that a resumed run must share with the run before."""
+"""Inputs of a run other than its data that must not change when the run is resumed."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from megatron.checkpoint.manifest import STATE
 from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
 from megatron.config import RunConfig
 from megatron.config.features import features
+from megatron.features.inputs.flags import ChangedDataFlags
 from megatron.formats.digests import checkpoint_digest, tokenizer_digest
 from megatron.training.resume import ResumeSource
 from megatron.util.digests import digest_of_sample
 
 INPUTS = "inputs"
-"""Their key in ``state.json``."""
+"""Key of the inputs in ``state.json``."""
 BASE = "model that it began from"
 TOKENIZER, TEMPLATE = "tokenizer", "chat template"
 
 Inputs = Mapping[str, Mapping[str, str]]
-"""``path``, ``folder`` and a digest of the ``content``, by kind of input."""
+"""Inputs by kind, each with its ``path``, the ``folder`` that the path resolves to, and a digest of
+the ``content``."""
 
 
 def inputs_of(config: RunConfig, origin: ResumeSource | None) -> Inputs:
-    """The inputs of a run from a checkpoint. Missing models are left out: their users report
-    them."""
+    """Return the inputs of a run that starts from a checkpoint. Missing models are left out; the
+    code that needs them reports the error."""
     base = config.checkpoint.pretrained_checkpoint
     inputs: dict[str, Mapping[str, str]] = {}
     if origin is not None and not origin.continues:
         inputs[BASE] = model_input(str(origin.found.folder), origin.found)
     elif base is not None:
-        with contextlib.suppress(CheckpointError):  # it may be damaged, and need not be read
+        with contextlib.suppress(CheckpointError):  # a damaged model is reported when it is read
             inputs |= located_model(BASE, base)
     for feature in features().values():
         inputs |= feature.inputs(config)
@@ -40,23 +42,24 @@ def inputs_of(config: RunConfig, origin: ResumeSource | None) -> Inputs:
 
 
 def located_model(what: str, path: str | None) -> Inputs:
-    """The model of a path under its name; empty if there is no path, or no checkpoint."""
+    """Return the model at a path as an input called ``what``. Empty if there is no path or
+    checkpoint."""
     one = locate_checkpoint(path) if path else None
     return {what: model_input(str(path), one)} if one else {}
 
 
 def model_input(path: str, found: FoundCheckpoint) -> dict[str, str]:
-    """A checkpoint, which ``path`` names, as an input."""
+    """Return the input for a checkpoint, given the path by which the user named it."""
     return file_input(path, found.folder, checkpoint_digest(found.folder))
 
 
 def file_input(path: str, folder: Path, content: str) -> dict[str, str]:
-    """An input of a path, the folder that the path leads to, and a digest of the content."""
+    """Return the input for a path, the folder that it resolves to, and a digest of the content."""
     return {"path": path, "folder": str(folder.absolute()), "content": content}
 
 
 def text_inputs(config: RunConfig, template: str | None) -> Inputs:
-    """Tokenizer and chat template of a run that tokenizes its examples."""
+    """Return the tokenizer and chat template as inputs, for a run that tokenizes its examples."""
     named = config.tokenizer
     inputs = {}
     path = named.tokenizer_model or named.vocab_file
@@ -69,8 +72,8 @@ def text_inputs(config: RunConfig, template: str | None) -> Inputs:
 
 
 def recorded_inputs(folder: Path) -> Inputs:
-    """The inputs of the run that wrote a checkpoint, as far as it says. Raises CheckpointError
-    if that is malformed."""
+    """Return the inputs recorded by the run that wrote a checkpoint. Empty if there is no record.
+    Raises CheckpointError if the record is malformed."""
     path = folder / STATE
     state = read_json(path) if path.is_file() else {}
     inputs = state.get(INPUTS, {}) if isinstance(state, dict) else {}
@@ -82,7 +85,8 @@ def recorded_inputs(folder: Path) -> Inputs:
 
 
 def changed_inputs(before: Inputs, now: Inputs) -> list[str]:
-    """Return the differences between the inputs of a run and the previous run's, a line each."""
+    """Describe the differences between the inputs of a run and of the previous run, one per
+    line."""
     lines = []
     for what, new in now.items():
         old = before.get(what)
@@ -102,8 +106,8 @@ def changed_inputs(before: Inputs, now: Inputs) -> list[str]:
 
 
 def _has_moved_on(what: str, old: Mapping[str, str], new: Mapping[str, str]) -> bool:
-    """True if a folder of checkpoints has newer ones now, next to the one that the run began from
-    and no longer reads."""
+    """Return whether the path is a folder of checkpoints that has newer ones now, while the
+    checkpoint that the run started from is unchanged."""
     folder = Path(old["folder"])
     return (
         what == BASE
@@ -114,15 +118,15 @@ def _has_moved_on(what: str, old: Mapping[str, str], new: Mapping[str, str]) -> 
 
 
 def compared_inputs(config: RunConfig, origin: ResumeSource | None) -> tuple[Inputs, list[str]]:
-    """Return the inputs that checkpoints of a run will keep, and their differences from the
-    checkpoint that it continues. Raises CheckpointError if they do, unless ``--allow-changed-data``
-    is given."""
+    """Return the inputs to record in the checkpoints of a run, and their differences from those of
+    the checkpoint to resume from. Raises CheckpointError if there are any, unless
+    ``--allow-changed-data`` is given."""
     now = inputs_of(config, origin)
     if origin is None or not origin.continues or config.checkpoint.reset_iteration:
         return now, []
     before = recorded_inputs(origin.found.folder)
     lines = changed_inputs(before, now)
-    if lines and not config.checkpoint.allow_changed_data:
+    if lines and not ChangedDataFlags.of(config.checkpoint).allow_changed_data:
         raise CheckpointError(
             f"{origin.found.folder} was saved by a run with other inputs: {'; '.join(lines)}; name "
             "those of then, begin another run from its weights (--finetune, and another --save), "

@@ -1,4 +1,4 @@
-"""Data files of a run that continues, compared with the previous run's."""
+"""Comparison of a resumed run's data files with those of the previous run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from megatron.checkpoint.source import Source
 from megatron.config import RunConfig
 from megatron.config.data import SOURCE_FIELDS
 from megatron.data.build import DataFile
-from megatron.engine.saving import shareable
+from megatron.features.inputs.flags import ChangedDataFlags
+from megatron.util.secrets import without_secrets
 
 _DATA_FLAGS = (*SOURCE_FIELDS, "corpora_file")
 
@@ -17,9 +18,9 @@ _DATA_FLAGS = (*SOURCE_FIELDS, "corpora_file")
 def changed_files(
     before: Sequence[DataFile], now: Sequence[DataFile], same_flags: bool
 ) -> list[str]:
-    """Return the differences between the files of a run and of the previous run, one line for each
-    value. Where the flags are the same, the files of a part are compared in their order, wherever
-    they are now, otherwise those of the same path."""
+    """Describe the differences between the files of a run and of the previous run, one value per
+    line. If the data flags are the same, the files of each split are compared in order, whatever
+    their paths. Otherwise files with the same path are compared."""
     if not same_flags:
         known = {(file.part, file.path): file for file in before}
         pairs = [(known[file[:2]], file) for file in now if file[:2] in known]
@@ -49,19 +50,19 @@ def _changes(old: DataFile, new: DataFile, compared: Sequence[str]) -> list[str]
 
 
 def changed_data(source: Source, config: RunConfig, files: Sequence[DataFile]) -> list[str]:
-    """Return the data files that changed since the checkpoint was saved, a line each; none if the
-    flags name other files or the checkpoint has no record. Raises CheckpointError unless
-    ``--allow-changed-data`` is given."""
+    """Return the data files that have changed since the checkpoint was saved, one per line. Empty
+    if the flags name other files or the checkpoint has no record. Raises CheckpointError if there
+    are any, unless ``--allow-changed-data`` is given."""
     try:
         saved = [DataFile(**file) for file in source.state.get("data", ())]
-        files = [DataFile(**shareable(file._asdict())) for file in files]
+        files = [DataFile(**without_secrets(file._asdict())) for file in files]
         before = {} if source.run is None else source.run.to_dict()["data"]
-        now = shareable(config.to_dict()["data"])
+        now = without_secrets(config.to_dict()["data"])
         same = all(list(before.get(name) or ()) == list(now[name] or ()) for name in _DATA_FLAGS)
         differences = changed_files(saved, files, same)
     except (TypeError, AttributeError):
         raise CheckpointError(f"{source.folder}: its list of data files is malformed") from None
-    if differences and not config.checkpoint.allow_changed_data:
+    if differences and not ChangedDataFlags.of(config.checkpoint).allow_changed_data:
         raise CheckpointError(
             f"{source.folder} was saved by a run on other data: {'; '.join(differences[:3])}"
             + (f", and {len(differences) - 3} more differences" if len(differences) > 3 else "")

@@ -1,4 +1,4 @@
-"""Checkpoints keep what a run began from, and a run that continues compares it."""
+"""Feature that records the inputs of a run in its checkpoints, and compares them on resume."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.features import Feature
+from megatron.features.inputs.flags import ChangedDataFlags
 
 
 class InputsFeature(Feature):
+    flag_parts = {"checkpoint": ChangedDataFlags}
+
     def before_engine(self, context: Any) -> None:
         if context.source is None and not context.config.checkpoint.save:
             return

@@ -1,6 +1,7 @@
-"""Micro batches of instructions and answers: padding, weights in a step, and positions that count.
+"""Micro batches of instructions and answers: padding, loss weights, and positions for the head.
 
-Shape suffixes: B micro batch, S sequence, T the S + 1 tokens of a sample, P positions, E examples.
+Shape suffixes: B micro batch, S sequence, T the S + 1 tokens of a sample, P positions, E
+examples.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from megatron.data.samples import PackedSample
 from megatron.tokenizer import Tokenizer
 
 HEAD_POSITIONS = 8
-"""Divisor of the number of positions whose logits are computed: kernels want it."""
+"""Logits are computed for a multiple of this number of positions, which suits the kernels."""
 
 
 def padding_token(tokenizer: Tokenizer) -> int:
-    """The tokenizer's padding token, or the end of document where it has none."""
+    """Return the tokenizer's padding token, or else its end-of-document token."""
     try:
         return tokenizer.pad
     except ValueError:
@@ -30,17 +31,17 @@ def padding_token(tokenizer: Tokenizer) -> int:
 
 @dataclass(frozen=True)
 class Padding:
-    """Fills up samples of different lengths with a token, to the longest of a batch."""
+    """Padding of samples of different lengths to the longest of a batch."""
 
     token: int
     multiple: int = 1
-    """The number of inputs of every sample is rounded up to a multiple of this."""
+    """The padded length is rounded up to a multiple of this."""
 
     def filled(
         self, samples: Sequence[np.ndarray | PackedSample]
     ) -> tuple[list[np.ndarray | PackedSample], bool]:
-        """Samples of equal length; ``apart`` is True if attention must separate documents in one of
-        them."""
+        """Return samples of equal length, and whether attention must separate documents within any
+        of them."""
         inputs = max(len(s.loss_mask_S) if isinstance(s, PackedSample) else len(s) - 1
                      for s in samples)  # fmt: skip
         inputs = -(-inputs // self.multiple) * self.multiple
@@ -67,19 +68,18 @@ class Padding:
 
 @dataclass(frozen=True)
 class ExampleCollator:
-    """Stacks PackedSamples, and samples of documents, int64[S + 1], which may be among them, into a
-    GPTBatch."""
+    """Collator of PackedSamples and samples of plain documents (int64[S + 1]) into a GPTBatch."""
 
     collate: Callable[[Sequence[np.ndarray]], GPTBatch]
-    """Collates token ids by the flags of documents."""
+    """Collator of plain token ids, which applies the flags for plain documents."""
     padding: Padding | None = None
-    """Filling of PackedSamples that are shorter than others; None where none is."""
+    """Padding of PackedSamples to equal lengths; None if they all have the same length."""
     weigh_by: str | None = None
     """Unit that counts equally in the loss of a step: ``micro-batches``, ``tokens`` or
-    ``examples``; None leaves the weights out."""
+    ``examples``. None adds no loss weights to batches."""
     head_multiple: int | None = None
-    """Batches have ``positions_BP`` where that spares the head work, as many as a multiple of this;
-    None for all."""
+    """Set ``positions_BP`` of batches to the positions in the loss, rounded up to a multiple of
+    this number, unless that would be all positions. None computes all positions."""
 
     def __call__(self, samples: Sequence[np.ndarray | PackedSample]) -> GPTBatch:
         originals, separate = samples, self.padding is None
@@ -88,7 +88,7 @@ class ExampleCollator:
         packed = {row: s for row, s in enumerate(samples) if isinstance(s, PackedSample)}
         batch = self.collate([s.tokens_T if isinstance(s, PackedSample) else s for s in samples])
         if batch.keys_B is not None:
-            # Of the samples as they are, whatever this batch pads them to.
+            # Keys must not depend on the padding, which differs from batch to batch.
             batch = batch._replace(keys_B=torch.tensor([*map(_key, originals)]))
         if packed:
             batch = _with_packed(batch, packed)
@@ -98,7 +98,7 @@ class ExampleCollator:
             batch = batch._replace(
                 positions_BP=_counted_positions(batch.loss_mask_BS, self.head_multiple)
             )
-        # Of a row that is one example and padding, causal attention keeps the two apart.
+        # In a row with one example and padding, causal attention alone hides the padding.
         return batch if separate else batch._replace(position_ids_BS=None, document_ids_BS=None)
 
 
@@ -123,8 +123,8 @@ def _with_packed(batch: GPTBatch, packed: Mapping[int, PackedSample]) -> GPTBatc
 
 
 def _weighed(batch: GPTBatch, by: str) -> GPTBatch:
-    """With weights; by ``examples`` every document has as much of the loss mask, whose sum is the
-    number of tokens that count in all cases."""
+    """Add loss weights to a batch. By ``examples``, every document gets an equal share of the loss
+    mask, whose sum remains the number of tokens in the loss."""
     mask_BS, documents_BS = batch.loss_mask_BS, batch.document_ids_BS
     counted = mask_BS.sum().double()
     weight = {"micro-batches": torch.ones_like(counted), "tokens": counted}.get(by)
@@ -140,20 +140,20 @@ def _weighed(batch: GPTBatch, by: str) -> GPTBatch:
 
 
 def _counted_positions(loss_mask_BS: Tensor, multiple: int) -> Tensor | None:
-    """``GPTBatch.positions_BP`` of all rows together, [1, P], as many as a multiple; None if that
-    is all."""
+    """Return ``GPTBatch.positions_BP`` for all rows together, [1, P], where P is a multiple of
+    ``multiple``. Return None if that would be all positions."""
     mask_T = loss_mask_BS.flatten()
     count = max(1, int((mask_T > 0).sum()))
     count = -(-count // multiple) * multiple
     if count >= len(mask_T):
         return None
-    # Each once, so that no gradient is a sum in an order that may change.
+    # Each position occurs once, so gradients are not sums whose order may vary.
     return (mask_T == 0).to(torch.uint8).argsort(stable=True)[None, :count].contiguous()
 
 
 def example_lengths(batch: GPTBatch) -> Tensor:
-    """float32 [B, S]: for every token the tokens of its document; where a row is one document
-    and padding, those up to the last whose loss counts."""
+    """Return the length of each token's document, float32 [B, S]. In a row with one document and
+    padding, the document ends at the last token in the loss."""
     if batch.document_ids_BS is None:
         counted_BS = batch.loss_mask_BS > 0
         numbers_S = torch.arange(1, counted_BS.shape[1] + 1, device=counted_BS.device)

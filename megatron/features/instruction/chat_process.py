@@ -1,4 +1,4 @@
-"""Chat templates are programs that come with a tokenizer: they run in a separate process."""
+"""Rendering of chat templates in a separate process, because templates are untrusted programs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from megatron.features.instruction import chat_render
 
 _SECONDS, _MEMORY, _MOST_CHARACTERS = 10.0, 1 << 30, 1 << 22
 _LONGEST_TEMPLATE = 1 << 20
-"""Bytes of a file."""
+"""Maximum size of a template file in bytes."""
 
 
 class TemplateRefusalError(ValueError):
-    """A template says by raise_exception that it has no form for a conversation."""
+    """Raised if a template rejects a conversation with raise_exception."""
 
 
 class Rendered(NamedTuple):
-    """Attributes:
-    text: what a template made of a conversation.
-    marks: start and end, in characters of the text, of what it marks by {% generation %}.
+    """Output of a template.
+
+    Attributes:
+        text: the conversation as text.
+        marks: range (start, end) of each {% generation %} block, in characters of ``text``.
     """
 
     text: str
@@ -36,8 +38,8 @@ class Rendered(NamedTuple):
 
 
 def read_template(path: str | Path, where: str) -> str:
-    """The template of a file, which ``where`` names in messages. Raises ValueError if it is not
-    UTF-8 text, or too long for a template; FileNotFoundError."""
+    """Return the template in a file. ``where`` identifies the file in error messages. Raises
+    ValueError if it is too long or not UTF-8 text, and FileNotFoundError if it is not a file."""
     path = Path(path)
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "is not a file"
@@ -53,7 +55,7 @@ def read_template(path: str | Path, where: str) -> str:
 
 
 def special_variables(tokenizer: Any) -> dict[str, Any]:
-    """The special tokens that templates may write, of a tokenizer of `transformers`."""
+    """Return the special tokens of a `transformers` tokenizer as template variables."""
     return {
         name: list(map(str, token)) if isinstance(token, list | tuple) else str(token)
         for name, token in tokenizer.special_tokens_map.items()
@@ -61,8 +63,8 @@ def special_variables(tokenizer: Any) -> dict[str, Any]:
 
 
 class TemplateProcess:
-    """Renders templates in a process with little memory, which is ended if it takes too long. May
-    be used by several threads; a forked or unpickled copy starts its own process."""
+    """Renderer that runs templates in a process with limited memory, which is killed if it takes
+    too long. Thread-safe. A forked or unpickled copy starts its own process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,19 +76,19 @@ class TemplateProcess:
         return TemplateProcess, ()
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """Return the text. Raises TemplateRefusalError, or ValueError if the template or the
-        variables are wrong."""
+        """Return the rendered text. Raises TemplateRefusalError if the template rejects the
+        conversation, and ValueError if the template or the variables are invalid."""
         return self.render_marked(template, variables).text
 
     def render_marked(self, template: str, variables: Mapping[str, Any]) -> Rendered:
-        """The text, and what the template marks in it; raises as :meth:`render`."""
+        """Return the text and the ranges that the template marks. Raises like :meth:`render`."""
         try:
             task = json.dumps(
                 {"template": template, "variables": variables, "most": _MOST_CHARACTERS}
             )
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"a message is not made of JSON values: {error}") from None
-        if self._owner != os.getpid():  # its lock and pipes belong to the parent
+        if self._owner != os.getpid():  # in a fork, the lock and the pipes belong to the parent
             self.__init__()  # type: ignore[misc]
         with self._lock:
             line = self._answer(task)
@@ -110,7 +112,7 @@ class TemplateProcess:
         return Rendered(answer["text"], [(start, end) for start, end in answer["marks"]])
 
     def close(self) -> None:
-        """Ends the process; the next text starts another."""
+        """End the process. The next call of :meth:`render` starts another one."""
         if self._owner == os.getpid():
             with self._lock:
                 self._end()
@@ -153,7 +155,7 @@ class TemplateProcess:
 
 
 def _read(process: subprocess.Popen[str], answers: SimpleQueue[str]) -> None:
-    """Passes on the process's lines, and "" once it has ended."""
+    """Put the process's output lines into ``answers``, followed by "" when the process ends."""
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:
@@ -162,10 +164,10 @@ def _read(process: subprocess.Popen[str], answers: SimpleQueue[str]) -> None:
 
 
 def _kill(process: subprocess.Popen[str], owner: int) -> None:
-    if os.getpid() != owner:  # a fork, whose parent still uses it
+    if os.getpid() != owner:  # in a fork: the parent still uses the process
         return
     process.kill()
     process.wait()
     if process.stdin is not None:
-        with contextlib.suppress(OSError):  # what was not written
+        with contextlib.suppress(OSError):  # flushing unwritten input may fail
             process.stdin.close()

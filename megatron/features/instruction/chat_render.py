@@ -1,12 +1,12 @@
-"""A program that renders chat templates, so that what a template does cannot harm a server.
+"""Program that renders chat templates in its own process, so that a template cannot harm a server.
 
-It reads a JSON object a line from its standard input (template, variables, most characters), and
-writes one for each: the text with the places that it marks, or what is wrong. Its arguments are the
-bytes of memory that it may use, and the folders that its packages are in. It is started without
-this package, which would take longer than to render.
+It reads JSON objects from standard input, one per line, with the template, its variables and the
+maximum number of characters. For each it writes a line with the text and its marked ranges, or an
+error. Its arguments are its memory limit in bytes, and the folders of the packages that it needs.
+It does not import this project, which would take longer than rendering.
 
 Templates run in jinja's immutable sandbox, with the functions, filters and tags that `transformers`
-gives them: raise_exception, strftime_now, dict, namespace, tojson, generation, break and continue.
+provides: raise_exception, strftime_now, dict, namespace, tojson, generation, break and continue.
 """
 
 import json
@@ -44,11 +44,11 @@ def main() -> None:
 
 
 class RefusalError(Exception):
-    """A template refuses a conversation."""
+    """Raised by a template that rejects a conversation."""
 
 
 class Marks:
-    """Places in the text that {% generation %} encloses."""
+    """Ranges of the text that {% generation %} encloses."""
 
     def __init__(self) -> None:
         self.written, self.found = 0, list[tuple[int, int]]()
@@ -57,7 +57,7 @@ class Marks:
 def rendered(
     compiled: Callable[[str], Any], marks: Marks, template: str, variables: Any, most: int
 ) -> str:
-    """Return the text, at most ``most`` characters long."""
+    """Return the rendered text. Raises ValueError if it has more than ``most`` characters."""
     pieces: list[str] = []
     marks.written, marks.found = 0, []
     for piece in compiled(template).generate(**variables):
@@ -69,7 +69,7 @@ def rendered(
 
 
 def make_environment() -> tuple[Any, Marks]:
-    """Return the environment of templates, and the marks of the one that runs."""
+    """Return the environment for templates, and the marks, which are reset for each template."""
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -88,7 +88,8 @@ def make_environment() -> tuple[Any, Marks]:
 
 
 def _generation_tag(marks: Marks) -> type:
-    """The tag {% generation %}, which marks what a model writes and leaves it in the text."""
+    """Return the jinja extension for {% generation %}, which records its content's range in
+    ``marks``."""
     import jinja2
     from jinja2.ext import Extension
 
@@ -102,7 +103,7 @@ def _generation_tag(marks: Marks) -> type:
             return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
 
         def mark(self, caller: Any) -> str:
-            # What is before it has been written, because templates are rendered piece by piece.
+            # Templates are rendered piece by piece, so all text before the tag has been counted.
             text = str(caller())
             marks.found.append((marks.written, marks.written + len(text)))
             return text
@@ -111,8 +112,8 @@ def _generation_tag(marks: Marks) -> type:
 
 
 def _safe_namespace() -> type:
-    """jinja's namespace, without names that begin with an underscore: these could lead out of the
-    sandbox."""
+    """Return jinja's namespace without names that begin with an underscore, which could be used to
+    escape from the sandbox."""
     import jinja2
 
     class SafeNamespace(jinja2.utils.Namespace):
@@ -136,7 +137,7 @@ def _safe_namespace() -> type:
 
 
 class SafeDict:
-    """`dict` without its attributes."""
+    """`dict` as a template function, without its methods."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Keys of records and of their messages: each is read, known to be without effect, or refused.
+"""Keys of records and messages: each is used, known to have no effect, or refused.
 
-A key that is left out without a word may be the passage that a question is about, or a weight. The
-tables below name what public data sets have next to their texts and what training does not read.
+A key that is silently ignored may contain the passage that a question is about, or a loss weight.
+The tables below list metadata keys of public data sets, which training ignores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from megatron.features.instruction.flags import InstructionConfig
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
-"""Columns with whole conversations."""
+"""Columns that contain whole conversations."""
 _METADATA = frozenset(
     """
     id ids idx index uid uuid guid hash md5 sha source sources origin version dataset dataset_name
@@ -33,7 +33,7 @@ _METADATA = frozenset(
     __index_level_0__ unnamed:_0
     """.split()
 ) | {""}
-"""Names that public sets of instructions and preferences use for what no model reads."""
+"""Names that public instruction and preference data sets use for metadata."""
 _LONG_METADATA = frozenset(
     """
     quality_explanation pre_query_template original_question original_response original_chosen
@@ -41,11 +41,11 @@ _LONG_METADATA = frozenset(
     raw_generation_responses raw_generation_response new_generations
     """.split()
 )
-"""Such names whose values are long texts (Magpie, MetaMath, distilabel)."""
+"""Names of metadata whose values are long texts (Magpie, MetaMath, distilabel)."""
 _OBJECTS = frozenset(("metadata", "meta"))
-"""Names of objects of metadata, which may have texts of any length."""
+"""Names of metadata objects, which may contain texts of any length."""
 _MOST_WORDS = 12
-"""A text of more words next to an instruction is more than a label."""
+"""Maximum number of words in a metadata value. Longer texts may matter, so they must be used."""
 _METADATA_FORMS = re.compile(
     r".*_(id|ids|idx|index|uuid|hash|score|scores|rating|ratings|rank|model|models|source|license|"
     r"url|timestamp|category|generator|length|tokens|avg|average)|"
@@ -54,13 +54,14 @@ _METADATA_FORMS = re.compile(
 _OF_CONVERSATIONS = frozenset(
     "task tasks task_name title topic topics subtopic domain country state hashed_ip header".split()
 )
-"""Names of the same kind next to whole conversations, which need no further text."""
+"""Names that count as metadata in records with a whole conversation, which needs no other
+column."""
 _NEXT_TO = {
     "knowledge": "intent",
     "intent": "knowledge",
     **dict.fromkeys(("rationale", "generations", "order", "status"), "labelling_model"),
 }
-"""Names of the same kind next to another one, by which the set (Magpie, distilabel) is known."""
+"""Names that count as metadata if another key identifies the data set (Magpie, distilabel)."""
 _REMEDY = (
     "if that is right, give --ignore-columns {keys}; else rename columns, or name them by "
     "--messages-column, --prompt-column, --context-column, --response-column"
@@ -70,10 +71,10 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class RecordColumns:
-    """Names of columns that flags give, and columns to leave out.
+    """Column names set by flags, and columns to ignore.
 
     Attributes:
-        names: the name of a column and the flag that gives it, by the key that readers know.
+        names: (column name, flag) by the key that readers use.
     """
 
     names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class RecordColumns:
 
     @classmethod
     def of(cls, config: InstructionConfig) -> RecordColumns:
-        """Columns that the flags name."""
+        """Return the columns set by flags."""
         flags = {
             "messages": "messages_column",
             "instruction": "prompt_column",
@@ -104,12 +105,12 @@ class RecordColumns:
 
     @property
     def identity(self) -> list[Any]:
-        """The flags as JSON values."""
+        """Column names and ignored columns as JSON values, for cache keys."""
         return [sorted((key, name) for key, (name, _) in self.names.items()), sorted(self.ignored)]
 
     def record(self, record: Any) -> RecordFields:
-        """The fields of a record. Raises ValueError if it is not an object, or lacks a column that
-        a flag names."""
+        """Return the fields of a record. Raises ValueError if the record is not an object, lacks a
+        column that a flag names, or also has the default column that the flag replaces."""
         if not isinstance(record, dict):
             raise ValueError(f"a record must be a JSON object, not {json.dumps(record)[:40]}")
         for name, flag in self.names.values():
@@ -132,7 +133,8 @@ NO_FLAGS = RecordColumns()
 
 
 class RecordFields:
-    """Keys of an object that are taken one by one. A key without a value (null) is absent."""
+    """Fields of a JSON object, which track whether each has been read. A key with the value null
+    counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> None:
         self.ignored = ignored
@@ -144,16 +146,16 @@ class RecordFields:
         return key in self._values
 
     def has_key(self, key: str) -> bool:
-        """True also for a key without a value."""
+        """Return whether the object has a key, even with the value null."""
         return key in self._present
 
     @property
     def keys(self) -> str:
-        """For messages."""
+        """Comma-separated keys, for error messages."""
         return keys_of(self._values)
 
     def first(self, keys: Sequence[str]) -> str | None:
-        """The first of some keys that the object has."""
+        """Return the first of ``keys`` that the object has, or None."""
         return next((key for key in keys if key in self._values), None)
 
     def take(self, key: str) -> Any:
@@ -162,7 +164,7 @@ class RecordFields:
         return self._values.get(key)
 
     def text(self, key: str) -> str:
-        """The string of a key. Raises ValueError if it is missing, or not a string."""
+        """Return the string of a key. Raises ValueError if it is missing or not a string."""
         if key not in self._values:
             raise ValueError(f'no key "{key}" (the keys: {self.keys})')
         value = self.take(key)
@@ -171,7 +173,7 @@ class RecordFields:
         return value
 
     def optional_text(self, *keys: str) -> str:
-        """The string of the first of some keys that has one; empty without any."""
+        """Return the string of the first of ``keys`` with a non-empty value, or an empty string."""
         key = next((key for key in keys if self._values.get(key)), None)
         return "" if key is None else self.text(key)
 
@@ -182,8 +184,8 @@ class RecordFields:
         conversation: bool = False,
         remedy: str = _REMEDY,
     ) -> None:
-        """Raises ValueError for unread keys, except those that are empty, known to have no effect,
-        or that repeat a read key according to ``repeats``."""
+        """Raise ValueError if a key was not read. Keys are exempt if they are empty or metadata, or
+        if ``repeats`` says that their value repeats a key that was read."""
         unknown = {}
         for key in self._left:
             value = self._values[key]
@@ -200,8 +202,8 @@ class RecordFields:
 
 
 def is_metadata(key: str, value: Any, conversation: bool) -> bool:
-    """True for the names of what no model reads, such as ``id``, unless the value is a text as long
-    as a passage that a model should read, and no whole ``conversation`` is next to it."""
+    """Return whether a key is metadata, such as ``id``. A value that contains a longer text is not,
+    unless the record also has a whole ``conversation``."""
     name = re.sub(r"[-\s.]", "_", key.strip().lower())
     if name in _LONG_METADATA or (conversation and name in _OF_CONVERSATIONS):
         return True
@@ -214,7 +216,7 @@ def is_metadata(key: str, value: Any, conversation: bool) -> bool:
 
 
 def _longest_text(value: Any) -> int:
-    """Words of the longest text in a value, which may be JSON."""
+    """Return the number of words in the longest text of a value, which may be JSON text."""
     if isinstance(value, str):
         if value.startswith(("{", "[")):
             with suppress(ValueError, RecursionError):
@@ -225,11 +227,11 @@ def _longest_text(value: Any) -> int:
 
 
 def keys_of(record: Mapping[str, Any]) -> str:
-    """The keys of an object, for messages."""
+    """Return the keys of an object, separated by commas, for error messages."""
     more = ", ..." * (len(record) > _SHOWN)
     return ", ".join(f'"{key}"' for key in list(record)[:_SHOWN]) + more or "none"
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value, for messages."""
+    """Return the beginning of a value as JSON, for error messages."""
     return json.dumps(value, ensure_ascii=False, default=str)[:40]

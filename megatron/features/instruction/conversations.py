@@ -1,4 +1,4 @@
-"""Files of instructions in their various layouts, to one form: turns of a conversation."""
+"""Parsing of instruction records in their various layouts into the turns of a conversation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALPACA_PREAMBLE_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further "
     "context. Write a response that appropriately completes the request."
 )
-"""As in the data of Stanford Alpaca (Taori et al. 2023)."""
+"""Preambles of the Stanford Alpaca data (Taori et al. 2023)."""
 ANSWERS = ("output", "response", "completion", "answer")
 _ASKED = ("instruction", "prompt", "question", "query", "input")
 _SYSTEM = ("system", "system_prompt")
@@ -43,16 +43,16 @@ _ROLE_OF_SPEAKER = {
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-"""Speakers of ShareGPT's layout, with the calls of LLaMA-Factory's."""
+"""Roles of ShareGPT's speakers, including function calls as in LLaMA-Factory."""
 _ROLES = ("human", "user", "gpt", "assistant", "system")
-"""Further speakers that "role" may name, in upper or lower case; chat templates use other roles."""
+"""Speakers that "role" may contain in upper or lower case. Chat templates handle other roles."""
 _PAIRS = (("input", "output"), ("human", "assistant"))
-"""Keys of a message that has a question and its answer (Capybara, MOSS)."""
+"""Keys of a message that contains a question and its answer (Capybara, MOSS)."""
 _TRAINED = ("weight", "train", "training", "loss")
-"""Keys of messages that say whether an answer counts in the loss (OpenAI, axolotl)."""
+"""Keys of messages that tell whether an answer counts in the loss (OpenAI, axolotl)."""
 _FORMS = (frozenset({"role", "content"}), frozenset({"from", "value"}))
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*(['"])(role|content|from|value)\1\s*:""")
-"""The beginning of a text that may contain messages."""
+"""Beginning of a text that may be a list of messages as JSON."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _LAYOUTS = (
     'a record has "messages" or "conversations", or "instruction" (or "question", "query") and '
@@ -63,14 +63,14 @@ _LAYOUTS = (
 
 class Turn(NamedTuple):
     role: str
-    """"system", "user", "assistant", or another that a chat template knows."""
+    """"system", "user", "assistant", or another role that the chat template supports."""
     content: str
     context: str = ""
-    """Alpaca's "input": the text that an instruction is about."""
+    """Alpaca's "input": the text that the instruction is about."""
     counts: bool = True
     """False for an answer that the record excludes from the loss."""
     fields: tuple[tuple[str, Any], ...] = ()
-    """Further keys of the message for a chat template: tool calls, reasoning, a name."""
+    """Other message keys that the chat template may use: tool calls, reasoning, a name."""
 
     @property
     def text(self) -> str:
@@ -81,20 +81,21 @@ class Turn(NamedTuple):
 class Example:
     turns: tuple[Turn, ...]
     is_pair: bool = False
-    """A prompt and its completion, which are one text."""
+    """True for a prompt and completion, which form one text."""
     variables: tuple[tuple[str, Any], ...] = ()
-    """Variables of a chat template besides the messages, such as tools."""
+    """Variables of the chat template besides the messages, such as tools."""
     context: int = 0
-    """Turns before the completion, whose answers do not count, as in trl; 0 without any such."""
+    """Number of turns in the prompt, if it contains answers, which do not count in the loss, as in
+    trl; else 0."""
 
 
 class StatedPrompt(NamedTuple):
-    """Turns that precede an answer.
+    """Turns before an answer.
 
     Attributes:
-        column: where it is from.
-        is_text: it is one text with its answer, not a conversation.
-        is_list: the column is a list of messages.
+        column: column from which the turns were read.
+        is_text: True if prompt and answer form one text rather than a conversation.
+        is_list: True if the column is a list of messages.
     """
 
     turns: tuple[Turn, ...]
@@ -104,13 +105,13 @@ class StatedPrompt(NamedTuple):
 
 
 def read_examples(path: str, columns: RecordColumns = NO_FLAGS) -> Iterator[tuple[str, Example]]:
-    """See :func:`read_records`."""
+    """Yield the examples of a file; see :func:`read_records`."""
     return read_records(path, lambda record: parse_example(record, columns))
 
 
 def read_records(path: str, parse: Callable[[Any], Parsed]) -> Iterator[tuple[str, Parsed]]:
-    """Each record of a file as ``parse`` reads it, after its place for messages. Raises ValueError,
-    which names the place, if a record is malformed."""
+    """Yield (location, parsed record) for each record of a file. The location is for error
+    messages. Raises ValueError with the location if a record is malformed."""
     for place, record in records_of(path):
         try:
             parsed = parse(record)
@@ -120,8 +121,8 @@ def read_records(path: str, parse: Callable[[Any], Parsed]) -> Iterator[tuple[st
 
 
 def parse_example(record: Any, columns: RecordColumns = NO_FLAGS) -> Example:
-    """A record in any layout. Raises ValueError if the layout is unknown, the record contains no
-    answer, or a key that may matter would be ignored."""
+    """Parse a record in any supported layout. Raises ValueError if the layout is unknown, the
+    record has no answer, or a key that may matter would be ignored."""
     fields = columns.record(record)
     if "chosen" in fields and "rejected" in fields:
         raise ValueError(
@@ -164,7 +165,8 @@ def parse_example(record: Any, columns: RecordColumns = NO_FLAGS) -> Example:
 
 
 def template_variables(fields: RecordFields) -> tuple[tuple[str, Any], ...]:
-    """``tools`` of a record, a list or its JSON, and the variables of ``chat_template_kwargs``."""
+    """Return the template variables of a record: ``tools``, a list or JSON text, and the entries of
+    ``chat_template_kwargs``."""
     tools = _from_json(fields.take("tools"), "tools")
     if not isinstance(tools, list | None):
         raise ValueError(f'"tools" must be a list of tools, not {shown(tools)}')
@@ -176,7 +178,8 @@ def template_variables(fields: RecordFields) -> tuple[tuple[str, Any], ...]:
 
 
 def prompt_of(fields: RecordFields) -> StatedPrompt | None:
-    """The prompt of a record without a conversation; None if it has no column for one."""
+    """Return the prompt of a record without a conversation column, or None if it has no prompt
+    column."""
     key = fields.first(_ASKED)
     if key is None:
         return None
@@ -191,12 +194,13 @@ def prompt_of(fields: RecordFields) -> StatedPrompt | None:
 
 
 def conversation_turns(fields: RecordFields, key: str) -> tuple[Turn, ...]:
-    """The messages of a column, after the record's system message."""
+    """Return the turns of a conversation column, preceded by the record's system message."""
     return with_system(fields, turns_of(fields.take(key), key, fields.ignored))
 
 
 def with_system(fields: RecordFields, turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Turns after the system message of their record, unless they begin with it."""
+    """Prepend the record's system message to ``turns``, unless they already begin with it. Raises
+    ValueError if they begin with a different system message."""
     system = fields.optional_text(*_SYSTEM)
     if not system:
         return tuple(turns)
@@ -212,8 +216,8 @@ def with_system(fields: RecordFields, turns: Sequence[Turn]) -> tuple[Turn, ...]
 
 
 def turns_of(messages: Any, key: str, ignored: frozenset[str] = frozenset()) -> list[Turn]:
-    """The messages of a list. Raises ValueError if one is malformed, or has a key that would be
-    left out."""
+    """Return the turns in a list of messages. Keys in ``ignored`` are left out. Raises ValueError
+    if a message is malformed, or has an unknown key that is not in ``ignored``."""
     if isinstance(messages, str) and messages.lstrip().startswith("["):
         messages = _from_json(messages, key)
     if not isinstance(messages, list):
@@ -265,7 +269,8 @@ def _turn(fields: RecordFields) -> Turn:
 
 
 def _role(speaker: str, is_sharegpt: bool) -> str:
-    """The role of a speaker. Raises ValueError for an unknown one of ShareGPT's layout."""
+    """Return the role of a speaker. Raises ValueError if ShareGPT's layout does not define the
+    speaker."""
     lower = speaker.lower()
     if is_sharegpt and lower not in _ROLE_OF_SPEAKER:
         raise ValueError(
@@ -275,7 +280,7 @@ def _role(speaker: str, is_sharegpt: bool) -> str:
 
 
 def _content(fields: RecordFields, key: str) -> str:
-    """The text of a message: a string, a list of parts with a text each, or null."""
+    """Return the text of a message, whose content is a string, a list of text parts, or null."""
     if not fields.has_key(key):
         if any(fields.has_key(key) for key in _CALL_KEYS):
             return ""
@@ -296,7 +301,7 @@ def _content(fields: RecordFields, key: str) -> str:
 
 
 def _counts(fields: RecordFields, role: str) -> bool:
-    """False where a message says that its answer does not count in the loss."""
+    """Return whether a message counts in the loss by its own keys; True if it has none."""
     key = fields.first(_TRAINED)
     if key is None:
         return True
@@ -312,7 +317,7 @@ def _counts(fields: RecordFields, role: str) -> bool:
 
 
 def _calls(calls: Any) -> list[dict[str, Any]]:
-    """Tool calls, whose arguments may be an object or its JSON."""
+    """Return tool calls with their arguments parsed, which may be an object or JSON text."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f'"tool_calls" must be a list of calls, not {shown(calls)}')
     return [_with_arguments(call) for call in calls]
@@ -328,8 +333,8 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def messages_in(value: Any, key: str) -> Any:
-    """Return a value, or the messages that a text contains as JSON: cells of tables cannot have
-    lists. Raises ValueError for messages in Python's notation."""
+    """Parse a text that contains messages as JSON, because table cells cannot contain lists. Return
+    other values unchanged. Raises ValueError if messages are in Python's notation."""
     if not isinstance(value, str) or not (start := _MESSAGES.match(value)):
         return value
     if start[1] == "'" and any(all(f"'{key}':" in value for key in form) for form in _FORMS):
@@ -345,8 +350,8 @@ def messages_in(value: Any, key: str) -> Any:
 
 
 def repeated_turns(prompt: Sequence[Turn], answer: Sequence[Turn]) -> int:
-    """Return the number of turns at the start of an answer that repeat its whole prompt, possibly
-    without the system message; 0 if it does not begin with it."""
+    """Return the number of turns at the start of ``answer`` that repeat the whole prompt, possibly
+    without its system message. Return 0 if ``answer`` does not begin with the prompt."""
     if prompt and prompt[0].role == "system" and answer and answer[0].role != "system":
         prompt = prompt[1:]
     begin = answer[: len(prompt)]
@@ -354,7 +359,7 @@ def repeated_turns(prompt: Sequence[Turn], answer: Sequence[Turn]) -> int:
 
 
 def _from_json(value: Any, key: str) -> Any:
-    """A value, or what its JSON describes."""
+    """Return a value, parsed if it is JSON text. Raises ValueError if a text is not JSON."""
     if not isinstance(value, str) or not value.strip():
         return value or None
     try:
@@ -379,8 +384,8 @@ def until_last_answer(turns: Sequence[Turn]) -> tuple[Turn, ...]:
 
 
 def repeats(value: Any, turns: Sequence[Turn]) -> bool:
-    """True if a column contains nothing but some of these turns, or all as Stanford Alpaca's
-    "text"."""
+    """Return whether a column only repeats some of the turns, or all of them as Stanford Alpaca's
+    "text" column does."""
     if isinstance(value, str):
         if any(value == turn.content for turn in turns):
             return True
@@ -397,7 +402,7 @@ def repeats(value: Any, turns: Sequence[Turn]) -> bool:
 
 
 def message_key(turn: Turn) -> tuple[object, ...]:
-    """Values by which repeated messages are compared."""
+    """Return a key that is equal for repeated messages."""
     return turn.role, turn.text.strip(), turn.counts, repr(turn.fields)
 
 
@@ -406,9 +411,9 @@ def _normal(text: str) -> str:
 
 
 def plain_texts(example: Example, alpaca: bool) -> Iterator[tuple[str, str]]:
-    """Prompts and answers of an example as plain text: a pair unchanged, a conversation with a line
-    break after each turn before an answer; or with Alpaca's headings, where a system message
-    replaces the preamble."""
+    """Yield the (prompt, answer) pairs of an example as plain text. A prompt-completion pair is
+    unchanged, and in a conversation a line break follows each turn that is not an answer. With
+    ``alpaca``, Alpaca's headings are used, and a system message replaces the preamble."""
     if example.is_pair and not alpaca:
         yield example.turns[0].content, example.turns[1].content
         return

@@ -1,8 +1,9 @@
-"""Warnings about examples that a run is about to train on, from a few of them.
+"""Warnings about probable mistakes in the training examples of a run, based on a few of them.
 
-A template without an end token, answers that never count, tokens that the model does not have, and
-a format that the base does not know train without an error; the result then never stops, learns
-nothing, or has forgotten how to answer. Each finding names the remedy and shows a sample.
+Some mistakes cause no error: a template without an end token, answers that never count in the loss,
+token ids that the model does not have, a format unknown to the base model. The resulting model
+never stops, learns nothing, or has forgotten how to answer. Each finding names a remedy and shows a
+sample.
 """
 
 from __future__ import annotations
@@ -34,18 +35,22 @@ from megatron.util.json_text import parse_json
 from megatron.util.processes import is_main_process
 
 LOOKED_AT = 32
-"""Samples that are looked at."""
+"""Number of samples that are checked."""
 _LOOKED_AT_ENDINGS, _MOSTLY = 64, 0.5
-"""Samples whose answers' endings are counted, and the share that one ending must exceed."""
+"""Number of samples whose answer endings are counted, and the fraction of answers that must share
+an ending."""
 _SHOWN = 400
 _ENDING = 3
-"""Last tokens of an answer in which an end token is expected: line breaks may follow it."""
+"""Number of final tokens of an answer in which an end token is expected, because line breaks may
+follow it."""
 
 
 class Finding(NamedTuple):
-    """Attributes:
-    problem: what is wrong, what follows from it, and the remedy.
-    sample: text of an example that shows it.
+    """Probable mistake.
+
+    Attributes:
+        problem: what is wrong, its consequence, and the remedy.
+        sample: text of an example that shows the problem.
     """
 
     problem: str
@@ -56,10 +61,10 @@ class Finding(NamedTuple):
 
 
 class Base(NamedTuple):
-    """Facts about the model that training starts from.
+    """Base model from which training starts.
 
     Attributes:
-        vocabulary: tokens of its table; None where unknown.
+        vocabulary: number of rows of its token embedding; None if unknown.
         template: its chat template; None if it has none.
     """
 
@@ -73,7 +78,7 @@ def check_examples(
     base: Base = Base(),  # noqa: B008  # immutable
 ) -> list[Finding]:
     """Return probable mistakes in the training samples of a run, if they are instructions or
-    preferences. Reads a few of them; no two processes need to call it."""
+    preferences. Only a few samples are read, and only one rank needs to call this."""
     items = (train[number] for number in range(min(LOOKED_AT, len(train))))
     samples = [sample for item in items for sample in getattr(item, "samples", [item])]
     kept = [s for s in samples if isinstance(s, PackedSample | ScoredRows)]
@@ -89,12 +94,12 @@ def check_examples(
 
 
 class _Answer(NamedTuple):
-    """Tokens of a document of a sample, [L], and which of them count."""
+    """Tokens [L] of one document of a sample, with a mask of the tokens in the loss."""
 
     tokens: npt.NDArray[np.int64]
     counted: npt.NDArray[np.bool_]
     whole: bool
-    """True if its end is there, and not cut off."""
+    """False if the document may have been truncated."""
 
 
 def _answers(data: DataPipeline, sample: PackedSample | ScoredRows) -> Iterator[_Answer]:
@@ -131,7 +136,7 @@ def _without_loss(
 def _without_end(
     data: DataPipeline, samples: Sequence[PackedSample | ScoredRows]
 ) -> Finding | None:
-    """No warning where one of the answers ends with a token that no text contains."""
+    """Return a finding if no answer ends with a token that ordinary text never contains."""
     ends = np.array(sorted(possible_ends(data.tokenizer)), np.int64)
     answers = ((s, answer) for s in samples for answer in _answers(data, s) if answer.whole)
     first = None
@@ -151,7 +156,8 @@ def _without_end(
 
 
 def possible_ends(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return tokens that may end an answer: special tokens, which ordinary text never contains."""
+    """Return the tokens that may end an answer: special tokens, which never occur in ordinary
+    text."""
     ends = set(tokenizer.special_tokens)
     for name in ("eod", "eos"):
         try:
@@ -167,12 +173,12 @@ def possible_ends(tokenizer: Tokenizer) -> frozenset[int]:
 def answer_ends(
     dataset: SampleDataset[Any], tokenizer: Tokenizer, of_base: Sequence[int]
 ) -> frozenset[int]:
-    """Return the tokens that end an answer: the tokenizer's end tokens, the base model's
-    (``of_base``) that are special tokens, and the special token with which most answers in the data
-    end."""
+    """Return the tokens that end an answer: the tokenizer's end tokens, the base model's end tokens
+    ``of_base`` if they are special tokens, and the special token that ends most answers in the
+    data."""
     items = (dataset[number] for number in range(min(_LOOKED_AT_ENDINGS, len(dataset))))
     samples = (sample for item in items for sample in getattr(item, "samples", [item]))
-    # Where answers end without such a token, the full stop of most of them is not one.
+    # Only special tokens qualify. Otherwise the full stop, which ends most answers, would.
     known = possible_ends(tokenizer)
     answers = (answer for sample in samples for answer in _answer_endings(sample))
     last = Counter(next((i for i in reversed(each) if i in known), None) for each in answers)
@@ -185,7 +191,7 @@ def answer_ends(
 
 
 def _answer_endings(sample: Any) -> Iterator[list[int]]:
-    """The last tokens that count of each example that the end of a sample does not cut."""
+    """Yield the last tokens in the loss of each example that the sample does not truncate."""
     if isinstance(sample, ScoredRows):
         yield from (row.continuation[-_ENDING:].tolist() for row in sample.rows)
     if not isinstance(sample, PackedSample):
@@ -228,7 +234,8 @@ def _outside_of_table(
 
 
 def _other_format(data: DataPipeline, template: str | None) -> Finding | None:
-    """Compares what the run reads with what the base's own template writes."""
+    """Return a finding if an example in the run's format differs from the base model's own
+    template."""
     example = _first_example(data)
     if template is None or example is None:
         return None
@@ -237,7 +244,7 @@ def _other_format(data: DataPipeline, template: str | None) -> Finding | None:
         ours = ExampleEncoder(config, data.tokenizer, data.config.tokenizer).text_of(example)
         theirs = ChatTemplate(data.tokenizer, template).text_of(example)
     except ValueError:
-        return None  # whatever refuses an example reports it
+        return None  # reported when the example is encoded
     if ours.rstrip() == theirs.rstrip():
         return None
     return Finding(
@@ -249,7 +256,7 @@ def _other_format(data: DataPipeline, template: str | None) -> Finding | None:
 
 
 def _first_example(data: DataPipeline) -> Example | None:
-    """The first conversation of the training files that have one."""
+    """Return the first conversation of the training files, or None."""
     train, kinds = data.parts.train, file_kinds()
     for source in train.sources if train is not None else ():
         if source.kind in kinds:
@@ -261,8 +268,8 @@ def _first_example(data: DataPipeline) -> Example | None:
 
 
 def template_in(folder: Path) -> str | None:
-    """The chat template of a folder of Hugging Face; None if it has none, or several by name
-    without a default one."""
+    """Return the chat template of a Hugging Face folder. Return None if it has none, or several
+    named ones without a default."""
     own = folder / "chat_template.jinja"
     if own.is_file():
         return read_template(own, str(own))
@@ -290,7 +297,7 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_examples(run: Run, data: TrainingData) -> None:
-    """Warns of what is probably wrong with the examples, with a sample; on the main process."""
+    """Log probable mistakes in the examples, each with a sample, on the main process."""
     train = data.datasets.train
     if train is None or not is_main_process():
         return
@@ -300,7 +307,7 @@ def warn_of_examples(run: Run, data: TrainingData) -> None:
 
 
 def base_of(run: Run) -> Base:
-    """The model that training starts from, if it does not continue a run."""
+    """Return the base model; empty if the run continues another one or starts from scratch."""
     try:
         origin = find_origin(run.config.checkpoint)
         if origin is None or origin.continues:
@@ -308,4 +315,4 @@ def base_of(run: Run) -> Base:
         source = origin.found.open(verify=False)
         return Base(source.model.vocabulary.size, template_in(source.folder))
     except (CheckpointError, ValueError, OSError):
-        return Base()  # loading it says what is wrong
+        return Base()  # loading the checkpoint reports the error

@@ -1,5 +1,5 @@
-"""Examples to token ids and the tokens that count in the loss: as plain text with Alpaca's headings
-or none, or through a chat template of `transformers`."""
+"""Encoding of examples into token ids and a loss mask: as plain text, with or without Alpaca's
+headings, or with a chat template."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FORMS = {
     REASONING[0]: rf"\b({'|'.join(REASONING)})\b",
     "name": r"\bmessages?(\[[^\]]*\])?(\.name\b|\[['\"]name['\"]\]|\.get\(['\"]name)",
 }
-"""Patterns of chat templates that write more of a message than its content."""
+"""Patterns by which chat templates are found to write message keys other than the content."""
 _KNOWS_NULL = re.compile(r"(?<!\w)content(['\"]\])?\s+is\s+(not\s+)?none", re.IGNORECASE)
 
 _STAND_IN = "An answer of the model."
@@ -51,37 +51,37 @@ Messages = list[dict[str, Any]]
 Item = TypeVar("Item")
 Found = TypeVar("Found")
 PromptAnswer = tuple[str, str]
-"""A prompt and the answer that follows it."""
+"""A prompt and the answer that follows."""
 
 
 class EncodedExample(NamedTuple):
-    """An example of L tokens."""
+    """Encoded example of L tokens."""
 
     tokens: npt.NDArray[np.int32]
-    """[L]."""
+    """Token ids, [L]."""
     counted: npt.NDArray[np.bool_]
-    """[L]: whether the prediction of a token counts in the loss. False for the first, which nothing
-    predicts."""
+    """Loss mask, [L]: whether the prediction of each token counts. Always False for the first
+    token, which is not predicted."""
 
 
 class Continued(NamedTuple):
-    """A conversation of L tokens whose end follows a prompt."""
+    """Encoded conversation of L tokens, which consists of a prompt and its continuation."""
 
     tokens: npt.NDArray[np.int32]
-    """[L]."""
+    """Token ids, [L]."""
     start: int
-    """The first token that the prompt alone does not have."""
+    """Index of the first token that differs from the prompt encoded alone."""
 
 
 class ExampleEncoder:
-    """Encodes examples in the format of --prompt-format, --chat-template and --loss-on. Raises
-    ConfigError if the flags contradict each other or the tokenizer, FileNotFoundError if the chat
-    template does not exist."""
+    """Encoder of examples in the format set by --prompt-format, --chat-template and --loss-on.
+    Raises ConfigError if the flags contradict each other or the tokenizer, and FileNotFoundError if
+    the chat template does not exist."""
 
     def __init__(
         self, config: InstructionConfig, tokenizer: Tokenizer, tokenizer_config: TokenizerConfig
     ) -> None:
-        """`tokenizer_config` identifies the tokenizer in the cache."""
+        """Create an encoder. `tokenizer_config` identifies the tokenizer in cache keys."""
         self._config, self._tokenizer, self._tokenizer_config = config, tokenizer, tokenizer_config
         self._template: str | None = None
         if config.chat_template is not None:
@@ -105,7 +105,7 @@ class ExampleEncoder:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything that the tokens of an example depend on, as JSON values."""
+        """Everything on which the tokens of an example depend, as JSON values for cache keys."""
         return {
             "tokenizer": tokenizer_identity(self._tokenizer_config),
             "format": self._config.prompt_format,
@@ -116,12 +116,12 @@ class ExampleEncoder:
 
     @property
     def columns(self) -> RecordColumns:
-        """Columns of records."""
+        """Columns set by flags."""
         return RecordColumns.of(self._config)
 
     def __call__(self, examples: Sequence[tuple[str, Example]]) -> list[EncodedExample]:
-        """Encodes (place, example) pairs; places are for messages. Raises ValueError if an example
-        cannot be put into the format or tokenized."""
+        """Encode (location, example) pairs. Locations are for error messages. Raises ValueError if
+        an example cannot be written in the format or tokenized."""
         encoded: dict[int, EncodedExample] = {}
         plain: dict[int, list[PromptAnswer]] = {}
         for number, (place, example) in enumerate(examples):
@@ -142,15 +142,15 @@ class ExampleEncoder:
         return [encoded[number] for number in range(len(examples))]
 
     def text_of(self, example: Example) -> str:
-        """Return the text to tokenize, without the token that ends plain text. Raises ValueError if
-        the example cannot be put into the format."""
+        """Return the text that is tokenized, without the end token of plain text. Raises ValueError
+        if the example cannot be written in the format."""
         kind = self.format_of(example)
         if kind == "chat":
             return self._chat.text_of(example)
         return "".join(p + a for p, a in plain_texts(example, alpaca=kind == "alpaca"))
 
     def format_of(self, example: Example) -> str:
-        """chat, alpaca or plain."""
+        """Return the format of an example: chat, alpaca or plain."""
         if self._config.prompt_format != "auto":
             return self._config.prompt_format
         if example.is_pair:
@@ -158,9 +158,9 @@ class ExampleEncoder:
         return "alpaca" if self._template is None else "chat"
 
     def continued(self, examples: Sequence[tuple[str, Example, int]]) -> list[Continued]:
-        """Encode (place, example, number of turns of the prompt) completely: the text after the
-        prompt ends like answers do, and is a single answer except in a chat template. Raises like
-        ``__call__``."""
+        """Encode whole examples with their end tokens, given as (location, example, number of
+        prompt turns). The turns after the prompt must be a single answer, except with a chat
+        template. Raises like ``__call__``."""
         encoded: dict[int, Continued] = {}
         plain: dict[int, list[PromptAnswer]] = {}
         for number, (place, example, count) in enumerate(examples):
@@ -189,8 +189,8 @@ class ExampleEncoder:
         return [encoded[number] for number in range(len(examples))]
 
     def prompts(self, examples: Sequence[tuple[str, Example]]) -> list[npt.NDArray[np.int32]]:
-        """Ids of (place, example) pairs up to where the model answers: with what the template
-        writes before an answer. Raises as calling it does."""
+        """Encode (location, example) pairs as prompts: up to where the model answers, including the
+        text that the format puts before an answer. Raises like ``__call__``."""
         encoded: dict[int, npt.NDArray[np.int32]] = {}
         plain: dict[int, list[PromptAnswer]] = {}
         for number, (place, example) in enumerate(examples):
@@ -215,8 +215,9 @@ class ExampleEncoder:
         return [encoded[number] for number in range(len(examples))]
 
     def following(self, example: Example) -> list[int]:
-        """Ids of what follows the last answer of a conversation, up to where the model answers
-        again; a chat template begins it with what ends the answer. Raises ValueError."""
+        """Return the token ids between the last answer of a conversation and the model's next one.
+        With a chat template they begin with the text that ends the answer. Raises ValueError if the
+        example cannot be written in the format."""
         kind = self.format_of(example)
         self._check(example, kind)
         if kind == "chat":
@@ -226,7 +227,8 @@ class ExampleEncoder:
         return list(self._tokenizer.tokenize(text))
 
     def _check(self, example: Example, kind: str) -> None:
-        """Raises ValueError if the format leaves out what an example has."""
+        """Raise ValueError if the format would omit part of an example, or contradicts its
+        weights."""
         if kind != "chat":
             for key in _beyond_text(example):
                 raise _unwritten(f"--prompt-format {kind}", key, example)
@@ -263,9 +265,9 @@ class ExampleEncoder:
     def _tokenized(
         self, examples: Sequence[Sequence[PromptAnswer]]
     ) -> list[list[tuple[np.ndarray, int]]]:
-        """For each prompt with its answer their tokens and the place of the answer's first. They
-        are tokenized together, so that they join as in any text: the first token that the prompt
-        alone would not have is the first of the answer."""
+        """Return, for each (prompt, answer) pair, the tokens of its text and the index of the
+        answer's first token. The pair is tokenized as one text. The first token that differs from
+        the prompt alone belongs to the answer."""
         texts = [t for e in examples for p, a in e for t in (p, p + a)]
         ids = iter(self._tokenizer.tokenize_batch(texts))
         eod = self._tokenizer.eod if texts else -1
@@ -283,7 +285,7 @@ class ExampleEncoder:
 
 
 def _counts(example: Example) -> list[bool]:
-    """True for each answer that counts in the loss."""
+    """Return, for each answer, whether it counts in the loss."""
     return [
         turn.counts and number >= example.context
         for number, turn in enumerate(example.turns)
@@ -292,8 +294,8 @@ def _counts(example: Example) -> list[bool]:
 
 
 def _beyond_text(example: Example) -> Iterator[str]:
-    """Names of the parts of an example other than texts, which a format may leave out. A tool's
-    name repeats the call's."""
+    """Yield the names of the non-text parts of an example, which a format may omit. The name of a
+    tool message is excluded, because it repeats that of the call."""
     yield from (key for key, value in example.variables if value not in ("", [], {}))
     for turn in example.turns:
         names = {key for key, _ in turn.fields} - {"tool_call_id"}
@@ -310,7 +312,7 @@ def _unwritten(what: str, key: str, example: Example) -> ValueError:
 
 
 def shared_tokens(first: np.ndarray, second: np.ndarray) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the length of the common prefix of two token sequences."""
     shared = min(len(first), len(second))
     differs = np.flatnonzero(first[:shared] != second[:shared])
     return int(differs[0]) if len(differs) else shared
@@ -319,7 +321,7 @@ def shared_tokens(first: np.ndarray, second: np.ndarray) -> int:
 def _naming(
     places: Sequence[str], encode: Callable[[list[Item]], list[Found]], items: list[Item]
 ) -> list[Found]:
-    """Yield encoded items; an error names the place of the first that cannot be encoded."""
+    """Encode items. If this fails, the error names the location of the first bad item."""
     try:
         return encode(items)
     except ValueError:
@@ -334,14 +336,15 @@ def _encoded(tokens: npt.ArrayLike, counted: npt.NDArray[np.bool_]) -> EncodedEx
 
 
 class ChatTemplate:
-    """A chat template and the tokenizer of its output. If the template marks the model's part with
-    {% generation %}, that is the answer. Otherwise an answer is the text that it adds to the
-    conversation so far, up to the end of its last word: with the token that ends the turn, without
-    the line break after it.
+    """Chat template and the tokenizer for its output.
+
+    If the template marks the model's text with {% generation %}, that text is the answer. Otherwise
+    an answer is the text that it adds to the conversation so far, without trailing whitespace. This
+    includes the token that ends the turn, but not the line break after that token.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
-        """Raises ValueError where the tokenizer cannot map its tokens to places in a text."""
+        """Load the tokenizer. Raises ValueError if it cannot map tokens to text offsets."""
         fast = getattr(tokenizer, "transformers_tokenizer", None)
         if fast is None:
             with tempfile.TemporaryDirectory() as folder:
@@ -358,8 +361,9 @@ class ChatTemplate:
         self._marks_answers = bool(_MARKS_ANSWERS.search(template))
 
     def encode(self, example: Example, loss_on: str) -> tuple[list[int], npt.NDArray[np.bool_]]:
-        """Ids, and which of them count in the loss by --loss-on. Raises ValueError if the template
-        refuses the conversation, leaves out a part of it, or answers cannot be found in it."""
+        """Return the token ids, and a mask of those that count in the loss according to
+        ``loss_on``. Raises ValueError if the template rejects the conversation or omits part of it,
+        or if answers cannot be located in its output."""
         if self._marks_answers and loss_on != "everything":
             return self._by_marks(example, loss_on)
         text = self.text_of(example)
@@ -377,17 +381,17 @@ class ChatTemplate:
 
     def text_of(self, example: Example) -> str:
         """Return the conversation rendered by the template. Raises ValueError if the template
-        refuses it or leaves out part of it."""
+        rejects the conversation or omits part of it."""
         return self._rendered(example).text
 
     def prompt(self, example: Example) -> list[int]:
-        """Ids of the conversation up to where the model answers. Raises as :meth:`text_of`."""
+        """Return the token ids up to where the model answers. Raises like :meth:`text_of`."""
         return self._with_offsets(self._prompt(example, len(example.turns)))[0]
 
     def following(self, example: Example) -> list[int]:
-        """Ids after the last answer, up to where the model answers again. Raises ValueError if the
-        template does not write that answer."""
-        # Another text stands for the answer, which the template may not write as it was.
+        """Return the token ids after the last answer, up to where the model answers again. Raises
+        ValueError if the template omits that answer."""
+        # Locate the answer by a placeholder, because the template may change the answer's text.
         turns = list(example.turns)
         last = max(number for number, turn in enumerate(turns) if turn.role == ANSWER)
         turns[last] = Turn(ANSWER, _STAND_IN)
@@ -398,8 +402,8 @@ class ChatTemplate:
         return self._with_offsets(rest)[0]
 
     def continued(self, example: Example, count: int) -> Continued:
-        """Ids of the conversation, and the first of them that its first ``count`` turns, to be
-        answered, do not have. Raises as :meth:`text_of`."""
+        """Return the token ids of the conversation, and the index of the first token that differs
+        from the prompt, which is the first ``count`` turns. Raises like :meth:`text_of`."""
         prompt, whole = (
             np.asarray(self._with_offsets(text)[0])
             for text in (self._prompt(example, count), self.text_of(example))
@@ -429,7 +433,7 @@ class ChatTemplate:
         return ids, counted
 
     def _span(self, example: Example, number: int, text: str) -> tuple[int, int]:
-        """Start and end of answer `number` in the text of the whole conversation."""
+        """Return the start and end of answer `number` in the text of the whole conversation."""
         before = self._prompt(example, number)
         until = self._text(example.turns[: number + 1], example)
         if not text.startswith(until):
@@ -444,9 +448,9 @@ class ChatTemplate:
         return len(before), len(before) + len(until[len(before) :].rstrip())
 
     def _until_next(self, example: Example, number: int) -> str:
-        """The text up to the end of an answer where another message follows, by what that message
-        adds to the text without the answer. Empty if the template leaves out a part of the answer,
-        such as its reasoning, or if its text cannot be divided so."""
+        """Return the text up to the end of an answer that is followed by another message, found by
+        removing what the next message adds to the conversation without the answer. Return an empty
+        string if this is impossible, or if the template omits part of the answer."""
         turns = example.turns
         following = turns[number + 1 : number + 2]
         if not following or REASONING[0] in dict(turns[number].fields):
@@ -464,7 +468,7 @@ class ChatTemplate:
         return self.text_of(replace(example, turns=tuple(turns)))
 
     def _prompt(self, example: Example, count: int) -> str:
-        """The text of the first turns, up to where the model answers."""
+        """Return the text of the first ``count`` turns, up to where the model answers."""
         return self._rendered(replace(example, turns=example.turns[:count]), True).text
 
     def _rendered(self, example: Example, add_generation_prompt: bool = False) -> Rendered:
@@ -479,8 +483,8 @@ class ChatTemplate:
         return self._process.render_marked(self._template, self._variables | conversation)
 
     def _message(self, turn: Turn) -> dict[str, Any]:
-        """Return a message in the form that templates read. Missing content of tool calls becomes
-        null if the template requires it, else an empty text."""
+        """Return a message as templates expect it. Missing content next to tool calls becomes null
+        if the template checks for null, else an empty text."""
         fields = dict(turn.fields)
         is_null = not turn.text and "tool_calls" in fields and _KNOWS_NULL.search(self._template)
         if REASONING[0] in fields:
@@ -488,7 +492,7 @@ class ChatTemplate:
         return {"role": turn.role, "content": None if is_null else turn.text, **fields}
 
     def _with_offsets(self, text: str) -> tuple[list[int], npt.NDArray[np.int64]]:
-        """Ids, and the characters of the text that each stands for, [L, 2]."""
+        """Return the token ids, and the character range of each token, [L, 2]."""
         with rust_errors("the tokenizer cannot encode a conversation"):
             encoded = self._tokenizer(
                 text, add_special_tokens=False, return_offsets_mapping=True, verbose=False

@@ -1,6 +1,6 @@
-"""Instructions and answers as packed samples with a loss on the answers.
+"""Instructions and answers as packed samples, with a loss on the answers.
 
-Examples are tokenized once, kept in the cache and mapped into memory.
+Examples are tokenized once, stored in the cache, and memory-mapped.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
-# Part of the names of cache entries, of preferences too: raise it when the meaning of the arrays
-# changes.
+# Version of the tokenized arrays, part of each cache key, also for preferences. Increment it when
+# their meaning changes.
 INDEX_VERSION = 2
 _AT_ONCE = 1000
 
 
 class TokenizedExamples(ABC):
-    """The examples of files; `Documents` of megatron/data/samples.py, ``parts`` sequences each."""
+    """Tokenized examples of files. Implements `Documents` of megatron/data/samples.py, with
+    ``parts`` sequences per document."""
 
     def __init__(self, prefix: str, index: StoredArrays, parts: int = 1) -> None:
         self.prefix, self.parts, self._index = prefix, parts, index
@@ -71,10 +72,10 @@ class TokenizedExamples(ABC):
         tokenize: Callable[[Iterator[tuple[str, Any]]], dict[str, np.ndarray]],
         cache: IndexCache | None,
     ) -> StoredArrays:
-        """Return arrays of the examples of a file, folder or glob: ``tokenize`` applied to what
-        ``read`` returns for each file, or the cache entry of this name, by default in
-        `index-cache/` next to the data. Raises FileNotFoundError; ValueError if there is no
-        example."""
+        """Return the arrays of the examples of a file, folder or glob. They are read from the cache
+        entry ``name``, or computed by ``tokenize`` from what ``read`` yields for each file. The
+        default cache is `index-cache/` next to the data. Raises FileNotFoundError if no file
+        matches, and ValueError if there is no example."""
         files = example_files(path)
         depends_on = {
             "version": INDEX_VERSION,
@@ -102,8 +103,8 @@ class TokenizedExamples(ABC):
         return len(self._offsets) - 1
 
     def get(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
-        """`length` tokens (default: the rest) of a sequence, from token `offset` on. Raises
-        IndexError if there is no such sequence, or the range leaves it."""
+        """Return `length` tokens of a sequence, starting at token `offset`; None reads to the end.
+        Raises IndexError if the sequence does not exist, or the range exceeds it."""
         return self._slice("tokens", index, offset, length)
 
     def _slice(self, name: str, index: int, offset: int, length: int | None) -> np.ndarray:
@@ -113,23 +114,24 @@ class TokenizedExamples(ABC):
 
     @property
     def prompt_hashes(self) -> npt.NDArray[np.uint64]:
-        """Hashes of the tokens of the prompt of each document."""
+        """Hash of the prompt tokens of each document."""
         return self._index["prompt_hashes"]
 
     @abstractmethod
     def verify(self) -> None:
-        """Raises ValueError where the arrays do not belong together."""
+        """Raise ValueError if the arrays are inconsistent."""
 
     def part(self, units: range, by_prompt: bool, name: str) -> npt.NDArray[np.int64]:
-        """Numbers of the documents of a part. Raises ValueError as `verify` and `of_prompts`."""
+        """Return the indices of the documents of the split ``name``. Raises ValueError like
+        `verify` and `of_prompts`."""
         self.verify()
         if by_prompt:
             return of_prompts(self.prompt_hashes, units, f"{self.prefix}, {name}")
         return np.arange(units.start, units.stop)
 
     def check(self, name: str, consistent: bool) -> None:
-        """Raises ValueError, which names a cache entry, unless the offsets fit the tokens, and
-        the other arrays are ``consistent``."""
+        """Raise ValueError with the name of the cache entry if the offsets do not match the tokens,
+        or the other arrays are not ``consistent``."""
         rising = self._offsets[0] == 0 and (np.diff(self._offsets) >= 0).all()
         if not (rising and self._offsets[-1] == len(self._index["tokens"]) and consistent):
             raise ValueError(
@@ -142,22 +144,22 @@ class TokenizedExamples(ABC):
 
 
 class InstructionExamples(TokenizedExamples):
-    """The examples of files of instructions, with a loss mask. An example is a document of one
-    sequence. Pickles as the path of its cache entry."""
+    """Examples of instruction files, with a loss mask. Each example is a document of one sequence.
+    Pickling stores only the path of the cache entry."""
 
     def __init__(self, prefix: str, index: StoredArrays) -> None:
         super().__init__(prefix, index)
         self.first_counted: npt.NDArray[np.int32] = index["first_counted"]
-        """First token of each example that counts in the loss; the example's length where none
-        does; int32[n]."""
+        """Index of the first token of each example that counts in the loss, or the length of the
+        example if none does; int32[n]."""
 
     @classmethod
     def open(
         cls, path: str, encoder: ExampleEncoder, cache: IndexCache | None = None
     ) -> InstructionExamples:
-        """Tokenize the examples of a file, folder or glob, or take them from the cache, by default
-        `index-cache/` next to the data. Raises FileNotFoundError; ValueError if a record is
-        malformed, or none is found."""
+        """Tokenize the examples of a file, folder or glob, or read them from the cache, by default
+        `index-cache/` next to the data. Raises FileNotFoundError if no file matches, and ValueError
+        if a record is malformed or there is no example."""
         tokenize = partial(_encoded, encoder=encoder)
         return cls(
             path, cls.stored(path, "instruction", encoder, {}, read_examples, tokenize, cache)
@@ -165,8 +167,8 @@ class InstructionExamples(TokenizedExamples):
 
     @cached_property
     def prompt_hashes(self) -> npt.NDArray[np.uint64]:
-        """Return hashes of each example's tokens before the first that counts in the loss, or of
-        all tokens without one before it."""
+        """Hash of each example's tokens before the first one in the loss, or of all of its tokens
+        if nothing precedes it."""
         firsts = np.where(self.first_counted > 1, self.first_counted, self.sequence_lengths)
         tokens, starts = self._index["tokens"], self._offsets[:-1]
         hashes = (
@@ -176,7 +178,7 @@ class InstructionExamples(TokenizedExamples):
         return np.fromiter(hashes, np.uint64, len(self))
 
     def counted(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
-        """Return bool: True for tokens that count in the loss. Raises like `get`."""
+        """Return whether each token counts in the loss, as bool. Raises like `get`."""
         return self._slice("counted", index, offset, length)
 
     def verify(self) -> None:
@@ -185,7 +187,8 @@ class InstructionExamples(TokenizedExamples):
 
 
 def offsets_of(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Begins of parts of these lengths, and the end."""
+    """Return the start offsets of consecutive items of these lengths, followed by the total
+    length."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(lengths, np.int64))])
 
 
@@ -209,34 +212,36 @@ def _encoded(
     }
 
 
-# Part of the cache entry's name: raise it when the meaning of the arrays changes.
+# Version of the packing, part of each cache key. Increment it when the arrays' meaning changes.
 PACKING_VERSION = 1
 
 
 @dataclass(frozen=True)
 class InstructionRecipe:
-    """Samples of seq_length + 1 tokens: whole examples and padding. Every epoch shuffles the
-    examples, packs them in that order, and shuffles the samples; its order is a function of seed,
-    part and the epoch's number."""
+    """Recipe for samples of seq_length + 1 tokens, made of whole examples and padding.
+
+    Every epoch shuffles the examples, packs them in that order, and shuffles the samples. The order
+    depends only on the seed, the split and the epoch."""
 
     seq_length: int
-    """Tokens a sample feeds to the model."""
+    """Number of input tokens of a sample."""
     seed: int
     pad_token: int
-    """Fills up samples; it never counts in the loss."""
+    """Padding token, which never counts in the loss."""
     packing: bool = False
     skip_long: bool = False
-    """Leave out examples of more than seq_length + 1 tokens, instead of cutting their end off."""
+    """Leave out examples of more than seq_length + 1 tokens, instead of truncating them."""
     pads: bool = True
-    """True if samples are filled up here, or with the others of their batch."""
+    """True if the dataset pads samples, False if the collator pads them to the batch's longest."""
     by_prompt: bool = False
-    """Parts have whole prompts, drawn by their hash, and not consecutive examples."""
+    """Split the data by the hash of each prompt, so that all examples of a prompt are in the same
+    split, instead of into consecutive ranges of examples."""
 
     @classmethod
     def from_config(
         cls, config: InstructionConfig, seq_length: int, seed: int, tokenizer: Tokenizer
     ) -> InstructionRecipe:
-        """See :func:`padding_token`."""
+        """Create the recipe from the flags; see :func:`padding_token` for the padding."""
         pad = padding_token(tokenizer)
         skip = config.on_long_example == "skip"
         return cls(
@@ -260,9 +265,9 @@ class InstructionRecipe:
         name: str,
         cache: IndexCache,
     ) -> InstructionDataset:
-        """At least `num_samples` samples of the examples `units`, or their order from the cache.
-        Raises ValueError if the documents are not examples, or none has an answer within seq_length
-        + 1 tokens."""
+        """Return a dataset of at least `num_samples` samples of the examples `units`, whose order
+        may come from the cache. Raises ValueError if the documents are not examples, or if no
+        example has an answer within seq_length + 1 tokens."""
         if not isinstance(documents, InstructionExamples):
             raise ValueError(
                 f"{documents.prefix} contains documents without a loss mask; --sft needs files of "
@@ -352,7 +357,7 @@ class InstructionDataset:
         return len(self._index["bounds"]) - 1
 
     def __getitem__(self, index: int, /) -> PackedSample:
-        """Return its examples, each a separate document, then padding."""
+        """Return a sample: its examples, each as a separate document, followed by padding."""
         pieces = self.origin(index)
         capacity = self.recipe.seq_length + 1
         if not self.recipe.pads:
@@ -364,7 +369,7 @@ class InstructionDataset:
         for number, piece in enumerate(pieces):
             stop = start + piece.stop
             tokens_T[start:stop] = self.examples.get(piece.sequence, 0, piece.stop)
-            # The first token never counts, so no document predicts the next.
+            # The first token of a document never counts, so no document predicts the next one.
             counted_T[start:stop] = self.examples.counted(piece.sequence, 0, piece.stop)
             documents_T[start:stop] = number
             start = stop
@@ -386,8 +391,8 @@ class InstructionDataset:
 
 
 def shuffled_epochs(count: int, num_samples: int, seed: int, name: str) -> npt.NDArray[np.int64]:
-    """Return at least ``num_samples`` places among ``count`` examples, in whole epochs. Their order
-    is a function of the seed, the part's name and the epoch's number."""
+    """Return at least ``num_samples`` indices into ``count`` examples, in whole epochs. Their order
+    depends only on the seed, the split ``name`` and the epoch."""
     epochs = [
         np.random.default_rng([seed, zlib.crc32(name.encode()), epoch]).permutation(count)
         for epoch in range(max(1, -(-num_samples // count)))
@@ -396,13 +401,15 @@ def shuffled_epochs(count: int, num_samples: int, seed: int, name: str) -> npt.N
 
 
 def of_prompts(hashes: npt.NDArray[np.uint64], units: range, part: str) -> npt.NDArray[np.int64]:
-    """The numbers, ascending, of a part's examples: those whose prompts come in the places `units`
-    of all examples sorted by the hash of their prompt. Examples of one prompt are all in the part
-    in which the first of them is, so that a part may have somewhat more or fewer than `units`. The
-    order of the examples in the files has no influence, and further examples change the part of
-    few.
+    """Return the indices of the examples of a split, ascending, if the data is split by prompt.
 
-    Raises ValueError, which names the `part`, if no prompt begins in its places.
+    All examples are sorted by the hash of their prompt, and the split gets the prompts that begin
+    at the positions `units`. All examples of a prompt are in the same split as the first of them,
+    so a split may have somewhat more or fewer examples than `units`. The order of examples in the
+    files does not matter, and adding examples moves only a few to another split.
+
+    Raises ValueError if no prompt begins at these positions. `part` identifies the split in the
+    error.
     """
     order = np.argsort(hashes, kind="stable")
     sorted_hashes = hashes[order]
@@ -418,11 +425,11 @@ def of_prompts(hashes: npt.NDArray[np.uint64], units: range, part: str) -> npt.N
 
 
 class RecordFiles(DataKind):
-    """Files of records instead of .bin/.idx.
+    """Kind of data that is read from record files instead of .bin/.idx.
 
     Attributes:
-        flag: that a run reads them by.
-        contents: what the files have, as error messages name it.
+        flag: flag by which a run reads this kind.
+        contents: name of the contents for error messages.
     """
 
     flag: str
@@ -431,8 +438,9 @@ class RecordFiles(DataKind):
     def records(
         self, data: DataPipeline, recipe: Any, opened: Callable[..., Documents]
     ) -> SourceReader:
-        """The reader of samples by a recipe; ``opened`` gets a path, an encoder and the cache.
-        Raises ConfigError for a curriculum of lengths, and later for a file of tokens."""
+        """Return the reader that builds samples by ``recipe``. ``opened`` is called with a path, an
+        encoder and the cache. Raises ConfigError if there is a sequence length curriculum. The
+        reader raises ConfigError if it is given a .bin/.idx file."""
         if sequence_lengths(data.config).grows:
             raise ConfigError(
                 f"a curriculum of sequence lengths cuts samples, and would cut {self.contents}: "
@@ -453,7 +461,7 @@ class RecordFiles(DataKind):
 
 
 class Instruction(RecordFiles):
-    """Files of instructions and answers."""
+    """Kind of data: files of instructions and answers."""
 
     flag, contents = "--sft, or the type instruction,", "instructions and answers"
 
@@ -465,13 +473,14 @@ class Instruction(RecordFiles):
     def collator(
         self, data: DataPipeline, collate: Callable[[Sequence[Any]], Any]
     ) -> ExampleCollator:
-        """The collator of the samples of a run that reads examples, made from that of documents."""
+        """Return the collator for examples, which wraps ``collate``, the one for plain
+        documents."""
         flags, paths = data.config.section(InstructionConfig), data.config.fast_paths
         padding = None
         if flags.pads_batches:
             padding = Padding(padding_token(data.tokenizer), data.length_multiple)
-        # The head computes all positions for graphs of one shape, and for a cache that later epochs
-        # read, in other batches.
+        # Compute all positions if CUDA graphs need fixed shapes, or if cached results must remain
+        # valid for other batches in later epochs.
         every = paths.torch_compile_mode in GRAPH_MODES or data.identifies
         multiple = None if every else HEAD_POSITIONS
         return ExampleCollator(collate, padding, flags.weigh_by, multiple)

@@ -10,7 +10,7 @@ from megatron.features.instruction.flags import InstructionConfig
 
 
 class InstructionFeature(Feature):
-    needs = ("inputs", "raw_text")
+    needs = ("evaluation", "inputs", "raw_text")
     sections = {"instruction": InstructionConfig}
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:

@@ -1,4 +1,4 @@
-"""Fine-tuning on instructions and their answers."""
+"""Flags for fine-tuning on instructions and their answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class InstructionConfig(KindConfig):
     """Instruction data: format of the examples, and tokens that count in the loss."""
 
     sft: bool = option(False)
-    """Supervised fine-tuning: the data paths are files with instructions and answers (JSON, JSON
+    """Supervised fine-tuning: read the data paths as files of instructions and answers (JSON, JSON
     lines, Parquet, CSV, TSV), or folders or globs of such files, instead of prefixes of indexed
     datasets."""
     prompt_format: str = option(
@@ -24,42 +24,42 @@ class InstructionConfig(KindConfig):
         spellings={"default": "chat"},
     )
     """Format of instructions and answers: a chat template, Alpaca's headings, or plain text. auto
-    is the chat template if there is one, else Alpaca's headings; pairs of prompt and completion
-    are plain."""
+    uses plain text for prompt-completion pairs. For other examples it uses the chat template if
+    there is one, and otherwise Alpaca's headings."""
     chat_template: str | None = option(None, derived="that of the tokenizer, if it has one")
     """File with the chat template (Jinja)."""
     loss_on: str = option("all", choices=("all", "last", "everything"))
     """Tokens that count in the loss: all answers, the last answer of each example, or everything.
-    The token that ends an answer is part of it."""
+    An answer includes its end token."""
     packing: bool = option(False, aliases=("--sft-sequence-packing",))
-    """Pack several examples into a sample; attention does not cross examples, and position ids
-    restart with each. Without it a sample is one example with padding."""
+    """Pack several examples into a sample. Attention does not cross examples, and position ids
+    restart with each example. Without this flag a sample is one example with padding."""
     on_long_example: str = option("truncate", choices=("truncate", "skip"))
-    """What to do with an example longer than --seq-length plus one token."""
+    """Handling of examples of more than --seq-length plus one token."""
     sft_loss_weights: str = option(
         "micro-batches", choices=("micro-batches", "tokens", "examples"), role="results"
     )
-    """What counts equally in the loss of a step: the mean of each micro batch, as Megatron has it;
-    every token with a loss; or every example, whatever the length of its answers. The last two do
-    not depend on how a batch is cut into micro batches."""
+    """Unit that counts equally in the loss of a step: the mean of each micro batch, as in Megatron;
+    every token in the loss; or every example, regardless of the length of its answers. With tokens
+    and examples, the loss does not depend on how a batch is split into micro batches."""
     sft_padding: str = option("longest", choices=("longest", "seq-length"))
-    """Without --packing, samples are padded to the longest of a micro batch (of all micro batches
-    of a step in a pipeline) or to --seq-length."""
+    """Length to which samples are padded without --packing: the longest in a micro batch (with
+    pipeline parallelism, in all micro batches of a step), or --seq-length."""
     neftune_noise_alpha: float | None = option(None, bounds=POSITIVE, role="results")
-    """Add noise to the token embeddings in training, uniform up to this over the root of the
-    example's tokens x hidden size (NEFTune, Jain et al. 2023)."""
+    """Add uniform noise to the token embeddings in training. Its magnitude is at most this value
+    divided by sqrt(tokens of the example x hidden size) (NEFTune, Jain et al. 2023)."""
     log_token_accuracy: bool = option(False)
-    """Also log how many tokens with a loss the model predicts in training steps; evaluations on
-    instruction data always report it."""
+    """Also log the fraction of tokens in the loss that the model predicts correctly in training
+    steps. Evaluations on instruction data always report it."""
 
     split_by: str = option("order", choices=("order", "prompt"))
-    """How --split divides examples: in the order of the files, or with all examples of a prompt in
-    one part, which a hash of the prompt draws. Then no prompt that is evaluated was trained on."""
+    """How --split divides examples: in file order, or by a hash of the prompt. By prompt, all
+    examples of a prompt are in the same split, so no evaluated prompt was trained on."""
 
     messages_column: str | None = option(None, derived="messages, conversations")
     """Column (key of a record) with the messages of a conversation."""
     prompt_column: str | None = option(None, derived="instruction, prompt, question, query")
-    """Column with an instruction or question, or with the messages that an answer follows."""
+    """Column with an instruction or question, or with the messages before an answer."""
     context_column: str | None = option(None, derived="input, context")
     """Column with the text that an instruction or question is about."""
     response_column: str | None = option(None, derived="output, response, completion, answer")
@@ -71,10 +71,10 @@ class InstructionConfig(KindConfig):
     rejected_column: str | None = option(None, derived="rejected")
     """Column with the worse answer of a preference."""
     label_column: str | None = option(None, derived="label, kto_tag")
-    """Column that says whether an answer is good (kto)."""
+    """Column that tells whether an answer is good (for kto)."""
     ignore_columns: tuple[str, ...] = option(())
-    """Columns of records, and keys of messages, to leave out. Without this flag a key that is not
-    known is an error."""
+    """Columns of records, and keys of messages, to ignore. Without this flag, an unknown key is an
+    error."""
 
     files: ClassVar[str | None] = "instruction"
     samples: ClassVar[str] = PACKED
@@ -88,7 +88,7 @@ class InstructionConfig(KindConfig):
 
     @property
     def pads_batches(self) -> bool:
-        """True if samples are as long as their batch needs."""
+        """True if samples are padded only to the longest of their batch."""
         return not self.packing and self.sft_padding == "longest"
 
     @property

@@ -1,35 +1,33 @@
-"""Training on instructions and answers: the weighting of a step's loss, the number of predicted
-tokens, and noise on the embeddings."""
+"""Loss of instruction tuning: weights of micro batches, token accuracy, and embedding noise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron.config import ConfigError, RunConfig
+from megatron.features.evaluation.scoring import SCORES, BestTokens, token_scores
 from megatron.features.instruction.batches import example_lengths
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.model.embedding import LM_LOSS
-from megatron.model.layer_list import EmbeddingNoise, LayerState
+from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure, ModelSpec
-from megatron.parallel.cross_entropy import (
-    BestTokens,
-    LogitChunks,
-    chunked_losses,
-    linear_cross_entropy,
-)
+from megatron.parallel.cross_entropy import LogitChunks, chunked_losses, linear_cross_entropy
 from megatron.parallel.loss_head import HeadInput
+from megatron.parallel.tensor_parallel import TensorParallel
 
 ACCURACY = "token accuracy"
-"""Share of the tokens in the loss that the model finds most probable."""
+"""Fraction of the tokens in the loss that are the model's most probable prediction."""
 
 
 def with_instruction(spec: ModelSpec, config: RunConfig) -> ModelSpec:
-    """A language model trained as the flags of instruction data say, and evaluated with its token
-    accuracy. Raises ConfigError if that is to be logged next to the losses of a teacher."""
+    """Return the spec with the training loss set by the instruction flags, and with token accuracy
+    in evaluations. Raises ConfigError if another feature replaces the losses, and token accuracy
+    should be logged."""
     flags = config.section(InstructionConfig)
     replaced = next(filter(None, (section.replaces_losses for section in config.sections)), None)
     if replaced is not None and flags.log_token_accuracy:
@@ -49,8 +47,8 @@ def with_instruction(spec: ModelSpec, config: RunConfig) -> ModelSpec:
 
 
 class CountingChunks(LogitChunks):
-    """Chunks whose second number is how many of the tokens whose mask is not 0 are the most
-    probable ones; the logits are computed once."""
+    """Loss chunks that also count how many of the tokens in the loss are the most probable
+    prediction. The logits are computed only once."""
 
     def losses(self) -> tuple[Tensor, ...]:
         self._best = BestTokens(self.labels_T, self.work)
@@ -61,13 +59,14 @@ class CountingChunks(LogitChunks):
 
     def logits(self, chunk: slice) -> Tensor:
         logits_CP = super().logits(chunk)
-        self._best.add(chunk, logits_CP[:, : self.columns.used])  # before gradients replace them
+        # Must precede the backward pass, whose gradients overwrite the logits.
+        self._best.add(chunk, logits_CP[:, : self.columns.used])
         return logits_CP
 
 
 @dataclass(frozen=True)
 class ResponseLoss:
-    """The cross entropy of the tokens that count, times the weight of a micro batch in its step."""
+    """Cross entropy of the tokens in the loss, times the weight of the micro batch in its step."""
 
     accuracy: bool
 
@@ -90,10 +89,10 @@ class ResponseLoss:
 
 
 def _evaluated(state: LayerState, batch: Any) -> dict[str, Tensor]:
-    assert state.scores is not None and state.targets is not None
-    log_probs_BP, correct_BP = state.scores
+    assert state.targets is not None
+    log_probs_BP, correct_BP = token_scores(state)
     targets = state.targets.whole or state.targets
-    # What ranks can divide may be more than there are.
+    # Scores may be padded to a number of positions that divides evenly among ranks.
     targets = targets.padded(log_probs_BP.shape[1] - targets.mask_BS.shape[1])
     mask_BP = targets.mask_BS.to(log_probs_BP.dtype)
     weight, counted = batch.weights_2
@@ -107,8 +106,8 @@ def _evaluated(state: LayerState, batch: Any) -> dict[str, Tensor]:
 
 
 def _shares(means: Mapping[str, float]) -> dict[str, float]:
-    """Return the numbers of an evaluation from the means over its micro batches. They do not depend
-    on how samples are split into micro batches."""
+    """Convert the means over an evaluation's micro batches to its results, which do not depend on
+    how samples are split into micro batches."""
     return {
         LM_LOSS: means["loss"] / max(means["weight"], 1e-300),
         ACCURACY: means["correct"] / max(means["counted"], 1e-300),
@@ -116,7 +115,7 @@ def _shares(means: Mapping[str, float]) -> dict[str, float]:
 
 
 EVALUATION = Measure(
-    ("loss", "weight", "correct", "counted"), _evaluated, ends="scores", report=_shares
+    ("loss", "weight", "correct", "counted"), _evaluated, objective=SCORES, report=_shares
 )
 
 
@@ -127,6 +126,35 @@ def _with_objective(
         return begin(batch).changed(objective=objective, batch=batch)
 
     return started
+
+
+class EmbeddingNoise(NamedTuple):
+    """Noise on token embeddings in training: uniform between -w and w, where w is ``alpha`` /
+    sqrt(tokens x hidden size) (NEFTune, Jain et al. 2023, arXiv:2310.05914, algorithm 1).
+
+    Attributes:
+        longest: maximum number of tokens of a sample. Noise is always drawn for this number, so
+            that it does not depend on the padding.
+        tokens_BS: number of tokens of each token's example, without padding, float32.
+    """
+
+    alpha: float
+    longest: int
+    tokens_BS: Tensor
+
+    def drawn(self, x_BSH: Tensor, seed: int, tp: TensorParallel) -> Tensor:
+        """Draw the noise of the embeddings ``x_BSH``, which are this rank's slice in a
+        sequence-parallel region. The values do not depend on the parallel layout."""
+        random = torch.Generator(x_BSH.device).manual_seed(seed)
+        samples, length = self.tokens_BS.shape
+        shape = (samples, self.longest, x_BSH.shape[-1])
+        draws_BSH = torch.rand(shape, generator=random, device=x_BSH.device)[:, :length]
+        width_BS = self.alpha * (self.tokens_BS * shape[-1]).rsqrt()
+        draws_BSH, width_BS = (
+            tp.own(tp.context.take(each, 1), 1) for each in (draws_BSH, width_BS)
+        )
+        noise_BSH = (2 * draws_BSH - 1) * width_BS[..., None]
+        return noise_BSH.to(x_BSH.dtype)
 
 
 def _with_noise(

@@ -1,5 +1,5 @@
-"""Files of records: JSON lines, JSON arrays, Parquet, CSV and TSV, and folders of data sets as the
-Hugging Face Hub has them, whose files are named by their split."""
+"""Reading of record files: JSON lines, JSON arrays, Parquet, CSV and TSV, and folders from the
+Hugging Face Hub, whose files are named after their split."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from megatron.util.json_text import MAX_DEPTH
 _PLAIN = (".json", ".jsonl", ".csv", ".tsv")
 ENDINGS = (*_PLAIN, ".parquet", *(f"{ending}.gz" for ending in _PLAIN))
 TRAIN, HELD_OUT = ("train",), ("validation", "valid", "val", "dev", "eval", "test")
-"""Names of splits."""
+"""Split names for training and for evaluation. Earlier evaluation names take precedence."""
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?")
 _ABOUT = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
-"""Files of the Hub and of `datasets` that have no records."""
+"""Metadata files of the Hub and of `datasets`, which contain no records."""
 _ROWS = 32
-"""Rows of a Parquet file that are in memory at a time."""
+"""Number of rows of a Parquet file that are in memory at a time."""
 _LARGE_BATCH = 1 << 26
-"""Bytes of such rows."""
+"""Size in bytes above which a decompressed batch of rows is checked for excessive inflation."""
 
 
 def records_of(path: str) -> Iterator[tuple[str, Any]]:
-    """Each record of a file after its place for messages. Raises ValueError, which names the place,
-    if the file is malformed."""
+    """Yield (location, record) for each record of a file. The location is for error messages.
+    Raises ValueError with the location if the file is malformed."""
     name = path.lower()
     if name.endswith(".parquet"):
         yield from _rows_of_parquet(path)
@@ -59,8 +59,8 @@ def _opened(path: str) -> io.BufferedReader:
 
 
 def example_files(path: str) -> list[TextFile]:
-    """Return the files of a path: a file, a folder or a glob. Raises FileNotFoundError; ValueError
-    for a folder with several splits, one of which the path must name, or without any records."""
+    """Return the files of a path: a file, a folder or a glob. Raises FileNotFoundError if no file
+    matches, and ValueError if a folder has no records or several splits."""
     splits = splits_of(path)
     if len(splits) > 1:
         raise ValueError(f"{path} has several splits: name one as the path, {_listed(splits)}")
@@ -76,9 +76,9 @@ def example_files(path: str) -> list[TextFile]:
 
 
 def split_of(path: str, kinds: Sequence[str]) -> str:
-    """The split of a folder, as a glob, that has the first of some kinds that there are; a path
-    that is not a folder of splits as it is. Raises ValueError if no split is of such a kind, or
-    several are."""
+    """Return the split of a folder, as a glob. It is of the first of ``kinds`` that the folder has.
+    A path that is not a folder of splits is returned unchanged. Raises ValueError if no split is of
+    these kinds, or several are of the chosen kind."""
     splits = splits_of(path)
     if not splits:
         return path
@@ -91,8 +91,8 @@ def split_of(path: str, kinds: Sequence[str]) -> str:
 
 
 def splits_of(path: str) -> dict[str, str]:
-    """The splits of a folder by name (after the folder they are in), each as a glob of its files;
-    empty if the path is not a folder whose files, or the folders in it, are named by splits."""
+    """Return the splits of a folder as globs, by name with the subfolder as a prefix. Return an
+    empty dictionary if neither files nor subfolders are named after splits."""
     splits: dict[str, str] = {}
     is_sharded = False
     folder = Path(path)
@@ -118,14 +118,14 @@ def splits_of(path: str) -> dict[str, str]:
 
 
 def _has_records(file: Path, folder: Path) -> bool:
-    """True for a file of a folder that is neither hidden nor about the data set."""
+    """Return whether a file in a folder has records: it is neither hidden nor metadata."""
     parts = file.relative_to(folder).parts
     is_hidden = any(part.startswith(".") or part == FOLDER for part in parts)
     return file.name.endswith(ENDINGS) and file.name not in _ABOUT and not is_hidden
 
 
 def _kind(split: str) -> str | None:
-    """The kind of a split: ``train`` of ``data/train_sft``."""
+    """Return the kind of a split, such as ``train`` for ``data/train_sft``, or None."""
     words = re.split(r"[-_.]", split.rpartition("/")[2].lower())
     return next((word for word in words if word in (*TRAIN, *HELD_OUT)), None)
 
@@ -172,7 +172,7 @@ def _parsed(text: bytes, place: str) -> Any:
 
 
 def _rows_of_table(path: str, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Rows of a table whose first row names the columns."""
+    """Yield (location, row) for a table whose first row contains the column names."""
     with _opened(path) as file:
         rows = TableRows(file, delimiter, strict=True)
         names: list[str] | None = None
@@ -213,22 +213,22 @@ def _rows_of_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _batches(file: Any, group: int, where: str) -> Iterator[Any]:
-    """Rows of a row group, a few at a time. Raises ValueError if a few bytes stand for too much."""
+    """Yield the rows of a row group in small batches. Raises ValueError on excessive inflation."""
     chunks = file.metadata.row_group(group)
     columns = [chunks.column(place) for place in range(chunks.num_columns)]
     packed = sum(column.total_compressed_size for column in columns)
     check_inflation(packed, sum(column.total_uncompressed_size for column in columns), where)
     large = 0
     for batch in file.iter_batches(_ROWS, [group]):
-        if batch.nbytes > _LARGE_BATCH:  # rows may share texts, which are in the file once
+        if batch.nbytes > _LARGE_BATCH:  # repeated texts may be stored only once
             large += batch.nbytes
             check_inflation(packed, large, where)
         yield batch
 
 
 def _pruned(value: Any, depth: int = 0) -> Any:
-    """A record whose objects lack the keys without a value: Parquet gives every object the keys of
-    all others. A message without content keeps that key."""
+    """Return a record without null keys in its objects, because Parquet gives every object the keys
+    of all others. Null contents of messages are kept."""
     if isinstance(value, list):
         return [_pruned(item, depth) for item in value]
     if not isinstance(value, dict):

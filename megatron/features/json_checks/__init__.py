@@ -1,1 +1,1 @@
-"""DeepSpeed JSON files, checked by name."""
+"""Checks of DeepSpeed JSON files, whose error messages name the key."""

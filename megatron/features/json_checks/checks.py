@@ -1,5 +1,5 @@
-"""Checks of a DeepSpeed JSON file for what DeepSpeed or this trainer would misunderstand or ignore,
-or fail on later."""
+"""Checks of a DeepSpeed JSON file for keys and values that DeepSpeed or this trainer would misread,
+ignore, or fail on only later."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ _FIXED_OPTIMIZER_PARAMS: Json = {
     "bias_correction": True,
     "nesterov": False,
 }
-"""Fixed in the trainer's optimizers; another value would be ignored, and is refused."""
+"""Optimizer parameters that this trainer cannot change. Other values would have no effect, so they
+are errors."""
 
 
 _IMPLEMENTATIONS = frozenset({"torch_adam", "fused", "foreach"})
-"""Optimizer parameters that choose a kernel and do not change the result."""
+"""Optimizer parameters that select a kernel. They are accepted, and do not affect results."""
 
 
 _KNOWN_KEYS = frozenset(TABLES["known"])
@@ -62,29 +63,30 @@ _OFFLOAD = ("offload_optimizer", "offload_param")
 
 
 _DEVICES = ("none", "cpu", "nvme")
-"""Devices to which states can be offloaded."""
+"""Devices to which optimizer states and parameters can be offloaded."""
 
 
 _SECTIONS = tuple(
     """tensorboard wandb csv_monitor comet comms_logger flops_profiler aio timers data_efficiency
     data_types""".split()
 )
-"""Keys with an object as their value, in addition to :data:`PAIRS`."""
+"""Keys whose values must be objects, in addition to the sections in :data:`PAIRS`."""
 
 
 _LEVELS = "debug, info, warning, error or critical"
 
 
 _LIBRARIES = {"wandb": "wandb", "comet": "comet_ml"}
-"""Sections that need a package."""
+"""Names of the packages that sections need, by section."""
 
 
 _WRITES = ("tensorboard.output_path", "csv_monitor.output_path", "flops_profiler.output_file")
 
 
 def file_notes(content: Json, path: str) -> list[str]:
-    """Lines for the user about the JSON at ``path``: keys that are left out or without effect, and
-    each place to which the JSON makes DeepSpeed write or send; another user's JSON may name any."""
+    """Return notes for the user about the JSON at ``path``: keys that are dropped or have no
+    effect, and every path or service to which it makes DeepSpeed write or send data. These matter
+    because another person may have written the file."""
     notes = [
         f"{path}: {key} is off, and is left out: DeepSpeed refuses the key itself since "
         f"{REMOVED[key]}"
@@ -124,24 +126,25 @@ _NAMES = (
 
 
 _QUOTED = re.compile(rf'"({_NAMES})"')
-"""A placeholder of the templates of Megatron-DeepSpeed's scripts, in a file that is JSON."""
+"""Placeholder in the templates of Megatron-DeepSpeed's scripts, as a string in valid JSON."""
 
 
 _BARE = re.compile(rf"[:,\[{{]\s*({_NAMES}\b|\$(?:\w+|\{{\w+\}})|[A-Z][A-Z0-9_]{{2,}}\b)")
-"""One outside of strings, or a variable of a shell: the file is not JSON then."""
+"""Placeholder or shell variable outside of strings, which makes the file invalid JSON."""
 
 
-_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"?')  # one that does not end is read once
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"?')  # an unterminated string is scanned only once
 
 
 def check_text(text: str, path: str) -> None:
-    """Raise ConfigError if a file that is not JSON is a template with placeholders."""
+    """Raise ConfigError if the text of a file that is not valid JSON has unfilled placeholders."""
     _refuse_placeholders(_STRING.sub('""', text), path, _BARE)
 
 
 def checked(text: str, content: Json, path: str) -> Json:
-    """Return a file's object without disabled refused sections. Raises ConfigError, which names the
-    key, for an unknown or refused key, or a value that DeepSpeed would fail on."""
+    """Return a file's JSON object without unsupported sections that are disabled. Raises
+    ConfigError, which names the key, if a key is unknown or unsupported, or if DeepSpeed would fail
+    on a value."""
     _refuse_placeholders(text, path, _QUOTED)
     _check_keys(content, path)
     _check_removed(content, path)
@@ -149,12 +152,12 @@ def checked(text: str, content: Json, path: str) -> Json:
     _check_values(content, path)
     _check_offload(content, path)
     _check_optimizer(content, path)
-    # DeepSpeed's own readers of these sections may refuse the switch, or act without looking at it.
+    # DeepSpeed may reject the key "enabled" in these sections, or act on them without checking it.
     return {key: value for key, value in content.items() if not _is_off(key, value)}
 
 
 def _refuse_placeholders(text: str, path: str, pattern: re.Pattern[str]) -> None:
-    """Refuses a template that still has a placeholder."""
+    """Raise ConfigError, with the line number, if a placeholder matches ``pattern``."""
     match = pattern.search(text)
     if match is None:
         return
@@ -166,7 +169,8 @@ def _refuse_placeholders(text: str, path: str, pattern: re.Pattern[str]) -> None
 
 
 def _check_keys(content: Json, path: str) -> None:
-    """Refuses keys at the top that DeepSpeed or the trainer does not read."""
+    """Raise ConfigError for top-level keys that are unknown, unsupported by the trainer, or newer
+    than the installed DeepSpeed."""
     removed = {key for key in REMOVED if "." not in key}
     known = _KNOWN_KEYS | removed | _NEWER_KEYS.keys()
     for key, value in content.items():
@@ -184,12 +188,12 @@ def _check_keys(content: Json, path: str) -> None:
 
 
 def _is_off(key: str, value: Any) -> bool:
-    """True for a section that the trainer would refuse but that enables nothing."""
+    """Return whether ``value`` is an unsupported section that is disabled."""
     return key in _REFUSED and isinstance(value, dict) and value.get("enabled") is False
 
 
 def _check_removed(content: Json, path: str) -> None:
-    """Refuses keys that DeepSpeed has removed if they are on, or neither on nor off."""
+    """Raise ConfigError if a key that DeepSpeed has removed is enabled or malformed."""
     for key, value in removed_keys(content):
         places = list(_switched_on(key, value, path))
         if places:
@@ -201,14 +205,14 @@ def _check_removed(content: Json, path: str) -> None:
 
 
 def _switched_on(key: str, value: Any, path: str) -> Iterator[str]:
-    """The places at which the value of a removed key switches something on."""
+    """Yield the keys that a removed key's ``value`` enables. Raises ConfigError if malformed."""
     if key == f"{ZERO}.mics_shard_size" and value is not None:
         if type(value) is not int:
             raise ConfigError(f"{path}: {key} is {shown(value)}; it must be an integer")
         if value > 0:
             yield f"{key} {value}"
     elif isinstance(value, dict) and key in ("sparse_attention", f"{ZERO}.zeropp_loco_param"):
-        # Without a switch: on as soon as it says anything.
+        # These sections are enabled by any content, unless "enabled" is false.
         if value.get("enabled", bool(value)):
             yield key
     elif isinstance(value, dict):
@@ -224,7 +228,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _check_sections(content: Json, path: str) -> None:
-    """Refuses a plain value where known keys are in an object or a list."""
+    """Raise ConfigError if a section is a plain value where an object, or a list for the betas, is
+    expected."""
     keys = [f"zero_optimization.{key}.device" for key in _OFFLOAD]
     keys += [*_VALUES, *(f"{name}.enabled" for name in _SECTIONS)]
     for key in (*(pair.key for pair in PAIRS), *keys):
@@ -243,7 +248,7 @@ def _check_sections(content: Json, path: str) -> None:
 
 
 def _check_values(content: Json, path: str) -> None:
-    """Refuses what DeepSpeed would fail on in the middle of a run."""
+    """Raise ConfigError for values on which DeepSpeed would fail in the middle of a run."""
     for key, wanted in _VALUES.items():
         value = get(content, key)
         if value is None or value == "auto":

@@ -1,9 +1,9 @@
-"""DeepSpeed JSON files are refused by name where DeepSpeed or this trainer would misunderstand or
-ignore them, or fail on them later."""
+"""Feature that checks DeepSpeed JSON files for keys and values that DeepSpeed or this trainer would
+misread, ignore, or fail on only later. Error messages name the key."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config.features import Feature
@@ -24,6 +24,12 @@ class JsonChecks(Feature):
         from megatron.features.json_checks.checks import file_notes
 
         return file_notes(content, path)
+
+    def check_engine(self, content: Mapping[str, Any], config: Any) -> Sequence[str]:
+        from megatron.features.json_checks.completed import refuse
+
+        refuse(dict(content), config)
+        return ()
 
 
 FEATURE = JsonChecks()

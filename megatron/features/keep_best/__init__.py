@@ -1,1 +1,1 @@
-"""Checkpoints of the best evaluation, and early stopping."""
+"""Keeping the checkpoint with the best evaluation, and early stopping."""

@@ -1,5 +1,5 @@
-"""The best evaluation of a run: the checkpoint that is kept for it, and the end without a better
-one."""
+"""Tracking of the best evaluation of a run: its checkpoint is kept, and training can stop early if
+no better one follows."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ logger = logging.getLogger(__name__)
 
 
 class BestEvaluation(Callback):
-    """Follows the validation loss, the mean of all validation sets. Its evaluations so far are in
-    ``best_epoch.json`` next to the checkpoints, so that a resumed run continues with them.
+    """Callback that tracks the validation loss, the mean over all validation sets. The evaluations
+    so far are stored in ``best_epoch.json`` next to the checkpoints, so that a resumed run
+    continues with them.
 
     Args:
-        save: the folder of checkpoints; None without.
-        keeps: whether every evaluation that is the best so far is followed by a checkpoint, which
-            the file names and ``--keep-last`` does not delete.
-        patience: after how many evaluations in a row without a lower loss training stops; None for
-            never.
+        save: the folder of checkpoints; None if nothing is saved.
+        keeps: True to save a checkpoint after every evaluation that is the best so far. The file
+            names it, and ``--keep-last`` does not delete it.
+        patience: number of consecutive evaluations without a lower loss after which training stops;
+            None for never.
     """
 
     def __init__(
@@ -49,15 +50,15 @@ class BestEvaluation(Callback):
         self._mesh, self._main = mesh, mesh.world.rank == 0
         self._now: dict[str, float] = {}
         self.losses: dict[int, float] = {}
-        """Record the validation loss after this many steps."""
+        """Validation loss by the number of steps before the evaluation."""
         if iteration and self._path is not None:
             best = mesh.world.shared(self.read(self._path) if self._main else {})
             self.losses = {at: loss for at, loss in best.items() if at <= iteration}
 
     @staticmethod
     def read(path: Path) -> dict[int, float]:
-        """The validation losses of a file by their steps; nothing without it. Raises ConfigError if
-        it is malformed."""
+        """Return the validation losses in a file by their steps, empty if the file does not exist.
+        Raises ConfigError if the file is malformed."""
         if not path.is_file():
             return {}
         try:
@@ -74,23 +75,24 @@ class BestEvaluation(Callback):
 
     @property
     def best(self) -> int | None:
-        """The steps before the first evaluation with the lowest loss."""
+        """Number of steps before the first evaluation with the lowest loss, or None without
+        evaluations."""
         return _best(self.losses)
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
         if isinstance(evaluation, Evaluation) and not evaluation.test:
             self._now[evaluation.name] = _minimised(trainer, evaluation)
-        # An evaluation of another kind may have a number that is best when it is lowest.
+        # Other kinds of evaluation may provide a value to minimise.
         elif (number := getattr(evaluation, "minimised", None)) is not None:
             self._now[evaluation.kind] = number
 
     def evaluate(self, trainer: Trainer, last: bool) -> None:
-        """After the validation: takes it into account."""
+        """Record the losses of a completed validation, and save a checkpoint if it is the best."""
         if not self._now:
             return
         mean = math.fsum(self._now.values()) / len(self._now)
         self._now = {}
-        self.losses[trainer.iteration] = self._mesh.world.shared(mean)  # all ranks decide alike
+        self.losses[trainer.iteration] = self._mesh.world.shared(mean)  # the same on all ranks
         if self._keeps and self.best == trainer.iteration:
             self._checkpoints.save(trainer.iteration, trainer.consumed_samples)
         self._write()
@@ -128,13 +130,13 @@ class BestEvaluation(Callback):
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._path, (json.dumps(content, indent=2) + "\n").encode())
-        except OSError as error:  # the next evaluation writes all of them
+        except OSError as error:  # the next evaluation writes all losses again
             logger.warning("%s cannot be written: %s", self._path, error.strerror)
 
 
 def stopped_early(save: Path, patience: int | None, iteration: int) -> bool:
-    """True if ``--early-stopping-patience`` ended the run with checkpoints in ``save`` after this
-    many steps."""
+    """Return whether ``--early-stopping-patience`` ended the run with checkpoints in ``save`` after
+    this number of steps."""
     losses = {} if patience is None else BestEvaluation.read(save / BEST)
     best = _best(losses)
     return patience is not None and best is not None and _is_over(losses, best, patience, iteration)
@@ -150,7 +152,8 @@ def _is_over(losses: Mapping[int, float], best: int, patience: int, iteration: i
 
 
 def _minimised(trainer: Trainer, evaluation: Evaluation) -> float:
-    """Return the minimised number, as evaluated, without terms that exist only in training."""
+    """Return the loss that training minimises, as evaluated, without terms that exist only in
+    training."""
     spec = trainer.engine.spec
     values: dict[str, Any] = {
         name: weight * evaluation.losses[name]

@@ -1,4 +1,4 @@
-"""The best evaluation of a run: its checkpoint, and the end without a better one."""
+"""Keeping the checkpoint with the best evaluation, and early stopping."""
 
 from __future__ import annotations
 

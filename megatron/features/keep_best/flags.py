@@ -1,4 +1,4 @@
-"""Flags of the best evaluation of a run."""
+"""Flags for keeping the best checkpoint and for early stopping."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from megatron.config.flags import POSITIVE, ConfigResolver, option
 
 @dataclass(frozen=True, kw_only=True)
 class KeepBestFlags(FlagPart):
-    """The best checkpoint."""
+    """Best checkpoint."""
 
     before: ClassVar[str] = "save_universal"
 
     keep_best: bool = option(False)
-    """Keep the checkpoint with the lowest validation loss, regardless of --keep-last; an evaluation
-    that is the best so far is followed by a checkpoint. best_epoch.json names it."""
+    """Keep the checkpoint with the lowest validation loss, regardless of --keep-last. A checkpoint
+    is saved after every evaluation that is the best so far. best_epoch.json names the best one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatienceFlags(FlagPart):
-    """The end of a run that does not get better."""
+    """Early stopping of a run whose validation loss no longer improves."""
 
     before: ClassVar[str] = "skip_train"
 
     early_stopping_patience: int | None = option(None, bounds=POSITIVE, role="course")
-    """Save and stop after this many evaluations in a row without a lower validation loss."""
+    """Save a checkpoint and stop after this number of consecutive evaluations without a lower
+    validation loss."""
 
 
 def check_evaluations(config: Any, resolver: ConfigResolver) -> None:
-    """Refuses flags that compare evaluations in a run without them, or without a folder."""
+    """Raise ConfigError if the flags need evaluations or a folder that the run does not have."""
     resolver.check(
         config.checkpoint.save is not None or not config.checkpoint.keep_best,
         f"{resolver.show('keep_best')} needs --save, the folder to save in",

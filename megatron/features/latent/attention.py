@@ -1,12 +1,13 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C).
 
-A token has one latent vector and one rotated key, which all heads share. In training both are
-expanded to a key and a value of each head. Generation keeps the two as they are, and moves the map
-from latents to keys to the queries, and that to values behind the attention (the absorbed form).
+A token has one latent vector and one rotated key, which all heads share. Training expands these to
+a key and a value per head. Generation caches them unexpanded. It applies the projection from
+latents to keys to the queries instead, and the projection to values after the attention (the
+absorbed form).
 
-Shapes: B batch, S sequence inside of the cut layers, s outside of them (a slice of it where the
-sequence is split), H hidden, N heads of this rank, C channels of a head without positions, R
-rotated channels, D = C + R, V channels of a value, L latent, Q latent of queries, W = L + R.
+Shapes: B batch, S sequence inside the sharded layers, s outside them (a slice of it with sequence
+parallelism), H hidden size, N heads of this rank, C channels of a head without positions, R rotated
+channels, D = C + R, V channels of a value, L latent, Q latent of queries, W = L + R.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +28,7 @@ from megatron.config.features import taking_part
 from megatron.features.latent.flags import LatentConfig
 from megatron.model.attention_backends import attention_backend
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring
-from megatron.model.caches import LayerCache
-from megatron.model.layer_list import LayerState
+from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.norm import Norm, norm_of
 from megatron.model.rope import RotaryEmbedding, apply_rope, mscale
 from megatron.parallel.layers import ColumnParallelLinear, ParallelLinear, RowMap, RowParallelLinear
@@ -37,12 +37,12 @@ from megatron.parallel.shard import Cut, Init, Shard, initial, parameter
 from megatron.parallel.tensor_parallel import TensorParallel
 
 Angles = tuple[Tensor, Tensor] | None
-"""Cosines and sines; None without rotary positions."""
+"""Cosines and sines of the RoPE rotation; None without rotary positions."""
 
 
 class WholeParallelLinear(ParallelLinear):
-    """y = x A^T + b outside the cut layers, which every rank has whole and applies to its slice of
-    the sequence; it can have adapters and kernels as the layers that are cut."""
+    """Replicated linear layer y = x A^T + b outside the sharded layers. Every rank applies the
+    whole weight to its slice of the sequence. Adapters and kernels work as in sharded layers."""
 
     def __init__(
         self, inputs: int, outputs: int, *, bias: bool, init: Init, tp: TensorParallel
@@ -53,7 +53,7 @@ class WholeParallelLinear(ParallelLinear):
         self.bias = parameter(Shard((outputs,)), Init(), at, tp.split) if bias else None
 
     def forward(self, x_BsI: Tensor) -> Tensor:
-        """[B, s, I] to [B, s, O]."""
+        """Project [B, s, I] to [B, s, O]."""
         if self.adapters is not None:
             maps = (LinearMap(self.weight, self.bias, 1, self.kernel, self.weight_kept),)
             return self.adapters.outputs(self, x_BsI, maps)[0]
@@ -63,7 +63,7 @@ class WholeParallelLinear(ParallelLinear):
 
 
 class HeadMaps(ColumnParallelLinear):
-    """The maps from latent vectors to keys and values of heads, ``sizes`` channels each."""
+    """Projections from latent vectors to heads. ``sizes``: channels of a head's keys and values."""
 
     def __init__(
         self, rank: int, heads: int, sizes: list[int], *, init: Init, tp: TensorParallel
@@ -73,15 +73,15 @@ class HeadMaps(ColumnParallelLinear):
 
     @property
     def row_matrices(self) -> tuple[Tensor, ...]:
-        """A matrix of each shape that the absorbed form multiplies by."""
+        """Weights by which the absorbed form multiplies, one head of each shape."""
         keys_CL, values_VL = self.weight.detach()[: sum(self.sizes)].split(self.sizes)
         return keys_CL.t(), values_VL
 
     def forward(
         self, x_BSL: Tensor, use: Callable[[Sequence[RowMap]], Tensor] | None = None
     ) -> Tensor:
-        """Map [B, s, L] to [B, S, N (C + V)]; or return ``use`` of the weight. Both go through
-        ``forward`` because ZeRO 3 gathers the weight around module calls."""
+        """Project [B, s, L] to [B, S, N (C + V)] or, with ``use``, return the result of calling it
+        on the weight. ZeRO 3 gathers the weight only during ``forward``, so this happens here."""
         if use is None:
             return super().forward(x_BSL)
         if self.adapters is None:
@@ -89,14 +89,32 @@ class HeadMaps(ColumnParallelLinear):
         return use(self.adapters.changed(self, self.weight))
 
 
+class LatentCache(LayerCache, Protocol):
+    """Latent vectors of sequences, for generation: W numbers of a key, V of a value."""
+
+    def attend_latents(
+        self,
+        layer: int,
+        q_BSNW: Tensor,
+        latents_BSW: Tensor,
+        width: int,
+        scores: AttentionScoring,
+        sinks_N: Tensor | None,
+    ) -> Tensor:
+        """[B, S, N, V] of a block whose heads share one key, the latent vector, of which the first
+        V = ``width`` numbers are also the value. Its memory is
+        :class:`~megatron.config.sections.Latents`, and ``scores`` have a scale."""
+        ...
+
+
 class LatentInputs(NamedTuple):
-    """Inputs of the maps to heads.
+    """Inputs of the projections to heads.
 
     Attributes:
         of_queries: hidden states [B, s, H], or the latent vectors of queries [B, s, Q].
-        of_keys: [B, s, L].
-        rotary_BS1R: the part of the keys that all heads share, rotated.
-        angles: for the queries.
+        of_keys: latent vectors of keys and values, [B, s, L].
+        rotary_BS1R: channels of the keys that all heads share, already rotated.
+        angles: rotation for the queries.
     """
 
     of_queries: Tensor
@@ -106,9 +124,8 @@ class LatentInputs(NamedTuple):
 
 
 class LatentAttention(nn.Module):
-    """Causal attention whose keys and values are maps of latent vectors. ``recompute`` computes the
-    heads from the latent vectors again in the backward pass, and the kernel too, so that only the
-    latent vectors are kept."""
+    """Causal attention whose keys and values are projections of latent vectors. With ``recompute``,
+    only latent vectors are saved for the backward pass, and heads and attention are recomputed."""
 
     def __init__(
         self, config: ModelConfig, layer: int, tp: TensorParallel, recompute: bool
@@ -122,7 +139,7 @@ class LatentAttention(nn.Module):
         for feature in taking_part():
             self.attend = feature.attention(self.attend, config, layer, tp, "causal")
         assert tp.context.size == 1 or self.attend is not plain, "attention needs whole sequences"
-        # Products of matrices alone accept values of another width than the keys'.
+        # Fused kernels and context parallelism need values as wide as the keys.
         self.pads = attention.attention_backend != "eager" or tp.context.size > 1
         self.scores = scoring_of(config, layer, tp)
         self.rotation = RotaryEmbedding.of(config, layer)
@@ -132,7 +149,7 @@ class LatentAttention(nn.Module):
         if attention.softmax_type == "learnable":
             normal = Init(config.init_method_std)
             self.sinks = parameter(Shard((heads,), (Cut(0),)), normal, tp.coordinates)
-        # Biases of the maps to latent vectors exist only with biases of attention.
+        # The projections to latent vectors have biases only if attention has them but MLPs do not.
         biased = attention.proj_bias and not config.mlp.bias
         rank, queries = part.q_lora_rank, (heads * self.width,)
         self.q: ColumnParallelLinear | None = None
@@ -155,14 +172,15 @@ class LatentAttention(nn.Module):
         )
 
     def forward(self, x_BsH: Tensor, state: LayerState) -> Tensor:
-        """[B, s, H] to [B, s, H]; positions, masks and cache come from ``state``."""
+        """Apply attention to ``x_BsH``; [B, s, H]. ``state`` has positions, masks and the KV
+        cache."""
         latents = self._latents(x_BsH, state)
         if state.cache is not None:
-            absorbed = partial(self._absorbed, latents, state.cache)
+            absorbed = partial(self._absorbed, latents, cast(LatentCache, state.cache))
             return self.proj(self.kv_up(latents.of_keys, absorbed))
         masks = state.masks or AttentionMasks()
         if self.recompute and torch.is_grad_enabled():
-            # Recomputed compiled code must not find masks that the first pass made.
+            # Compiled recomputation must build its own masks, not reuse those of the first pass.
             unmade = torch.compiler.is_compiling()
             attend = self._expanded_unmade if unmade else self._expanded
             y_BSX = checkpoint(attend, latents, masks, use_reentrant=False)
@@ -188,7 +206,8 @@ class LatentAttention(nn.Module):
         )
 
     def _queries(self, latents: LatentInputs) -> tuple[Tensor, Tensor]:
-        """The two parts of the queries, [B, S, N, C] and [B, S, N, R], the second rotated."""
+        """Return the queries' channels without positions, [B, S, N, C], and the rotated ones, [B,
+        S, N, R]."""
         up = self.q_up if self.q is None else self.q
         q_BSND = up(latents.of_queries).unflatten(-1, (-1, self.width))
         sizes = [self.part.qk_head_dim, self.part.qk_pos_emb_head_dim]
@@ -199,7 +218,7 @@ class LatentAttention(nn.Module):
         return self._expanded(latents, masks.unmade())
 
     def _expanded(self, latents: LatentInputs, masks: AttentionMasks) -> Tensor:
-        """The output of all heads, [B, S, N V], with keys and values of each."""
+        """Return the attention output of all heads, [B, S, N V], from expanded keys and values."""
         part = self.part
         kv_BSNE = self.kv_up(latents.of_keys).unflatten(-1, (-1, sum(self.sizes)))
         k_BSNC, v_BSNV = kv_BSNE.split(self.sizes, dim=-1)
@@ -217,17 +236,20 @@ class LatentAttention(nn.Module):
         return y_BNSD.transpose(1, 2)[..., : part.v_head_dim].flatten(2)
 
     def _padded(self, x: Tensor) -> Tensor:
-        """Pad heads to the larger width of keys and values, for kernels with a single width; zeros
-        change neither scores nor the values before them."""
+        """Zero-pad heads to the larger of the key and value widths, for kernels that support a
+        single width. The zeros change neither the scores nor the output's first channels."""
         missing = max(self.width, self.part.v_head_dim) - x.shape[-1]
         return F.pad(x, (0, missing)) if self.pads and missing else x
 
     def _sinks(self, heads: int, like: Tensor) -> Tensor | None:
         return like.new_zeros(heads) if self.off_by_one else self.sinks
 
-    def _absorbed(self, latents: LatentInputs, cache: LayerCache, maps: Sequence[RowMap]) -> Tensor:
-        """The output of all heads, [B, S, N V], against the cache of latent vectors; ``maps`` are
-        the maps from latent vectors to heads of some rows each, where adapters differ."""
+    def _absorbed(
+        self, latents: LatentInputs, cache: LatentCache, maps: Sequence[RowMap]
+    ) -> Tensor:
+        """Return the output of all heads, [B, S, N V], from the cache of latent vectors (the
+        absorbed form). ``maps`` are the maps from latent vectors to heads, one for each set of rows
+        with different adapters."""
         part, sizes = self.part, self.sizes
         split = [(rows, up.unflatten(0, (-1, sum(sizes))).split(sizes, 1)) for rows, up in maps]
         q_BSNC, q_BSNR = self._queries(latents)
@@ -245,8 +267,9 @@ class LatentAttention(nn.Module):
 
 
 def scoring_of(config: ModelConfig, layer: int, tp: TensorParallel) -> AttentionScoring:
-    """Return the scoring of a block, with the square of YaRN's factor for all channels, where
-    --rope-scaling has ``mscale_all_dim`` (`transformers`, ``yarn_apply_mscale`` of deepseek_v3)."""
+    """Return how a block's attention scores are scaled. If --rope-scaling has ``mscale_all_dim``,
+    the scores are multiplied by the square of YaRN's factor (`transformers`, ``yarn_apply_mscale``
+    in deepseek_v3)."""
     scaling = config.positions.rope_scaling
     scale = 1 / math.sqrt(config.attention.query_pre_attn_scalar)
     if scaling.mscale_all_dim:
@@ -256,16 +279,16 @@ def scoring_of(config: ModelConfig, layer: int, tp: TensorParallel) -> Attention
 
 
 def latent_norm(config: ModelConfig, width: int, tp: TensorParallel) -> Norm | nn.Identity:
-    """Return the norm of latent vectors, for which --qk-layernorm stands, as in Megatron."""
+    """Return the norm for latent vectors, or an identity without --qk-layernorm, as in Megatron."""
     if not config.norm.qk_layernorm:
         return nn.Identity()
     return norm_of(config, width, tp, config.part(LatentConfig).latent_norm_epsilon)
 
 
 def of_heads(x_BSNI: Tensor, maps: Sequence[RowMap]) -> Tensor:
-    """Products with a matrix [O, I] of each head, [B, S, N, O]; each of ``maps`` [N, O, I] is for
-    some rows. On a CPU each head is a separate product, so that the bits of a row do not depend on
-    the number of the others."""
+    """Multiply each head's vectors by the head's own matrix. Return [B, S, N, O]. Each matrix [N,
+    O, I] in ``maps`` applies to some batch rows. On a CPU each head is a separate GEMM, so that a
+    row's result is bitwise independent of the number of other rows."""
     products: list[Tensor] = []
     for _, weight_NOI in maps:
         weight_NOI = weight_NOI.to(x_BSNI.dtype)

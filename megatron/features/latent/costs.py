@@ -1,11 +1,11 @@
-"""Weights, FLOPs and activations of latent attention.
+"""Numbers of weights, FLOPs and saved activations of latent attention.
 
-A token's products in a block are its maps to latent vectors and from them to the heads of queries,
-keys and values, and the output's (DeepSeek-V2, arXiv:2405.04434, table 1). Scores are sums over C +
-R channels, and the mix of values is over V.
+A block's GEMMs project a token to latent vectors, these to the heads of queries, keys and values,
+and the heads to the output (DeepSeek-V2, arXiv:2405.04434, table 1). Scores are sums over C + R
+channels, and weighted sums of values are over V.
 
 Shapes: N heads of a rank, C channels of a head without positions, R rotated channels, D = C + R, V
-channels of a value, L latent, Q latent of queries, H hidden.
+channels of a value, L latent, Q latent of queries, H hidden size.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron.model.flops import TransformerShape
 
 
 def layer_weights(model: ModelConfig, tensor: int = 1) -> int:
-    """Return the weights of a block's attention on one of ``tensor`` ranks, without biases and
-    norms: H Q + Q N D, or H N D, and H (L + R) + L N (C + V) + N V H."""
+    """Return the number of weights in a block's attention on one of ``tensor`` tensor-parallel
+    ranks, without biases and norms: H Q + Q N D, or H N D, plus H (L + R) + L N (C + V) + N V H."""
     part, hidden = model.part(LatentConfig), model.hidden_size
     heads, width = model.attention.num_attention_heads // tensor, model.attention.kv_channels
     rank = part.q_lora_rank
@@ -29,8 +29,8 @@ def layer_weights(model: ModelConfig, tensor: int = 1) -> int:
 
 
 def with_latents(shape: TransformerShape, model: ModelConfig) -> TransformerShape:
-    """Return the shape with the products of latent attention instead of the products of queries,
-    keys and values from hidden states."""
+    """Return the shape with the GEMMs of latent attention instead of direct projections to queries,
+    keys and values."""
     part = model.part(LatentConfig)
     if part.idle:
         return shape
@@ -47,9 +47,10 @@ def with_latents(shape: TransformerShape, model: ModelConfig) -> TransformerShap
 
 
 def kept_numbers(model: ModelConfig, tensor: int, recomputes: bool) -> tuple[int, int]:
-    """Return the numbers per token that a block keeps for its backward pass, besides its input: the
-    heads of one of ``tensor`` ranks, and latent vectors before and after their norms. With
-    ``recomputes`` queries, keys and values are recomputed from the latent vectors.
+    """Return the elements per token that a block saves for its backward pass, besides its input:
+    those of the heads on one of ``tensor`` ranks, and those of the latent vectors before and after
+    their norms. With ``recomputes``, queries, keys and values are recomputed from the latent
+    vectors.
     """
     part, width = model.part(LatentConfig), model.attention.kv_channels
     norms = 1 + model.norm.qk_layernorm
@@ -59,7 +60,7 @@ def kept_numbers(model: ModelConfig, tensor: int, recomputes: bool) -> tuple[int
         return heads * part.v_head_dim, latents
     if model.attention.attention_backend == "eager":
         return heads * (2 * width + 2 * part.v_head_dim), latents
-    # Kernels have one width; the output is copied where its padding is cut off.
+    # Values are padded, as kernels support a single width. Removing the padding copies outputs.
     padded = max(width, part.v_head_dim)
     output = padded + (part.v_head_dim if padded > part.v_head_dim else 0)
     return heads * (3 * padded + output), latents

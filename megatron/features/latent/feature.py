@@ -1,4 +1,4 @@
-"""Multi-head latent attention."""
+"""Feature that adds multi-head latent attention."""
 
 from __future__ import annotations
 

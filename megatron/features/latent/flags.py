@@ -1,4 +1,4 @@
-"""Flags of multi-head latent attention, and the settings that Megatron's spellings stand for."""
+"""Flags for multi-head latent attention, and conversion of Megatron's RoPE scaling flags."""
 
 from __future__ import annotations
 
@@ -28,39 +28,41 @@ _LATENT = needs_value("multi_latent_attention", True, refused=False)
 _weights = partial(option, role="weights", needs=_LATENT, megatron=True, bounds=POSITIVE)
 _EVEN = Bounds(lambda value: value > 0 and value % 2 == 0, "must be positive and even")
 _ORIGINAL_LENGTH = 4096
-"""Megatron's length of sequences before YaRN, which has no flag there."""
+"""Sequence length before YaRN scaling that Megatron assumes; it has no flag for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig(ModelPart):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of
-    all heads are linear maps of one short latent vector of each token. A key has a part of each
-    head without positions, and a rotated part that all heads share."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Keys and values of all heads are linear projections of one short latent vector per token. A key
+    consists of channels without positions, which each head has, and rotated channels, which all
+    heads share."""
 
     multi_latent_attention: bool = option(False, role="weights", megatron=True)
-    """Compute keys and values of all heads from one latent vector of each token, as DeepSeek-V2 and
-    V3; needs --qk-layernorm where the latent vectors are normalised, as there."""
+    """Compute keys and values of all heads from one latent vector per token, as in DeepSeek-V2 and
+    V3. Add
+    --qk-layernorm to normalise the latent vectors, as these models do."""
     q_lora_rank: int | None = _weights(None)
-    """Numbers of the latent vector of the queries; without it queries are a linear map of the
+    """Size of the latent vector for queries. By default, queries are projected directly from the
     hidden states."""
     kv_lora_rank: int = _weights(32)
-    """Numbers of the latent vector of keys and values."""
+    """Size of the latent vector for keys and values."""
     qk_head_dim: int = _weights(128)
-    """Channels of a query or key head without positions."""
+    """Number of channels of a query or key head without positions."""
     qk_pos_emb_head_dim: int = _weights(64, bounds=_EVEN)
-    """Channels of a query head that are rotated; those of the keys are shared by all heads."""
+    """Number of rotated channels in a query head. All heads share the rotated channels of keys."""
     v_head_dim: int = _weights(128)
-    """Channels of a value head."""
+    """Number of channels of a value head."""
     latent_norm_epsilon: float | None = option(
         None, derived="norm-epsilon", bounds=POSITIVE, role="results", needs=_LATENT
     )
-    """Epsilon of the norms of latent vectors."""
+    """Epsilon in the norms of latent vectors."""
     latent_pairs: bool = option(True, internal=True)
-    """Whether the files that the weights were read from have the rotated channels as pairs of
-    neighbours."""
+    """Whether the checkpoint that was read stores rotated channels as adjacent pairs."""
 
     models: ClassVar[tuple[str, ...]] = ("gpt",)
-    """Families whose blocks can have it."""
+    """Model families whose blocks can have latent attention."""
 
     @property
     def idle(self) -> bool:
@@ -68,7 +70,7 @@ class LatentConfig(ModelPart):
 
     @property
     def latent_width(self) -> int:
-        """Numbers that generation keeps of each token and block."""
+        """Number of elements that generation caches per token and block."""
         return self.kv_lora_rank + self.qk_pos_emb_head_dim
 
     def head_widths(self) -> tuple[int, int] | None:
@@ -108,7 +110,7 @@ class LatentConfig(ModelPart):
         return self
 
     def check_family(self, family: str, resolver: ConfigResolver) -> None:
-        """Refuse other families than GPT."""
+        """Report model families other than GPT as an error."""
         resolver.check(
             self.idle or family in self.models,
             f"--multi-latent-attention: models of the family {family} have no latent attention; "
@@ -118,22 +120,22 @@ class LatentConfig(ModelPart):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpellings(FlagSection):
-    """Megatron's flags of RoPE scaling in latent attention, which are --rope-scaling here."""
+    """Megatron's flags for --rope-scaling in latent attention."""
 
     after: ClassVar[str] = "model"
 
     rotary_scaling_factor: float = option(1.0, bounds=POSITIVE, needs=_LATENT)
-    """With --multi-latent-attention: same as the factor of --rope-scaling '{"rope_type": "yarn",
-    "original_max_position_embeddings": 4096}'; 1 scales nothing."""
+    """With --multi-latent-attention: the factor in --rope-scaling '{"rope_type": "yarn",
+    "original_max_position_embeddings": 4096}'. 1 disables scaling."""
     mscale: float = option(1.0, bounds=POSITIVE, needs=_LATENT)
-    """Same as the key mscale there."""
+    """The key mscale in that --rope-scaling (see --rotary-scaling-factor)."""
     mscale_all_dim: float = option(0.0, bounds=NOT_NEGATIVE, needs=_LATENT)
-    """Same as the key mscale_all_dim there."""
+    """The key mscale_all_dim in that --rope-scaling (see --rotary-scaling-factor)."""
 
 
 def with_scaling(settings: Settings) -> Settings:
-    """Return the settings of a run with --rope-scaling where Megatron's flags say it. Raises
-    ConfigError where both are given and differ."""
+    """Derive --rope-scaling from Megatron's flags for it, if these are given. Raises ConfigError if
+    --rope-scaling is also given and differs."""
 
     def of(name: str) -> Any:
         default = LatentSpellings.__dataclass_fields__[name].default

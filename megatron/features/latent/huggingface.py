@@ -1,8 +1,9 @@
-"""Hugging Face's architectures with latent attention: DeepSeek-V2 and V3 (also of Kimi-K2's and
-Moonlight's shapes), GLM-4 MoE Lite, Youtu and MiniCPM3.
+"""Hugging Face architectures with latent attention: DeepSeek-V2 and V3 (also the shapes of Kimi-K2
+and Moonlight), GLM-4 MoE Lite, Youtu and MiniCPM3.
 
-Most store the rotated channels of queries and keys as neighbours that RoPE rotates together; here
-channel i and channel i + R/2 are. Their norms of latent vectors have their own epsilon.
+RoPE rotates channels in pairs. Most of these formats store a pair in adjacent channels of queries
+and keys; in this trainer channels i and i + R/2 are a pair. Norms of latent vectors have their own
+epsilon.
 
 Shapes: N heads, C channels of a head without positions, R rotated channels, L latent.
 """
@@ -63,11 +64,11 @@ from megatron.formats.huggingface.entries import (
 from megatron.formats.huggingface.llama import ACTIVATION, KEYS, gated_mlp, llama_entries
 
 _EPSILON = 1e-6
-"""Epsilon of the norms of latent vectors in `transformers`, regardless of config.json."""
+"""Epsilon that `transformers` uses in the norms of latent vectors, regardless of config.json."""
 
 
 def _rotated(rows: Tensor, model: ModelConfig, head: int, pairs: bool) -> Tensor:
-    """The rows of heads of a width with their last R as pairs of neighbours, or as two halves."""
+    """Reorder the last R of each head's ``head`` rows from halves to adjacent pairs or back."""
     part = model.part(LatentConfig)
     if not part.latent_pairs:
         return rows
@@ -90,9 +91,9 @@ def _of_width(name: str, width: Any) -> Reordering:
 
 
 _QUERIES = _of_width("queries, rotated by pairs", lambda model: model.attention.kv_channels)
-"""Rows of heads, C + R each."""
+"""Reordering of query heads with C + R rows each."""
 _DOWN = _of_width("latent and key, rotated by pairs", lambda m: m.part(LatentConfig).latent_width)
-"""Rows of the latent vector and of the shared key, L + R."""
+"""Reordering of the L + R rows of the latent vector and the shared key."""
 
 
 def _ranked(model: ModelConfig) -> bool:
@@ -100,7 +101,8 @@ def _ranked(model: ModelConfig) -> bool:
 
 
 def latent_entries(mlp: Sequence[Entry], pairs: bool = True) -> tuple[Entry, ...]:
-    """The table of a model with latent attention; ``pairs``: whether rotated channels can be."""
+    """Return the weight entries of a model with latent attention. ``pairs`` is True if its
+    checkpoints may store rotated channels in adjacent pairs."""
     queries, down = (_QUERIES, _DOWN) if pairs else (SAME, SAME)
     prefix, theirs = "attention.kv_down", "self_attn.kv_a_proj_with_mqa"
     maps = (
@@ -129,7 +131,8 @@ _LATENT_FIXED = {"multi_latent_attention": True, "qk_layernorm": True}
 
 
 def _latent(title: str, model_type: str, model_class: str, **others: Any) -> Architecture:
-    """The table of a decoder with latent attention; arguments as in :func:`relative`."""
+    """Return the architecture of a decoder with latent attention. The arguments are passed to
+    :func:`relative`."""
     others["fixed"] = _LATENT_FIXED | others.get("fixed", {})
     others["features"] = {"kv_channels", *others.get("features", ("layer_experts",))}
     return relative(title, model_type, model_class, biases=("attention",), rope=False, **others)
@@ -144,7 +147,7 @@ _OF_NORMS = Requirement(_has_epsilon, f"--latent-norm-epsilon {_EPSILON:g}")
 
 
 def read_latent(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    """The flags of attention that no key alone says."""
+    """Return the attention flags that are derived from several keys of config.json."""
     rotated = fields["qk_pos_emb_head_dim"]
     if fields["num_query_groups"] != fields["num_attention_heads"]:
         given.refuse(
@@ -245,8 +248,8 @@ DEEPSEEK_V2 = _latent(
     write=_write_v2,
     rewards=False,
 )  # fmt: skip
-"""Softmax scores that are not normalised again, in groups by their best expert or in none; V2-Lite
-has no latent vectors of queries."""
+"""DeepSeek-V2: softmax router scores without renormalisation. Experts are chosen in groups ranked
+by their best expert, or without groups. V2-Lite has no latent vectors for queries."""
 
 
 def _write_v3(model: ModelConfig) -> dict[str, Any]:
@@ -270,7 +273,8 @@ DEEPSEEK_V3 = _latent(
     ahead=DEEPSEEK_AHEAD,
     other_types=("kimi_k2",),
 )
-"""Corrected sigmoids, in groups by their two best experts; Kimi-K2 and Moonlight have one group."""
+"""DeepSeek-V3: sigmoid router scores with a correction, in groups ranked by their two best experts.
+Kimi-K2 and Moonlight have one group."""
 
 
 def _read_glm(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -298,7 +302,7 @@ GLM4_MOE_LITE = _latent(
     rewards=False,
     ahead=DEEPSEEK_AHEAD,
 )
-"""GLM-4.7-Flash: DeepSeek-V3 in which any block can be dense."""
+"""GLM-4.7-Flash: like DeepSeek-V3, but any block can be dense."""
 
 YOUTU = _latent(
     "Youtu",
@@ -312,7 +316,7 @@ YOUTU = _latent(
     write=lambda model: {**write_rope(model), **_write_pairs(model)},
     rewards=False,
 )
-"""DeepSeek-V3's attention with an MLP in every block."""
+"""Youtu: DeepSeek-V3's attention with a dense MLP in every block."""
 
 
 def _read_minicpm(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -361,7 +365,8 @@ MINICPM3 = _latent(
     read=_read_minicpm,
     write=_write_minicpm,
 )
-"""Rotated channels as two halves; embeddings, residual sums and logits have factors."""
+"""MiniCPM3: rotated channels in two halves; multipliers for embeddings, residual sums and
+logits."""
 
 
 ARCHITECTURES = (DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE, YOUTU, MINICPM3)

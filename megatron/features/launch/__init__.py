@@ -1,1 +1,1 @@
-"""Processes of a run that no launcher has started."""
+"""Starting the processes of a run without a launcher."""

@@ -1,4 +1,5 @@
-"""Runs that start their own processes, or are started by srun or mpirun; folders of many nodes."""
+"""Feature for runs that start their own processes or are started by srun or mpirun. It also checks
+shared folders on several nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of runs that start their own processes."""
+"""Flags for runs that start their own processes."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ class LaunchFlags(FlagPart):
     num_gpus_per_node: int | None = option(
         None, derived="1, or as many as a launcher has started", bounds=POSITIVE, role="layout"
     )
-    """Processes that this program starts itself on its node, where no launcher has: one for each
-    GPU, or on the CPU of a node without GPUs."""
+    """Number of processes that this program starts itself on its node if no launcher has: one per
+    GPU, or on the CPU if the node has no GPUs."""
     num_nodes: int | None = option(None, derived="1", bounds=POSITIVE, role="layout")
-    """Nodes with --num-gpus-per-node processes each; the same command is started on every node."""
+    """Number of nodes with --num-gpus-per-node processes each. Start the same command on each."""
     node_ips: str | None = option(None, role="layout")
-    """Addresses or names of --num-nodes nodes, separated by commas, of which the first is where
-    they meet. The place of its own address is a node's rank; NODE_RANK in the environment
-    overrides it."""
+    """Addresses or names of --num-nodes nodes, separated by commas. The nodes connect to the first.
+    The position of a node's own address is its rank, unless the variable NODE_RANK is set."""
     ctrl_port: int = option(
         50051, bounds=POSITIVE, role="layout", needs=needs_value("node_ips", refused=False)
     )
-    """Port of the first of --node-ips where the nodes meet."""
+    """Rendezvous port on the first of --node-ips."""
 
     @property
     def launched_processes(self) -> int | None:
-        """Number of processes that the flags ask for; None if they leave it to a launcher."""
+        """Number of processes that the flags request; None if they leave it to a launcher."""
         if self.num_gpus_per_node is None and self.num_nodes is None:
             return None
         return (self.num_gpus_per_node or 1) * (self.num_nodes or 1)
 
 
 def check_launched(values: Mapping[str, Any], processes: int, resolver: ConfigResolver) -> None:
-    """Refuses another number of processes than a run has, by the values of all its flags."""
+    """Refuse flags that request another number of processes than a run has, given all its flags."""
     names = [field.name for field in fields(LaunchFlags)]
     flags = LaunchFlags(**{name: values[name] for name in names})
     asked = flags.launched_processes

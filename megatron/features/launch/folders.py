@@ -1,5 +1,5 @@
-"""Folders that every node must see, checked before a run has worked for hours towards a save that
-cannot succeed: rank 0 writes a file in them, and a rank of each of the other nodes looks for it."""
+"""Check that every node sees the run's folders, so that a run does not fail at its first save. Rank
+0 writes a file to each folder, and one rank of every other node looks for it."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ logger = logging.getLogger(__name__)
 _LOCAL = frozenset(
     "bcachefs btrfs ext2 ext3 ext4 f2fs jfs overlay ramfs squashfs tmpfs vfat xfs zfs".split()
 )
-"""File systems local to a node, which show new files immediately."""
+"""Local file systems, which show new files immediately."""
 MOUNTS = Path("/proc/self/mountinfo")
 PATIENCE = 75.0
-"""Seconds until a network file system must show a new file: NFS may believe for a minute that a
-folder has not changed (``acdirmax``)."""
+"""Seconds within which a network file system must show a new file. NFS may cache the attributes of
+a folder for a minute (``acdirmax``)."""
 LOCAL_PATIENCE = 1.0
 _PAUSE = 0.1
 
 
 def check_folders(config: RunConfig) -> None:
-    """Raises ConfigError on a node that does not see a folder of the run as rank 0 does; on the
-    other ranks DisagreementError, which says so. Every rank must call it."""
+    """Raise ConfigError on a node that does not see a folder as rank 0 does, and DisagreementError
+    with the same message on all other ranks. Every rank must call this function."""
     folders = {"--save": config.checkpoint.save}
     for feature in features().values():
         folders |= feature.folders(config)
     named = {flag: Path(path) for flag, path in folders.items() if path}
     if not named or not agreement.met():
         return
-    # Rank 0 must not give up before this node has found out.
+    # Rank 0 must wait at least as long as the other nodes search.
     most = config.parallel.distributed_timeout_minutes * 60 / 2
     with _probes(named) as probes:
-        agreement.compare(dict)  # rank 0 has written
+        agreement.compare(dict)  # returns once rank 0 has written
         if not is_main_process() and os.environ.get("LOCAL_RANK", "0") == "0":
             for flag, probe in probes.items():
                 look_for(probe, flag, most)
-        agreement.compare(dict)  # all have looked
+        agreement.compare(dict)  # returns once all have looked
 
 
 @contextlib.contextmanager
 def _probes(folders: Mapping[str, Path]) -> Iterator[dict[str, Path]]:
-    """A file in each folder, by flag, which rank 0 writes and removes. No node has asked for its
-    name before, and so none can remember that it is missing."""
+    """Yield the path of a file in each folder, by flag, which rank 0 writes and removes. No node
+    has looked up these names before, so no node can have cached that they do not exist."""
     probes = {flag: path / f".probe-{agreement.start_name()}" for flag, path in folders.items()}
     if not is_main_process():
         yield probes
@@ -70,8 +70,8 @@ def _probes(folders: Mapping[str, Path]) -> Iterator[dict[str, Path]]:
 
 
 def look_for(probe: Path, flag: str, most: float = PATIENCE) -> None:
-    """Waits until a file is there, ``most`` seconds or less. Raises ConfigError, which names its
-    folder, where it does not come in a time that suits the file system."""
+    """Wait until a file appears, at most ``most`` seconds. Raises ConfigError, which names the
+    folder, if it does not appear within a time that depends on the file system."""
     folder = probe.parent
     kind, source = file_system(folder)
     patience = min(most, LOCAL_PATIENCE if kind in _LOCAL else PATIENCE)
@@ -92,7 +92,7 @@ def look_for(probe: Path, flag: str, most: float = PATIENCE) -> None:
 
 
 def _is_there(probe: Path) -> bool:
-    """Network file systems ask for what a folder has when it is opened."""
+    """Return whether a file exists. Opening its folder makes network file systems refresh it."""
     try:
         with os.scandir(probe.parent) as entries:
             return any(entry.name == probe.name for entry in entries) or probe.exists()
@@ -101,7 +101,7 @@ def _is_there(probe: Path) -> bool:
 
 
 def file_system(folder: str | Path) -> tuple[str, str]:
-    """Kind and source of the file system of a folder, or of the one in which it would be."""
+    """Return the type and source of the file system that contains a folder, or would contain it."""
     kind_and_name, longest = ("an unknown file system", "unknown"), -1
     real = os.path.realpath(folder)
     with contextlib.suppress(OSError):
@@ -109,6 +109,7 @@ def file_system(folder: str | Path) -> tuple[str, str]:
             fields, _, kind = line.partition(" - ")
             place = fields.split()[4].replace("\\040", " ")
             inside = real == place or real.startswith(place.rstrip("/") + "/")
-            if inside and len(place) >= longest:  # a later mount hides an earlier one
+            # a later mount hides an earlier one at the same path
+            if inside and len(place) >= longest:
                 kind_and_name, longest = (kind.split()[0], kind.split()[1]), len(place)
     return kind_and_name

@@ -1,5 +1,6 @@
-"""Processes of a run without a launcher. A node starts its own; processes of srun or mpirun, which
-do not say where the first one listens, get the variables of torch.distributed."""
+"""Start the processes of a run without a launcher. A node can start its own processes. Those that
+srun or mpirun started, which are not told the address of rank 0, get the variables of
+torch.distributed."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ from megatron.util.processes import death
 logger = logging.getLogger(__name__)
 
 MPI_PORT = 29500
-"""Port where processes of mpirun meet unless MASTER_PORT says otherwise; DeepSpeed's default,
-too."""
+"""Rendezvous port of mpirun's processes if MASTER_PORT is not set; the same as DeepSpeed's
+default."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """This node's share of a run: its rank among ``addresses``, the first of which is the meeting
-    point; empty for a single node."""
+    """This node's part of a run. ``rank`` is its position in ``addresses``, of which the first is
+    the rendezvous address. A single node has no addresses."""
 
     processes: int
     rank: int = 0
@@ -44,11 +45,11 @@ class Node:
 
 
 def launch(settings: Settings, argv: Sequence[str] | None) -> int | None:
-    """Start the processes of this node where flags ask for several and no launcher has started
-    them, with the same command line; then this process forwards signals to them, and ends with
-    their exit status. Those of srun or mpirun get the variables of torch.distributed. Raises
-    ConfigError if the flags contradict what a launcher has started, the node does not have the
-    GPUs, this node's rank is not clear, or the nodes do not meet."""
+    """Start the processes of this node, with the same command line, if flags request several and no
+    launcher has started them. This process then forwards signals to them, and exits with their exit
+    code. Processes of srun or mpirun get the variables of torch.distributed. Raises ConfigError if
+    the flags contradict a launcher, the node lacks GPUs, the node's rank is unclear, or the nodes
+    cannot connect."""
     set_infiniband()
     resolver = ConfigResolver((ParallelFlags,), settings)
     whole = build(ParallelFlags, settings)
@@ -76,7 +77,7 @@ def launch(settings: Settings, argv: Sequence[str] | None) -> int | None:
     if nodes > 1:
         addresses = _addresses(flags, resolver)
         node = Node(processes, _node_rank(addresses), addresses)
-        # Otherwise gloo takes the address that the host's name has, which may be of no use.
+        # Otherwise gloo uses the address of the host's name, which other nodes may not reach.
         interface = _interface(addresses[node.rank])
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -85,8 +86,8 @@ def launch(settings: Settings, argv: Sequence[str] | None) -> int | None:
 
 
 def set_infiniband() -> None:
-    """``ONEFLOW_COMM_NET_IB_ENABLE`` as NCCL's variable. Raises ConfigError if its value is
-    unknown, or NCCL's says the opposite."""
+    """Translate ``ONEFLOW_COMM_NET_IB_ENABLE`` into NCCL's variable. Raises ConfigError if its
+    value is invalid, or contradicts NCCL's variable."""
     theirs, ours = "ONEFLOW_COMM_NET_IB_ENABLE", "NCCL_IB_DISABLE"
     given = os.environ.get(theirs)
     if given is None:
@@ -103,7 +104,7 @@ def set_infiniband() -> None:
 
 
 def _check_launched(flags: LaunchFlags, resolver: ConfigResolver) -> None:
-    """On this node; what a launcher has started in all, :func:`resolve` checks."""
+    """Check the number of processes on this node. The total number is checked in ``feature.py``."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         local = os.environ.get(name)
         resolver.check(
@@ -140,7 +141,7 @@ def _addresses(flags: LaunchFlags, resolver: ConfigResolver) -> tuple[str, ...]:
 
 
 def _node_rank(addresses: Sequence[str]) -> int:
-    """Return this node's place in the list: NODE_RANK, or else the place of its own address."""
+    """Return this node's rank: NODE_RANK, or the position of its own address in the list."""
     listed, given = ",".join(addresses), os.environ.get("NODE_RANK")
     if given is not None:
         if not given.isdecimal() or int(given) >= len(addresses):
@@ -160,7 +161,7 @@ def _node_rank(addresses: Sequence[str]) -> int:
 
 
 def _is_here(address: str) -> bool:
-    """True if a socket can be bound to an address or name."""
+    """Return whether an address or name belongs to this node, i.e. a socket can be bound to it."""
     try:
         places = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -173,7 +174,7 @@ def _is_here(address: str) -> bool:
 
 
 def _own_addresses() -> dict[str, str]:
-    """The interface of each address of this node."""
+    """Return the interface of each address of this node."""
     return {
         entry.address.partition("%")[0]: name
         for name, entries in psutil.net_if_addrs().items()
@@ -183,7 +184,7 @@ def _own_addresses() -> dict[str, str]:
 
 
 def _interface(address: str) -> str | None:
-    """The interface that has an address or name; None where it is not clear."""
+    """Return the interface of an address or name, or None if it is not on this node."""
     own = _own_addresses()
     with contextlib.suppress(socket.gaierror):
         for *_, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
@@ -193,34 +194,33 @@ def _interface(address: str) -> str | None:
 
 
 def _program() -> list[str]:
-    """The words after ``python`` that start this program again."""
+    """Return the arguments after ``python`` that start this program again."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return ["-m", spec.name] if spec else [sys.argv[0]]
 
 
 def run_node(node: Node, command: Sequence[str], port: int, timeout_minutes: float) -> int:
-    """Starts the processes of a node as torchrun does, waits for them, and returns the exit status
-    of the first that failed, or 0. Raises ConfigError if the nodes do not meet at ``port`` of the
-    first within the time.
+    """Start the processes of a node like torchrun does, wait for them, and return the exit code of
+    the first that failed, or 0. Raises ConfigError if the nodes do not connect in time.
 
     Args:
-        command: what follows ``python``.
-        port: of the first node; not used by a run on one node, which takes a free one.
+        command: arguments after ``python``.
+        port: rendezvous port of the first node. A run on one node uses a free port instead.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # As torchrun sets it. One sum has the same bits in runs that either has started.
+    # Use torchrun's default, so that sums have the same bits whichever of the two starts the run.
     if node.processes > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # The process's own output explains the error; torch's traceback of this one does not.
+    # The failed process has printed its own error; torch's traceback of this process adds nothing.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     several = len(node.addresses) > 1
     first = node.addresses[0] if several else "localhost"
     timeout = timedelta(minutes=timeout_minutes)
     timed = {"timeout": int(timeout.total_seconds())}
     config = LaunchConfig(
-        min_nodes=max(1, len(node.addresses)),  # all of them
+        min_nodes=max(1, len(node.addresses)),  # wait for all nodes
         max_nodes=max(1, len(node.addresses)),
         nproc_per_node=node.processes,
         run_id=first if several else str(uuid4()),
@@ -229,7 +229,7 @@ def run_node(node: Node, command: Sequence[str], port: int, timeout_minutes: flo
         rdzv_configs={**timed, "rank": node.rank} if several else timed,
         local_addr=node.addresses[node.rank] if several else "localhost",
         max_restarts=0,
-        signals_to_handle="SIGQUIT",  # the others are forwarded
+        signals_to_handle="SIGQUIT",  # other signals are forwarded
     )
     who = f"node {node.rank} of {len(node.addresses)}"
     with _forwarded_signals(), meeting(who, first, port, "--ctrl-port", timeout):
@@ -239,7 +239,8 @@ def run_node(node: Node, command: Sequence[str], port: int, timeout_minutes: flo
             rank, failure = error.get_first_failure()
             if failure.exitcode >= 0:
                 return failure.exitcode
-            if failure.exitcode != -signal.SIGINT:  # the user's, which the process has mentioned
+            # the process itself has reported the user's Ctrl-C
+            if failure.exitcode != -signal.SIGINT:
                 print(f"error: process {rank} {death(failure.exitcode)}", file=sys.stderr)
             return 128 - failure.exitcode
     return 0
@@ -247,8 +248,8 @@ def run_node(node: Node, command: Sequence[str], port: int, timeout_minutes: flo
 
 @contextlib.contextmanager
 def _forwarded_signals() -> Iterator[None]:
-    """Passes the signals that stop a run on to the processes that this one has started; without
-    such processes they end it. A thread does it: the main one may wait inside torch."""
+    """Forward the signals that stop a run to the processes started here. Without any, the signals
+    end this process. A thread does this, since the main thread may be waiting inside torch."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
@@ -274,9 +275,9 @@ def _forwarded_signals() -> Iterator[None]:
 
 
 def variables_of_scheduler(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of torch.distributed, from the variables of a process of srun or mpirun;
-    variables that are already set keep their values. Empty if neither started this process. Raises
-    ConfigError if they do not locate the first process."""
+    """Return the variables of torch.distributed, from those of a process of srun or mpirun.
+    Variables that are already set keep their values. Return an empty dictionary if neither started
+    this process. Raises ConfigError if the address of rank 0 cannot be determined."""
     if "SLURM_STEP_NODELIST" in given and "SLURM_PROCID" in given:
         variables = _slurm(given)
     elif "OMPI_COMM_WORLD_RANK" in given:
@@ -287,7 +288,7 @@ def variables_of_scheduler(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _slurm(given: Mapping[str, str]) -> dict[str, str]:
-    # Two steps of a job may run at a time on the same nodes.
+    # Derive the port from job and step: two steps of a job may run on the same nodes.
     number = int(given.get("SLURM_JOB_ID", "0")) * 7 + int(given.get("SLURM_STEP_ID", "0"))
     nodes = given["SLURM_STEP_NODELIST"]
     return {
@@ -303,8 +304,8 @@ def _slurm(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_of_nodes(nodes: str) -> str:
-    """The first name of slurm's notation, such as ``node[07-09,12],login``. Raises ConfigError if
-    it is something else."""
+    """Return the first name of a Slurm node list, such as ``node[07-09,12],login``. Raises
+    ConfigError if it is malformed."""
     match = re.fullmatch(r"([^\[\],]+)(?:\[(\d+)(?:[-,][-,\d]*)?\]([^\[\],]*))?(?:,.*)?", nodes)
     if match is None:
         raise ConfigError(
@@ -314,7 +315,7 @@ def first_of_nodes(nodes: str) -> str:
 
 
 def _tasks_of_node(counts: str, node: int) -> str:
-    """The place of a node in slurm's notation of counts, such as ``4(x2),3``."""
+    """Return the count for a node from Slurm's list of counts, such as ``4(x2),3``."""
     numbers: list[str] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         numbers += [count] * int(times or 1)
@@ -323,7 +324,7 @@ def _tasks_of_node(counts: str, node: int) -> str:
 
 def _open_mpi(given: Mapping[str, str]) -> dict[str, str]:
     size, local = given["OMPI_COMM_WORLD_SIZE"], given["OMPI_COMM_WORLD_LOCAL_SIZE"]
-    # mpirun's own address; it runs on the first node, or MASTER_ADDR says where that is.
+    # The address of mpirun itself, which usually runs on the first node; MASTER_ADDR overrides it.
     uri = re.search(r"tcp://([^,:]+)", given.get("OMPI_MCA_orte_hnp_uri", ""))
     address = given.get("MASTER_ADDR") or ("127.0.0.1" if size == local else uri and uri[1])
     if not address:

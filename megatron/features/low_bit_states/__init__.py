@@ -1,1 +1,1 @@
-"""Optimizer states in fewer bits."""
+"""Optimizer states stored in fewer than 32 bits."""

@@ -1,4 +1,4 @@
-"""Main weights and moments of the optimizer in fewer than 32 bits."""
+"""Feature that stores the optimizer's main weights and moments in fewer than 32 bits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from megatron.config.features import Feature
 from megatron.config.flags import ConfigResolver
 from megatron.features.low_bit_states.flags import StoredStatesFlags
+from megatron.util.processes import is_main_process
 
 
 class LowBitStates(Feature):
@@ -15,12 +16,19 @@ class LowBitStates(Feature):
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
         config.precision.check_states(config, resolver)
 
-    def stored_states(self, config: Any) -> Any:
+    def stored_states(self, config: Any, trained: Any, mesh: Any, device: Any) -> Any:
         if config.precision.states is None:
             return None
-        from megatron.features.low_bit_states.stored_states import StoredStates
+        from megatron.features.low_bit_states.stored_states import (
+            StoredStates,
+            keys_of,
+            states_line,
+        )
 
-        return StoredStates(config.precision.states)
+        if is_main_process():
+            print(states_line(config.precision.states, device), flush=True)
+        keys = keys_of(trained, config.training.seed, mesh.coordinates)
+        return StoredStates(config.precision.states, keys)
 
 
 FEATURE = LowBitStates()

@@ -1,4 +1,4 @@
-"""Flags of the storage of the optimizer's states."""
+"""Flags for the dtypes of stored optimizer states."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ class StoredStatesFlags(FlagPart):
     """Dtypes in which main weights and moments are stored."""
 
     use_precision_aware_optimizer: bool = option(False)
-    """Store Adam's main weights and moments in the dtypes of the three following flags. Needs
-    --bf16 and ZeRO stage 1 or 2. Checkpoints contain float32 values nevertheless."""
+    """Store Adam's main weights and moments in the dtypes of --main-params-dtype,
+    --exp-avg-dtype and --exp-avg-sq-dtype. Needs --bf16 and ZeRO stage 1 or 2. Checkpoints
+    contain float32 values."""
     main_params_dtype: str = option("fp32", choices=("fp32", "bf16"))
-    """Main weights of --use-precision-aware-optimizer: fp32, exactly, as the bf16 weights and the
-    16 bits that they lack; bf16, the model's weights alone, rounded stochastically."""
+    """Dtype of the main weights with --use-precision-aware-optimizer. fp32 is exact: the bf16
+    weights and the 16 bits that they lack. bf16 stores only the model's weights, rounded
+    stochastically."""
     exp_avg_dtype: str = option("fp32", choices=("fp32", "bf16", "int8"))
-    """First moments of --use-precision-aware-optimizer: int8 has a scale per 256 elements; bf16 and
-    int8 are rounded stochastically."""
+    """Dtype of the first moments with --use-precision-aware-optimizer. int8 has a scale per 256
+    elements. bf16 and int8 are rounded stochastically."""
     exp_avg_sq_dtype: str = option("fp32", choices=("fp32", "bf16", "int8"))
-    """Second moments of --use-precision-aware-optimizer, likewise."""
+    """Dtype of the second moments with --use-precision-aware-optimizer. The choices mean the same
+    as for
+    --exp-avg-dtype."""
 
     @property
     def states(self) -> StateDtypes | None:
-        """Return a description of how the optimizer's states are stored; None without
-        --use-precision-aware-optimizer."""
+        """Dtypes of the stored optimizer states; None without --use-precision-aware-optimizer."""
         if not self.use_precision_aware_optimizer:
             return None
         return StateDtypes(self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
 
     def check_states(self, config: Any, resolver: ConfigResolver) -> None:
-        """Refuses values without effect, and what contradicts them in the rest of a run."""
+        """Report flags that have no effect, or that contradict the run's other settings."""
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             resolver.check(
                 self.use_precision_aware_optimizer or getattr(self, name) == "fp32",

@@ -1,25 +1,24 @@
-"""The optimizer's states of ``--use-precision-aware-optimizer`` at ZeRO 1 and 2.
+"""Optimizer states of ``--use-precision-aware-optimizer`` at ZeRO stages 1 and 2: storage in fewer
+than 32 bits, and stochastic rounding.
 
-The tensor that the optimizer updates is the rank's partition of the model's own bf16 weights; its
-other states are in ``optimizer.state`` under it. A state is one or two tensors, with a number per
-element or per :data:`~megatron.engine.update.adam.BLOCK` elements of the partition.
+The optimizer updates the rank's partition of the model's own bf16 weights, which is also the key of
+the other states in ``optimizer.state``. A state is one or two tensors, with a value per element or
+per :data:`~megatron.engine.update.adam.BLOCK` elements of the partition.
 
-Storage of the optimizer's states in fewer than 32 bits, and stochastic rounding.
-
-All of it is elementwise arithmetic, of 8 bits over blocks of neighbours, which torch.compile fuses.
-Values are float32 in between. Except where it is exact, an update rounds stochastically, to one of
-the two neighbours with the probabilities that make the expected value exact: with ``--adam-beta2
-0.999`` a second moment changes by less than half a unit in the last place of bfloat16 in a step,
-and rounded to nearest it would never fall. Without random bits values are rounded to nearest, which
-leaves stored values as they are: a checkpoint has their float32 values, and a resumed run the same
-bits.
+All computation is elementwise, with 8 bits over blocks of neighbouring elements, and is fused by
+torch.compile. Intermediate values are float32. Unless it is exact, an update rounds stochastically:
+to one of the two neighbouring values, with probabilities that make the expected value exact. With
+``--adam-beta2 0.999`` a second moment changes by less than half a unit in the last place of
+bfloat16 per step, so that rounding to nearest would never let it decrease. Without random bits,
+values are rounded to nearest. This leaves stored values unchanged: a checkpoint contains them in
+float32, and a resumed run restores the same bits.
 """
 
 from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,34 +27,35 @@ from torch import Tensor, nn
 from megatron.config.layouts import StateDtypes
 from megatron.engine.update.adam import BLOCK, Arranged, Decoded
 from megatron.engine.update.partition_update import wrapped
+from megatron.kernels.compiler import missing_compiler
 from megatron.parallel.mesh import Coordinates
 from megatron.parallel.shard import Shard, shard_of
 
 _HALF, _NAN = 0x8000, 0x7FC00000
 _ONE = 0x3F800000
-"""1.0 in float32."""
+"""Bit pattern of 1.0 in float32."""
 _STEP_BITS = 20
-"""Bits of float32 that an 8-bit code leaves out: it keeps 3 of the mantissa."""
+"""Number of low float32 bits that an 8-bit code drops; it keeps 3 mantissa bits."""
 _SMALLEST = 2.0**-90
-"""Blocks whose largest moment is smaller become 0, so that no code means a subnormal number. Next
-to Adam's epsilon neither the first nor the root of the second moment matters there."""
+"""Blocks whose largest moment is below this are stored as 0, so that no code represents a subnormal
+number. Such first moments, and roots of second moments, are far below Adam's epsilon."""
 
 
 class Stored(ABC):
-    """A format of moments."""
+    """Format in which moments are stored."""
 
     @abstractmethod
     def zeros(self, numel: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Storage of that many zeros."""
+        """Return tensors that store ``numel`` zeros."""
 
     @abstractmethod
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        """The float32 values."""
+        """Return the stored values in float32."""
 
     @abstractmethod
     def encode(self, values: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Round float32 values for storage: stochastically by ``random`` (int32 of their shape, all
-        bits random), or to nearest without it."""
+        """Round float32 values for storage: stochastically with ``random`` (int32 of the same
+        shape, all bits random), or to nearest without it."""
 
     @property
     @abstractmethod
@@ -64,7 +64,7 @@ class Stored(ABC):
 
 
 class Float32Moments(Stored):
-    """As it is."""
+    """Moments stored unchanged."""
 
     bytes = 4.0
 
@@ -92,12 +92,13 @@ class BFloat16(Stored):
 
 
 class Blockwise(Stored):
-    """8 bits an element and a float32 scale, the largest magnitude, per block. Values and codes are
-    [blocks, BLOCK], of the last block alone [1, its length]; scales [blocks].
+    """Format with an 8-bit code per element, and per block a float32 scale, its largest magnitude.
+    Values and codes are [blocks, BLOCK], or [1, length] for the last block alone; scales are
+    [blocks].
 
-    A code is the leading bits of the ratio to the scale, as a float of 3 mantissa bits: magnitudes
-    over 16 powers of two with a sign, over 32 without one. That is the range of Adam's first moment
-    and of the square root of its second. 0 means 0.
+    A code consists of the leading bits of the ratio of a value to its scale, as a float with 3
+    mantissa bits. Magnitudes cover 16 powers of two with a sign, and 32 without one. That is the
+    range of Adam's first moment, and of the square root of its second. Code 0 means 0.
     """
 
     bytes = 1 + 4 / BLOCK
@@ -131,42 +132,42 @@ class Blockwise(Stored):
         if self._signed:
             codes = torch.where(values < 0, -codes, codes)
         else:
-            # A second moment that became 0 would make the step of its weight huge.
+            # A second moment rounded to 0 would make the update of its weight huge.
             codes = torch.where(values > 0, codes.clamp(min=1), 0)
         codes = torch.where((scales == 0)[:, None], 0, codes)
         return codes.to(self._dtype), scales
 
 
 class MainWeights(ABC):
-    """A format of the weights that are updated; ``weight`` is the model's own, in bfloat16."""
+    """Format in which main weights are stored. ``weight`` is the model's own bfloat16 weight."""
 
     @abstractmethod
     def zeros(self, numel: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the zeros that are stored next to n weights."""
+        """Return the initial tensors that are stored in addition to ``numel`` model weights."""
 
     @abstractmethod
     def decode(self, weight: Tensor, stored: tuple[Tensor, ...]) -> Tensor:
-        """The float32 values."""
+        """Return the main weights in float32."""
 
     @abstractmethod
     def encode(
         self, values: Tensor, random: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``weight`` and what is stored next to it, of float32 values; ``random`` as for
-        moments."""
+        """Round float32 main weights. Return ``weight`` and the additional tensors to store. For
+        ``random`` see :meth:`Stored.encode`."""
 
     @property
     @abstractmethod
     def bytes(self) -> float:
-        """Bytes per element next to the model's weights."""
+        """Bytes per element, in addition to the model's weights."""
 
 
 class Remainder(MainWeights):
-    """Exact float32 weights: the model's and the 16 bits that they lack.
+    """Exact float32 weights: the model's weights, and the 16 bits that they lack.
 
-    The remainder is the difference of the bit patterns, from -0x8000 to 0x7fff, so weights are
-    rounded to nearest, away from 0 where they are halfway. To even, 65,537 float32 numbers would
-    round to the same weight, one more than 16 bits tell apart.
+    The remainder is the difference between the bit patterns, from -0x8000 to 0x7fff. Weights are
+    therefore rounded to nearest with ties away from 0. With ties to even, 65,537 float32 numbers
+    would round to the same weight, one more than 16 bits can distinguish.
     """
 
     bytes = 2.0
@@ -181,7 +182,7 @@ class Remainder(MainWeights):
     def encode(
         self, values: Tensor, random: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        # Rounded up, some NaNs would become zeros.
+        # Rounding up would turn some NaNs into zeros.
         bits = torch.where(values.isnan(), _NAN, values.view(torch.int32))
         upper = (bits + _HALF) >> 16
         remainder = bits - (upper << 16)
@@ -189,7 +190,7 @@ class Remainder(MainWeights):
 
 
 class Rounded(MainWeights):
-    """The model's weights alone."""
+    """Main weights that are the model's own weights; nothing else is stored."""
 
     bytes = 0.0
 
@@ -206,7 +207,7 @@ class Rounded(MainWeights):
 
 
 class StateFormats(NamedTuple):
-    """Formats of the states of Adam."""
+    """Storage formats of Adam's main weights and moments."""
 
     main: MainWeights
     exp_avg: Stored
@@ -214,12 +215,12 @@ class StateFormats(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Bytes per parameter, next to the model's weights."""
+        """Bytes per parameter, in addition to the model's weights."""
         return self.main.bytes + self.exp_avg.bytes + self.exp_avg_sq.bytes
 
 
 def state_formats(dtypes: StateDtypes) -> StateFormats:
-    """The formats of the flags' dtypes."""
+    """Return the storage formats for the dtypes that the flags select."""
     main = {"fp32": Remainder, "bf16": Rounded}[dtypes.main_params]()
     moments = [
         Blockwise(signed)
@@ -231,8 +232,8 @@ def state_formats(dtypes: StateDtypes) -> StateFormats:
 
 
 def to_bfloat16(values: Tensor, random: Tensor | None = None) -> Tensor:
-    """Float32 values in bfloat16, rounded stochastically by the upper half of ``random`` (int32 of
-    their shape), or to nearest even."""
+    """Round float32 values to bfloat16: stochastically, by the upper half of ``random`` (int32 of
+    the same shape), or without ``random`` to nearest even."""
     if random is None:
         return values.to(torch.bfloat16)
     added = values.view(torch.int32) + ((random >> 16) & 0xFFFF)
@@ -245,13 +246,14 @@ _NAMES = {
     "exp_avg": ("exp_avg", "exp_avg_scale"),
     "exp_avg_sq": ("exp_avg_sq", "exp_avg_sq_scale"),
 }
-"""The tensors of each state in ``optimizer.state``, as far as its format has them."""
+"""Names in ``optimizer.state`` of each state's tensors. A format may use only the first."""
 
 
 class StoredStates:
-    """A :class:`~megatron.engine.update.adam.StateFormat` of fewer than 32 bits."""
+    """A :class:`~megatron.engine.update.adam.StateFormat` with fewer than 32 bits."""
 
-    def __init__(self, dtypes: StateDtypes) -> None:
+    def __init__(self, dtypes: StateDtypes, keys: Mapping[nn.Parameter, int] | None = None) -> None:
+        self.keys = keys
         self._main, *moments = state_formats(dtypes)
         self._moments = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
         nothing = torch.device("meta")
@@ -267,21 +269,19 @@ class StoredStates:
             states |= zip(self._names[kind], zeros, strict=True)
         return states
 
-    def take_main_weights(
-        self, wrapper: Any, optimizer: torch.optim.Optimizer, ranks: Sequence[int]
-    ) -> None:
-        """Makes DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around ``optimizer`` update the
-        model's weights, of each group the part of this process's rank, and frees its float32 copy
-        of them."""
-        for number, (group, rank) in enumerate(zip(optimizer.param_groups, ranks, strict=True)):
-            model = wrapper.parallel_partitioned_bit16_groups[number][rank]
+    def take_main_weights(self, wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Make DeepSpeed's optimizer ``wrapper`` of stage 1 or 2, around ``optimizer``, update the
+        model's own weights: in each group this process's part. Frees the wrapper's
+        float32 copy of the weights."""
+        for number, group in enumerate(optimizer.param_groups):
+            model = wrapper.own_part(number)
             optimizer.state.pop(wrapper.single_partition_of_fp32_groups[number], None)
             wrapper.single_partition_of_fp32_groups[number] = model
             group["params"] = [model]
             rest = self._main.zeros(model.numel(), model.device)
             optimizer.state[model] = dict(zip(self._names["weight"], rest, strict=True))
             for param in wrapper.bit16_groups[number]:
-                param._hp_mapping = None  # views of the float32 copy
+                param._hp_mapping = None  # drops views that would keep the float32 copy alive
 
     def tensors(
         self, model: Tensor, main: Tensor, state: Mapping[str, Tensor]
@@ -289,7 +289,8 @@ class StoredStates:
         return model, *(state[name] for names in self._names.values() for name in names)
 
     def arrange(self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> Arranged:
-        """As [blocks, BLOCK] where there are scales, [blocks]; the last block alone as [1, n]."""
+        """Reshape an update's tensors to [blocks, BLOCK] if there are scales, or to [1, n] for the
+        last block alone."""
         if not self._scaled:
             return grad, elements, stored
         shape = (-1, min(BLOCK, grad.numel()))
@@ -301,7 +302,7 @@ class StoredStates:
         return grad.view(shape), elements.view(shape) if elements.dim() else elements, views
 
     def decode(self, stored: tuple[Tensor, ...]) -> Decoded:
-        # The comparison makes the length of a block a constant of compiled code.
+        # This comparison makes compiled code treat the block length as a constant.
         if self._scaled and stored[0].shape[1] != BLOCK and stored[0].shape[0] != 1:
             raise AssertionError(stored[0].shape)
         weight, rest, exp_avg, exp_avg_sq = self._split(stored)
@@ -326,7 +327,7 @@ class StoredStates:
             old.copy_(torch.where(held, old, found))
 
     def bits(self, elements: Tensor, step: Tensor) -> Decoded:
-        """Random bits for each state of these elements in an update."""
+        """Return random bits for each state of the given elements in an update."""
         first = random_bits(elements, step.int())
         second = more_bits(first)
         return Decoded(more_bits(second), second, first)
@@ -340,33 +341,28 @@ class StoredStates:
             place += len(names)
         return stored[0], *parts  # type: ignore[return-value]
 
-    def keys(
-        self, seed: int, names: Mapping[nn.Parameter, str], coordinates: Coordinates
-    ) -> Mapping[nn.Parameter, int]:
-        return {p: key_of(seed, name, shard_of(p), coordinates) for p, name in names.items()}
-
     def model_weights(self, values: Tensor) -> Tensor:
-        """Float32 weights as the model has them."""
+        """Return float32 weights as stored in the model."""
         return self._main.encode(values)[0]
 
     def partition(self, main: Tensor, state: Mapping[str, Tensor]) -> StoredPartition:
-        """The partition ``main`` with its part of ``optimizer.state``, in float32."""
+        """Return float32 access to the partition ``main`` and its states in ``optimizer.state``."""
         return StoredPartition(self, main.detach(), state)
 
 
 class StoredPartition:
-    """Reads and writes ranges of a partition in float32."""
+    """Float32 access to a partition's stored states, by element range."""
 
     def __init__(self, form: StoredStates, model: Tensor, state: Mapping[str, Tensor]) -> None:
         self._form, self._model, self._state = form, model, state
         self._edges: dict[tuple[str, int], Tensor] = {}
 
     def has(self, kind: str) -> bool:
-        """True if there is this state: no moments before the first update."""
+        """Return whether this state exists. Moments do not exist before the first update."""
         return kind == "weight" or kind in self._state
 
     def get(self, kind: str, start: int, count: int) -> Tensor:
-        """Elements [start, start + count) of a state, a new tensor."""
+        """Return elements [start, start + count) of a state as a new float32 tensor."""
         form = self._form
         names = form._names[kind]
         if kind == "weight":
@@ -383,8 +379,8 @@ class StoredPartition:
         return values[start - first : end - first]
 
     def set(self, kind: str, start: int, values: Tensor) -> None:
-        """Writes elements from ``start`` on, rounded to nearest. Neighbouring ranges may share a
-        block: its scale is right when all of them are written by this object."""
+        """Write elements from ``start`` on, rounded to nearest. Neighbouring ranges may share a
+        block, whose scale is correct once this object has written all of them."""
         form, count = self._form, values.numel()
         values = values.to(self._model.device, torch.float32)
         names = form._names[kind]
@@ -404,7 +400,7 @@ class StoredPartition:
             self._write(kind, inner, values[inner - start : last - start])
 
     def _edge(self, kind: str, block: int, start: int, values: Tensor) -> Tensor:
-        """A block that contains ``values``, in float32, with its earlier content."""
+        """Return a block, in float32, with ``values`` inserted at element ``start``."""
         first = block * BLOCK
         end = min(first + BLOCK, self._model.numel())
         kept = self._edges.get((kind, block))
@@ -415,7 +411,7 @@ class StoredPartition:
         return kept
 
     def _write(self, kind: str, first: int, values: Tensor) -> None:
-        """Writes whole blocks from ``first`` on."""
+        """Write complete blocks from element ``first`` on."""
         form, names = self._form._moments[kind], self._form._names[kind]
         for begin, end in self._whole_and_last(first, first + values.numel()):
             part = values[begin - first : end - first]
@@ -424,37 +420,46 @@ class StoredPartition:
                 self._blocks(self._state[name], begin, end).copy_(encoded)
 
     def _whole_and_last(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Return the blocks of elements [first, end) as ranges: blocks of BLOCK elements, and a
-        shorter last block of the partition. ``first`` starts a block."""
+        """Split elements [first, end) into up to two ranges: whole blocks of BLOCK elements, and
+        the partition's shorter last block. ``first`` must be the start of a block."""
         total = self._model.numel()
         end = min(-(-end // BLOCK) * BLOCK, total)
         whole = end // BLOCK * BLOCK
         return [part for part in ((first, whole), (whole, end)) if part[0] < part[1]]
 
     def _blocks(self, tensor: Tensor, first: int, end: int) -> Tensor:
-        """A range of :meth:`_whole_and_last` as :meth:`StoredStates.arrange` shapes it."""
+        """Return a range from :meth:`_whole_and_last`, shaped as by
+        :meth:`StoredStates.arrange`."""
         if tensor.numel() == self._model.numel():
             return tensor[first:end].view(-1, min(BLOCK, end - first))
         return tensor[first // BLOCK : -(-end // BLOCK)]
 
 
 _MULTIPLIERS = (0x7FEB352D, -0x7B935975)
-"""Multipliers of the hash "lowbias32" (the second is 0x846ca68b), as int32."""
+"""Multipliers of the hash function "lowbias32" as int32; the second is 0x846ca68b."""
 _GOLDEN = -0x61C8864F
-"""2**32 over the golden ratio, as int32."""
+"""2**32 divided by the golden ratio, as int32."""
 
 
 def key_of(seed: int, name: str, shard: Shard, coordinates: Coordinates) -> int:
-    """The identifier (int32) of the first element of a rank's share of a parameter."""
+    """Return the int32 identifier, for :func:`random_bits`, of the first element in a rank's shard
+    of a parameter."""
     words = f"{seed} {name} {sorted(shard.ranges(coordinates).items())}"
     return wrapped(zlib.crc32(words.encode()))
 
 
+def keys_of(
+    trained: Mapping[nn.Parameter, str], seed: int, coordinates: Coordinates
+) -> dict[nn.Parameter, int]:
+    """Return the :func:`key_of` each parameter that is trained, whose names are the values."""
+    return {p: key_of(seed, name, shard_of(p), coordinates) for p, name in trained.items()}
+
+
 def random_bits(elements: Tensor, step: Tensor) -> Tensor:
-    """32 random bits for each element of an update.
+    """Return 32 random bits for each element of an update.
 
     Args:
-        elements: identifiers, int32 [numel]: a key and the place in the share, added up.
+        elements: identifiers, int32 [numel]: each is a shard's key plus the element's index.
         step: number of the update, an int32 scalar.
     """
     first, second = _MULTIPLIERS
@@ -464,10 +469,18 @@ def random_bits(elements: Tensor, step: Tensor) -> Tensor:
 
 
 def more_bits(bits: Tensor) -> Tensor:
-    """Return another set of random bits, from the bits of the same elements."""
+    """Derive another set of random bits from the bits of the same elements."""
     return _folded((bits ^ _GOLDEN) * _MULTIPLIERS[0], 15)
 
 
 def _folded(bits: Tensor, shift: int) -> Tensor:
-    """``bits ^ (bits >> shift)``, shifted without the sign."""
+    """Return ``bits ^ (bits >> shift)``, with a logical shift."""
     return bits ^ ((bits >> shift) & ((1 << (32 - shift)) - 1))
+
+
+def states_line(states: StateDtypes, device: torch.device) -> str:
+    """Return a line about the storage of the optimizer's states, and the reason if a GPU updates
+    them slowly."""
+    missing = missing_compiler(device.type) if device.type == "cuda" else None
+    slow = f"; {missing}, so that the update is many operations, slower than of float32 states"
+    return f"optimizer states: {states.shown}" + (slow if missing else "")

@@ -1,1 +1,1 @@
-"""BERT and T5: masked samples, layers, families."""
+"""BERT and T5: families, layers, masked samples and Hugging Face formats."""

@@ -1,7 +1,7 @@
-"""Samples of BERT and T5, and their batches.
+"""Samples and batches of BERT and T5, and their mock data.
 
-Shape suffixes: B micro batch, S tokens of a BERT sample, E of a T5 encoder's input, D of its
-decoder's, P predictions.
+Shape suffixes: B micro batch, S tokens of a BERT sample, E tokens of a T5 encoder's input, D tokens
+of its decoder's input, P predicted positions.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from megatron.tokenizer.base import SpecialIds, TokenIds, Tokenizer, WordStarts
 from megatron.util.digests import digest
 
 NO_LABEL = -1
-"""The label of tokens that are not to be predicted, as in Megatron."""
+"""Label of tokens that are not predicted, as in Megatron."""
 
 _PREDICTIONS_MULTIPLE = 8
-"""Divisor of the number of positions in a batch: samples of full length then have the same number,
-which suits the GEMMs of the head."""
+"""The number of predicted positions per sample is rounded up to a multiple of this, which suits the
+GEMMs of the head. Samples of full length then have the same number."""
 
 
 class BertSample(NamedTuple):
-    """One sample, padded to the sequence length; fields as in `BertBatch`."""
+    """BERT sample, padded to the sequence length. The fields are those of `BertBatch`."""
 
     tokens_S: npt.NDArray[np.int64]
     types_S: npt.NDArray[np.int64]
@@ -50,7 +50,7 @@ class BertSample(NamedTuple):
 
     @classmethod
     def packed(cls, samples: Sequence[BertSample], *, pad: int) -> BertSample:
-        """Samples without pairs as one, one after the other; they must have space there."""
+        """Concatenate samples without pairs into one sample of the same length. They must fit."""
         sizes = [int(sample.padding_mask_S.sum()) for sample in samples]
 
         def joined(name: str) -> npt.NDArray[np.int64]:
@@ -67,7 +67,7 @@ class BertSample(NamedTuple):
 
     @property
     def text_tokens(self) -> npt.NDArray[np.int64]:
-        """The tokens before masking, without padding."""
+        """Token ids before masking, without padding."""
         original_S = np.where(self.loss_mask_S > 0, self.labels_S, self.tokens_S)
         return original_S[self.padding_mask_S > 0]
 
@@ -83,7 +83,7 @@ class BertSample(NamedTuple):
         seq_length: int,
         pad: int,
     ) -> BertSample:
-        """The sample of some tokens, with labels at some positions."""
+        """Build a padded sample from tokens, with labels at ``positions_P``."""
         size = len(tokens)
         tokens_S = np.full(seq_length, pad, np.int64)
         tokens_S[:size] = tokens
@@ -99,58 +99,60 @@ class BertSample(NamedTuple):
 
 
 class BertBatch(NamedTuple):
-    """One micro batch; in this order Megatron's text, types, labels, is_random, loss_mask and
-    padding_mask."""
+    """Micro batch of BERT. The first six fields are Megatron's text, types, labels, is_random,
+    loss_mask and padding_mask."""
 
     tokens_BS: Tensor
-    """Input: special tokens, segments with some tokens replaced, padding; int64."""
+    """Input ids: segments with special tokens and some tokens replaced, then padding; int64."""
     types_BS: Tensor
     """0 for `[CLS] A [SEP]` and padding, 1 for `B [SEP]`; int64."""
     labels_BS: Tensor
-    """The original token where it is to be predicted, -1 elsewhere; int64."""
+    """Original token at predicted positions, -1 elsewhere; int64."""
     is_random_B: Tensor
-    """1 if the second segment does not follow the first; 0 without pairs; int64."""
+    """1 if the second segment does not follow the first, else 0, also without pairs; int64."""
     loss_mask_BS: Tensor
-    """1.0 where a token is to be predicted; float32."""
+    """1.0 at predicted positions, 0.0 elsewhere; float32."""
     padding_mask_BS: Tensor
-    """1 for tokens, 0 for padding, which is not attended to; int64."""
+    """1 for tokens, 0 for padding, which is excluded from attention; int64."""
     positions_BP: Tensor
-    """Positions where loss_mask_BS is 1, ascending, then positions where it is 0; int64. The head
-    needs no others."""
+    """Positions where loss_mask_BS is 1, ascending, filled up with positions where it is 0; int64.
+    The head computes only these positions."""
     padded: bool = True
-    """True if there is padding."""
+    """Whether the batch contains padding."""
     position_ids_BS: Tensor | None = None
-    """int64; None if they are 0 to S - 1."""
+    """Position ids, int64; None if they are 0 to S - 1."""
     document_ids_BS: Tensor | None = None
-    """int64; tokens see equal ids only, and padding has a separate id. None if samples are not
-    packed."""
+    """Document ids, int64. Tokens attend only to tokens with the same id, and padding has a
+    separate id. None if samples are not packed."""
     weights_2: Tensor | None = None
-    """Weights as in a `GPTBatch`, where micro batches differ: samples, and tokens to predict."""
+    """Loss weights as in a `GPTBatch`, for micro batches that differ in their numbers of samples
+    and predicted tokens."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BertBatch:
         return mapped(self, Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def shortened(self, seq_length: int) -> BertBatch:
-        """The first ``seq_length`` tokens of every sample."""
+        """Return the batch with every sample cut to its first ``seq_length`` tokens."""
         assert self.tokens_BS.shape[1] >= seq_length
         cut = mapped(self, Tensor, lambda t: t[:, :seq_length].contiguous() if t.dim() == 2 else t)
         return cut._replace(positions_BP=predicted_positions(cut.loss_mask_BS))
 
     def lengthened(self, seq_length: int) -> BertBatch:
-        """Itself: in a pipeline, where micro batches have one shape, no padding is left out."""
+        """Return the batch unchanged. Pipelines never remove padding, because all micro batches
+        must have the same shape."""
         assert self.tokens_BS.shape[1] == seq_length
         return self
 
     def without_padding(self, multiple: int) -> BertBatch:
-        """The columns up to the last token of the longest sample, in a multiple of ``multiple``, or
-        all of them."""
+        """Return the batch without the padding that all samples share. The length is rounded up to
+        a multiple of ``multiple``."""
         longest = int(self.padding_mask_BS.sum(1).max())
         seq_length = -(-longest // multiple) * multiple
         return self.shortened(seq_length) if seq_length < self.tokens_BS.shape[1] else self
 
 
 class T5Sample(NamedTuple):
-    """One sample, padded to the two sequence lengths; fields as in `T5Batch`."""
+    """T5 sample, padded to the two sequence lengths. The fields are those of `T5Batch`."""
 
     encoder_tokens_E: npt.NDArray[np.int64]
     decoder_tokens_D: npt.NDArray[np.int64]
@@ -161,27 +163,26 @@ class T5Sample(NamedTuple):
 
     @property
     def text_tokens(self) -> npt.NDArray[np.int64]:
-        """The tokens that the encoder reads, without padding."""
+        """Token ids of the encoder's input, without padding."""
         return self.encoder_tokens_E[self.encoder_padding_mask_E > 0]
 
 
 class T5Batch(NamedTuple):
-    """One micro batch. Megatron's names are text_enc, text_dec, labels and loss_mask; its three
-    square masks follow from the two padding masks, which are much smaller:
-
+    """Micro batch of T5. Megatron names the first four fields text_enc, text_dec, labels and
+    loss_mask. Its three square masks follow from the two padding masks, which are much smaller:
         enc_mask      encoder_padding_mask_BE[:, :, None] * encoder_padding_mask_BE[:, None, :]
-        dec_mask      the same of the decoder's, and no position sees a later one
+        dec_mask      the same for the decoder, with later positions masked
         enc_dec_mask  decoder_padding_mask_BD[:, :, None] * encoder_padding_mask_BE[:, None, :]
     """
 
     encoder_tokens_BE: Tensor
-    """The text with a sentinel for each span, and the end token; int64."""
+    """Text with a sentinel in place of each span, then the end token; int64."""
     decoder_tokens_BD: Tensor
-    """The start token and the labels, shifted by one; int64."""
+    """Start token, then the labels shifted by one; int64."""
     labels_BD: Tensor
-    """Each sentinel and its span, and the end token; -1 on padding; int64."""
+    """Each sentinel followed by its span, then the end token; -1 at padding; int64."""
     loss_mask_BD: Tensor
-    """1.0 for labels, 0.0 on padding; float32."""
+    """1.0 for labels, 0.0 for padding; float32."""
     encoder_padding_mask_BE: Tensor
     """1 for tokens, 0 for padding; int64."""
     decoder_padding_mask_BD: Tensor
@@ -189,8 +190,9 @@ class T5Batch(NamedTuple):
 
     @classmethod
     def scoring(cls, texts: Sequence[ScoredText], lengths: tuple[int, int], start: int) -> T5Batch:
-        """Texts whose contexts the encoder reads, and whose continuations are the labels; ``start``
-        is the first token of the decoder's input."""
+        """Build a batch that scores texts: the contexts are the encoder's input, and the
+        continuations are the labels. ``lengths`` are the padded lengths of the encoder's and
+        decoder's input, and ``start`` is the first token of the decoder's input."""
         contexts, labels = zip(*((text.context, text.continuation) for text in texts), strict=True)
         inputs = [np.concatenate(([start], row[:-1])) for row in labels]
         masks = [[np.ones_like(row) for row in rows] for rows in (contexts, labels)]
@@ -210,7 +212,7 @@ class T5Batch(NamedTuple):
 
 
 def collate_bert(samples: Sequence[BertSample]) -> BertBatch:
-    """Stacks samples of equal length."""
+    """Stack samples of equal length into a batch."""
     *fields, documents = zip(*samples, strict=True)
     tokens, types, labels, is_random, loss_mask, padding_mask = map(_stack, fields)
     positions = predicted_positions(loss_mask)
@@ -225,21 +227,22 @@ def collate_bert(samples: Sequence[BertSample]) -> BertBatch:
 
 
 def predicted_positions(loss_mask_BS: Tensor) -> Tensor:
-    """int64 [B, P]: for each sample the positions whose loss counts, ascending, then others, up to
-    a number that is the same for all samples."""
+    """Return int64 [B, P]: for each sample, the predicted positions, ascending, filled up with
+    other positions, so that P is the same for all samples."""
     most = positions_of(int(loss_mask_BS.count_nonzero(1).max()), loss_mask_BS.shape[1])
     order_BS = torch.argsort(loss_mask_BS, dim=1, descending=True, stable=True)
     return order_BS[:, :most].contiguous()
 
 
 def positions_of(predictions: int, seq_length: int) -> int:
-    """Return the positions per sample in a batch whose samples have up to this many predictions."""
+    """Return the number of positions per sample if each has at most ``predictions`` predicted
+    ones."""
     multiple = _PREDICTIONS_MULTIPLE
     return min(max(1, -(-predictions // multiple)) * multiple, seq_length)
 
 
 def collate_t5(samples: Sequence[T5Sample]) -> T5Batch:
-    """Stacks samples of equal lengths."""
+    """Stack samples of equal lengths into a batch."""
     return T5Batch._make(map(_stack, zip(*samples, strict=True)))
 
 
@@ -249,13 +252,14 @@ def _stack(values: Sequence[np.ndarray | int]) -> Tensor:
 
 DOCUMENTS = 256
 SENTENCES = 4
-"""Most of a document; it has at least two, which make a pair."""
+"""Maximum number of sentences in a mock document. The minimum is two, enough for a pair."""
 MOST_SENTINELS = 100
 SAMPLES = 2**16
 
 
 class MockTokenizer(Tokenizer):
-    """A tokenizer with all special tokens of BERT and T5: missing ones get the last ids."""
+    """Tokenizer with all special tokens of BERT and T5. Missing ones are assigned to the highest
+    ids of the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -269,7 +273,7 @@ class MockTokenizer(Tokenizer):
         super().__init__("--mock-data", size, SpecialIds(**ids, sentinels=sentinels))
         special = [i for i in (*ids.values(), *sentinels) if i is not None]
         self.plain_ids: npt.NDArray[np.int64] = np.setdiff1d(np.arange(size), special)
-        """Return the ids without a meaning of their own, ascending."""
+        """Ids that are not special tokens, ascending."""
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self.tokenizer.detokenize(ids)
@@ -285,9 +289,10 @@ class MockTokenizer(Tokenizer):
 
 
 class MockDocuments:
-    """Documents of two to :data:`SENTENCES` sentences, a function of (seed, part) alone. Each
-    counts upwards through ``ids`` from a random one, so that masked tokens, and which sentence
-    comes first, are learnt within a few steps. ``tokens`` is the mean length of a document."""
+    """Mock documents of two to :data:`SENTENCES` sentences, determined by ``seed`` and ``part``.
+    Each document counts upwards through ``ids_V`` from a random start, so that masked tokens and
+    the sentence order are learned within a few steps. A document has ``tokens`` tokens on
+    average."""
 
     prefix = "--mock-data"
 
@@ -317,11 +322,11 @@ class MockDocuments:
         return self._ids_V[places % len(self._ids_V)]
 
     def verify(self) -> None:
-        """Do nothing: generated ids cannot be damaged."""
+        """Do nothing, because generated ids cannot be damaged."""
 
 
 def mock_data(data: DataPipeline, num_samples: int, part: int) -> SampleDataset[Any]:
-    """`DataPipeline.mock` of a family whose recipe is a :class:`SegmentRecipe`."""
+    """Implement `DataPipeline.mock` for families whose recipe is a :class:`SegmentRecipe`."""
     tokenizer = MockTokenizer(data.tokenizer)
     recipe = type(data)(data.config, tokenizer).recipe()
     assert isinstance(recipe, SegmentRecipe)
@@ -331,8 +336,8 @@ def mock_data(data: DataPipeline, num_samples: int, part: int) -> SampleDataset[
 def mock_samples(
     recipe: SegmentRecipe[Any], tokenizer: MockTokenizer, num_samples: int, part: int
 ) -> SampleDataset[Any]:
-    """Samples of a recipe with this tokenizer; ``part`` is 0 for training, 1 validation, 2 test.
-    After :data:`SAMPLES` they repeat, however many a run needs."""
+    """Return mock samples of a recipe. ``part`` is 0 for training, 1 for validation and 2 for test.
+    The samples repeat after :data:`SAMPLES`."""
     length = recipe.rules.max_tokens
     documents = MockDocuments(tokenizer.plain_ids, length, recipe.seed, part)
     units = range(recipe.units(documents))

@@ -1,11 +1,12 @@
-"""Samples of BERT: `[CLS] A [SEP] B [SEP]`, some words masked, and whether B follows A.
+"""BERT: its data, batches and model family. Samples are `[CLS] A [SEP] B [SEP]` with some words
+masked, and a label that says whether B follows A.
 
-Words are chosen whole and at random, one or a few in a row, until a share of the tokens is reached;
-of the chosen tokens 80 % become the mask token, 10 % a random token and 10 % stay (Devlin et al.
-2018, arXiv:1810.04805, section 3.1). The probabilities of n words in a row are those of Lan et al.
-2019, arXiv:1909.11942, section 3.1, as in Megatron.
+Single words or a few consecutive ones are chosen at random until a fraction of the tokens is
+reached. Of the chosen tokens, 80 % become the mask token, 10 % a random token, and 10 % are
+unchanged (Devlin et al. 2018, arXiv:1810.04805, section 3.1). The probabilities of n consecutive
+words are those of Lan et al. 2019, arXiv:1909.11942, section 3.1, as in Megatron.
 
-Shape suffixes: S tokens of a sample, P tokens to be predicted, W words, V vocabulary.
+Shape suffixes: S tokens of a sample, P predicted tokens, W words, V vocabulary.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ MASKED, RANDOM = 0.8, 0.1
 
 @dataclass(frozen=True)
 class BertRecipe(SegmentRecipe[BertSample]):
-    """Construction of BERT's samples from documents that are split into sentences. Documents of
-    fewer than two sentences make no pairs and are left out."""
+    """Recipe for BERT's samples from documents that are split into sentences. With pairs, documents
+    of fewer than two sentences are left out."""
 
     cache_name: ClassVar[str] = "bert"
     seq_length: int
-    """Tokens of a sample, padding included."""
+    """Number of tokens of a sample, including padding."""
     seed: int
     pairs: Pairs
     short_seq_prob: float
@@ -78,8 +79,9 @@ class BertRecipe(SegmentRecipe[BertSample]):
         seed: int,
         binary_head: bool = True,
     ) -> BertRecipe:
-        """The recipe that the flags describe; without a binary head no pairs. Raises ConfigError if
-        a flag's value is out of its range, ValueError if the vocabulary lacks a special token."""
+        """Create the recipe from the flags. Samples have no pairs without a binary head. Raises
+        ConfigError if a flag's value is out of range, and ValueError if the vocabulary lacks a
+        special token."""
         config.check_shares()
         pairs = cast(Pairs, config.bert_pair_task if binary_head else "none")
         if not binary_head and config.bert_pair_task != MaskedDataConfig.bert_pair_task:
@@ -155,39 +157,39 @@ class BertRecipe(SegmentRecipe[BertSample]):
 
 @dataclass(frozen=True)
 class WordMasking:
-    """Masking of tokens."""
+    """Choice and replacement of the predicted tokens."""
 
     mask_prob: float
-    """Share of a sample's tokens, including special ones, to be predicted."""
+    """Fraction of a sample's tokens, including special tokens, that are predicted."""
     max_predictions: int
-    """Most tokens of a sample that are to be predicted."""
+    """Maximum number of predicted tokens per sample."""
     max_ngrams: int
-    """Most words in a row that are chosen together."""
+    """Maximum number of consecutive words that are chosen together."""
     favor_longer: bool
-    """Whether more words in a row are likelier than fewer."""
+    """Whether longer n-grams are more likely than shorter ones."""
     mask_token: int
     vocab_size: int
-    """Random tokens are drawn from all below it."""
+    """Size of the vocabulary from which random tokens are drawn."""
     word_starts_V: npt.NDArray[np.bool_] | None = field(compare=False, repr=False)
-    """True if a token begins a word; None masks each token by itself."""
+    """True for tokens that begin a word. None masks tokens individually."""
 
     @cached_property
     def ngram_chances(self) -> npt.NDArray[np.float64]:
-        """Probabilities of 1, 2 ... `max_ngrams` words in a row."""
+        """Probabilities of n-grams of 1, 2, ... `max_ngrams` words."""
         chances = 1.0 / np.arange(1, self.max_ngrams + 1)
         return (chances[::-1] if self.favor_longer else chances) / chances.sum()
 
     def choose(
         self, tokens_S: npt.NDArray[np.int64], segments: Sequence[range], rng: np.random.Generator
     ) -> npt.NDArray[np.int64]:
-        """Positions of the tokens to be predicted, ascending, int64[P]; at least one, unless every
-        word has more tokens than `max_predictions`. `segments` are the positions of the words; the
-        others are special tokens, which are never chosen."""
+        """Choose the positions to predict, ascending, int64[P]. At least one is chosen, unless
+        every word has more tokens than `max_predictions`. `segments` are the position ranges that
+        contain words. Other positions are special tokens, which are never chosen."""
         starts_W, stops_W, words_left_W = self._words(tokens_S, segments)
         sizes_W = (stops_W - starts_W).tolist()
         wanted = max(1, round(len(tokens_S) * self.mask_prob))
         left = min(self.max_predictions, wanted)
-        # One draw for all words: search uniform numbers in the cumulative probabilities.
+        # Draw n-gram lengths for all words at once, by inverse transform sampling.
         drawn = np.searchsorted(self.ngram_chances.cumsum(), rng.random(len(sizes_W)), "right") + 1
         ngrams_W = np.minimum(np.minimum(drawn, self.max_ngrams), words_left_W).tolist()
         chosen_W = bytearray(len(sizes_W))
@@ -202,7 +204,8 @@ class WordMasking:
             if not left:
                 break
         if not any(chosen_W) and min(sizes_W) <= self.max_predictions:
-            chosen_W[sizes_W.index(min(sizes_W))] = 1  # exceeds the share, but no word is shorter
+            # more than the wanted fraction, but the shortest word
+            chosen_W[sizes_W.index(min(sizes_W))] = 1
         words = np.flatnonzero(np.frombuffer(chosen_W, np.uint8))
         ranges = [np.arange(starts_W[word], stops_W[word]) for word in words]
         return np.concatenate(ranges) if ranges else np.empty(0, np.int64)
@@ -210,7 +213,7 @@ class WordMasking:
     def replace(
         self, tokens_S: npt.NDArray[np.int64], chosen_P: np.ndarray, rng: np.random.Generator
     ) -> npt.NDArray[np.int64]:
-        """The tokens with most of the chosen ones replaced."""
+        """Return the tokens with the chosen ones masked, replaced by random ones, or unchanged."""
         replaced_S = tokens_S.copy()
         draw_P = rng.random(len(chosen_P))
         random_P = rng.integers(self.vocab_size, size=len(chosen_P))
@@ -224,8 +227,8 @@ class WordMasking:
     def _words(
         self, tokens_S: np.ndarray, segments: Sequence[range]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """First and stop position of each word, and number of words from it to its segment's
-        end."""
+        """Return the start and stop position of each word, and the number of words from there to
+        the end of its segment."""
         starts, stops, words_left = [], [], []
         for segment in segments:
             assert segment, "a segment has tokens"
@@ -233,7 +236,8 @@ class WordMasking:
                 start = np.arange(segment.start, segment.stop)
             else:
                 begins = self.word_starts_V[tokens_S[segment.start : segment.stop]].copy()
-                begins[:1] = True  # of a word that was cut, or that has no mark at the start
+                # A segment always begins with a word, even if its first word is cut.
+                begins[:1] = True
                 start = segment.start + np.flatnonzero(begins)
             starts.append(start)
             stops.append(np.append(start[1:], segment.stop))
@@ -248,7 +252,7 @@ HEAD_PARTS = (
 
 
 def begin(model: ModelConfig, batch: BertBatch) -> LayerState:
-    """The initial state of a micro batch."""
+    """Return the initial state of a micro batch."""
     targets = Targets(batch.labels_BS, batch.loss_mask_BS)
     return LayerState(
         hidden=batch.tokens_BS,
@@ -261,7 +265,7 @@ def begin(model: ModelConfig, batch: BertBatch) -> LayerState:
 
 
 def begin_labelled(model: ModelConfig, batch: LabelledBatch) -> LayerState:
-    """The initial state of a micro batch of labelled texts."""
+    """Return the initial state of a micro batch of labelled texts."""
     return LayerState(
         hidden=batch.tokens_BS,
         token_types=batch.types_BS,
@@ -274,21 +278,22 @@ def begin_labelled(model: ModelConfig, batch: LabelledBatch) -> LayerState:
 def masks(
     model: ModelConfig, batch: BertBatch | LabelledBatch, documents_BS: Tensor | None = None
 ) -> AttentionMasks:
-    """Attention to all tokens but padding, or within packed samples. Kernels run without a mask if
-    a micro batch has no padding, which its collator records without a sync."""
+    """Return masks that exclude padding from attention, or restrict it to each packed sample. If
+    the collator recorded that a micro batch has no padding, kernels run without a mask; checking
+    the mask here would synchronize."""
     tokens_BS = batch.tokens_BS
     if documents_BS is None and batch.padded:
         documents_BS = batch.padding_mask_BS
     blocks = block_masks(model, tokens_BS, documents_BS, causal=False)
     windows = any(narrows(window, tokens_BS.shape[1], causal=False) for window in model.windows)
     if documents_BS is batch.padding_mask_BS and not (blocks or windows):
-        # One mask of keys for all queries, instead of one for each.
+        # All queries share a single mask over keys.
         return AttentionMasks(padding_BT=documents_BS == 0, causal=False)
     return AttentionMasks(documents_BS, blocks=blocks, causal=False)
 
 
 class BertData(DataPipeline):
-    """The data of a BERT's run: sentences, or TFRecords that are masked already."""
+    """Data pipeline of BERT, for documents split into sentences, or TFRecords of masked samples."""
 
     takes = frozenset({DOCUMENTS, "masked"})
     flags = frozenset({"masked_data"})
@@ -307,8 +312,8 @@ class BertData(DataPipeline):
         return mock_data(self, num_samples, part)
 
     def view(self, sample: BertSample, length: int) -> SampleView:
-        """See `DataPipeline.view`; each input comes before the text to predict for it, and packed
-        samples are on separate lines."""
+        """Implement `DataPipeline.view`. Each masked input is followed by the original text, and
+        packed samples are on separate lines."""
         batch = self.collator()([sample])
         tokens_S, labels_S, loss_mask_S, padding_mask_S = (
             values[0, :length].numpy()

@@ -1,4 +1,4 @@
-"""BERT and T5: masked samples, layers, families."""
+"""Feature with the BERT and T5 families and their masked data."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.features import Feature
-from megatron.features.masked.flags import EncoderDecoderConfig, FirstNormConfig, MaskedDataConfig
+from megatron.features.masked.flags import (
+    EncoderDecoderConfig,
+    FirstNormConfig,
+    MaskedDataConfig,
+    SplitFlags,
+)
 
 
 class MaskedFeature(Feature):
+    needs = ("cross_attention",)
     sections = {"masked_data": MaskedDataConfig}
+    flag_parts = {"parallel": SplitFlags}
     model_parts = (FirstNormConfig, EncoderDecoderConfig)
     families = ("bert", "t5")
 

@@ -1,7 +1,7 @@
-"""Labelled texts, and heads for them: a label, the best of several choices, or a span.
+"""Labelled texts, and the heads for them: classification, multiple choice and span prediction.
 
-Shapes: B micro batch, C choices of each question, S sequence (a rank's slice of it where the region
-is split), H hidden, L labels.
+Shapes: B micro batch, C choices of each question, S sequence (a rank's slice of it in a
+sequence-parallel region), H hidden, L labels.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatron.parallel.shard import initial
 from megatron.parallel.tensor_parallel import TensorParallel
 
 Label = int | float | tuple[int, int]
-"""The number of a label or of the right choice; a float where a number is predicted; the places of
-a span's first and last token."""
+"""Index of a class or of the right choice; a float for regression; or the positions of the first
+and last token of a span."""
 
 
 class LabelledText(NamedTuple):
-    """One sample: the tokens of its text with their types or, for a question, one such text per
-    choice; without padding. ``identity`` names the sample in predictions."""
+    """Labelled sample: token ids and token types of one text or, for a multiple-choice question, of
+    one text per choice, without padding. ``identity`` labels the sample in predictions."""
 
     tokens: tuple[npt.NDArray[np.int64], ...]
     types: tuple[npt.NDArray[np.int64], ...]
@@ -42,24 +42,24 @@ class LabelledText(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens of the longest text."""
+        """Number of tokens of the longest text."""
         return max(map(len, self.tokens))
 
 
 class LabelledBatch(NamedTuple):
-    """One micro batch. The texts of a question are consecutive rows."""
+    """Micro batch of labelled texts. The choices of a question are consecutive rows."""
 
     tokens_BS: Tensor
-    """Texts with special tokens, then padding; int64."""
+    """Token ids with special tokens, then padding; int64."""
     types_BS: Tensor
     """Token types; 0 for padding; int64."""
     padding_mask_BS: Tensor
-    """1 for tokens, 0 for padding, which is not attended to; int64."""
+    """1 for tokens, 0 for padding, which is excluded from attention; int64."""
     labels_B: Tensor
-    """int64, or float32 for numbers; of spans [B, 2]."""
+    """Labels: int64, float32 for regression, and [B, 2] for spans."""
     choices: int = 1
     padded: bool = True
-    """True if there is padding."""
+    """Whether the batch contains padding."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LabelledBatch:
         return mapped(self, Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -68,8 +68,8 @@ class LabelledBatch(NamedTuple):
 def collate_labelled(
     samples: Sequence[LabelledText], length: int | None = None, *, pad: int, multiple: int = 8
 ) -> LabelledBatch:
-    """Stacks samples with the same number of texts, padded with the token ``pad`` to ``length`` or,
-    if it is None, to the next multiple of ``multiple``."""
+    """Stack samples with the same number of texts, padded with the token ``pad`` to ``length``. If
+    ``length`` is None, the longest text is rounded up to a multiple of ``multiple``."""
     longest, choices = max(sample.length for sample in samples), len(samples[0].tokens)
     if length is None:
         length = -(-longest // multiple) * multiple
@@ -93,7 +93,7 @@ def collate_labelled(
 
 
 IGNORED = -100
-"""The label of a sample that does not count."""
+"""Label of a sample that is excluded from the loss."""
 
 POOLER = "pooler"
 HEAD_NAMES = {
@@ -101,7 +101,7 @@ HEAD_NAMES = {
     "multiple_choice": "multichoice_head",
     "span": "span_head",
 }
-"""Canonical name of each head's last layer, by `ModelConfig.head`."""
+"""Canonical name of each head's last layer, by the value of `ModelConfig.head`."""
 
 
 class _FirstToken(torch.autograd.Function):
@@ -120,17 +120,18 @@ class _FirstToken(torch.autograd.Function):
 
 
 def first_token(tp: TensorParallel, x_BSH: Tensor) -> Tensor:
-    """The first token of the whole sequence, [B, H], on every rank; each then computes the same
-    with it, and the gradient goes to the rank that has it."""
+    """Return the first token of the whole sequence, [B, H], on every rank. All ranks must compute
+    the same from it, because its gradient is used only on the rank that has the token."""
     x_BH = _FirstToken.apply(x_BSH, tp.group) if tp.split else x_BSH[:, 0]
     if tp.context.size == 1:
         return x_BH
-    # Zeros of the other ranks: so their backward passes communicate as the first one's does.
+    # Other ranks multiply by zero instead of skipping, so that their backward passes take part in
+    # the same collectives.
     return tp.context.sum(x_BH * float(tp.context.rank == 0))
 
 
 class Pooler(nn.Module):
-    """Pools a sample: tanh of a dense layer of its first token."""
+    """Pooler of a sample: tanh of a linear projection of its first token."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -139,17 +140,17 @@ class Pooler(nn.Module):
         self.dense = WholeLinear(width, width, bias=model.mlp.bias, init=init, tp=tp.whole)
 
     def forward(self, state: LayerState) -> LayerState:
-        """Hidden states [B, S, H] to ``pooled`` [B, H]."""
+        """Pool hidden states [B, S, H] into ``pooled`` [B, H]."""
         return state.changed(pooled=torch.tanh(self.dense(first_token(self.tp, state.hidden))))
 
 
 def pooler(model: ModelConfig, tp: TensorParallel) -> LayerSpec:
-    """Between the final norm and a head on whole samples."""
+    """Return the layer between the final norm and a head that classifies whole samples."""
     return LayerSpec(POOLER, partial(Pooler, model, tp))
 
 
 class SampleHead(WholeLinear):
-    """Dropout of what stands for a sample, and a linear layer; the same on every rank."""
+    """Dropout and linear layer on the pooled sample, replicated on every rank."""
 
     def __init__(self, model: ModelConfig, outputs: int, tp: TensorParallel) -> None:
         init = initial(model)
@@ -157,7 +158,7 @@ class SampleHead(WholeLinear):
         self.dropout = Dropout(model.hidden_dropout, tp.whole)
 
     def forward(self, state: LayerState) -> LayerState:  # type: ignore[override]
-        """``pooled`` [B, H] to logits in its place or, where the state has targets, to a loss."""
+        """Replace ``pooled`` [B, H] with logits, or with a loss if the state has targets."""
         assert state.pooled is not None
         logits = self.arranged(super().forward(self.dropout(state.pooled)), state.batch)
         if state.targets is None:
@@ -166,12 +167,12 @@ class SampleHead(WholeLinear):
         return state.changed(pooled=None).with_loss(LM_LOSS, loss)
 
     def arranged(self, outputs: Tensor, batch: Any) -> Tensor:
-        """The logits [B, L] of the layer's outputs."""
+        """Arrange the layer's outputs as logits [B, L]."""
         return outputs
 
 
 class ClassificationHead(SampleHead):
-    """The label of a text, or a number where there is one label."""
+    """Head that predicts the label of a text, or a number if there is only one label."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         assert model.num_labels is not None
@@ -179,25 +180,26 @@ class ClassificationHead(SampleHead):
 
 
 class MultipleChoiceHead(SampleHead):
-    """A score of each choice; the choices of a question are consecutive samples."""
+    """Head that scores each choice of a question. The choices are consecutive rows of the batch."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__(model, 1, tp)
 
     def arranged(self, outputs: Tensor, batch: Any) -> Tensor:
-        """[B x C, 1] to [B, C]."""
+        """Reshape scores from [B x C, 1] to [B, C]."""
         return outputs.view(-1, batch.choices)
 
 
 class SpanHead(WholeLinear):
-    """Scores the places where a span of the text starts and ends: two scores of every token."""
+    """Head that predicts the start and end of a span of the text, with two scores per token."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         init = initial(model)
         super().__init__(model.hidden_size, 2, bias=True, init=init, tp=tp)
 
     def forward(self, state: LayerState) -> LayerState:  # type: ignore[override]
-        """Hidden states [B, S, H] to logits [B, S, 2] of the whole sequence, or to a loss."""
+        """Compute logits [B, S, 2] of the whole sequence from hidden states [B, S, H], or the loss
+        if the state has targets."""
         logits_BS2 = self.tp.whole_sequence(super().forward(state.hidden))
         if state.targets is None:
             return state.with_hidden(logits_BS2)
@@ -206,8 +208,8 @@ class SpanHead(WholeLinear):
 
 
 def label_loss(logits_BL: Tensor, labels_B: Tensor) -> Tensor:
-    """Mean over the samples that count, a scalar, float32 or float64: cross entropy or, of numbers,
-    the squared error."""
+    """Return the mean loss over samples without the label :data:`IGNORED`, a scalar, float32 or
+    float64. It is the cross entropy or, for float labels, the squared error."""
     logits_BL = precise(logits_BL)
     if labels_B.is_floating_point():
         return F.mse_loss(logits_BL.squeeze(-1), labels_B.to(logits_BL.dtype))
@@ -215,8 +217,8 @@ def label_loss(logits_BL: Tensor, labels_B: Tensor) -> Tensor:
 
 
 def span_loss(logits_BS2: Tensor, labels_B2: Tensor) -> Tensor:
-    """Mean of the cross entropies of starts and ends, a scalar, float32 or float64. A place after
-    the sequence does not count; one before it is its first token."""
+    """Return the mean of the cross entropies of span starts and ends, a scalar, float32 or float64.
+    Positions beyond the end of the sequence are ignored; negative positions count as 0."""
     length = logits_BS2.shape[1]
     labels_B2 = labels_B2.clamp(0, length)
     start_BS, end_BS = precise(logits_BS2).unbind(-1)
@@ -228,7 +230,8 @@ def span_loss(logits_BS2: Tensor, labels_B2: Tensor) -> Tensor:
 
 
 def _cross_entropy(logits_BL: Tensor, labels_B: Tensor, ignored: int) -> Tensor:
-    """The mean over labels that are not ``ignored``; zero without any."""
+    """Return the mean cross entropy over labels other than ``ignored``, or zero without such
+    labels."""
     total = F.cross_entropy(logits_BL, labels_B, ignore_index=ignored, reduction="sum")
     return total / (labels_B != ignored).sum().clamp(min=1)
 
@@ -241,15 +244,14 @@ _HEADS: dict[str, Callable[[ModelConfig, TensorParallel], WholeLinear]] = {
 
 
 def head_layers(model: ModelConfig, tp: TensorParallel) -> list[LayerSpec]:
-    """Return the layers after the final norm of a model with another head than a language
-    model's."""
+    """Return the layers after the final norm of a model for labelled text."""
     head = LayerSpec(HEAD_NAMES[model.head], partial(_HEADS[model.head], model, tp))
     return [head] if model.head == "span" else [pooler(model, tp), head]
 
 
 def head_flops(model: ModelConfig) -> float:
-    """Forward FLOPs of one text in the layers after the final norm, with another head than a
-    language model's."""
+    """Return the forward FLOPs per text of the layers after the final norm, for a head for labelled
+    text."""
     width = model.hidden_size
     if model.head == "span":
         return 2.0 * model.seq_length * width * 2

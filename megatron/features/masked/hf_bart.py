@@ -1,9 +1,9 @@
-"""BART, mBART and PLBart in Hugging Face's form: an encoder and a decoder with learned positions of
-each, which start at row 2 of their tables, LayerNorm and biases everywhere.
+"""BART, mBART and PLBart in Hugging Face format: an encoder and a decoder, each with its own
+learned position embeddings, which start at row 2, and with LayerNorm and biases everywhere.
 
-Norms of BART and PLBart follow the residual sums: as BERT's, the first norm of a stack is that of
-its embeddings, and the last that of the last block's output. mBART's precede attention and MLP, and
-it normalises embeddings and outputs as well.
+BART and PLBart are post-norm. As for BERT, the first norm of a stack in this project is the
+embedding norm in Hugging Face, and the final norm is the last norm of the last block. mBART is
+pre-norm, and also normalises embeddings and outputs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BIAS = "final_logits_bias"
 
 
 class Denoising(TextToText):
-    """An encoder and a decoder as BART's, whose texts begin with the end of the one before."""
+    """Task of a BART-like encoder-decoder, whose decoder starts from the end-of-text token."""
 
     start = "eos"
 
@@ -48,25 +48,25 @@ class Denoising(TextToText):
         return tokens | {"forced_eos_token_id": tokens["eos_token_id"]}
 
     def end_only(self, source: Source) -> dict[str, Any]:
-        # Those of BART, which `transformers` assumes by default.
+        # Ids of BART, which `transformers` assumes by default.
         end = 2 if source.end_of_text is None else source.end_of_text
         ends = ("eos_token_id", "decoder_start_token_id", "forced_eos_token_id")
         return {"pad_token_id": 1, **dict.fromkeys(ends, end)}
 
     def fit_tokenizer(self, folder: Path, tokenizer: Any) -> bool:
-        """Leave the tokenizer unchanged: BART's adds tokens around a text."""
+        """Leave the tokenizer unchanged, because BART's adds special tokens around a text."""
         return False
 
 
 def _stack(name: str, post_norm: bool) -> tuple[Entry, ...]:
-    """The embeddings, blocks and last norm of the ``encoder`` or the ``decoder``."""
+    """Return the entries for embeddings, blocks and last norm of the ``encoder`` or ``decoder``."""
     theirs, decodes = f"model.{name}", name == "decoder"
     ours = "decoder.embedding" if decodes else "embedding"
     number = "{decoder_last}" if decodes else "{last}"
     attention = tuple(f"self_attn.{part}_proj" for part in "qkv")
     names = ("self_attn_layer_norm", *["encoder_attn_layer_norm"] * decodes, "final_layer_norm")
     norms = ("attention_norm", *["cross_attention_norm"] * decodes, "mlp_norm")
-    # In a stack whose norms follow the sums, each is the norm before the next sublayer.
+    # In a post-norm stack, the norm after a sublayer becomes the norm before the next one.
     of_sums = zip(norms[1:] if post_norm else norms, names, strict=False)
     blocks = block(
         f"{theirs}.layers.{{n}}",
@@ -110,7 +110,7 @@ def _copies(model: ModelConfig) -> dict[str, str]:
 
 
 def _seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """A bias of the logits that is zero or missing means a model without one."""
+    """Record whether the logits have a bias. A bias that is missing or all zeros does not count."""
     biased = _BIAS in tensors and bool(tensors.tensor(_BIAS).any())
     return content | {"_logits_bias": biased}
 
@@ -135,7 +135,7 @@ def _read(given: HFConfigReader, fields: dict[str, Any], post_norm: bool) -> dic
         ("add_bias_logits", False), ("extra_pos_embeddings", 2), ("is_encoder_decoder", True),
     ):  # fmt: skip
         given.only(key, (value,), "transformers does not read it")
-    # Dropout within the MLP, of trainings alone; a dropout of other heads.
+    # Dropout rates of training and of other heads, and keys without effect.
     given.unused("activation_dropout", "classif_dropout", "_logits_bias", "num_hidden_layers",
                  "force_bos_token_to_be_generated", "save_step")  # fmt: skip
     return {"encoder_decoder": True, "lm_head_bias": bool(given.content.get("_logits_bias"))}

@@ -1,10 +1,11 @@
-"""BERT in Hugging Face's form, and the tasks by which it is compared: an encoder with learned
-positions, LayerNorm and biases everywhere; the original, whose norms follow the residual sums, and
-Megatron's, whose norms precede attention and MLP.
+"""BERT in Hugging Face format, and the tasks that compare its outputs. This encoder with learned
+positions, LayerNorm and biases has two variants: the original, which is post-norm, and Megatron's,
+which is pre-norm.
 
-With ``--apply-residual-connection-post-layernorm`` a block here normalises the sum before it, so
-that the first block's norm is that of the original's embeddings, the norm of each further block
-that of the output of the block before it, and the final norm that of the last block's.
+With ``--apply-residual-connection-post-layernorm``, a block in this project normalises the residual
+sum at its beginning. The first block's norm is therefore the original's embedding norm, the norm of
+each further block is the output norm of the block before it, and the final norm is the output norm
+of the last block.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from megatron.model.layer_list import LayerState
 
 
 class MaskedLM(Task):
-    """An encoder that predicts masked tokens, and with its second head whether two segments belong
-    together."""
+    """Task of an encoder that predicts masked tokens and, with its binary head, whether two
+    segments belong together."""
 
     def inputs(self, model: ModelConfig, seed: int) -> Inputs:
-        """Two samples of two segments; the second is padded."""
+        """Return two samples of two segments, the second of which is padded."""
         theirs, positions_BS = _texts(model, seed, 2)
         tokens_BS, padding_mask_BS = theirs["input_ids"], theirs["attention_mask"]
         batch = BertBatch(
@@ -89,13 +90,13 @@ MASKED_LM = MaskedLM()
 
 
 def _offset(source: Source) -> int:
-    """Number of rows before the first position; the last of them is for RoBERTa's padding token."""
+    """Return the number of rows before the first position; the last is RoBERTa's padding row."""
     return source.model.positions.position_embedding_offset
 
 
 def _texts(model: ModelConfig, seed: int, rows: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Random texts of two segments, every second one padded and at the last positions: arguments of
-    `forward`, and our positions."""
+    """Return random texts of two segments as arguments of the Hugging Face `forward`, and this
+    project's position ids. Every second text is padded, and uses the last positions."""
     length, last = compared_length(model), model.positions.max_position_embeddings
     random = torch.Generator().manual_seed(seed)
     tokens_BS = torch.randint(model.vocabulary.size, (rows, length), generator=random)
@@ -116,13 +117,12 @@ def _texts(model: ModelConfig, seed: int, rows: int) -> tuple[dict[str, Tensor],
 
 
 class LabelledTextTask(MaskedLM):
-    """An encoder that says which label a text has, which of several texts is the best, or where in
-    a text a span is."""
+    """Task of an encoder for labelled text: classification, multiple choice or span prediction."""
 
     unit = "texts"
 
     def inputs(self, model: ModelConfig, seed: int) -> Inputs:
-        """Two texts of two segments, the second padded; or two questions with their choices."""
+        """Return two texts of two segments, the second padded, or two multiple-choice questions."""
         choices = 3 if model.head == "multiple_choice" else 1
         theirs, positions_BS = _texts(model, seed, 2 * choices)
         tokens_BS, types_BS, padding_mask_BS, _ = theirs.values()
@@ -175,7 +175,8 @@ def dense(ours: str, theirs: str, when: Condition) -> tuple[Entry, ...]:
 
 
 def sum_norm(ours: str, first: str, theirs: str) -> tuple[Entry, ...]:
-    """A norm in a block that is another one's in theirs, and in the first block ``first``."""
+    """Return the entries of a norm that belongs to the previous block in the Hugging Face model, or
+    is ``first`` for the first block."""
     return tuple(
         dataclasses.replace(entry, first=(f"{first}.{entry.ours.rpartition('.')[2]}",))
         for entry in norm(ours, theirs)
@@ -185,9 +186,9 @@ def sum_norm(ours: str, first: str, theirs: str) -> tuple[Entry, ...]:
 def lm_head(
     transform: str, normed: str, decoder: str, bias: str | None = None
 ) -> tuple[Entry, ...]:
-    """The head of a masked language model: its dense layer and norm, the weight and bias of the
-    logits, of which ``bias`` is a copy by another name."""
-    # transformers 5 uses the first, transformers 4 makes the first of the second.
+    """Return the entries of a masked-LM head: its dense layer and norm, and the weight and bias of
+    the logits. ``bias`` is a second name of the logits' bias."""
+    # transformers 5 reads the first name; transformers 4 derives it from the second.
     names = (f"{decoder}.bias",) if bias is None else (f"{decoder}.bias", bias)
     return (
         *dense("lm_head.dense", transform, predicts),
@@ -229,15 +230,16 @@ _HEADS = (
 
 
 def copies_of(decoder: str, bias: str | None = None) -> Callable[[ModelConfig], Mapping[str, str]]:
-    """Names of tensors that repeat the token embedding, and the bias of the logits by ``bias``."""
+    """Return a function that maps redundant tensors to the tensors that they repeat: the decoder
+    weight to the token embedding and, with ``bias``, the decoder bias to the logits' bias."""
     copies = {f"{decoder}.weight": TABLE} | ({f"{decoder}.bias": _BIAS} if bias else {})
     return lambda model: copies if tied_head(model) else {}
 
 
 def token_types(prefix: str) -> dict[str, Any]:
-    """Fields of an architecture for token types: a single one of zeros in the files is that of a
-    model without. The second head may be in files whose config.json names the class without it (the
-    published bert-base-uncased)."""
+    """Return the fields of an architecture that detect token types and the binary head. A single
+    token type embedding of zeros means that the model has no token types. The binary head may exist
+    even if config.json names a class without it (as in the published bert-base-uncased)."""
     name = f"{prefix}.embeddings.token_type_embeddings.weight"
 
     def seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
@@ -257,7 +259,7 @@ def read_bert(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("position_embedding_type", ("absolute", None), "positions must be learned")
     given.only("is_decoder", (False,), "a decoder that BERT has become cannot be represented")
     given.only("add_cross_attention", (False,), "cross-attention cannot be represented")
-    # Keys for the pooler of other tasks, in Google's multilingual models.
+    # Keys of Google's multilingual models, for the pooler of other tasks.
     given.unused(
         "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
         "pooler_size_per_head", "pooler_type", "type_vocab_size", "_second_head",
@@ -267,7 +269,7 @@ def read_bert(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     types = given.whole("type_vocab_size") if given.content.get("_token_types", True) else 0
     head = read_labels(given, fields, classes)
     if head:
-        second = types > 1  # without an effect
+        second = types > 1  # has no effect with a head for labelled text
     else:
         second = given.content.get("_second_head", any("PreTraining" in name for name in classes))
     usual = 2 if second else 0
@@ -277,7 +279,8 @@ def read_bert(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 def read_labels(
     given: HFConfigReader, fields: dict[str, Any], classes: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the flags of a head for labelled text; empty for a model without one."""
+    """Return the flags of a head for labelled text, or an empty dictionary if the model has
+    none."""
     tasks = {name.rpartition("For")[2] for name in classes}
     if tasks & {"TokenClassification", "NextSentencePrediction"}:
         given.refuse("architectures", classes, "its head cannot be represented")
@@ -322,7 +325,8 @@ def write_labels(model: ModelConfig) -> dict[str, Any]:
 
 
 def _nearest(model: ModelConfig) -> tuple[ModelConfig, str]:
-    """Megatron's head computes GELU exactly, regardless of the MLP."""
+    """Return the closest model that the format can express, and the reason for the difference.
+    Megatron's head computes exact GELU, regardless of the MLP's activation."""
     head, inner = model.head_activation, model.mlp.activation
     if not predicts(model) or head == inner or not {head, inner} <= {"gelu_erf", "gelu_tanh"}:
         return model, ""
@@ -343,7 +347,7 @@ _TASKS = {
     "MultipleChoice": "multiple_choice",
     "QuestionAnswering": "span",
 }
-"""Our heads by the task suffix of the class name in `transformers`."""
+"""Heads by the task suffix of the class name in `transformers`."""
 
 
 def class_named(prefix: str, model: ModelConfig) -> str:
@@ -353,7 +357,7 @@ def class_named(prefix: str, model: ModelConfig) -> str:
 
 
 def _old(model: ModelConfig) -> frozenset[str]:
-    """Names of a pooler in old files of models that have none."""
+    """Return the names of pooler weights that old files have although the model has no pooler."""
     names = ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
     return frozenset(names) if model.head == "span" else frozenset()
 
@@ -413,8 +417,8 @@ _HEAD_ACTIVATIONS: dict[str, dict[str, Any]] = {
     "relu": {"lm_head_activation": "relu"},
     "relu2": {"lm_head_activation": "squared_relu"},
 }
-"""Flags that give the masked-LM head the activation of the MLP; for the others it is the tanh
-approximation of GELU."""
+"""Flags that give the masked-LM head the activation of the MLP, by its Hugging Face name. Other
+names get the tanh approximation of GELU."""
 
 BERT = _bert(
     "BERT", "bert", "Bert", True,

@@ -1,12 +1,13 @@
-"""Relatives of BERT in Hugging Face's form: RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA and
-DistilBERT. Their blocks equal BERT's; names and heads differ.
+"""Relatives of BERT in Hugging Face format: RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT
+and ModernBERT.
 
-A text's first position is the row after the row for padding in RoBERTa's embeddings of positions:
-``pad_token_id`` + 1. Its output head and ELECTRA's compute GELU exactly, regardless of the MLP.
+Except in ModernBERT, blocks are the same as BERT's; names and heads differ. In RoBERTa's position
+embeddings, the first position is row ``pad_token_id`` + 1, the row after padding. The output heads
+of RoBERTa and ELECTRA compute exact GELU, regardless of the MLP.
 
-ModernBERT in Hugging Face's form: an encoder with rotary positions, of which every N-th block,
-from the first on, attends to the whole text and the others to a window with another rotary base;
-pre-norm, a gated MLP, and embeddings that are normalised instead of the input of the first block.
+ModernBERT is a pre-norm encoder with rotary positions, a gated MLP, and a norm on the embeddings
+instead of before the first attention. The first block and every N-th after it have full attention.
+The others have a sliding window and a different rotary base.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ _EXACT_HEAD = Requirement(
 
 
 def _body(prefix: str, typed: bool = True) -> tuple[Entry, ...]:
-    """BERT's embeddings and blocks under another prefix."""
+    """Return the entries of BERT's embeddings and blocks with ``prefix`` instead of ``bert``."""
 
     def named(names: Sequence[str]) -> tuple[str, ...]:
         return tuple(f"{prefix}.{name.removeprefix('bert.')}" for name in names)
@@ -91,7 +92,8 @@ def _body(prefix: str, typed: bool = True) -> tuple[Entry, ...]:
 
 
 def _only(given: HFConfigReader, *tasks: str) -> None:
-    """Refuses classes for other tasks: the names of a class in `transformers` say its task."""
+    """Raise CheckpointError if the class is for another task. In `transformers`, the suffix of a
+    class name is its task."""
     for name in given.names("architectures") or []:
         if name.rpartition("For")[2] not in tasks:
             given.refuse("architectures", name, f"such a class is read for {', '.join(tasks)}")
@@ -107,7 +109,7 @@ def _read_roberta(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
         given.refuse(
             "max_position_embeddings", rows, f"{offset} rows are before the first position"
         )
-    # Found in files of transformers 2 and 3.
+    # Keys in files of transformers 2 and 3.
     given.unused("output_past", "gradient_checkpointing")
     read = read_bert(given, fields)
     return read | {"position_embedding_offset": offset, "max_position_embeddings": rows - offset}
@@ -116,14 +118,15 @@ def _read_roberta(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
 def _write_roberta(model: ModelConfig) -> dict[str, Any]:
     positions = model.positions
     rows = positions.max_position_embeddings + positions.position_embedding_offset
-    # The tokenizer's, if there is one; transformers assumes its own defaults.
+    # The tokenizer's ids replace these values if there is a tokenizer. Without these keys,
+    # transformers would assume its own defaults.
     tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
     tokens["pad_token_id"] = positions.position_embedding_offset - 1
     return write_labels(model) | tokens | {"max_position_embeddings": rows}
 
 
 def _roberta(title: str, model_type: str, prefix: str) -> Architecture:
-    # All three have the first one's names of tensors.
+    # All three models use RoBERTa's tensor names.
     choice, label = has_head("multiple_choice"), has_head("classification")
     return replace(
         BERT,
@@ -158,7 +161,7 @@ def _roberta(title: str, model_type: str, prefix: str) -> Architecture:
         },
         nearest=lambda model: (model, ""),
         copies=copies_of("lm_head.decoder", "lm_head.bias"),
-        # The pooler of a model that was saved without its head.
+        # A model that was saved without its head may contain this pooler.
         ignored=lambda model: frozenset(
             () if choice(model) else (f"roberta.pooler.dense.{kind}" for kind in ("weight", "bias"))
         ),
@@ -212,7 +215,7 @@ ELECTRA = replace(
 
 def _read_distilbert(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     _only(given, "MaskedLM")
-    # Positions come from a table, however it was initialised; heads for labels are not read.
+    # Positions are always read from a table. Heads for labelled text are not read.
     given.unused("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout", "tie_weights_")
     return {"bert_binary_head": False, "num_tokentypes": 0}
 
@@ -273,8 +276,8 @@ DISTILBERT = Architecture(
 
 
 _EVERY, _WINDOW, _LOCAL_BASE = 3, 128, 10_000.0
-"""Defaults of the configuration class: blocks up to the next one without a window, the window, and
-the rotary base of blocks with one."""
+"""Defaults of ModernBERT's configuration class: interval of blocks with full attention, sliding
+window of the other blocks, and their rotary base."""
 _HEAD: dict[str, dict[str, Any]] = {
     "gelu": {},
     "gelu_new": {"lm_head_activation": "gelu_tanh"},
@@ -282,7 +285,7 @@ _HEAD: dict[str, dict[str, Any]] = {
     "relu": {"lm_head_activation": "relu"},
     "relu2": {"lm_head_activation": "squared_relu"},
 }
-"""Flags by classifier_activation, which the masked-LM head has too."""
+"""Flags by classifier_activation, which is also the activation of the masked-LM head."""
 
 
 def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -342,7 +345,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         **rope,
         "local_rope_theta": local,
         "rope_parameters": by_kind(rope["rope_parameters"], local),
-        # What transformers 4 reads instead of layer_types; it has no other patterns.
+        # Key that transformers 4 reads instead of layer_types. It cannot express other patterns.
         **({} if isinstance(every, str) else {"global_attn_every_n_layers": every}),
         **dict.fromkeys(f"{token}_token_id" for token in ("bos", "eos", "cls", "sep")),
     }

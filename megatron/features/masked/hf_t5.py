@@ -1,8 +1,8 @@
-"""T5 in Hugging Face's form, and the task by which it is compared: 1.0 (ReLU, one table for
-everything) and 1.1 (a gated GELU and an untied head), Flan-T5.
+"""T5, mT5 and UMT5 in Hugging Face format, and the task that compares their outputs. T5 1.0 has
+ReLU and tied embeddings. T5 1.1 and Flan-T5 have a gated GELU and an untied head.
 
-Both have relative positions whose biases all blocks of a stack share, RMSNorm, no biases, and
-attention scores that are not scaled. With a tied head its input is scaled instead.
+All have RMSNorm, no linear biases, unscaled attention scores, and relative positions. The blocks of
+a stack share their position biases, except in UMT5. A tied head scales its input instead.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ from megatron.model.layer_list import LayerState
 from megatron.util.files import write_whole
 
 _SHORTEST, _BEYOND, _LONGEST = 128, 32, 1024
-"""Tokens of a compared sequence: at least, more than the distance from which positions are treated
-alike, and at most more."""
+"""Lengths of the compared sequences in tokens: the minimum, the margin beyond the distance from
+which relative positions share a bucket, and the largest excess over the minimum."""
 
 
 class TextToText(Task):
-    """An encoder that reads a text and a decoder that writes one, as T5's."""
+    """Task of an encoder-decoder such as T5: the encoder reads a text, the decoder generates
+    one."""
 
     generates = True
     start: ClassVar[str] = "pad"
-    """The first token of a decoder's text, where no run says it."""
+    """First token of the decoder's input, unless the source's run configures another one."""
 
     def inputs(self, model: ModelConfig, seed: int) -> Inputs:
-        """A full encoder input and one whose last third is padding; the decoder's inputs are an
-        eighth shorter."""
+        """Return two encoder inputs, the second of which has padding in its last third. The
+        decoder's inputs are an eighth shorter."""
         beyond = model.positions.relative_attention_max_distance + _BEYOND
         length = min(max(_SHORTEST, beyond), _SHORTEST + _LONGEST)
         length = min(length, model.positions.longest or length)
@@ -88,14 +89,14 @@ class TextToText(Task):
         }
 
     def end_only(self, source: Source) -> dict[str, Any]:
-        # Those of T5, which `transformers` assumes by default.
+        # Ids of T5, which `transformers` assumes by default.
         end = 1 if source.end_of_text is None else source.end_of_text
         tokens = {"pad_token_id": 0, "eos_token_id": end, "decoder_start_token_id": 0}
         return tokens | _cache(source.model)
 
     def fit_tokenizer(self, folder: Path, tokenizer: Any) -> bool:
-        """Append the end-of-text token to a text, with nothing before it, as in samples; T5's own
-        files already do so."""
+        """Make the tokenizer append the end-of-text token and prepend nothing, as in training
+        samples. T5's own files already do so. Return whether the files were changed."""
         path, end = folder / "tokenizer.json", tokenizer.eos_token
         plain = tokenizer("a", add_special_tokens=False)["input_ids"]
         if tokenizer("a")["input_ids"] == [*plain, tokenizer.eos_token_id] or not path.is_file():
@@ -108,7 +109,7 @@ class TextToText(Task):
         )
         write_whole(path, backend.to_str(pretty=True).encode())
         settings = read_json(folder / "tokenizer_config.json", lenient=True)
-        # BertTokenizer has its own template, and T5 takes no token types.
+        # BertTokenizer has its own template, and T5 does not accept token types.
         settings |= {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_input_names": ["input_ids", "attention_mask"],
@@ -118,8 +119,8 @@ class TextToText(Task):
 
 
 def _cache(model: ModelConfig) -> dict[str, bool]:
-    """The key for generation with a cache: `transformers` sizes its cache by the encoder's layers,
-    and fails if the decoder has more."""
+    """Return the key that enables generation with a KV cache. `transformers` sizes the cache by the
+    number of encoder layers, and fails if the decoder has more."""
     return {"use_cache": (model.decoder_num_layers or 0) <= model.num_layers}
 
 
@@ -141,7 +142,7 @@ _FORMS: dict[str, dict[str, Any]] = {
     "gated-swish": {"glu_activation": "swiglu"},
     "gated-quick_gelu": {"glu_activation": "quick_geglu"},
 }
-"""Our flags by feed_forward_proj; the GELU of a gate is always that by tanh."""
+"""Flags by feed_forward_proj. A gated GELU is always the tanh approximation."""
 
 _NAMES = ACTIVATION_NAMES | {
     "geglu": "gated-gelu", "swiglu": "gated-silu", "quick_geglu": "gated-quick_gelu",
@@ -149,7 +150,8 @@ _NAMES = ACTIVATION_NAMES | {
 
 
 def _copied(model: ModelConfig) -> bool:
-    """True if a tied head is written as another, because transformers 4 scales its input."""
+    """Return whether a tied head is written as a separate tensor. If it were written as tied,
+    transformers 4 would scale its input, which this model does not."""
     return model.embedding.tied and not model.embedding.scale_head_input
 
 
@@ -169,7 +171,7 @@ def _mlp(layer: int) -> tuple[Entry, ...]:
 
 
 def _stack(name: str, *parts: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """A stack of blocks; files store the parameters that blocks share in the first one."""
+    """Return the entries of a stack of blocks. Files store shared parameters in the first block."""
     attention = "layer.0.SelfAttention"
     bias = f"{name}.block.0.{attention}.relative_attention_bias"
     return (
@@ -208,9 +210,9 @@ def _copies(model: ModelConfig) -> Mapping[str, str]:
 
 
 def _seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """The head's tie and the scale of its input: tie_word_embeddings of transformers 4 is both;
-    transformers 5 writes true for all, and scale_decoder_outputs, and ties a head that is not in
-    the files."""
+    """Record whether the head is tied and whether its input is scaled. In transformers 4,
+    tie_word_embeddings means both. transformers 5 always writes true for it, adds
+    scale_decoder_outputs, and ties a head that is missing in the files."""
     said = content.get("tie_word_embeddings") is not False
     scaled = content.get("scale_decoder_outputs", said)
     tied = said or _HEAD not in tensors
@@ -227,7 +229,7 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("dense_act_fn", (activation,), f"feed_forward_proj is {form}")
     given.only("is_encoder_decoder", (True,), "the model has an encoder and a decoder")
     given.unused("initializer_factor")
-    # Absent where only config.json is read.
+    # The key is absent if only config.json is read.
     key = "scale_decoder_outputs"
     return {
         "encoder_decoder": True,
@@ -244,7 +246,7 @@ STACKS: dict[str, Callable[[ModelConfig], int]] = {
         ("decoder", lambda model: model.decoder_num_layers or 0),
     )
 }
-"""Number of blocks, and number of blocks with their own biases."""
+"""Number of blocks, and number of blocks with their own relative position biases, by stack name."""
 
 T5 = Architecture(
     title="T5",
@@ -261,7 +263,7 @@ T5 = Architecture(
     ),
     stacks=STACKS,
     keys={
-        # Nothing limits the length; it is the training length, if the file records it.
+        # The length is not limited. This is the training length, if config.json records it.
         "n_positions": "max_position_embeddings",
         ("d_model", "hidden_size"): "hidden_size",
         ("d_kv", "head_dim"): "kv_channels",
@@ -302,7 +304,7 @@ T5 = Architecture(
     seen=_seen,
     copies=_copies,
     endings={_HEAD: "shared.weight"},
-    # transformers does not read it: there is one in old files of version 1.0.
+    # Old files of version 1.0 contain this tensor, which transformers does not read.
     ignored=lambda model: frozenset(
         {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}
     ),
@@ -311,8 +313,9 @@ T5 = Architecture(
 
 
 def _seen_mt5(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """A head is tied if the files lack it or it repeats the token embedding: config.json marks all
-    heads as tied or, with transformers 4, none. Its input is never scaled."""
+    """Record whether the head is tied: it is missing in the files, or equal to the token embedding.
+    config.json does not tell, because it marks all heads as tied or, with transformers 4, none. The
+    head's input is never scaled."""
     tied = _HEAD not in tensors
     tied = tied or torch.equal(tensors.tensor(_HEAD), tensors.tensor("shared.weight"))
     return content | {"tie_word_embeddings": tied, "scale_decoder_outputs": False}
@@ -331,7 +334,7 @@ MT5 = dataclasses.replace(
 
 
 class ScaledTextToText(TextToText):
-    """UMT5's: transformers 5 scales the input of every head, regardless of the file."""
+    """Task of UMT5, for which transformers 5 always scales the head's input."""
 
     def outputs(self, state: LayerState, model: ModelConfig) -> dict[str, Tensor]:
         import transformers
@@ -343,8 +346,9 @@ class ScaledTextToText(TextToText):
 
 
 def _seen_umt5(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """The input of a head is scaled unless tie_word_embeddings is false, as transformers 4 wrote
-    it, which then does not scale it; transformers 5 writes true for all."""
+    """Record whether the head is tied and its input scaled. The input is scaled unless
+    tie_word_embeddings is false, which transformers 4 writes for a head without scaling.
+    transformers 5 always writes true."""
     scaled = content.get("tie_word_embeddings") is not False
     return _seen_mt5(content, tensors) | {"scale_decoder_outputs": scaled}
 
@@ -363,4 +367,4 @@ UMT5 = dataclasses.replace(
     },
     task=ScaledTextToText(),
 )
-"""mT5 in which each block has its own relative position biases."""
+"""mT5 with separate relative position biases in each block."""

@@ -1,18 +1,17 @@
-"""BERT and T5 as lists of layers.
+"""Layers of BERT and T5.
 
-BERT is an encoder with two heads, or with one for labelled text. Pre-norm blocks make it Megatron's
-BERT; with ``--apply-residual-connection-post-layernorm`` it is the original: the first block's
-first norm normalises the embeddings, the others follow the sums. T5 has an encoder and a decoder
-whose blocks also read the encoder's output.
+BERT is an encoder with two heads, or with one for labelled text. Megatron's BERT has pre-norm
+blocks. With ``--apply-residual-connection-post-layernorm`` it is the original: the first block's
+first norm normalises the embeddings, and the others follow the residual sums. T5 has an encoder,
+and a decoder whose blocks also attend to the encoder's output.
 
-Shapes: B batch, S sequence (a rank's slice of it where the region is split), H hidden, P
-predictions, N heads, D distances.
+Shapes: B batch, S sequence (a rank's slice of it in a sequence-parallel region), H hidden, P
+predicted positions, N heads, D distances.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig
+from megatron.features.cross_attention.layers import CrossBlock
 from megatron.features.masked.flags import EncoderDecoderConfig
 from megatron.features.masked.heads import head_layers, pooler
 from megatron.model.activations import ACTIVATIONS
@@ -36,21 +36,22 @@ from megatron.parallel.shard import Cut, Shard, initial, parameter
 from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype
 
 SOP_LOSS = "sop loss"
-"""Name of the second head's loss, whether its task is sentence order or next sentence."""
+"""Name of the binary head's loss, for either task: sentence order or next sentence."""
 
 NO_ORDER = -1
-"""Label of a sample that has no order to predict."""
+"""Label of a sample without pairs, which is excluded from the binary head's loss."""
 
 
 class BinaryHead(WholeLinear):
-    """Predicts if the second segment of a sample is random, or the two are swapped."""
+    """Head that predicts whether a sample's second segment is random, or the segments are
+    swapped."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         init = initial(model)
         super().__init__(model.hidden_size, 2, bias=model.mlp.bias, init=init, tp=tp.whole)
 
     def forward(self, state: LayerState) -> LayerState:  # type: ignore[override]
-        """``pooled`` [B, H] to logits [B, 2], or, where the state has targets, to a loss."""
+        """Replace ``pooled`` [B, H] with logits [B, 2], or with a loss if the state has targets."""
         assert state.pooled is not None
         logits_B2 = super().forward(state.pooled)
         if state.targets is None:
@@ -60,8 +61,8 @@ class BinaryHead(WholeLinear):
 
 
 def order_loss(logits_B2: Tensor, labels_B: Tensor) -> Tensor:
-    """Mean cross entropy of the samples whose label is not :data:`NO_ORDER`, zero without such
-    samples: a scalar, float32 or float64."""
+    """Return the mean cross entropy over samples whose label is not :data:`NO_ORDER`, a scalar,
+    float32 or float64. It is zero without such samples."""
     logits_B2 = logits_B2.to(torch.promote_types(logits_B2.dtype, torch.float32))
     total = F.cross_entropy(logits_B2, labels_B, ignore_index=NO_ORDER, reduction="sum")
     return total / (labels_B != NO_ORDER).sum().clamp(min=1)
@@ -69,8 +70,7 @@ def order_loss(logits_B2: Tensor, labels_B: Tensor) -> Tensor:
 
 class LMTransform(nn.Module):
     """Layers between the hidden states and the output head: a dense layer, its activation and a
-    norm. Where there are targets, only those of the predicted tokens are used: they are a seventh
-    of all, and nothing is computed for the others."""
+    norm. If the state has targets, only the predicted positions, about a seventh, are computed."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class LMTransform(nn.Module):
         self.norm = build_norm(model, tp)
 
     def forward(self, state: LayerState) -> LayerState:
-        """Hidden states [B, S, H] to [B, S, H] or, with their targets, [B, P, H]."""
+        """Transform [B, S, H] to [B, S, H], or to [B, P, H] if the state has targets."""
         if state.targets is not None:
             hidden, targets = state.targets.taken(state.hidden, self.tp)
             state = state.changed(hidden=hidden, targets=targets._replace(positions_BP=None))
@@ -91,9 +91,8 @@ class LMTransform(nn.Module):
 def bert_layers(
     model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
 ) -> list[LayerSpec]:
-    """The layers of a BERT: embeddings, blocks, final norm, and the heads: the second as the model
-    has one and the masked-LM head, or one for labelled text. ``tp`` is None for a single
-    process."""
+    """Return the layers of a BERT: embeddings, blocks, final norm, then the optional binary head
+    and the masked-LM head, or a head for labelled text. ``tp`` is None for a single process."""
     tp = tp or TensorParallel()
     selective = "core_attn" in parallel.recomputed_modules
     if model.head == "lm":
@@ -125,7 +124,7 @@ _FIRST_BLOCKS = ("layers.0", "encoder.layers.0", "decoder.layers.0")
 
 
 def without_first_norm(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
-    """Return the model without the norm before its first attention."""
+    """Return the model specification without the norm before the first attention of each stack."""
     if model.fp32_residual_connection:
         raise ConfigError(
             "--no-first-norm contradicts --fp32-residual-connection, which would give the first "
@@ -153,7 +152,7 @@ def _enter_decoder(context: Context, table: nn.Module, state: LayerState) -> Lay
 
 
 def _in_decoder(context: Context, state: LayerState) -> LayerState:
-    """The state with the positions of the decoder's tokens."""
+    """Return the state with the decoder's position ids."""
     if context.size == 1:
         return state
     tokens_BD = state.batch.decoder_tokens_BD
@@ -165,7 +164,8 @@ def _decoder_block(context: Context, block: nn.Module, state: LayerState) -> Lay
 
 
 def decoder_start(model: ModelConfig) -> int:
-    """Index of the layer that takes the decoder's tokens; what it gets is the encoder's output."""
+    """Return the index of the layer that embeds the decoder's tokens. The encoder's output passes
+    through it."""
     relative = model.positions.position_embedding_type == "relative"
     return 2 + model.num_layers * (1 + relative) + 1
 
@@ -173,16 +173,16 @@ def decoder_start(model: ModelConfig) -> int:
 def t5_layers(
     model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
 ) -> list[LayerSpec]:
-    """The layers of a T5: of encoder and decoder each the token embedding, positions, blocks and
-    final norm; then the head. Both share token and position embeddings. ``tp`` is None for a single
-    process."""
+    """Return the layers of a T5: token embedding, positions, blocks and final norm of the encoder
+    and of the decoder, then the head. Encoder and decoder share token embeddings and, by default,
+    position embeddings. ``tp`` is None for a single process."""
     tp = tp or TensorParallel()
     assert model.decoder_num_layers is not None
     selective = "core_attn" in parallel.recomputed_modules
     learned = model.positions.position_embedding_type == "learned_absolute"
     relative = model.positions.position_embedding_type == "relative"
     part = model.part(EncoderDecoderConfig)
-    # As in Megatron; the original T5, whose positions are relative, has no biases.
+    # The head has a bias as in Megatron. The original T5, with relative positions, has none.
     usual = learned and model.mlp.bias and not part.separate_decoder_embedding
     head_bias = usual or model.embedding.lm_head_bias
     words, head = vocabulary_layers(model, parallel, tp, head_bias)
@@ -209,7 +209,7 @@ def t5_layers(
             bias = shared_bias
             if part.relative_attention_per_block:
                 bias = replace(bias, name=f"{name}.biases.{n}", tied_key=None, once_per_stage=False)
-            block: Callable[[], nn.Module] = partial(Block, model, n, tp, selective, kind, cross)
+            block = partial(CrossBlock if cross else Block, model, n, tp, selective, kind)
             layer = LayerSpec(f"{name}.layers.{n}", block, block=True, cost=cost)
             if cross and tp.context.size > 1:
                 layer = replace(layer, forward=partial(_decoder_block, tp.context))
@@ -229,7 +229,8 @@ def t5_layers(
 
 
 def block_costs(model: ModelConfig) -> tuple[int, int]:
-    """Multiplications of a sample in a block of the encoder, and of the decoder."""
+    """Return the multiplications per sample in an encoder block and in a decoder block, by which
+    pipeline stages are balanced."""
     attention, mlp = model.attention, model.mlp
     encoded = model.seq_length
     decoded = encoded if model.decoder_seq_length is None else model.decoder_seq_length
@@ -245,9 +246,9 @@ def block_costs(model: ModelConfig) -> tuple[int, int]:
 
 
 class RelativeBias(nn.Module):
-    """Computes ``bias`` of the state, which the blocks of one stack add to their scores; of
-    ``weight`` [buckets, heads] a rank has the columns of its heads. ``causal`` is whether a token
-    sees earlier ones only, whose distances then have all the buckets."""
+    """Layer that computes the relative position bias, ``bias`` of the state, which the blocks of a
+    stack add to their attention scores. A rank has the columns of ``weight`` [buckets, heads] of
+    its own heads. With ``causal``, all buckets are for earlier tokens, as later ones are masked."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, causal: bool) -> None:
         super().__init__()
@@ -260,7 +261,7 @@ class RelativeBias(nn.Module):
         )
 
     def forward(self, state: LayerState) -> LayerState:
-        """Leaves the hidden states alone."""
+        """Compute the bias, and leave the hidden states unchanged."""
         if state.cache is not None:
             return state.changed(bias=self._by_distance(state.cache.positions))
         x_BSH = state.hidden
@@ -268,9 +269,9 @@ class RelativeBias(nn.Module):
         length = x_BSH.shape[1] * self.tp.slices * context.size
         places_D = distance_buckets(length, self.buckets, self.furthest, self.causal, device)
         of_distances_ND = self.weight[places_D].t()
-        # Query i sees key j at distance j - i: a window over the distances, one to the left for
-        # every query. Its gradient is one of D distances and not of S x S scores. Ranks that divide
-        # a sequence have the rows of their queries.
+        # Query i attends to key j at distance j - i, so its row is a window over the distances,
+        # shifted left by one for each query. The gradient then has the size of the D distances
+        # instead of the S x S scores. Context-parallel ranks keep the rows of their own queries.
         width, pieces = length // (2 * context.size), context.pieces
         spans = (
             [(0, length)] if context.size == 1 else [(n * width, (n + 1) * width) for n in pieces]
@@ -286,19 +287,19 @@ class RelativeBias(nn.Module):
         return state.changed(bias=bias_NsS.unsqueeze(0) + unseen)
 
     def _by_distance(self, positions: int) -> Tensor:
-        """[N, T], the bias of keys that are 0, 1, ... places before the query."""
+        """Return the bias, [N, T], of keys T - 1 to 0 positions before the query."""
         device = self.weight.device
         places_D = distance_buckets(positions, self.buckets, self.furthest, self.causal, device)
         return self.weight[places_D[:positions].flip(0)].t()
 
 
 def relative_bucket(distance: Tensor, buckets: int, furthest: int, causal: bool) -> Tensor:
-    """The bucket, int64, of distances from a query to its keys (key position - query position).
+    """Return the buckets, int64, of distances from queries to keys (key minus query position).
 
     Args:
-        buckets: how many there are; half of them are for later keys unless ``causal``, where these
-            are in bucket 0.
-        furthest: the distance from which on all share a bucket; more than ``buckets`` / 2.
+        buckets: number of buckets. Half of them are for later keys, unless ``causal``, which puts
+            all later keys into bucket 0.
+        furthest: distance from which on all keys share a bucket; more than ``buckets`` / 2.
     """
     offset = torch.zeros_like(distance)
     if causal:
@@ -308,7 +309,7 @@ def relative_bucket(distance: Tensor, buckets: int, furthest: int, causal: bool)
         offset = (distance > 0).long() * buckets
         distance = distance.abs()
     alone = buckets // 2
-    # In float32, as everywhere: the ends of the ranges depend on its rounding.
+    # Computed in float32 as elsewhere, because bucket boundaries depend on the rounding.
     share = torch.log(distance.clamp(min=1).float() / alone) / math.log(furthest / alone)
     shared = (alone + (share * (buckets - alone)).long()).clamp(max=buckets - 1)
     return offset + torch.where(distance < alone, distance, shared)
@@ -318,6 +319,7 @@ def relative_bucket(distance: Tensor, buckets: int, furthest: int, causal: bool)
 def distance_buckets(
     length: int, buckets: int, furthest: int, causal: bool, device: torch.device
 ) -> Tensor:
-    """The buckets [D] of the distances 1 - S to S - 1, made once for a device."""
+    """Return the buckets [D] of the distances 1 - S to S - 1, cached for each device."""
     distances = torch.arange(1 - length, length)
-    return relative_bucket(distances, buckets, furthest, causal).to(device)  # the CPU's logarithm
+    # Computed on the CPU: a GPU's logarithm may round differently.
+    return relative_bucket(distances, buckets, furthest, causal).to(device)

@@ -1,16 +1,16 @@
-"""The sentences of each sample: the index of BERT's and T5's datasets.
+"""Index of BERT's and T5's datasets: the sentences of each sample.
 
-In an epoch every document is read from its first sentence on. A sample is made for a length,
-usually the longest: it takes sentences until it has that many tokens, or the document ends. Tokens
-beyond the longest length are cut off when the sample is read. In a pair the sentences are divided
-between segments A and B at random; with next-sentence prediction, B is in half of the pairs taken
-from another document instead, and the document continues after A, so that no sentence is lost
-(Devlin et al. 2018, arXiv:1810.04805, appendix A.2 and their create_pretraining_data.py).
+In an epoch, every document is read from its first sentence. A sample has a target length, usually
+the maximum: it takes sentences until it has that many tokens, or the document ends. Tokens beyond
+the maximum length are cut off when the sample is read. In a pair, the sentences are divided between
+segments A and B at random. With next-sentence prediction, half of the pairs take B from another
+document. The original document then continues after A, so that no sentence is lost (Devlin et al.
+2018, arXiv:1810.04805, appendix A.2 and their create_pretraining_data.py).
 
-All documents are read in rounds, each of which makes the next sample of every unfinished document
-with a few array operations.
+Documents are processed in rounds. Each makes the next sample of every unfinished document with a
+few array operations.
 
-Shape suffixes: N sentences, D documents, R documents that a round makes a sample of.
+Shape suffixes: N sentences, D documents, R documents for which a round makes a sample.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ logger = logging.getLogger(__name__)
 
 Pairs = Literal["none", "sentence-order", "next-sentence"]
 SHORTEST = 2
-"""Tokens of the shortest length that a sample is made for."""
-# Part of every cache entry's name: raise it when the meaning of the arrays changes.
+"""Minimum target length of a sample, in tokens."""
+# Version of the index, part of each cache key. Increment it when the arrays change.
 INDEX_VERSION = 1
 _EPOCHS, _SAMPLES = 0, 1
 
 
 def epoch_rng(seed: int, part: str, epoch: int) -> np.random.Generator:
-    """Random numbers for the samples of an epoch; `part` is "train", "valid" ..."""
+    """Return the random generator of an epoch. `part` is the split: "train", "valid" or "test"."""
     return np.random.default_rng([seed, zlib.crc32(part.encode()), _EPOCHS, epoch])
 
 
 def sample_rng(seed: int, part: str, index: int) -> np.random.Generator:
-    """Random numbers within sample `index`: cuts, masks, spans."""
+    """Return the random generator for the contents of sample `index`: cuts, masks and spans."""
     return np.random.default_rng([seed, zlib.crc32(part.encode()), _SAMPLES, index])
 
 
 @dataclass(frozen=True)
 class SegmentRules:
     max_tokens: int
-    """Tokens of the longest length, without special tokens."""
+    """Maximum length in tokens, without special tokens."""
     short_seq_prob: float
-    """Share of samples with a target length drawn uniformly from SHORTEST to `max_tokens`."""
+    """Fraction of samples with a target length drawn uniformly from SHORTEST to `max_tokens`."""
     pairs: Pairs
-    """Kind of pairs of segments that samples are, if any."""
+    """Relation between the two segments of a sample; "none" for samples of one segment."""
 
     @property
     def min_sentences(self) -> int:
@@ -80,7 +80,7 @@ class SegmentRules:
 
     @property
     def columns(self) -> int:
-        """Width of the index: first and stop sentence of A and, in pairs, of B."""
+        """Number of columns of the index: start and stop sentence of A and, in pairs, of B."""
         return 2 if self.pairs == "none" else 4
 
 
@@ -93,11 +93,12 @@ def build_segments(
     source: str,
     exact_epochs: int | None = None,
 ) -> npt.NDArray[np.integer]:
-    """The sentences of every sample, in the order in which samples are read; sample i does not
-    depend on how many are requested. With ``exact_epochs`` all samples of that many epochs.
+    """Return the sentences of every sample, in the order in which samples are read. Sample i does
+    not depend on ``num_samples``. If ``exact_epochs`` is given, it replaces ``num_samples``: the
+    result contains all samples of that many epochs.
 
-    int32[num_samples, columns] (int64 from 2**31 sentences): first and stop sentence of segment A,
-    then those of B. Raises ValueError if no sample can be made from the documents.
+    The result is int32[num_samples, columns] (int64 from 2**31 sentences): start and stop sentence
+    of segment A, then of B. Raises ValueError if no sample can be made from the documents.
     """
     epochs = _Epochs(sentences, rules, seed, part, source)
     size = num_samples if exact_epochs is None else 0
@@ -124,8 +125,9 @@ def build_packed_segments(
     capacity: int,
     exact_epochs: int | None = None,
 ) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
-    """The same where whole samples are packed into rows of `capacity` tokens, epoch by epoch, for
-    at least `num_rows` rows; also the first sample of each row, and of the end: int64[rows + 1]."""
+    """Return the sentences of samples that are packed whole into rows of `capacity` tokens, epoch
+    by epoch, for at least `num_rows` rows. Also return the index of the first sample of each row,
+    followed by the number of samples, int64[rows + 1]. See :func:`build_segments`."""
     epochs = _Epochs(sentences, rules, seed, part, source)
     special = capacity - rules.max_tokens
     samples: list[np.ndarray] = []
@@ -137,7 +139,7 @@ def build_packed_segments(
         lengths = np.minimum(starts[:, 1] - starts[:, 0], rules.max_tokens) + special
         order = rng.permutation(len(rows))
         packed = best_fit(lengths, order, capacity)
-        # Rows that are filled last have the most padding: they must not come last.
+        # Shuffle the rows, because the rows that are filled last have the most padding.
         packed = rng.permutation(packed.max() + 1)[packed]
         samples.append(rows[order[np.argsort(packed, kind="stable")]])
         sizes.append(np.bincount(packed))
@@ -151,7 +153,7 @@ def build_packed_segments(
 
 
 class _Epochs:
-    """The samples of one epoch after another."""
+    """Samples of consecutive epochs."""
 
     def __init__(
         self, sentences: Sentences, rules: SegmentRules, seed: int, part: str, source: str
@@ -166,7 +168,7 @@ class _Epochs:
         self.dtype: type = np.int32 if total <= np.iinfo(np.int32).max else np.int64
 
     def next(self) -> tuple[np.ndarray, np.random.Generator]:
-        """The samples of the next epoch, not in order, and the random numbers for their order."""
+        """Return the next epoch's samples, unshuffled, and the random generator for their order."""
         rng = epoch_rng(self.seed, self.part, self.count)
         self.count += 1
         return _epoch(self.sentences, self.rules, self.usable, rng, self.dtype), rng
@@ -194,7 +196,7 @@ def _epoch(
     rng: np.random.Generator,
     dtype: type,
 ) -> np.ndarray:
-    """The samples of one epoch, by round and within a round by document."""
+    """Return the samples of one epoch, sorted by round and then by document."""
     tokens, bounds = sentences.starts_N, sentences.document_starts_D
     others = _OtherDocuments(sentences) if rules.pairs == "next-sentence" else None
     first, end = bounds[usable], bounds[usable + 1]
@@ -207,7 +209,7 @@ def _epoch(
         np.copyto(length, drawn, where=short)
         stop = np.searchsorted(tokens, tokens[first] + length)
         stop = np.maximum(stop, first + rules.min_sentences)
-        # The rest of the document must make a sample too, or belong to this one.
+        # If the remaining sentences are too few for another sample, they belong to this one.
         stop = np.where(end - stop < rules.min_sentences, end, stop)
         row: np.ndarray = np.empty((len(first), rules.columns), dtype)
         row[:, 0], row[:, 1] = first, stop
@@ -224,7 +226,7 @@ def _epoch(
                 following = stop.copy()
                 following[random] = split[random]
         rounds.append(row)
-        # A single sentence after a random next one makes no pair and is left to the next epoch.
+        # A single sentence left after a random second segment is skipped: it cannot form a pair.
         more = end - following >= rules.min_sentences
         first, end, documents = following[more], end[more], documents[more]
     return np.concatenate(rounds)
@@ -244,9 +246,10 @@ class _OtherDocuments:
     def draw(
         self, documents: np.ndarray, missing: np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Sentences (first, stop) of another document for each of `documents`: from a random one
-        on, at least one, until there are `missing` tokens."""
-        # Skip the own document: numbers from its own on are moved up by one.
+        """Draw a range of sentences (start, stop) from another document for each of `documents`. It
+        begins at a random sentence, has at least one, and extends until there are `missing` tokens
+        or the document ends."""
+        # Exclude the document itself: numbers from its own upwards are shifted by one.
         other = rng.integers(0, len(self._first) - 1, len(documents))
         other += other >= self._rank_D[documents]
         first = rng.integers(self._first[other], self._stop[other])
@@ -254,15 +257,15 @@ class _OtherDocuments:
         return first, np.minimum(stop, self._stop[other])
 
 
-# Ending of both errors about documents that make no pairs.
+# End of two error messages about documents that cannot form pairs.
 _WITHOUT_PAIRS = (
     "preprocess the text with --split-sentences, or train without pairs (--bert-no-binary-head)"
 )
 
 
 def check_sentences(documents: Documents, rules: SegmentRules) -> None:
-    """Raises ValueError for pairs from a file without sentences: long documents would be cut
-    anywhere, and all others left out."""
+    """Raise ValueError if pairs are requested from a file whose documents are not split into
+    sentences. Long documents would be cut at arbitrary tokens, and all others left out."""
     counts_D = np.diff(documents.document_indices)
     split = (counts_D > 1).any() or not documents.sequence_lengths.any()
     if rules.pairs != "none" and not split:
@@ -299,36 +302,39 @@ Sample = TypeVar("Sample")
 
 
 class SegmentRecipe(ABC, Generic[Sample]):
-    """Samples of one or two segments of documents that are split into sentences."""
+    """Recipe for samples of one or two segments, from documents that are split into sentences."""
 
     cache_name: ClassVar[str]
     seed: int
     exact_epochs: int | None
-    """Epochs of the training samples, however many are requested."""
+    """Number of epochs of the training set, regardless of the number of samples requested. None
+    reads as many epochs as needed."""
 
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Above the token ids of documents."""
+        """Exclusive upper bound on the token ids of documents."""
 
     @property
     @abstractmethod
     def rules(self) -> SegmentRules:
-        """Rules by which sentences are combined."""
+        """Rules by which sentences are combined into samples."""
 
     @abstractmethod
     def sample(
         self, texts: Sequence[npt.NDArray[np.int64]], is_random: bool, rng: np.random.Generator
     ) -> Sample:
-        """A sample of one or two segments, the second of which may be unrelated."""
+        """Build a sample of one or two segments. ``is_random`` is True if the second segment does
+        not follow the first."""
 
     @property
     def capacity(self) -> int | None:
-        """Tokens of a row, special tokens included, where several samples are packed into each."""
+        """Number of tokens of a row of packed samples, including special tokens; None without
+        packing."""
         return None
 
     def packed(self, samples: Sequence[Sample]) -> Sample:
-        """The samples of one row as one."""
+        """Pack the samples of one row into one sample."""
         raise AssertionError(f"{self} packs no samples")
 
     def units(self, documents: Documents) -> int:
@@ -337,7 +343,7 @@ class SegmentRecipe(ABC, Generic[Sample]):
     def build(
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> SampleDataset[Sample]:
-        """`num_samples` samples of the documents `units`, or packed rows of them; see
+        """Build `num_samples` samples, or rows of packed samples, from the documents `units`; see
         `SampleRecipe.build`. Raises ValueError if no sample can be made from the documents."""
         rules, capacity = self.rules, self.capacity
         check_sentences(documents, rules)
@@ -375,7 +381,7 @@ class SegmentRecipe(ABC, Generic[Sample]):
 
 
 class SegmentDataset(Generic[Sample]):
-    """Samples by number; made by `SegmentRecipe.build`."""
+    """Dataset of samples, built by `SegmentRecipe.build`."""
 
     def __init__(
         self,
@@ -400,12 +406,12 @@ class SegmentDataset(Generic[Sample]):
         return self.recipe.sample(texts, is_random, rng)
 
     def origin(self, index: int, /) -> list[Piece]:
-        """Return the documents of sample `index`, before tokens of it are replaced."""
+        """Return the document spans that make up sample `index`, before masking."""
         return [piece for pieces in self._segments(index)[0] for piece in pieces]
 
     def _segments(self, index: int) -> tuple[list[list[Piece]], bool, np.random.Generator]:
-        """The segments of a sample, whether the second does not follow the first, and the random
-        numbers for the rest."""
+        """Return the segments of a sample, whether the second does not follow the first, and the
+        random generator that completes the sample."""
         index = checked_index(index, len(self))
         rng = sample_rng(self.recipe.seed, self.name, index)
         limit = self._rules.max_tokens
@@ -422,14 +428,15 @@ class SegmentDataset(Generic[Sample]):
                 segments.reverse()
         for i, cut in enumerate(surplus([token_count(pieces) for pieces in segments], limit)):
             if cut:
-                # Each token is cut off at the front or the back with equal probability.
+                # Each surplus token is cut off at the front or the back with equal probability.
                 front = int(rng.binomial(cut, 0.5))
                 segments[i] = trimmed(segments[i], front, cut - front)
         return segments, is_random, rng
 
 
 class PackedRows(Generic[Sample]):
-    """Rows of several samples; `bounds` are the first samples of the rows, and their number."""
+    """Dataset of rows of packed samples. `bounds` contains the index of the first sample of each
+    row, followed by the number of samples."""
 
     def __init__(self, samples: SegmentDataset[Sample], bounds: npt.NDArray[np.int64]) -> None:
         self.samples, self._bounds = samples, bounds
@@ -441,7 +448,7 @@ class PackedRows(Generic[Sample]):
         return self.samples.recipe.packed([self.samples[i] for i in self._numbers(index)])
 
     def origin(self, index: int, /) -> list[Piece]:
-        """See `SegmentDataset.origin`."""
+        """Return the document spans of all samples in a row; see `SegmentDataset.origin`."""
         return [piece for i in self._numbers(index) for piece in self.samples.origin(i)]
 
     def _numbers(self, index: int) -> range:
@@ -450,9 +457,9 @@ class PackedRows(Generic[Sample]):
 
 
 def surplus(lengths: list[int], limit: int) -> list[int]:
-    """Tokens to cut off one or two segments, so that they have `limit` tokens together. As in
-    google-research/bert one token at a time is cut off the longer one, and off the second if they
-    are equally long."""
+    """Return the number of tokens to cut off each of one or two segments, so that they have at most
+    `limit` tokens together. As in google-research/bert, one token at a time is cut off the longer
+    segment, or off the second one if they are equally long."""
     excess = max(0, sum(lengths) - limit)
     if len(lengths) == 1:
         return [excess]

@@ -1,7 +1,8 @@
-"""Numbers for the sentences of some documents: none is empty, none longer than a limit.
+"""Numbering of the sentences of documents, so that none is empty or exceeds a length limit.
 
-A sentence is a sequence of the documents. Empty ones are left out, and one that is longer than a
-sample is treated as several, so that a text that was not split into sentences is still read whole.
+A sentence is normally one sequence of the documents. Empty sequences are left out, and a sequence
+that is longer than a sample counts as several sentences, so that text that was not split into
+sentences is still read completely.
 
 Shape suffixes: N sentences, D documents.
 """
@@ -20,24 +21,24 @@ EXCEPTIONS = ("exceptions", "exception_starts", "exception_counts")
 
 
 class SentenceNumbers(NamedTuple):
-    """Finds the tokens of a sentence; its size does not grow with the corpus."""
+    """Compact mapping from sentence numbers to token ranges, which stores only exceptions."""
 
     first_sequence: int
-    """The first sequence of the documents."""
+    """Index of the documents' first sequence."""
     limit: int
-    """Most tokens of a sentence."""
+    """Maximum number of tokens of a sentence."""
     exceptions: npt.NDArray[np.int64]
-    """Sequences that are not exactly one sentence, ascending: [X]."""
+    """Sequences that are empty or count as several sentences, ascending: [X]."""
     exception_starts: npt.NDArray[np.int64]
-    """Number of the first sentence of each, or of the next sentence if it has none: [X]."""
+    """Number of the first sentence at or after each exception: [X]."""
     exception_counts: npt.NDArray[np.int64]
-    """Number of sentences of each: [X]."""
+    """Number of sentences of each exception: [X]."""
 
     def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
         return {name: getattr(self, name) for name in EXCEPTIONS}
 
     def pieces(self, documents: Documents, start: int, stop: int) -> list[Piece]:
-        """The tokens of the sentences `start` to `stop` - 1, in order."""
+        """Return the document spans that contain the sentences `start` to `stop` - 1, in order."""
         sentences = np.arange(start, stop)
         sequences, parts = self._locate(sentences)
         pieces: list[Piece] = []
@@ -55,7 +56,8 @@ class SentenceNumbers(NamedTuple):
     def _locate(self, sentences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if not len(self.exceptions):
             return self.first_sequence + sentences, np.zeros_like(sentences)
-        # The last exception at or before the sentence, which contains it or is counted from.
+        # Find the last exception that starts at or before the sentence. Either it contains the
+        # sentence, or the sentence is found by counting sequences from the exception.
         x = np.searchsorted(self.exception_starts, sentences, side="right") - 1
         before_all = x < 0
         x = np.maximum(x, 0)
@@ -68,17 +70,17 @@ class SentenceNumbers(NamedTuple):
 
 
 class Sentences(NamedTuple):
-    """The sentences of some documents, from which samples are chosen."""
+    """Sentences of some documents, from which samples are made."""
 
     numbers: SentenceNumbers
     starts_N: npt.NDArray[np.int64]
-    """Number of the first token of each sentence, and of the end: int64[N + 1]."""
+    """Token offset of the start of each sentence, followed by the total: int64[N + 1]."""
     document_starts_D: npt.NDArray[np.int64]
-    """Number of the first sentence of each document, and of the end: int64[D + 1]."""
+    """Number of the first sentence of each document, followed by the total: int64[D + 1]."""
 
     @classmethod
     def of(cls, documents: Documents, units: range, limit: int) -> Sentences:
-        """The sentences of the documents `units`, at most `limit` tokens each."""
+        """Number the sentences of the documents `units`, with at most `limit` tokens each."""
         boundaries = documents.document_indices[units.start : units.stop + 1]
         first, last = int(boundaries[0]), int(boundaries[-1])
         lengths = documents.sequence_lengths[first:last]
@@ -108,7 +110,7 @@ def token_count(pieces: Sequence[Piece]) -> int:
 
 
 def trimmed(pieces: Sequence[Piece], front: int, back: int) -> list[Piece]:
-    """Pieces without their first `front` and last `back` tokens."""
+    """Return document spans without the first `front` and last `back` tokens."""
     kept = []
     position, end = 0, token_count(pieces) - back
     for piece in pieces:
@@ -127,7 +129,8 @@ def _starts(counts: np.ndarray) -> npt.NDArray[np.int64]:
 
 
 def _split(lengths: np.ndarray, counts: np.ndarray, limit: int) -> np.ndarray:
-    """The lengths of the sentences of sequences with `counts` each: the last one has the rest."""
+    """Return the sentence lengths of sequences that count as `counts` sentences each. The last
+    sentence of a sequence has the remaining tokens, all others `limit`."""
     split = np.full(int(counts.sum(dtype=np.int64)), limit, np.int32)
     ends = np.cumsum(counts, dtype=np.int64)
     some = counts > 0

@@ -1,16 +1,17 @@
-"""Samples of T5: the encoder reads a text with sentinels for its gaps, the decoder fills them.
+"""T5: its data, batches and model family. The encoder reads a text with sentinels in place of
+spans, and the decoder predicts the spans.
 
     text      the quick brown fox jumps over the lazy dog
     encoder   the <extra_id_0> fox jumps <extra_id_1> lazy dog </s>
     decoder   <pad> <extra_id_0> quick brown <extra_id_1> over the
     labels    <extra_id_0> quick brown <extra_id_1> over the </s>
 
-The numbers of corrupted tokens and of spans follow from the length alone, as in Raffel et al. 2020
+The numbers of corrupted tokens and of spans depend only on the length, as in Raffel et al. 2020
 (arXiv:1910.10683, section 3.1.4) and their random_spans_noise_mask: every full sample has the same
-lengths and needs the same number of sentinels. The places of the spans are drawn evenly from all
-that leave a token between two spans.
+lengths and needs the same number of sentinels. The span positions are drawn uniformly from all
+positions that leave a token between two spans.
 
-Shape suffixes: E tokens of the encoder's input, D of the decoder's, padding included; K spans.
+Shape suffixes: E tokens of the encoder's input, D of the decoder's, with padding; K spans.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from megatron.data.texts import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import STREAM_FLAGS, BlockLengths, Family, GenerationSpec
 from megatron.features.masked.batch import NO_LABEL, T5Batch, T5Sample, collate_t5, mock_data
 from megatron.features.masked.flags import MaskedDataConfig
+from megatron.features.masked.flops import EncoderDecoderShape
 from megatron.features.masked.layers import decoder_start, t5_layers
 from megatron.features.masked.segments import SHORTEST, SegmentRecipe, SegmentRules
 from megatron.model.attention_masks import AttentionMasks
-from megatron.model.caches import LayerCache
 from megatron.model.flops import TransformerShape
-from megatron.model.layer_list import LayerState
+from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.spec import ModelSpec
 from megatron.parallel.loss_head import Targets
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -52,24 +53,24 @@ _DECODER_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class T5Recipe(SegmentRecipe[T5Sample]):
-    """Construction of T5's samples from documents, split into sentences or not."""
+    """Recipe for T5's samples from documents, which may be split into sentences."""
 
     cache_name: ClassVar[str] = "t5"
     encoder_length: int
-    """Tokens of the encoder's input, padding included."""
+    """Number of tokens of the encoder's input, including padding."""
     decoder_length: int
-    """Tokens of the decoder's input and of the labels, padding included."""
+    """Number of tokens of the decoder's input and of the labels, including padding."""
     seed: int
     short_seq_prob: float
     corruption: SpanCorruption
     end: int
-    """Token after the encoder's input and the labels."""
+    """Token at the end of the encoder's input and of the labels."""
     pad: int
     start: int
     """First token of the decoder's input."""
     sentinels: tuple[int, ...]
     vocabulary: int
-    """Its size."""
+    """Size of the vocabulary."""
     exact_epochs: int | None = None
 
     @classmethod
@@ -80,9 +81,9 @@ class T5Recipe(SegmentRecipe[T5Sample]):
         lengths: tuple[int, int | None],
         seed: int,
     ) -> T5Recipe:
-        """The recipe that the flags describe; `lengths` are the lengths of encoder and decoder,
-        None for the default. Raises ConfigError if a flag's value is out of its range, or the
-        vocabulary has too few sentinels; ValueError if the vocabulary lacks a special token."""
+        """Create the recipe from the flags. `lengths` are the sequence lengths of encoder and
+        decoder (None for the default). Raises ConfigError if a flag's value is out of range or
+        there are too few sentinels, and ValueError if the vocabulary lacks a special token."""
         corruption = SpanCorruption.of(config)
         encoder, decoder = lengths
         needed = _needed(corruption, encoder)
@@ -169,30 +170,29 @@ class SpanCounts(NamedTuple):
     """Token counts of a corrupted text."""
 
     noise: int
-    """Corrupted tokens."""
+    """Number of corrupted tokens."""
     spans: int
-    """Runs of them; each needs a sentinel."""
+    """Number of spans of corrupted tokens, each of which needs a sentinel."""
     encoder: int
-    """Tokens of the encoder's input: the uncorrupted ones, the sentinels and the end."""
+    """Number of tokens of the encoder's input: uncorrupted tokens, sentinels and the end token."""
     decoder: int
-    """Tokens of the decoder's input, and of the labels."""
+    """Number of tokens of the decoder's input, which equals that of the labels."""
 
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """Drawing of spans."""
+    """Random choice of the spans to corrupt."""
 
     noise_density: float
-    """Share of the tokens that are corrupted."""
+    """Fraction of the tokens that are corrupted."""
     mean_span: float
-    """Mean tokens of a span."""
+    """Mean number of tokens of a span."""
     max_span: int
-    """Most tokens of a span."""
+    """Maximum number of tokens of a span."""
 
     @classmethod
     def of(cls, config: MaskedDataConfig) -> SpanCorruption:
-        """Return the rules that the flags ask for; ConfigError if a flag's value is out of its
-        range."""
+        """Create the rules from the flags. Raises ConfigError if a flag's value is out of range."""
         config.check_shares()
         if config.mean_noise_span_length < 1:
             raise ConfigError(
@@ -206,16 +206,16 @@ class SpanCorruption:
         return cls(config.mask_prob, config.mean_noise_span_length, config.max_noise_span_length)
 
     def counts(self, tokens: int) -> SpanCounts:
-        """The counts for `tokens` >= 1 tokens."""
+        """Return the token and span counts for a text of `tokens` >= 1 tokens."""
         noise = min(max(1, round(tokens * self.noise_density)), max(1, tokens - 1))
-        # Two spans have a token between them, and the longest span must not be exceeded.
+        # A token must separate two spans, and no span may be longer than the maximum.
         spans = max(round(noise / self.mean_span), -(-noise // self.max_span), 1)
         spans = min(spans, noise, tokens - noise + 1)
         return SpanCounts(noise, spans, tokens - noise + spans + 1, noise + spans + 1)
 
     def most_tokens(self, encoder: int, decoder: int) -> int:
-        """The largest number of tokens such that it and all smaller ones fit inputs of these
-        lengths; 0 if none does."""
+        """Return the largest text length for which this and all smaller lengths fit into inputs of
+        ``encoder`` and ``decoder`` tokens, or 0 if none fits."""
         tokens = 0
         while True:
             needed = self.counts(tokens + 1)
@@ -226,10 +226,11 @@ class SpanCorruption:
     def draw(
         self, tokens: int, rng: np.random.Generator
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """First token of each span of a text of `tokens`, ascending, and their sizes: int64[K]."""
+        """Draw the spans of a text of `tokens` tokens. Return the positions of their first tokens,
+        ascending, and their lengths, int64[K] each."""
         noise, spans, _, _ = self.counts(tokens)
         sizes_K = self._sizes(noise, spans, rng)
-        # The tokens not needed between spans are distributed over all gaps, both ends included.
+        # Distribute the tokens that do not separate spans over the gaps and both ends.
         free = tokens - noise - (spans - 1)
         bars_K = np.sort(rng.choice(free + spans, spans, replace=False)).astype(np.int64)
         before_K = bars_K - np.arange(spans)  # free tokens before each span
@@ -237,12 +238,12 @@ class SpanCorruption:
         return before_K + np.arange(spans) + ends_K - sizes_K, sizes_K
 
     def _sizes(self, noise: int, spans: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-        """`spans` numbers from 1 to max_span with the sum `noise`."""
+        """Draw `spans` span lengths from 1 to max_span, if possible, whose sum is `noise`."""
         cuts = np.sort(rng.choice(noise - 1, spans - 1, replace=False)) + 1
         sizes_K = np.diff(cuts, prepend=0, append=noise).astype(np.int64)
         limit = max(self.max_span, -(-noise // spans))
         while (excess := int(np.maximum(sizes_K - limit, 0).sum())) > 0:
-            # The excess goes, one token each, to spans below the limit.
+            # Move the excess, one token each, to random spans below the limit.
             np.minimum(sizes_K, limit, out=sizes_K)
             below = np.flatnonzero(sizes_K < limit)
             sizes_K[rng.choice(below, min(excess, len(below)), replace=False)] += 1
@@ -253,27 +254,27 @@ class SpanCorruption:
 
 
 def start_token(config: MaskedDataConfig, tokenizer: Tokenizer) -> int:
-    """First token of the decoder's input."""
+    """Return the first token of the decoder's input."""
     token: int = getattr(tokenizer, config.decoder_start_token)
     return token
 
 
 def decoder_length(config: MaskedDataConfig, encoder: int) -> int:
-    """The default of --decoder-seq-length for an encoder's input of `encoder` tokens."""
+    """Return the default of --decoder-seq-length for an encoder sequence length of `encoder`."""
     needed = _needed(SpanCorruption.of(config), encoder)
     return -(-needed // _DECODER_MULTIPLE) * _DECODER_MULTIPLE
 
 
 def _needed(corruption: SpanCorruption, encoder: int) -> int:
-    """Tokens of the longest labels of an encoder's input of at most `encoder` tokens."""
+    """Return the maximum number of labels for an encoder input of at most `encoder` tokens."""
     unlimited = int(2 * encoder / (1 - corruption.noise_density)) + _DECODER_MULTIPLE
     tokens = corruption.most_tokens(encoder, unlimited)
     return max((corruption.counts(n).decoder for n in range(1, tokens + 1)), default=1)
 
 
 def begin(batch: T5Batch) -> LayerState:
-    """The initial state of a micro batch: the encoder's tokens; the decoder's come in the middle.
-    Padding follows the decoder's tokens, so that they do not see it."""
+    """Return the initial state of a micro batch, with the encoder's tokens. The decoder's tokens
+    enter at a later layer. Their padding comes last, so the causal mask hides it."""
     return LayerState(
         hidden=batch.encoder_tokens_BE,
         masks=AttentionMasks(padding_BT=batch.encoder_padding_mask_BE == 0),
@@ -283,7 +284,7 @@ def begin(batch: T5Batch) -> LayerState:
 
 
 class _DecoderTokens(NamedTuple):
-    """Input of the decoder's first layer, from a batch."""
+    """Stand-in for a batch, from which the decoder's first layer reads its input."""
 
     decoder_tokens_BD: Tensor
 
@@ -296,8 +297,9 @@ def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> Lay
 def travels(
     model: ModelConfig, state: LayerState, tp: TensorParallel, index: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the tensors that cross a stage boundary: hidden states [B, E / parts, H] of the
-    encoder; behind its end those of the decoder, [B, D / parts, H], and the encoder's output."""
+    """Return the shapes of the tensors that cross a pipeline stage boundary: the encoder's hidden
+    states [B, E / parts, H] or, in the decoder, its hidden states [B, D / parts, H] and the
+    encoder's output."""
     parts = tp.slices * tp.context.size
 
     def shape(tokens_BS: Tensor) -> tuple[int, ...]:
@@ -312,7 +314,7 @@ def travels(
 
 
 class T5Data(DataPipeline):
-    """The data of a T5's run."""
+    """Data pipeline of T5."""
 
     flags = frozenset({"masked_data"})
     unit = "sentence"
@@ -332,8 +334,8 @@ class T5Data(DataPipeline):
         return mock_data(self, num_samples, part)
 
     def view(self, sample: T5Sample, length: int) -> SampleView:
-        """See `DataPipeline.view`: the encoder's input, without a loss, and the text to predict.
-        Tokens and loss mask belong to the decoder."""
+        """Implement `DataPipeline.view`. The text shows the encoder's input and the labels. Tokens
+        and loss mask are the decoder's."""
         batch = self.collator()([sample])
 
         def text(tokens: Any, mask: Any) -> str:
@@ -381,7 +383,7 @@ class T5(Family):
             seq_length=model.decoder_seq_length,
             windows=tuple(map(model.attention.window, range(model.decoder_num_layers))),
         )
-        return dataclasses.replace(encoder, sees_later=True, decoder=decoder)
+        return EncoderDecoderShape(**vars(encoder) | {"sees_later": True}, decoder=decoder)
 
     def block_lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
         encoded, decoded = model.seq_length, model.decoder_seq_length
@@ -398,8 +400,9 @@ class T5(Family):
     def answered(
         self, model: ModelConfig, tokenizer: Tokenizer, prompt: str, answer: str
     ) -> ScoredText:
-        """The encoder reads the prompt, the decoder answers; both end with the end-of-sequence
-        token. The end of a prompt that is too long is left out."""
+        """Return a text to score: the encoder reads the prompt, and the decoder predicts the
+        answer. Each ends with the end-of-sequence token. A long prompt is truncated at its end; a
+        long answer raises an error."""
         assert model.decoder_seq_length is not None
         asked, said = tokenizer.tokenize_sentences([prompt, answer])
         if len(said) >= model.decoder_seq_length:

@@ -1,17 +1,17 @@
-"""BERT samples in TFRecord files (`--use-tfrecords`), masked already, without TensorFlow.
+"""BERT samples in TFRecord files (`--use-tfrecords`), already masked, read without TensorFlow.
 
 A file is a sequence of records (little endian):
 
-    uint64 number of bytes n | uint32 checksum of those 8 bytes | n bytes | uint32 checksum of them
+  uint64 number of bytes n | uint32 checksum of those 8 bytes | n bytes | uint32 checksum of them
 
-The checksum is CRC-32C, rotated right by 15 bits, plus 0xA282EAD8. The bytes of a record are a
+The checksum is CRC-32C, rotated right by 15 bits, plus 0xA282EAD8. The n bytes of a record are a
 message tf.train.Example, a map from names to lists of integers, floats or strings, as written by
-google-research/bert's create_pretraining_data.py: input_ids, input_mask and segment_ids of one
-length, masked_lm_positions, masked_lm_ids and masked_lm_weights of another, and
-next_sentence_labels (0 next, 1 random). Every epoch has the same masks: --dupe_factor of that
-program is what varies them.
+google-research/bert's create_pretraining_data.py. It contains input_ids, input_mask and segment_ids
+of one length, masked_lm_positions, masked_lm_ids and masked_lm_weights of another, and
+next_sentence_labels (0 next, 1 random). The masks are the same in every epoch, unless that program
+varied them with --dupe_factor.
 
-Shape suffixes: S input ids of a record, P its predictions.
+Shape suffixes: S input ids of a record, P its predicted tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.features.masked.segments import INDEX_VERSION, epoch_rng
 
 logger = logging.getLogger(__name__)
 
-# Part of the name of a file's cache entry: raise it when the meaning of the arrays changes.
+# Version of a file's cached arrays, part of the cache key. Increment it when the arrays change.
 RECORDS_VERSION = 1
 _LENGTH = struct.Struct("<QI")
 _CHECKSUM = struct.Struct("<I")
@@ -57,7 +57,7 @@ _INTEGERS = (
     "next_sentence_labels",
 )
 _WEIGHTS = "masked_lm_weights"
-# The message type tf.train.Example; TensorFlow's own module comes only with TensorFlow.
+# Definition of the message type tf.train.Example, which is otherwise only available in TensorFlow.
 _EXAMPLE = """
 name: "example.proto" package: "tfrecord" syntax: "proto3"
 message_type { name: "BytesList"
@@ -87,16 +87,16 @@ message_type { name: "Example"
 
 
 def masked_crc(data: bytes) -> int:
-    """The checksum that a TFRecord file has of some bytes."""
-    import google_crc32c  # not needed by what only reads batches of this kind
+    """Return the checksum that TFRecord files store for ``data``."""
+    import google_crc32c  # not needed by code that only imports this module
 
     crc = google_crc32c.value(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 class TFRecordFile:
-    """One memory-mapped file; unpickling reopens it. Raises FileNotFoundError if it does not exist,
-    ValueError if it is empty, or compressed."""
+    """Memory-mapped TFRecord file, reopened when unpickled. Raises FileNotFoundError if the file
+    does not exist, and ValueError if it is empty or compressed."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -115,7 +115,7 @@ class TFRecordFile:
         return type(self), (self.path,)
 
     def offsets(self) -> Iterator[int]:
-        """The byte at which each record begins; ValueError names a damaged record."""
+        """Yield the byte offset of each record. Raises ValueError if a record is damaged."""
         position, record = 0, 0
         while position < len(self._bytes):
             yield position
@@ -123,7 +123,8 @@ class TFRecordFile:
             record += 1
 
     def read(self, offset: int, record: int) -> bytes:
-        """The bytes of the record at byte `offset`; ValueError with its number if it is damaged."""
+        """Return the bytes of the record at byte `offset`. Raises ValueError with the record number
+        if the record is damaged."""
         length = self._length(offset, record)
         start = offset + _LENGTH.size
         data = self._bytes[start : start + length]
@@ -166,20 +167,20 @@ def _example_class() -> Any:
 
 
 class BertRecord(NamedTuple):
-    """One record, checked and without its padding."""
+    """TFRecord after validation, without padding."""
 
     tokens_S: npt.NDArray[np.int64]
     types_S: npt.NDArray[np.int64]
     positions_P: npt.NDArray[np.int64]
-    """Positions of the predictions."""
+    """Positions of the predicted tokens."""
     labels_P: npt.NDArray[np.int64]
-    """The predicted tokens."""
+    """Original tokens at ``positions_P``."""
     is_random: int
 
 
 def bert_record(features: Mapping[str, Any], where: str) -> BertRecord:
-    """The record of some features, lists of values by name; ValueError, which begins with `where`,
-    if one is missing or has the wrong length or values."""
+    """Build a record from its features, lists of values by name. Raises ValueError if a feature is
+    missing, or has a wrong length or value. ``where`` is the beginning of the error message."""
     missing = [name for name in (*_INTEGERS, _WEIGHTS) if name not in features]
     if missing:
         raise ValueError(
@@ -248,10 +249,11 @@ def _read_record(file: TFRecordFile, offset: int, number: int) -> BertRecord:
 
 
 class TFRecords(Documents):
-    """The records of one or more files, each a document of one sequence: its input ids. The first
-    opening reads and checks every record; their offsets are cached. `path`: a file, or a glob such
-    as data/part-*.tfrecord, sorted by name. Raises FileNotFoundError if a file does not exist,
-    ValueError if a record is damaged or not a BERT sample."""
+    """Records of one or more TFRecord files, each a document with one sequence, its input ids.
+    Every record is checked when its file is first opened, and the record offsets are cached.
+
+    `path`: a file, or a glob such as data/part-*.tfrecord, sorted. Raises FileNotFoundError if a
+    file does not exist, and ValueError if a record is damaged or not a BERT sample."""
 
     def __init__(self, path: str, cache: IndexCache) -> None:
         self.prefix = path
@@ -270,14 +272,14 @@ class TFRecords(Documents):
 
     @property
     def lengths_digest(self) -> str:
-        """The number of records: their order depends on nothing else."""
+        """Number of records, on which alone the order of samples depends."""
         return f"{len(self)} records"
 
     def verify(self) -> None:
-        """Nothing: every record was checked when its file was first opened."""
+        """Do nothing, because every record was checked when its file was first opened."""
 
     def record(self, index: int) -> BertRecord:
-        """Record `index`, counted through all files."""
+        """Return record `index`, counted across all files."""
         file, number = self._place(index)
         return _read_record(self._files[file], int(self._entries[file]["offsets"][number]), number)
 
@@ -286,12 +288,12 @@ class TFRecords(Documents):
         return file, index - int(self._first_records[file])
 
     def piece(self, index: int) -> Piece:
-        """The file of a record, its number in it, and all its tokens."""
+        """Return the span of a record: its file, its number in the file, and all of its tokens."""
         file, number = self._place(index)
         return Piece(str(self._files[file].path), number, 0, int(self.sequence_lengths[index]))
 
     def get(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
-        """`length` input ids (default: the rest) of record `index`, starting at `offset`."""
+        """Return `length` input ids of record `index` from `offset` on; None reads to its end."""
         tokens = self.record(index).tokens_S
         return tokens[offset : None if length is None else offset + length]
 
@@ -307,7 +309,7 @@ class TFRecords(Documents):
 
 
 def _scanned(file: TFRecordFile, cache: IndexCache) -> StoredArrays:
-    """Offsets and lengths of the records of a file, and (largest id, its record)."""
+    """Return the offsets and lengths of a file's records, and the largest id with its record."""
     status = file.path.stat()
     depends_on = {
         "version": RECORDS_VERSION,
@@ -336,10 +338,10 @@ def _scanned(file: TFRecordFile, cache: IndexCache) -> StoredArrays:
 
 @dataclass(frozen=True)
 class TFRecordRecipe:
-    """Construction of BERT's samples from TFRecords: unchanged, shuffled in each epoch."""
+    """Recipe for shuffled BERT samples from TFRecords, which are already masked."""
 
     seq_length: int
-    """Tokens of a sample, padding included."""
+    """Number of tokens of a sample, including padding."""
     seed: int
     pad: int
     vocab_size: int
@@ -350,8 +352,8 @@ class TFRecordRecipe:
     def build(
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> TFRecordDataset:
-        """`num_samples` samples of the records `units`; see `SampleRecipe.build`. Raises ValueError
-        if no record is left, or one is too long or of another vocabulary."""
+        """Build `num_samples` samples from the records `units`; see `SampleRecipe.build`. Raises
+        ValueError if there is no record, or if a record is too long or uses another vocabulary."""
         assert isinstance(documents, TFRecords), "TFRecordRecipe makes samples of TFRecords"
         if not units:
             raise ValueError(f"{documents.prefix}: it has no records for {name}")
@@ -384,7 +386,7 @@ class TFRecordRecipe:
 
 
 class TFRecordDataset:
-    """Samples of BERT by number; made by TFRecordRecipe.build."""
+    """Dataset of BERT samples, built by TFRecordRecipe.build."""
 
     def __init__(self, records: TFRecords, recipe: TFRecordRecipe, index: StoredArrays) -> None:
         self.records, self.recipe = records, recipe
@@ -398,7 +400,8 @@ class TFRecordDataset:
         return BertSample.padded(*record, seq_length=self.recipe.seq_length, pad=self.recipe.pad)
 
     def origin(self, index: int, /) -> list[Piece]:
-        """The file of the record, its number in it, and all its tokens."""
+        """Return the span of the sample's record: its file, its number there, and all its
+        tokens."""
         return [self.records.piece(self._record(index))]
 
     def _record(self, index: int) -> int:

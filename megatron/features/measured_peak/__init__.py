@@ -1,1 +1,1 @@
-"""The peak rate of a processor."""
+"""Peak FLOP rate of a device."""

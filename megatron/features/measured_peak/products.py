@@ -1,4 +1,4 @@
-"""The rate of matrix products."""
+"""Measurement of the rate of matrix products."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 def measure_matmul_peak(dtype: torch.dtype, device: torch.device, seconds: float = 0.5) -> float:
-    """The highest rate, in FLOP/s, that square matrix products of ``dtype`` reach on ``device`` in
-    about ``seconds``. Processes that share a machine and measure together each get their own
-    share."""
+    """Return the highest rate, in FLOP/s, of square matrix products of ``dtype`` on ``device``,
+    measured for about ``seconds``. Processes that share a machine and measure at the same time each
+    get their own share."""
     deadline = time.perf_counter() + seconds
     best, side = 0.0, 256
     while True:
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        # The first product of a size pays for set-up and does not count.
+        # The first product of a size includes set-up costs and does not count.
         _seconds_of_matmul(a, b)
         duration = _seconds_of_matmul(a, b)
         best = max(best, 2 * side**3 / duration)

@@ -1,1 +1,1 @@
-"""Multi-token prediction: further tokens, predicted by blocks after the last layer."""
+"""Multi-token prediction: blocks after the last layer that predict additional tokens."""

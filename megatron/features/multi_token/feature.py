@@ -1,4 +1,4 @@
-"""Multi-token prediction."""
+"""Feature that adds multi-token prediction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megatron.features.multi_token.flags import MultiTokenConfig
 
 class MultiTokenFeature(Feature):
     model_parts = (MultiTokenConfig,)
-    after = ("instruction", "preference", "distillation")  # they replace losses
+    # these features replace the losses that this one extends
+    after = ("instruction", "preference", "distillation")
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
         config.model.part(MultiTokenConfig).check_run(config, resolver)

@@ -1,4 +1,4 @@
-"""Flags of multi-token prediction."""
+"""Flags for multi-token prediction."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ _PREDICTING = needs_value("mtp_num_layers", refused=False)
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTokenConfig(ModelPart):
-    """Multi-token prediction: blocks after the last layer, each of which predicts one token further
-    ahead than the block before."""
+    """Multi-token prediction: blocks after the last layer.
 
-    # Not of the role "weights": where only weights are loaded, these blocks may differ.
+    Each block predicts one token further ahead than the block before it."""
+
+    # The role is not "weights", since these blocks may differ when only weights are loaded.
     mtp_num_layers: int | None = option(None, bounds=NOT_NEGATIVE, role="results", megatron=True)
-    """Number of further tokens that each position predicts, each by a block of its own after the
-    last layer, which shares token embedding and output head with the model (DeepSeek-V3); 0 for
-    none."""
+    """Number of additional tokens that each position predicts. Each is predicted by its own block
+    after the last layer, which shares the model's token embedding and output head (DeepSeek-V3). 0
+    disables multi-token prediction."""
     mtp_loss_scaling_factor: float = option(
         0.1, bounds=NOT_NEGATIVE, needs=_PREDICTING, megatron=True
     )
-    """Weight of the mean of the losses of multi-token prediction in the loss."""
+    """Weight of the mean of the multi-token prediction losses in the total loss."""
     mtp_use_repeated_layer: bool = option(False, role="results", needs=_PREDICTING, megatron=True)
-    """Predict all further tokens by one block, which is applied to its own output."""
+    """Use a single block, applied repeatedly to its own output, for all additional tokens."""
     mtp_detach_heads: bool = option(False, needs=_PREDICTING, megatron=True)
-    """Train the blocks of multi-token prediction alone by their losses: these change no layer, no
-    token embedding and no output head."""
+    """Let the losses of multi-token prediction train only its own blocks, and not the model's
+    layers, token embedding and output head."""
 
     models: ClassVar[tuple[str, ...]] = ("gpt",)
-    """Families whose models can predict several tokens."""
+    """Model families that can predict several tokens."""
 
     @property
     def idle(self) -> bool:
@@ -44,7 +45,7 @@ class MultiTokenConfig(ModelPart):
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """Weight of the loss of each further token in the loss of a run, by its name in the log."""
+        """Weight of each additional token's loss in the total loss, by the loss's log name."""
         depths = range(self.blocks_ahead)
         return {loss_name(n): self.mtp_loss_scaling_factor / len(depths) for n in depths}
 
@@ -58,12 +59,12 @@ class MultiTokenConfig(ModelPart):
             f"{resolver.show('mtp_num_layers')}: {resolver.show('seq_length')} leaves no token to "
             f"predict so far ahead; give at most {seq_length - 1}",
         )
-        # One block is the same repeated or not.
+        # A single block is the same whether repeated or not.
         repeated = self.mtp_use_repeated_layer and self.blocks_ahead > 1
         return replace(self, mtp_use_repeated_layer=repeated)
 
     def check_run(self, config: Any, resolver: ConfigResolver) -> None:
-        """Refuse models and losses of a run that predict no further tokens."""
+        """Report models and losses for which multi-token prediction is not possible."""
         if self.idle:
             return
         shown, model = resolver.show("mtp_num_layers"), config.model
@@ -88,5 +89,5 @@ class MultiTokenConfig(ModelPart):
 
 
 def loss_name(depth: int) -> str:
-    """Name in the log of the loss of a further token, counted from 0."""
+    """Return the log name of an additional token's loss. ``depth`` counts from 0."""
     return f"mtp_{depth}_loss"

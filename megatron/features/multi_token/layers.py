@@ -1,16 +1,16 @@
-"""Layers of multi-token prediction (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2).
+"""Layers for multi-token prediction (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2).
 
-After the head of the model come, for each further token, its embedding by the model's own token
-embedding, the projection that merges it with the hidden states before, a block with the
-configuration of the last layer, a norm, and the model's own head. All of them are on the pipeline
-stage of the last layer, which has copies of the embedding; their gradients are summed as those of
-other tied layers are.
+For each additional token, these layers follow the model's head: the model's token embedding of the
+token before it, a projection that merges the embedding with the preceding hidden states, a block
+with the configuration of the last layer, a norm, and the model's head. All are on the pipeline
+stage of the last layer, which has copies of the embedding. Gradients are summed as for other tied
+layers.
 
-Tokens, positions and targets are shifted within whole sequences on every rank, before its part of a
-divided sequence is taken, so that nothing has to travel between the ranks of the context axis.
+Tokens, positions and targets are shifted within whole sequences on every rank, before a rank takes
+its slice of a sequence, so that context-parallel ranks need not communicate.
 
-Shapes: B micro batch, S sequence (in layers a rank's slice of it where the region is split), P
-predicted positions, H hidden.
+Shapes: B micro batch, S sequence (in layers a rank's slice of it with sequence parallelism), P
+predicted positions, H hidden size.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 
 def with_losses_ahead(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
-    """The model of a run that is also trained on the losses of its further tokens. They have no
-    perplexity, and ``lm loss`` does not include them."""
+    """Return the specification of a model that is also trained on the losses of additional tokens.
+    These losses have no perplexity and are not included in ``lm loss``."""
     weights = model.part(MultiTokenConfig).loss_weights
 
     def begin(batch: GPTBatch) -> LayerState:
@@ -56,13 +56,13 @@ def with_losses_ahead(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
 
 
 def state_ahead(batch: GPTBatch, shift: int) -> LayerState:
-    """The initial state of a micro batch ``shift`` tokens ahead: at each place the token so much
-    later, its position, and the target of that token; 0, which is not counted, where the sequence
-    has no such token.
+    """Return the initial state of a micro batch ``shift`` tokens ahead. Each position has the token
+    that is ``shift`` positions later, that token's position, and its target. The last ``shift``
+    positions have no such token; their values are 0 and do not count.
 
-    Where attention is kept within documents, a place counts only if all that it reads and its
-    target are in its document, as in Megatron-LM's packed sequences: the model's own hidden state
-    there knows nothing of the next document. The label of the last token of a sample has that
+    If attention is confined to documents, a position counts only if its target and everything that
+    it reads are in its own document, as in Megatron-LM's packed sequences, because the model's
+    hidden state has not seen the next document. The label of a sample's last token belongs to that
     token's document. Megatron-LM shifts samples cut from a stream across documents.
     """
     tokens_BS, documents_BS = batch.tokens_BS, batch.document_ids_BS
@@ -85,14 +85,15 @@ def state_ahead(batch: GPTBatch, shift: int) -> LayerState:
 
 
 def shifted(x_BS: Tensor, shift: int, fill: int = 0) -> Tensor:
-    """[B, S] with the values ``shift`` places later, and ``fill`` at the end."""
+    """Shift [B, S] left by ``shift`` positions, and fill the end with ``fill``."""
     end_BS = x_BS.new_full((len(x_BS), shift), fill)
     return torch.cat((x_BS[:, shift:], end_BS), dim=1)
 
 
 def _at_positions(targets: Targets, positions_BP: Tensor, shift: int) -> Targets:
-    """The shifted targets at the places from which the targets at these positions are that far
-    ahead; targets at the start of a row, with no such place, stay there and do not count."""
+    """Select the targets, already shifted, at ``positions_BP`` - ``shift``, so that the predicted
+    tokens stay the same. At the start of a row this position does not exist; such targets get mask
+    0."""
     length = targets.labels_BS.shape[1]
     before_BP = positions_BP % length >= shift
     places_BP = positions_BP - shift * before_BP
@@ -101,8 +102,8 @@ def _at_positions(targets: Targets, positions_BP: Tensor, shift: int) -> Targets
 
 
 class Merge(nn.Module):
-    """Projection of the embedding of a later token and the hidden states before it, each after a
-    norm, onto the input of a block."""
+    """Projection of a token's embedding and the preceding hidden states, each normalised, to the
+    input of a block."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ class Merge(nn.Module):
         self.widens = config.fp32_residual_connection
 
     def forward(self, state: LayerState) -> LayerState:
-        """``hidden`` [B, S, 2 H], embeddings before hidden states, to [B, S, H]."""
+        """Project ``hidden`` [B, S, 2 H], embeddings followed by hidden states, to [B, S, H]."""
         embedded_BSH, x_BSH = state.hidden.chunk(2, dim=-1)
         normed = self.embed_norm(embedded_BSH), self.hidden_norm(x_BSH)
         y_BSH = self.merge(torch.cat(normed, dim=-1))
@@ -122,7 +123,7 @@ class Merge(nn.Module):
 
 
 class BlockAhead(Block):
-    """A block with the configuration of the last layer and its own number."""
+    """Block with the configuration of the model's last layer, but its own layer number."""
 
     def __init__(
         self, config: ModelConfig, depth: int, tp: TensorParallel, recompute_attention: bool
@@ -134,7 +135,7 @@ class BlockAhead(Block):
 
 
 def with_blocks_ahead(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
-    """The model with the layers of multi-token prediction after its head."""
+    """Return the specification with the multi-token prediction layers added after the head."""
     part = model.part(MultiTokenConfig)
 
     def layers(tp: TensorParallel) -> list[LayerSpec]:
@@ -165,17 +166,17 @@ def with_blocks_ahead(spec: ModelSpec, model: ModelConfig, parallel: ParallelCon
 def _further_layers(
     model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel, depth: int
 ) -> list[LayerSpec]:
-    """Merge, block and norm: the layers that a further token has for itself."""
+    """Return the layers that only one additional token uses: projection, block and norm."""
     selective, name = "core_attn" in parallel.recomputed_modules, f"{AHEAD}{depth}"
     return [
         LayerSpec(name, partial(Merge, model, tp)),
         LayerSpec(f"{name}.block", partial(BlockAhead, model, depth, tp, selective), block=True),
-        LayerSpec(name, partial(FinalNorm, model, tp)),  # which calls its norm so
+        LayerSpec(name, partial(FinalNorm, model, tp)),  # its parameters are {name}.norm.*
     ]
 
 
 def _with_keys(layers: list[LayerSpec]) -> list[LayerSpec]:
-    """Return the layers, with keys for those that run several times: the embedding and the head."""
+    """Add tied keys to the layers that are used several times: the embedding and the head."""
     keys = {0: "embed", 1: "inputs", len(layers) - 1: "head"}
     return [
         replace(layer, tied_key=layer.tied_key or keys.get(place))
@@ -186,23 +187,22 @@ def _with_keys(layers: list[LayerSpec]) -> list[LayerSpec]:
 def _if_predicting(
     depth: int, detach: bool, run: Any, module: nn.Module, state: LayerState
 ) -> LayerState:
-    """Run a layer where the further token is predicted: not where the model scores text, nor where
-    it generates, unless a draft is to be made."""
-    scores = state.targets is None or state.targets.scored
-    if not state.ahead or (scores and state.cache is None):
+    """Run a layer if an additional token is to be predicted, otherwise return the state unchanged.
+    Scoring predicts none, and generation only when it drafts tokens."""
+    if not state.ahead or (state.targets is None and state.cache is None):
         return state
     return run(depth, detach, module, state)
 
 
 def _embedded(depth: int, detach: bool, table: nn.Module, state: LayerState) -> LayerState:
-    """``hidden`` becomes [B, S, 2 H]: the embeddings of the tokens ahead, then hidden states."""
+    """Set ``hidden`` to [B, S, 2 H]: embeddings of the tokens ahead, followed by hidden states."""
     x_BSH = state.hidden.detach() if detach and depth == 0 else state.hidden
     embedded_BSH = table(state.ahead[depth]).hidden
     return state.with_hidden(torch.cat((embedded_BSH, x_BSH), dim=-1))
 
 
 def _completed(depth: int, detach: bool, inputs: nn.Module, state: LayerState) -> LayerState:
-    """The embeddings as the input of the first block, with positions, scale and dropout."""
+    """Add positions, scale and dropout to embeddings in ``hidden``, as before the first block."""
     embedded_BSH, x_BSH = state.hidden.chunk(2, dim=-1)
     embedded_BSH = inputs(state.ahead[depth].with_hidden(embedded_BSH)).hidden
     if detach:
@@ -224,10 +224,11 @@ def _predicted(depth: int, detach: bool, table: nn.Module, state: LayerState) ->
 
 @dataclass(frozen=True)
 class LossAhead:
-    """Cross entropy of the tokens further ahead, the mean over those that count.
+    """Objective for one additional token: mean cross entropy over the tokens that count.
 
     Attributes:
-        weights_2: weights of the micro batch within its step, if the model's own loss has them.
+        weights_2: weights of the micro batch within its step, if the model's own loss is
+            weighted.
     """
 
     depth: int
@@ -249,7 +250,7 @@ class LossAhead:
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Identity whose gradient is zero: a pipeline stage needs a gradient, even if zero, for each
+    """Identity with a zero gradient. A pipeline stage needs a gradient, even a zero one, for each
     copy of a tied layer."""
 
     @staticmethod

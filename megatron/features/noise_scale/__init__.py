@@ -1,1 +1,1 @@
-"""The gradient noise scale: up to which batch size more samples save steps."""
+"""Gradient noise scale, an estimate of the batch size up to which more samples save steps."""

@@ -1,4 +1,4 @@
-"""Norms of the gradients of micro batches, and the noise scale that follows from them."""
+"""Callback that measures gradient norms of micro batches, and the noise scale derived from them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from megatron.parallel.mesh import SHARDED
 from megatron.training.trainer import Callback, Step, Trainer
 
 MEMORY = 0.9
-"""Decay of an estimate per measurement: about ten are averaged, as single ones are noisy."""
+"""Decay of the moving averages per measurement. About ten are averaged, as single ones are
+noisy."""
 
 
 class Estimate:
-    """The simple noise scale tr(covariance) / |gradient|^2 (McCandlish et al. 2018, appendix A.1):
-    of both an unbiased estimate follows from the squared norms at two batch sizes, and their
-    moving means are divided."""
+    """Estimate of the simple noise scale tr(covariance) / |gradient|^2 (McCandlish et al. 2018,
+    appendix A.1). Squared gradient norms at two batch sizes give unbiased estimates of both terms,
+    whose moving averages are divided."""
 
     def __init__(self) -> None:
         self._noise = self._signal = 0.0
 
     def add(self, small: int, small_square: float, large: int, large_square: float) -> None:
-        """Add a step: the mean squared gradient norms of ``small`` and of ``large`` samples."""
+        """Add a step: mean squared gradient norms over ``small`` and over ``large`` samples."""
         signal = (large * large_square - small * small_square) / (large - small)
         noise = (small_square - large_square) / (1 / small - 1 / large)
         self._signal = MEMORY * self._signal + (1 - MEMORY) * signal
@@ -35,13 +36,13 @@ class Estimate:
 
     @property
     def samples(self) -> float | None:
-        """The noise scale in samples; None where the estimates are not positive yet."""
+        """Noise scale in samples; None while the estimates are not positive."""
         positive = self._signal > 0 and self._noise > 0
         return self._noise / self._signal if positive else None
 
 
 class NoiseScale(Callback):
-    """Measures every ``interval``-th step."""
+    """Callback that measures the noise scale in every ``interval``-th step."""
 
     def __init__(self, interval: int) -> None:
         self._interval, self._estimate = interval, Estimate()
@@ -61,7 +62,9 @@ class NoiseScale(Callback):
                 self._handles.append(param.register_hook(self._measure))
 
     def _measure(self, grad: Tensor | None) -> None:
-        if grad is not None:  # None is followed by the gradient, which is added elsewhere
+        # None if the layer accumulates the gradient itself. The layer then also calls this hook,
+        # with the gradient.
+        if grad is not None:
             self._squares.append(
                 torch.linalg.vector_norm(grad, dtype=torch.float32).double().square()
             )
@@ -80,12 +83,12 @@ class NoiseScale(Callback):
             self._estimate.add(plan.micro_batch_size, float(square), step.samples, norm**2)
 
     def _mean_square(self, engine: TrainEngine, count: int) -> Tensor:
-        """The mean squared norm over ``count`` micro batches of each data-parallel rank."""
+        """Return the mean squared norm over ``count`` micro batches of each data-parallel rank."""
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
         if self._squares:
             total += torch.stack(self._squares).sum()
         world = engine.mesh.world
         if world.size > 1:
             dist.all_reduce(total, group=world.handle)
-        # The backward pass of a micro batch divides its loss by their number in a step.
+        # The backward pass divides a micro batch's loss by the number of micro batches in a step.
         return total * count / engine.mesh.samples.size

@@ -1,4 +1,4 @@
-"""The gradient noise scale in the log (McCandlish et al. 2018, arXiv:1812.06162)."""
+"""Feature that logs the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ class NoiseScaleConfig(FlagSection):
     after: ClassVar[str] = "logging"
 
     gradient_noise_interval: int | None = option(None, bounds=POSITIVE)
-    """Log the gradient noise scale in samples, about the batch size beyond which more samples save
-    few steps. It is measured in every so many steps, which then read each micro batch's gradients
-    once more and wait for the device."""
+    """Number of steps between measurements of the gradient noise scale, which is logged in samples.
+    It is about the batch size beyond which more samples save few steps. A measured step reads each
+    micro batch's gradients once more and waits for the device."""
 
     def check(self, config: Any, resolver: ConfigResolver) -> None:
-        """Refuse runs in which a rank does not have the gradients of whole micro batches. Raises
-        ConfigError."""
+        """Raise ConfigError if a rank does not have the gradients of whole micro batches."""
         shown, parallel = resolver.show("gradient_noise_interval"), config.parallel
         training = config.training
         resolver.check(

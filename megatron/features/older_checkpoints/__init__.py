@@ -1,1 +1,1 @@
-"""Checkpoints before the newest: which are kept, and which a run falls back to."""
+"""Older checkpoints: which of them are kept, and which one a run falls back to."""

@@ -1,5 +1,5 @@
-"""A run whose checkpoint is damaged: it names the newest older one that is whole, or takes it and
-sets the damaged ones aside."""
+"""Handling of a damaged checkpoint: a run reports the newest older one that is intact, or loads it
+and renames the damaged ones."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from megatron.training.resume import ResumeSource, load_finite, saves_next_to
 def newest_older(
     options: CheckpointConfig, found: FoundCheckpoint | None, error: CheckpointError
 ) -> tuple[Path, FoundCheckpoint]:
-    """Before an engine is built: the folder of the checkpoint of ``--load`` that could not be
-    ``found`` or opened, for ``error``, and the newest older one that can be. Raises CheckpointError
-    unless the flags allow that and there is one."""
+    """Find an older checkpoint before an engine is built. Return the folder of the checkpoint of
+    ``--load`` that could not be found or opened because of ``error``, and the newest older one that
+    can be. Raises CheckpointError if the flags do not allow this or no such checkpoint exists."""
     load = Path(options.load or "")
     wanted = options.load_tag or _named_by_tracker(load) or "?"
-    # A tracker may have anything in it, but the checkpoints are next to it.
+    # The tracker may contain anything, but the checkpoints are in the same folder.
     named = load / (tag(int(wanted)) if wanted.isdecimal() else Path(wanted).name or "?")
     folder = named if found is None else found.folder
     for older in _older(options, folder):
@@ -51,8 +51,9 @@ def newest_older(
 def load_older(
     engine: TrainEngine, origin: ResumeSource, reason: DamagedError
 ) -> tuple[Source, ResumeSource]:
-    """Loads the newest older checkpoint that is whole; every rank must call it. Raises DamagedError
-    on every rank, naming that checkpoint, unless the flags allow that and there is one."""
+    """Load the newest older checkpoint that is intact. All ranks must call this function. Raises
+    DamagedError on all ranks if the flags do not allow this or no such checkpoint exists. In the
+    first case the message names the checkpoint."""
     options, damaged = engine.config.checkpoint, dict(origin.damaged)
     folder = origin.found.folder
     if origin.flag != f"--load {options.load}":
@@ -75,10 +76,10 @@ def load_older(
 
 
 def set_damaged_aside(engine: TrainEngine, origin: ResumeSource) -> list[str]:
-    """If a run saves next to the checkpoint that it continues, renames the damaged ones that were
-    passed over, so that nothing replaces or deletes them, and makes the trackers name the one that
-    was loaded; every rank must call it. Returns a line about each of them, on the first rank, which
-    does the work. Raises OSError or CheckpointError if that is not possible."""
+    """Rename the damaged checkpoints that were skipped, so that they are neither replaced nor
+    deleted, and make the trackers name the checkpoint that was loaded. This only happens if the run
+    saves to the same folder. All ranks must call this function; the first does the work and returns
+    a line about each damaged checkpoint. Raises OSError or CheckpointError if it fails."""
     options, folder = engine.config.checkpoint, origin.found.folder
     same_folder = bool(options.save) and saves_next_to(Path(options.save or ""), origin, options)
 
@@ -102,8 +103,8 @@ def _named_by_tracker(save: Path) -> str:
 
 
 def _older(options: CheckpointConfig, folder: Path) -> Iterator[FoundCheckpoint]:
-    """Return the readable checkpoints next to a damaged one that are older, newest first; all of
-    them if its name does not show its age."""
+    """Yield the readable checkpoints next to a damaged one that are older, newest first. Yield all
+    if the damaged one's name does not show its age."""
     prefer = "universal" if options.universal_checkpoint else "native"
     for iteration in iterations_in(folder.parent, step_of(folder.name)):
         with contextlib.suppress(CheckpointError, OSError):
@@ -114,7 +115,7 @@ def _older(options: CheckpointConfig, folder: Path) -> Iterator[FoundCheckpoint]
 
 
 def _of_all_ranks(engine: TrainEngine, found: list[FoundCheckpoint]) -> list[FoundCheckpoint]:
-    """Return the sources that every rank has, so that all try the same."""
+    """Return the checkpoints that every rank can find, so that all ranks try the same ones."""
     world = engine.mesh.world
     if world.size == 1:
         return found
@@ -124,8 +125,8 @@ def _of_all_ranks(engine: TrainEngine, found: list[FoundCheckpoint]) -> list[Fou
 
 
 def set_aside(folder: Path) -> Path:
-    """Renames a damaged checkpoint, so that nothing takes it for one, replaces it or deletes it;
-    returns its new path. Raises OSError if it cannot be renamed."""
+    """Rename a damaged checkpoint, so that it is not loaded, replaced or deleted, and return its
+    new path. Raises OSError if it cannot be renamed."""
     for number in itertools.count():
         aside = folder.with_name(f".{folder.name}.damaged{f'-{number}' if number else ''}")
         if not aside.exists():
@@ -135,8 +136,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def point_to(folder: Path) -> None:
-    """Makes the trackers next to a checkpoint, or a universal copy, name it. Raises OSError if they
-    cannot be written."""
+    """Point the trackers to a checkpoint or universal copy. Raises OSError on failure."""
     if folder.name.endswith(UNIVERSAL):
         write_text(folder.parent / f"{TRACKER}{UNIVERSAL}", folder.name)
     elif iteration_of(folder.name) is not None:
@@ -145,8 +145,8 @@ def point_to(folder: Path) -> None:
 
 
 def iterations_in(save: Path, before: int | None = None) -> list[int]:
-    """Return the iterations in a folder's names of checkpoints or universal copies, newest first;
-    only those ``before`` one, if given."""
+    """Return the iterations of the checkpoints and universal copies in a folder, newest first. With
+    ``before``, return only smaller ones."""
     names = [path.name for path in save.iterdir()] if save.is_dir() else []
     iterations = {iteration for name in names if (iteration := step_of(name)) is not None}
     return sorted((n for n in iterations if before is None or n < before), reverse=True)

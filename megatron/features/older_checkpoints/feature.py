@@ -1,4 +1,4 @@
-"""Older checkpoints: which are kept, and which one a run falls back to."""
+"""Older checkpoints: which of them are kept, and which one a run falls back to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of the checkpoints before the newest one."""
+"""Flags for checkpoints older than the newest one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.config.flags import POSITIVE, ConfigResolver, needs_value, option
 
 @dataclass(frozen=True, kw_only=True)
 class OlderCheckpointFlags(FlagPart):
-    """Checkpoints that are kept, and those that a run may fall back to."""
+    """Options for checkpoints to keep, and to fall back to."""
 
     before: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("keep_last", "keep_every"), "save_universal"),
@@ -20,23 +20,23 @@ class OlderCheckpointFlags(FlagPart):
     }
 
     keep_last: int | None = option(None, bounds=POSITIVE)
-    """Number of newest checkpoints to keep; older ones are deleted."""
+    """Number of newest checkpoints to keep. Older ones are deleted."""
     keep_every: int | None = option(None, bounds=POSITIVE)
     """Keep checkpoints of every N-th iteration permanently, regardless of --keep-last."""
     on_damaged_checkpoint: str = option(
         "stop", choices=("stop", "previous"), needs=needs_value("load")
     )
-    """What to do if the checkpoint that --load would continue from is damaged: stop, naming the
-    newest older one that is whole, or continue from that one and set the damaged ones aside."""
+    """Reaction to a damaged checkpoint. stop ends the run and reports the newest older checkpoint
+    that is intact. previous continues from that one and renames the damaged ones."""
 
     @property
     def falls_back(self) -> bool:
-        """True if a run continues from another checkpoint where that of ``--load`` is damaged."""
+        """True if a run continues from an older checkpoint when that of ``--load`` is damaged."""
         return self.on_damaged_checkpoint == "previous"
 
 
 def check_retention(options: Any, resolver: ConfigResolver) -> None:
-    """Refuses flags of a ``CheckpointConfig`` about checkpoints that nothing saves or deletes."""
+    """Refuse retention flags if the run saves no checkpoints, or if they would have no effect."""
     for name in ("keep_last", "keep_every"):
         resolver.check(
             options.save is not None or not getattr(options, name),

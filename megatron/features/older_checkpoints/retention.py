@@ -13,12 +13,12 @@ from megatron.util.json_text import parse_json
 def superseded(
     save: Path, newest: int, keep_last: int | None, keep_every: int | None
 ) -> list[Path]:
-    """Folders that ``--keep-last`` and ``--keep-every`` do not keep, oldest first, each after its
-    universal copy.
+    """Return the folders to delete according to ``--keep-last`` and ``--keep-every``, oldest first,
+    each after its universal copy.
 
-    Checkpoints after iteration ``newest``, which was just saved, belong to an abandoned run; they
-    are neither counted nor deleted. Folders that this project did not save, and those that the
-    files :data:`BEST` and :data:`KEPT` name, are never deleted.
+    Checkpoints after iteration ``newest``, which was just saved, belong to an abandoned run. They
+    are neither counted nor deleted. Folders that this project did not save are never deleted, nor
+    are those that the files :data:`BEST` and :data:`KEPT` name.
     """
     if keep_last is None:
         return []
@@ -56,7 +56,8 @@ def _kept(save: Path) -> list[str]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """True if this project saved it, in its own format or in DeepSpeed's with its configuration."""
+    """Return whether this project saved a checkpoint, in its own format, or in DeepSpeed's format
+    with this project's configuration."""
     if (folder / MANIFEST).is_file():
         return True
     return (folder / "config.json").is_file() and (folder / "state.json").is_file()
@@ -65,8 +66,7 @@ def _is_ours(folder: Path) -> bool:
 def apply_retention(
     save: Path, newest: int, keep_last: int | None, keep_every: int | None
 ) -> list[str]:
-    """Deletes what :func:`superseded` names; returns a line about each folder that could not be
-    deleted."""
+    """Delete the folders of :func:`superseded`. Return a line about each that cannot be deleted."""
     notes = []
     try:
         folders = superseded(save, newest, keep_last, keep_every)

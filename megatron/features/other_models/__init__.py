@@ -1,1 +1,1 @@
-"""Runs that start from the weights of a model with other parts."""
+"""Runs that start from a checkpoint whose model has a different head or other different parts."""

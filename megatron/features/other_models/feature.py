@@ -1,5 +1,5 @@
-"""Runs that start from a model with another head, of a family that theirs extends, or with other
-multi-token prediction blocks."""
+"""Feature for runs that start from a checkpoint with a different head, of their base family, or
+with different multi-token prediction blocks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Parameters that a checkpoint of a model with other parts lacks: they are initialised, and a note
-of the source says so."""
+"""Initialise the parameters that a checkpoint lacks because its model has a different head or other
+different parts. The checkpoint source's notes report them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 
 def fresh_parts(engine: ModelEngine, source: Source, weights_only: bool) -> tuple[str, ...] | None:
-    """Return the canonical names of the parameters that the model of ``source`` lacks; None where
-    both have the same parts. Raises CheckpointError if they differ in more, or training cannot
-    continue with others."""
+    """Return the canonical names of the parameters that the model of ``source`` lacks, or None if
+    both models have the same parts. Raises CheckpointError if they differ in anything else, or if
+    training cannot be resumed with other parts."""
     saved, wanted = source.model, engine.config.model
     other_head = (saved.head, saved.num_labels) != (wanted.head, wanted.num_labels)
     if other_head and not weights_only:
@@ -36,9 +36,8 @@ def fresh_parts(engine: ModelEngine, source: Source, weights_only: bool) -> tupl
 
 
 def _fresh_head(engine: ModelEngine, source: Source) -> tuple[str, ...]:
-    """The parameters of the model's head that a checkpoint of a model with another one does not
-    have, in this shape; a note says so. Raises CheckpointError if others are missing, or the model
-    has no place for others."""
+    """Return the parameters of the model's head that a checkpoint with another head lacks, or has
+    with another shape, and add a note. Raises CheckpointError if other parameters differ."""
     model, parts, stored = engine.config.model, engine.spec.head_parts, set(source.names())
     shapes = _whole_shapes(engine)
     fits = {name for name in stored & shapes.keys() if source.shape(name) == shapes[name]}
@@ -59,8 +58,8 @@ def _fresh_head(engine: ModelEngine, source: Source) -> tuple[str, ...]:
 
 
 def _added_parts(engine: ModelEngine, source: Source) -> tuple[str, ...]:
-    """Return the parameters that this run's family adds to a checkpoint of its base family, with a
-    note. Raises CheckpointError if they differ in anything else."""
+    """Return the parameters that this run's family adds to a checkpoint of its base family, and add
+    a note. Raises CheckpointError if the models differ in anything else."""
     shapes, stored = _whole_shapes(engine), set(source.names())
     fresh = tuple(name for name in shapes if name not in stored)
     wrong = [name for name in fresh if engine.spec.added_parts.isdisjoint(name.split("."))]
@@ -81,9 +80,8 @@ def _added_parts(engine: ModelEngine, source: Source) -> tuple[str, ...]:
 
 
 def _other_ahead(engine: ModelEngine, source: Source, continues: bool) -> tuple[str, ...]:
-    """The parameters of blocks that predict further tokens which a checkpoint does not have; a note
-    names them, and the unused ones in the checkpoint. Raises CheckpointError if training is to
-    continue with others."""
+    """Return the parameters of MTP blocks that a checkpoint lacks, and add a note about these and
+    unused ones. Raises CheckpointError if resumed training would need others."""
     shapes, stored = _whole_shapes(engine), set(source.names())
     fresh = tuple(name for name in shapes if name not in stored)
     fresh = tuple(name for name in fresh if name.startswith(AHEAD))

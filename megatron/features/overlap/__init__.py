@@ -1,1 +1,1 @@
-"""Collectives behind computation: gathers of weights, and collectives of tensor parallelism."""
+"""Overlap of computation with gathers of weights and with tensor-parallel collectives."""

@@ -1,4 +1,4 @@
-"""The flags of collectives that run behind computation."""
+"""Flags for collectives that overlap with computation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.config.flags import ConfigResolver, needs_value, option
 
 @dataclass(frozen=True)
 class OverlapConfig(FlagSection):
-    """Overlap of collectives."""
+    """Overlap of collectives with computation."""
 
     after: ClassVar[str] = "parallel"
 
@@ -22,12 +22,12 @@ class OverlapConfig(FlagSection):
         role="layout",
         needs=needs_value("zero_stage", 1, 2, refused=False),
     )
-    """ZeRO 1 and 2: gather updated weights while the next forward pass runs, in which each layer
-    waits for its own."""
+    """ZeRO stages 1 and 2: gather updated weights during the next forward pass, in which each layer
+    waits only for its own weights."""
     tp_comm_overlap: bool = option(False, role="layout")
-    """With --sequence-parallel and --torch-compile on GPUs that reach each other's memory: gather
-    and scatter sequences piece by piece, while the products next to them compute (asynchronous
-    tensor parallelism by torch's symmetric memory). Elsewhere a line says why not."""
+    """Gather and scatter sequences in pieces, while the adjacent GEMMs compute (asynchronous tensor
+    parallelism with torch's symmetric memory). Needs --sequence-parallel, --torch-compile, and GPUs
+    that can access each other's memory. If it is not possible, a line explains why."""
 
 
 class OverlapFeature(Feature):

@@ -1,8 +1,9 @@
-"""Updated weights of ZeRO 1 and 2 that are gathered behind the next forward pass.
+"""Gathering of updated weights (ZeRO stages 1 and 2) that overlaps with the next forward pass.
 
-The optimizer begins to gather a bucket as soon as this rank has updated its part of it, in the
-order in which layers use them. Each layer waits just before it first runs, outside of compiled
-code; other readers use :attr:`ModelEngine.model`, ``names`` or ``trained``, which wait for all.
+The optimizer starts to gather a bucket as soon as this rank has updated its part of it, in the
+order in which layers use the weights. Each layer waits just before it first runs, outside of
+compiled code. Other readers use :attr:`ModelEngine.model`, ``names`` or ``trained``, which wait for
+all.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from megatron.model.layer_list import LayerState, Step
 
 
 def gather_late(engine: TrainEngine) -> None:
-    """Make each layer wait for its own weights, instead of every step for all; nothing where
-    DeepSpeed gathers them."""
+    """Make each layer wait for its own weights, so that a step need not wait for all of them. Do
+    nothing if DeepSpeed gathers the weights."""
     wrapper, backend, kernels = engine.optimizer_wrapper, engine.backend, engine.kernels
     if not isinstance(wrapper, ReducingOptimizer):
         return

@@ -1,6 +1,6 @@
-"""Asynchronous tensor parallelism by torch's compiler: an all-gather and the product that follows
-it, or a product and the reduce-scatter that follows, become one operator, which exchanges pieces
-through symmetric memory while others are multiplied (torch._inductor's micro_pipeline_tp pass)."""
+"""Asynchronous tensor parallelism by torch's compiler. An all-gather and the GEMM after it, or a
+GEMM and the reduce-scatter after it, become one operator, which exchanges pieces through symmetric
+memory while other pieces are multiplied (micro_pipeline_tp pass of torch._inductor)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron.util.processes import is_main_process
 
 
 def overlap_products(engine: TrainEngine) -> None:
-    """Let the compiler fuse collectives and products of an engine that has not run; if it cannot,
-    report why and change nothing. Every rank must call it."""
+    """Let the compiler fuse collectives with GEMMs, before an engine has run. If that is not
+    possible, print the reason and change nothing. Every rank must call it."""
     group, device = engine.mesh.tensor, engine.device
     reason = _why_not(engine.config, device) or _why_apart(group, device)
     reason = first_reason(reason, device)
@@ -33,11 +33,11 @@ def overlap_products(engine: TrainEngine) -> None:
 
 
 def join(group: Group) -> None:
-    """Let the compiler join the collectives of a group with products."""
+    """Let the compiler fuse the collectives of a group with GEMMs."""
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    with warnings.catch_warnings():  # it is needed still, though called deprecated
+    with warnings.catch_warnings():  # required, although deprecated
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(group.name)  # type: ignore[arg-type]
     config._micro_pipeline_tp = True
@@ -45,7 +45,7 @@ def join(group: Group) -> None:
 
 
 def _why_not(config: RunConfig, device: torch.device) -> str | None:
-    """The reason in flags for which nothing can be joined."""
+    """Return why the flags prevent fusion, or None if they do not."""
     eager, paths = why_eager(config, device), config.fast_paths
     if device.type != "cuda":
         return f"symmetric memory is of GPUs, not of a {device.type}"
@@ -59,8 +59,8 @@ def _why_not(config: RunConfig, device: torch.device) -> str | None:
 
 
 def _why_apart(group: Group, device: torch.device) -> str | None:
-    """The reason in the machine: GPUs of a group that do not reach each other. Every rank must
-    call it."""
+    """Return why the hardware prevents fusion, such as GPUs that cannot access each other's memory,
+    or None if it does not. Collective: every rank must call it."""
     places = group.gathered((socket.gethostname(), device.index))
     hosts = {host for host, _ in places}
     if len(hosts) > 1:

@@ -1,1 +1,1 @@
-"""Groups of parameters that flags choose by name."""
+"""Groups of parameters that flags select by name."""

@@ -1,5 +1,5 @@
-"""Learning rates and decay of parameters that flags choose by name: ``--lr-group``, ``--wd-group``,
-``--decoupled-lr`` and ``--apply-wd-to-qk-layernorm``."""
+"""Learning rate and weight decay for parameters that flags select by name: ``--lr-group``,
+``--wd-group``, ``--decoupled-lr`` and ``--apply-wd-to-qk-layernorm``."""
 
 from __future__ import annotations
 

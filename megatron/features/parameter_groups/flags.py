@@ -1,4 +1,4 @@
-"""Flags of parameters with other learning rates or decay than all."""
+"""Flags for parameters with their own learning rate or weight decay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigError, ConfigRes
 _DECOUPLED = Need("--decoupled-lr", lambda values: values["decoupled_lr"] is not None)
 
 VOCABULARY = ("embedding.word_embeddings.*", "output_layer.*")
-"""Patterns of the canonical names of token embedding and output layer."""
+"""Patterns of the canonical names of the token embedding and the output layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,21 +22,20 @@ class ParameterGroupFlags(FlagPart):
     """Groups of parameters."""
 
     lr_group: tuple[str, ...] = option((), role="schedule")
-    """PATTERN=FACTOR: multiply the learning rate of the parameters whose canonical names match
-    the pattern (embedding.*=0.1, layers.[01].*=0.5, *.lora_*_b.*=16); of several patterns the
-    first that matches counts."""
+    """PATTERN=FACTOR: multiply the learning rate of the parameters whose canonical names match the
+    pattern (embedding.*=0.1, layers.[01].*=0.5, *.lora_*_b.*=16). The first match applies."""
     decoupled_lr: float | None = option(None, bounds=POSITIVE, role="schedule")
-    """Peak learning rate of token embedding and output layer, which follow the same schedule."""
+    """Peak learning rate of the token embedding and output layer, on the same schedule as --lr."""
     decoupled_min_lr: float | None = option(
         None, derived="min-lr", bounds=NOT_NEGATIVE, role="schedule", needs=_DECOUPLED
     )
-    """Minimum learning rate of token embedding and output layer."""
+    """Minimum learning rate of the token embedding and the output layer."""
     wd_group: tuple[str, ...] = option((), role="schedule")
     """PATTERN=FACTOR: multiply the weight decay of the matrices whose canonical names match the
-    pattern (embedding.*=0 decays no embeddings); of several patterns the first that matches
-    counts. Biases and norms are not decayed."""
+    pattern (embedding.*=0 turns it off for embeddings). The first pattern that matches applies.
+    Biases and norms have no weight decay."""
     apply_wd_to_qk_layernorm: bool = option(False, role="schedule")
-    """Decay the weights of the norms of queries and keys (--qk-layernorm), too, as Qwen3-Next."""
+    """Also apply weight decay to norms of queries and keys (--qk-layernorm), as in Qwen3-Next."""
     no_weight_decay_cond_type: str | None = option(
         None, choices=("apply_wd_to_qk_layernorm",), role="schedule"
     )
@@ -44,43 +43,43 @@ class ParameterGroupFlags(FlagPart):
 
     @property
     def lr_groups(self) -> dict[str, float]:
-        """The factor of each pattern. Raises ConfigError if a value is not PATTERN=FACTOR."""
+        """Learning rate factor of each pattern. Raises ConfigError if a value is malformed."""
         return _factors("--lr-group", self.lr_group)
 
     @property
     def wd_groups(self) -> dict[str, float]:
-        """The same of the weight decay."""
+        """Weight decay factor of each pattern. Raises ConfigError if a value is malformed."""
         return _factors("--wd-group", self.wd_group)
 
     def lr_factor(self, name: str) -> float:
-        """Return the factor of the learning rate of the parameter with this canonical name."""
+        """Return the learning rate factor of the parameter with this canonical name."""
         return _first_match(self.lr_groups, name)
 
     def wd_factor(self, name: str) -> float:
-        """The same of the weight decay, for a parameter that decays."""
+        """Return the weight decay factor of a parameter that has weight decay."""
         return _first_match(self.wd_groups, name)
 
     @property
     def decays_qk_norms(self) -> bool:
-        """True if the weights of the norms of queries and keys decay."""
+        """True if the norms of queries and keys have weight decay."""
         return self.apply_wd_to_qk_layernorm or self.no_weight_decay_cond_type is not None
 
     def decoupled(self, name: str) -> bool:
-        """True for a parameter whose learning rate is ``--decoupled-lr``."""
+        """Return whether a parameter's learning rate is ``--decoupled-lr``."""
         return self.decoupled_lr is not None and any(fnmatchcase(name, p) for p in VOCABULARY)
 
     @property
     def own_rates(self) -> tuple[float, float] | None:
-        """Peak and minimum of the learning rate of token embedding and output layer."""
+        """Peak and minimum learning rate for ``--decoupled-lr``; None if it is not given."""
         peak = self.decoupled_lr
         return None if peak is None else (peak, self.decoupled_min_lr or 0.0)
 
 
 def complete(options: Any, resolver: ConfigResolver) -> Any:
-    """Return an ``OptimizerConfig`` with the minimum of ``--decoupled-lr``. Raises ConfigError for
-    patterns without factors."""
+    """Return an ``OptimizerConfig`` with the minimum of ``--decoupled-lr`` filled in. Raises
+    ConfigError for patterns without factors."""
     flags = ParameterGroupFlags.of(options)
-    flags.lr_groups, flags.wd_groups  # noqa: B018  # raise for values that are none
+    flags.lr_groups, flags.wd_groups  # noqa: B018  # raise if invalid
     peak = flags.decoupled_lr
     if peak is None:
         return options

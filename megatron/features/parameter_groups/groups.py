@@ -1,4 +1,4 @@
-"""Groups of parameters whose learning rate and decay flags choose by name."""
+"""Groups of parameters whose learning rate and weight decay flags select by name."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
 
 _SHOWN = 3
-"""Most names of a group in a line."""
+"""Maximum number of parameter names shown for a group."""
 
 
 def with_flags(
     factors: Mapping[nn.Parameter, Factors], names: Names, options: ParameterGroupFlags
 ) -> Mapping[nn.Parameter, Factors]:
-    """Return the factors of every parameter, times the flags' factors; empty, on every rank,
-    without any."""
+    """Return the factors of every parameter, multiplied by those that flags give. Return an empty
+    dictionary if no rank has any factors."""
     if not factors and not any(_patterns(options)):
         return {}
     return {
@@ -36,7 +36,7 @@ def with_flags(
 
 def _with_flags(factors: Factors, name: str, decays: bool, options: ParameterGroupFlags) -> Factors:
     decoupled = options.decoupled(name)
-    if decoupled:  # as in Megatron, instead of what follows from --lr
+    if decoupled:  # as in Megatron, replaces a rate derived from --lr
         factors = factors._replace(rate=1.0)
     return factors.times(Factors(options.lr_factor(name), options.wd_factor(name)))._replace(
         decoupled=decoupled, decays=decays or (options.decays_qk_norms and _is_qk_norm(name))
@@ -48,7 +48,7 @@ def _is_qk_norm(name: str) -> bool:
 
 
 def _patterns(options: ParameterGroupFlags) -> Iterator[tuple[str, Callable[[str], bool]]]:
-    """Flags that choose parameters by name, and the condition of each."""
+    """Yield each flag that selects parameters by name, with a predicate on names."""
     for flag, groups in (("--lr-group", options.lr_groups), ("--wd-group", options.wd_groups)):
         for pattern in groups:
             yield f"{flag} {pattern}", lambda name, p=pattern: fnmatchcase(name, p)  # type: ignore[misc]
@@ -60,8 +60,7 @@ def _patterns(options: ParameterGroupFlags) -> Iterator[tuple[str, Callable[[str
 
 
 def check_patterns(names: Names, options: ParameterGroupFlags, mesh: Mesh) -> None:
-    """Raise ConfigError if a flag chooses no parameter of any pipeline stage. Every rank must call
-    it."""
+    """Raise ConfigError if a flag matches no parameter of any stage. Every rank must call it."""
     patterns = list(_patterns(options))
     if not patterns:
         return
@@ -79,7 +78,7 @@ def check_patterns(names: Names, options: ParameterGroupFlags, mesh: Mesh) -> No
 def group_lines(
     names: Names, factors: Mapping[nn.Parameter, Factors], options: OptimizerConfig, mesh: Mesh
 ) -> list[str]:
-    """Lines about the groups of a model's parameters; every rank must call it."""
+    """Return log lines that describe the parameter groups of a model. Every rank must call it."""
     if not factors:
         return []
     own = {
@@ -109,7 +108,7 @@ def _line(factors: Factors, sizes: Mapping[str, int], options: OptimizerConfig) 
 
 
 def _of_stages(value: Any, mesh: Mesh) -> list[Any]:
-    """The value of each pipeline stage."""
+    """Return the values of all pipeline stages, in order."""
     values = [value] * mesh.pipeline.size
     if mesh.pipeline.size > 1:
         dist.all_gather_object(values, value, group=mesh.pipeline.handle)

@@ -1,1 +1,1 @@
-"""Training on preferences: DPO and its kin, KTO, reward models."""
+"""Training on preferences: DPO and related losses, KTO, reward models."""

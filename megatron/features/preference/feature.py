@@ -1,4 +1,4 @@
-"""Training on preferences: DPO and its kin, KTO, reward models."""
+"""Feature for training on preferences: DPO and related losses, KTO, reward models."""
 
 from __future__ import annotations
 

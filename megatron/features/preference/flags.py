@@ -1,4 +1,4 @@
-"""Preferences: answers that are better than others."""
+"""Flags for training on preferences, in which one answer is better than another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.config.flags import NOT_NEGATIVE, POSITIVE, Bounds, ConfigResolver
 
 PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo", "reward")
 COMPARING = ("dpo", "ipo", "kto")
-"""Losses with a reference model."""
+"""Losses that need a reference model."""
 _OF_SOME = {
     "reference_checkpoint": COMPARING,
     "preference_beta": tuple(name for name in PREFERENCES if name != "reward"),
@@ -21,44 +21,44 @@ _OF_SOME = {
     "kto_desirable_weight": ("kto",),
     "kto_undesirable_weight": ("kto",),
 }
-"""Flags that some losses depend on, and these losses."""
+"""Flags that affect only some losses, with those losses."""
 
 
 @dataclass(frozen=True)
 class PreferenceConfig(KindConfig):
-    """Preference data, and the loss on it."""
+    """Preferences: data and loss."""
 
     preference: str | None = option(None, choices=PREFERENCES, aliases=("--preference-loss",))
-    """Train on preferences by this loss: the data paths are files with a better and a worse answer
-    to each prompt, or, for kto, with answers that are good or bad."""
+    """Train on preferences with this loss. The data paths are files of prompts with a better and a
+    worse answer or, for kto, with answers that are labelled good or bad."""
     reference_checkpoint: str | None = option(
         None, derived="the checkpoint that training starts from", aliases=("--ref-model",)
     )
-    """dpo, ipo, kto: checkpoint of the reference model, in any format, of the architecture of the
-    model in training. Its log-probabilities of the answers are computed once, before training, and
-    kept in the index cache."""
+    """dpo, ipo, kto: checkpoint of the reference model, in any format, with the same architecture
+    as the trained model. Its log-probabilities of the answers are computed once, before training,
+    and stored in the index cache."""
     preference_beta: float | None = option(
         None,
         derived="0.1; 2.0 for simpo",
         bounds=POSITIVE,
         aliases=("--dpo-beta", "--pref-beta"),
     )
-    """Scale of the rewards: how strongly the model is held to its reference; for orpo the weight of
-    the odds ratio."""
+    """Scale of the rewards: the larger it is, the closer the model stays to its reference. For
+    orpo, the weight of the odds ratio loss."""
     preference_label_smoothing: float = option(
         0.0, bounds=Bounds(lambda value: 0 <= value < 0.5, "must be in [0, 0.5)")
     )
     """dpo: probability that a label is wrong (conservative DPO, Mitchell 2023)."""
     preference_average_log_prob: bool = option(False)
-    """dpo: compare means over the tokens of an answer, not sums."""
+    """dpo: compare mean log-probabilities per token of an answer instead of sums."""
     preference_sft_weight: float = option(0.0, bounds=NOT_NEGATIVE, aliases=("--rpo-alpha",))
-    """dpo, ipo, simpo: weight of the cross entropy of the better answer, which is added."""
+    """dpo, ipo, simpo: weight of the cross entropy of the better answer, added to the loss."""
     simpo_gamma: float = option(1.0, bounds=NOT_NEGATIVE)
-    """simpo: margin by which the reward of the better answer should exceed the other's."""
+    """simpo: margin by which the better answer's reward should exceed the worse answer's."""
     kto_desirable_weight: float = option(1.0, bounds=NOT_NEGATIVE)
-    """kto: weight of the losses of good answers."""
+    """kto: weight of the loss of good answers."""
     kto_undesirable_weight: float = option(1.0, bounds=NOT_NEGATIVE)
-    """kto: weight of the losses of bad answers."""
+    """kto: weight of the loss of bad answers."""
 
     files: ClassVar[str | None] = "preference"
     samples: ClassVar[str] = "pairs"
@@ -78,7 +78,7 @@ class PreferenceConfig(KindConfig):
     idle: ClassVar[str] = "this run has no preference data (--preference)"
 
     def check(self, resolver: ConfigResolver) -> None:
-        """Refuses flags that the loss does not depend on."""
+        """Raise ConfigError if a flag is set that does not affect the chosen loss."""
         for name, losses in _OF_SOME.items():
             if self.preference is not None and self.preference not in losses:
                 resolver.check_unused(name, f"--preference {' or '.join(losses)}")
@@ -97,12 +97,12 @@ class PreferenceConfig(KindConfig):
 
     @property
     def beta(self) -> float:
-        """--preference-beta, or its default."""
+        """Value of ``--preference-beta``, or its default."""
         if self.preference_beta is not None:
             return self.preference_beta
         return 2.0 if self.preference == "simpo" else 0.1
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss compares the model with a frozen one."""
+        """True if the loss compares the model with a frozen reference model."""
         return self.preference in COMPARING

@@ -1,4 +1,4 @@
-"""Prompts with better and worse answers, instead of .bin/.idx files."""
+"""Data kind of preferences: prompts with better and worse answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.features.preference.samples import PreferenceCollator, PreferenceR
 
 
 class Preferences(RecordFiles):
-    """Files of preferences instead of .bin/.idx."""
+    """Data kind of preferences, read from record files instead of .bin/.idx."""
 
     flag, contents = "--preference", "prompts with better and worse answers"
 
@@ -39,8 +39,7 @@ class Preferences(RecordFiles):
             raise ConfigError(
                 "data of the type preference need --preference, the loss that they are trained by"
             )
-        # A reward is read from the last token: then the model reads one more, and as in trl nothing
-        # is cut.
+        # The last token is also read, for the reward. As in trl, such rows are never cut.
         whole = loss == "reward"
         recipe = PreferenceRecipe(
             data.seq_length + (not whole),
@@ -70,7 +69,7 @@ class Preferences(RecordFiles):
         return PreferenceCollator(data.answering(), data.length_multiple, data.seq_length)
 
     def views(self, data: DataPipeline, sample: Any) -> list[SampleView] | None:
-        """Each row whole, with the token that ends it."""
+        """Return a view of each row, including its end token."""
         names = ("better", "worse")
         if sample.desirable is not None:
             names = ("good" if sample.desirable else "bad", "another prompt's, to compare with")

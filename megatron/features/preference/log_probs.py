@@ -1,13 +1,13 @@
-"""Numbers of tokens under a linear map onto a vocabulary, such as their log-probabilities, without
-all of the logits in memory.
+"""Per-token values of a linear map onto a vocabulary, such as log-probabilities, without all logits
+in memory at once.
 
-The gradient of each comes with the backward pass, when it is known what depends on it: then the
-logits are needed again. Those of one chunk are kept; what is beyond is computed a second time.
-Where one chunk is all, there are the same three GEMMs as with all logits at once. On CPUs a chunk
-is larger than that of :func:`linear_cross_entropy`, which computes nothing twice.
+The gradient of a value is known only in the backward pass, which needs the logits again. It has
+those of one chunk, and computes those of other chunks a second time. If one chunk covers all
+tokens, the cost is three GEMMs, as with all logits in memory. On CPUs the default chunk is larger
+than that of :func:`linear_cross_entropy`, which computes nothing twice.
 
-Shapes: B batch, P positions (outside the region a rank's slice of them if that is split), T tokens
-(B x P), C tokens of a chunk, H hidden, V one rank's share of the padded vocabulary.
+Shapes: B batch, P positions (in sequence parallelism a rank's slice of them), T tokens (B x P), C
+tokens of a chunk, H hidden, V a rank's shard of the padded vocabulary.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ from megatron.parallel.cross_entropy import LogitChunks, as_computed, factor_of,
 from megatron.parallel.loss_head import HeadInput, LossHead, Targets
 
 KEPT_MIB = 256
-"""Size of a chunk on CPUs, where ``--logits-chunk-mib`` does not say."""
+"""Size of a chunk on CPUs, unless ``--logits-chunk-mib`` is given."""
 
 
 class TokenWork(Protocol):
-    """Numbers of the tokens of :class:`LogitChunks`, each with a gradient."""
+    """Computation of one or more differentiable values per token from :class:`LogitChunks`."""
 
     def read(self, training: bool) -> Sequence[Tensor]:
-        """The numbers, [T] each, 0 where no token counts; ``training``: gradients follow."""
+        """Return the values, [T] each, which are 0 for masked tokens. ``training`` is True if
+        gradients will be requested."""
         ...
 
     def gradient(self, chunk: slice, parts_NT: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The gradient of a chunk's logits, [C, V], whose rows have weights [C] or all weight 1,
-        where ``parts_NT`` are those of the N numbers, at most 1."""
+        """Return the gradient of a chunk's logits, [C, V], and weights of its rows, [C], or None if
+        all are 1. ``parts_NT`` are the gradients of the N values, with the largest scaled to 1."""
         ...
 
 
 def token_values(
     inputs: HeadInput, work: Callable[[LogitChunks], TokenWork], compiled: bool | None = None
 ) -> tuple[Tensor, ...]:
-    """Numbers of every target of a head, [B, P] each; see :class:`LogitChunks` for ``compiled``.
-    Gradients that they get must be the same on every tensor-parallel rank."""
+    """Return the values of ``work`` at every target of a head, [B, P] each. See
+    :class:`LogitChunks` for ``compiled``. The values' gradients must be the same on every
+    tensor-parallel rank."""
     x_BPH, weight_VH, bias_V, targets, head = inputs
     training, how = torch.is_grad_enabled(), (work, compiled)
     numbers: tuple[Tensor, ...] = _LinearTokens.apply(
@@ -60,9 +62,9 @@ def linear_log_probs(
     head: LossHead,
     bias_V: Tensor | None = None,
 ) -> Tensor:
-    """log softmax(x weight^T + bias)[label] of every target, [B, P], float32 or float64, 0 where
-    its mask is 0; the same on every tensor-parallel rank, and so must be the gradient that it gets.
-    The arguments are the same as for :func:`linear_cross_entropy`."""
+    """Return log softmax(x weight^T + bias)[label] at every target, [B, P], float32 or float64, 0
+    where the mask is 0. The result is the same on every tensor-parallel rank, and its gradient must
+    be too. The arguments are those of :func:`linear_cross_entropy`."""
     if head.chunk_bytes is None and x_BPH.device.type == "cpu":
         head = dataclasses.replace(head, chunk_bytes=KEPT_MIB * 2**20)
     (log_probs_BP,) = token_values(HeadInput(x_BPH, weight_VH, bias_V, targets, head), _LogProbs)
@@ -70,7 +72,7 @@ def linear_log_probs(
 
 
 class _LogProbs:
-    """Log-probabilities, by the loss of cross entropy."""
+    """Log-probabilities, computed as negative cross-entropy losses."""
 
     def __init__(self, run: LogitChunks) -> None:
         self._run = run
@@ -78,7 +80,7 @@ class _LogProbs:
     def read(self, training: bool) -> Sequence[Tensor]:
         run, log_probs_T = self._run, torch.zeros_like(self._run.mask_T)
         for chunk in reversed(run.chunks):
-            # The last one is the first chunk, whose logits stay in memory.
+            # The first chunk is last, because its logits stay in memory for the backward pass.
             kept = training and chunk is run.chunks[0]
             loss_C, _ = run.losses_of(chunk, gradients=kept)
             torch.mul(loss_C, -run.mask_T[chunk], out=log_probs_T[chunk])
@@ -88,7 +90,7 @@ class _LogProbs:
         logits_CP = self._run.logits_CP
         if chunk is not self._run.chunks[0]:
             _, logits_CP = self._run.losses_of(chunk, gradients=True)
-        # The losses are the negative log-probabilities.
+        # The sign changes because a loss is a negative log-probability.
         return logits_CP, -parts_NT[0, chunk]
 
 
@@ -115,7 +117,7 @@ class _LinearTokens(torch.autograd.Function):
             numbers = of_tokens.read(training)
         if training:
             ctx.run, ctx.work, ctx.head, ctx.shape = run, of_tokens, head, whole.shape
-            # ZeRO 3 frees the weight between the passes, and gathers the parameter again.
+            # ZeRO stage 3 frees this weight, and gathers the parameter again in the backward pass.
             run.weight_PH = run.bias_P = None  # type: ignore[assignment]
             ctx.save_for_backward(weight, bias)
             ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -130,7 +132,7 @@ class _LinearTokens(torch.autograd.Function):
         run.weight_PH = weight.to(dtype)
         run.bias_P = None if bias is None else bias.to(dtype)
         run.x_needs, run.weight_needs, run.bias_needs = ctx.needs_input_grad[:3]
-        # At most 1, which 16 bits represent better than what a loss of many tokens gives to each.
+        # Scale the largest to 1: gradients of a mean over many tokens are too small for 16 bits.
         parts_NT = torch.stack([each.flatten() for each in grads_BP]).to(run.work) * run.mask_T
         largest = parts_NT.abs().amax().clamp(min=torch.finfo(run.work).tiny)
         parts_NT /= largest
@@ -139,7 +141,7 @@ class _LinearTokens(torch.autograd.Function):
             for chunk in run.chunks:
                 run.multiply(chunk, *work.gradient(chunk, parts_NT))
         x_grad, *others = run.x_grad_TH, run.weight_grad_PH, run.bias_grad_P
-        del ctx.run, ctx.work, run, work  # and with it the logits
+        del ctx.run, ctx.work, run, work  # frees the logits
         if x_grad is not None:
             x_grad = summed(x_grad.view(ctx.shape), ctx.head.tp)
         factor = factor_of(largest)

@@ -1,5 +1,5 @@
-"""Losses of preferences, from the log-probabilities of answers, and the numbers that are reported
-next to them, by the names that trl gives them.
+"""Preference losses, computed from the log-probabilities of answers, and metrics that are reported
+with them under trl's names.
 
 Shapes: R rows of a micro batch, two for each sample; N samples.
 """
@@ -18,28 +18,28 @@ from megatron.model.embedding import LM_LOSS
 
 ODDS_RATIO_LOSS = "odds ratio loss"
 KL = "rewards/kl"
-"""Reported for kto: the reference point, an estimate of the divergence from the reference, in
+"""Metric of kto: its reference point, an estimate of the KL divergence from the reference model in
 nats."""
 MARGINS, ACCURACIES = "rewards/margins", "rewards/accuracies"
 PAIRS = (
     "rewards/chosen", "rewards/rejected", MARGINS, ACCURACIES, "logps/chosen", "logps/rejected",
 )  # fmt: skip
-"""Reported for pairs: means over the pairs of the rewards of the better and of the worse answer,
-of their difference, of whether the better one has the larger reward, and of the log-probabilities
-that the rewards are made of."""
+"""Metrics of pairs, as means over pairs: reward of the better answer, reward of the worse answer,
+their difference, the share of pairs whose better answer has the larger reward, and the
+log-probabilities from which the two rewards are computed."""
 
 
 class Answers(NamedTuple):
-    """Log-probabilities of the answers of a micro batch; a row each, [R].
+    """Log-probabilities of the answers of a micro batch, one for each row.
 
     Attributes:
         log_prob_R: log-probability of the answer, given its prompt.
-        tokens_R: tokens of the answer.
-        reference_R: its log-probability under the reference model, or None.
-        text_log_prob_R: log-probability of the text in the cross entropy: the answer, or the prompt
-            too.
-        text_tokens_R: tokens of that.
-        desirable_R: whether an answer that is judged alone is good; None for pairs.
+        tokens_R: number of tokens of the answer.
+        reference_R: log-probability of the answer under the reference model, or None.
+        text_log_prob_R: log-probability of the text in the cross entropy: the answer, or for orpo
+            prompt and answer.
+        text_tokens_R: number of tokens of that text.
+        desirable_R: True if a judged answer is good; None for pairs.
     """
 
     log_prob_R: Tensor
@@ -51,7 +51,7 @@ class Answers(NamedTuple):
 
     @property
     def log_ratio_R(self) -> Tensor:
-        """log(p / p of the reference)."""
+        """Logarithm of the ratio of the model's probability to the reference model's."""
         assert self.reference_R is not None
         return self.log_prob_R - self.reference_R
 
@@ -60,8 +60,7 @@ Loss = Callable[[PreferenceConfig, Answers], dict[str, Tensor]]
 
 
 def loss_weights(options: PreferenceConfig) -> dict[str, float]:
-    """The names of a loss and of what is reported next to it, with their weights in the number that
-    is minimised."""
+    """Return the terms and metrics of the chosen loss, with their weights in the sum."""
     name = options.preference
     if name == "orpo":
         return {LM_LOSS: 1.0, ODDS_RATIO_LOSS: options.beta} | dict.fromkeys(PAIRS, 0.0)
@@ -74,7 +73,8 @@ def loss_weights(options: PreferenceConfig) -> dict[str, float]:
 
 
 def dpo(options: PreferenceConfig, answers: Answers) -> dict[str, Tensor]:
-    """Rafailov et al. 2023, equation 7; with label smoothing Mitchell 2023 (conservative DPO)."""
+    """Compute the loss of Rafailov et al. 2023, equation 7. Label smoothing follows Mitchell 2023
+    (conservative DPO)."""
     ratio_R = answers.log_ratio_R
     compared_R = ratio_R
     if options.preference_average_log_prob:
@@ -90,8 +90,8 @@ def dpo(options: PreferenceConfig, answers: Answers) -> dict[str, Tensor]:
 
 
 def ipo(options: PreferenceConfig, answers: Answers) -> dict[str, Tensor]:
-    """Azar et al. 2023, equation 17, where ``beta`` is tau, of means over the tokens of an answer,
-    with which the paper's results were computed."""
+    """Compute the loss of Azar et al. 2023, equation 17, with ``beta`` as tau. Like the paper's
+    experiments, it uses means over the tokens of an answer."""
     ratio_R = answers.log_ratio_R
     margin_N = _margin(ratio_R / answers.tokens_R)
     return {
@@ -102,7 +102,7 @@ def ipo(options: PreferenceConfig, answers: Answers) -> dict[str, Tensor]:
 
 
 def simpo(options: PreferenceConfig, answers: Answers) -> dict[str, Tensor]:
-    """Meng et al. 2024, equation 6."""
+    """Compute the loss of Meng et al. 2024, equation 6."""
     mean_R = answers.log_prob_R / answers.tokens_R
     logit_N = options.beta * _margin(mean_R) - options.simpo_gamma
     return {
@@ -113,8 +113,8 @@ def simpo(options: PreferenceConfig, answers: Answers) -> dict[str, Tensor]:
 
 
 def orpo(options: PreferenceConfig, answers: Answers) -> dict[str, Tensor]:
-    """Hong et al. 2024, equations 6 and 7: the odds of an answer are the odds of the geometric mean
-    of its tokens' probabilities."""
+    """Compute the loss of Hong et al. 2024, equations 6 and 7. The odds of an answer are those of
+    the geometric mean of its tokens' probabilities."""
     mean_R = answers.log_prob_R / answers.tokens_R
     log_odds_N = _margin(mean_R - _log_of_rest(mean_R))
     return {
@@ -125,9 +125,9 @@ def orpo(options: PreferenceConfig, answers: Answers) -> dict[str, Tensor]:
 
 
 def kto(options: PreferenceConfig, answers: Answers) -> dict[str, Tensor]:
-    """Ethayarajh et al. 2024, equations 7 and 8. The first row of each two is a judged answer, the
-    second the same prompt with another's answer: from these comes the reference point, which has no
-    gradient."""
+    """Compute the loss of Ethayarajh et al. 2024, equations 7 and 8. Rows alternate: a judged
+    answer, then the same prompt with the answer to another prompt. The latter rows give the
+    reference point, which has no gradient."""
     assert answers.desirable_R is not None
     ratio_N, other_N = answers.log_ratio_R[0::2], answers.log_ratio_R[1::2].detach()
     kl = other_N.mean().clamp(min=0)
@@ -147,18 +147,18 @@ def kto(options: PreferenceConfig, answers: Answers) -> dict[str, Tensor]:
 
 
 LOSSES: dict[str, Loss] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo, "kto": kto}
-"""By the names of ``--preference``; each gives the numbers of :func:`loss_weights`."""
+"""Functions by value of ``--preference``. Each returns the terms of :func:`loss_weights`."""
 
 
 def _margin(values_R: Tensor) -> Tensor:
-    """The value of the better answer minus the value of the worse, [N]."""
+    """Return the differences between better and worse answers, [N]."""
     return values_R[0::2] - values_R[1::2]
 
 
 def _log_of_rest(log_p: Tensor) -> Tensor:
-    """log(1 - p), in the one of its two forms that avoids cancellation (Maechler 2012)."""
+    """Return log(1 - p), in the form that avoids cancellation for each value (Maechler 2012)."""
     near_one = log_p > -0.6931471805599453
-    # Each form gets an argument for which its gradient is finite.
+    # Replace arguments at which the gradient of the unused form would not be finite.
     of_small = torch.log1p(-log_p.masked_fill(near_one, -1.0).exp())
     of_large = torch.log(-torch.expm1(log_p.masked_fill(~near_one, -0.5)))
     return torch.where(near_one, of_large, of_small)
@@ -169,13 +169,13 @@ def _cross_entropy(options: PreferenceConfig, answers: Answers) -> dict[str, Ten
 
 
 def _cross_entropy_of_better(answers: Answers) -> dict[str, Tensor]:
-    """The mean over all tokens."""
+    """Return the cross entropy of the better answers, as a mean over all their tokens."""
     total = answers.text_log_prob_R[0::2].sum()
     return {LM_LOSS: -total / answers.text_tokens_R[0::2].sum()}
 
 
 def _reported(reward_R: Tensor, log_prob_R: Tensor) -> dict[str, Tensor]:
-    """The numbers of :data:`PAIRS`."""
+    """Return the metrics named in :data:`PAIRS`."""
     reward_R, log_prob_R = reward_R.detach(), log_prob_R.detach()
     better_N, worse_N = reward_R[0::2], reward_R[1::2]
     numbers = (

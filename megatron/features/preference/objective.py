@@ -1,5 +1,5 @@
-"""Preferences as an objective: which tokens of a micro batch of answers count, what the model and
-its reference say of each answer, and the loss of that (preference_losses.py)."""
+"""Training objective of preferences: the tokens that count in a micro batch of answers, their
+log-probabilities under the model and its reference, and the loss (losses.py)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from torch import Tensor
 from megatron.config import ConfigError, RunConfig
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_of
+from megatron.features.evaluation.scoring import TEXT_SCORES
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.log_probs import linear_log_probs
 from megatron.features.preference.losses import LOSSES, Answers, loss_weights
 from megatron.features.preference.samples import PreferenceBatch
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerState
-from megatron.model.spec import TEXT_SCORES, ModelSpec
+from megatron.model.spec import ModelSpec
 from megatron.parallel.loss_head import HeadInput
 
 
 def with_preference(spec: ModelSpec, config: RunConfig) -> ModelSpec:
-    """A model that is trained by the loss of ``--preference`` on :class:`PreferenceBatch`. Raises
-    ConfigError if its family does not predict answers from prompts."""
+    """Return a model that is trained with the loss of ``--preference`` on :class:`PreferenceBatch`.
+    Raises ConfigError if its family cannot predict an answer from a prompt."""
     options = config.section(PreferenceConfig)
     if options.preference == "reward":
         return with_pairs_of_texts(spec, config)
@@ -48,8 +49,8 @@ def with_preference(spec: ModelSpec, config: RunConfig) -> ModelSpec:
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """The loss of a micro batch of answers, ``batch``. ``answered_RS`` says which targets are
-    tokens of the answers, where others count for the cross entropy too.
+    """Loss of ``batch``, a micro batch of answers. ``answered_RS`` marks the targets that are
+    tokens of answers, if the cross entropy also includes prompts.
 
     Attributes:
         losses: see :class:`Objective`.
@@ -68,7 +69,7 @@ class PreferenceObjective:
         scores_RP = _judged_scores(inputs) if together else _scores(inputs)
         scores_RP = inputs.targets.gathered(scores_RP, inputs.head.tp.context)
         targets = inputs.targets.whole or inputs.targets
-        # Log-probabilities of long answers are large, and their differences small.
+        # float64, because the log-probabilities of long answers are large, and differ by little.
         answers = self._answers(scores_RP.double(), targets.mask_BS > 0)
         losses = LOSSES[name](self.options, answers)
         return {name: losses[name].to(scores_RP.dtype) for name in self.losses}
@@ -95,7 +96,7 @@ class PreferenceObjective:
 
 
 def _begin(spec: ModelSpec, objective: PreferenceObjective, batch: PreferenceBatch) -> LayerState:
-    """The initial state of a micro batch of answers."""
+    """Return the state before the first layer, for a micro batch of answers."""
     answers, answered_RS = batch.answers, None
     with_prompts = objective.options.preference == "orpo"
     if with_prompts and getattr(answers, "positions_BP", None) is not None:
@@ -104,8 +105,7 @@ def _begin(spec: ModelSpec, objective: PreferenceObjective, batch: PreferenceBat
     targets = state.targets
     assert targets is not None
     if with_prompts:
-        # As in trl, orpo's cross entropy covers prompt and answer: all tokens up to the answer's
-        # last.
+        # As in trl, orpo's cross entropy covers prompt and answer, up to the answer's last token.
         answered_RS = targets.mask_BS > 0
         text_RS = targets.mask_BS.flip(1).cummax(1).values.flip(1)
         targets = targets._replace(mask_BS=text_RS)
@@ -120,8 +120,8 @@ def _scores(inputs: HeadInput) -> Tensor:
 
 
 def _judged_scores(inputs: HeadInput) -> Tensor:
-    """Return the scores of the rows that serve the reference point, every second one, without a
-    gradient, which would cost two of three products of the head."""
+    """Return the log-probabilities of all rows. Every second row only serves kto's reference point.
+    It gets no gradient, which saves two of the head's three GEMMs."""
     rows = (_rows(inputs, slice(first, None, 2)) for first in (0, 1))
     judged_NP = _scores(next(rows))
     with torch.no_grad():
@@ -139,8 +139,8 @@ def _rows(inputs: HeadInput, rows: slice) -> HeadInput:
 
 
 def with_pairs_of_texts(spec: ModelSpec, config: RunConfig) -> ModelSpec:
-    """A reward model that is trained on :class:`PreferenceBatch`. Raises ConfigError if its family
-    has none."""
+    """Return a reward model that is trained on :class:`PreferenceBatch`. Raises ConfigError if the
+    model has no reward head."""
     family = family_of(config.model.family)
     if config.model.head != "reward":
         raise ConfigError(
@@ -155,20 +155,20 @@ def _begin_pairs(spec: ModelSpec, batch: PreferenceBatch) -> LayerState:
 
 
 def compare_ahead(engine: TrainEngine) -> None:
-    """Begin every step of the engine with a forward pass, without gradients, over the answers that
-    form kto's reference point, and train on the others: half of the rows then cost a third."""
+    """Begin every step with a forward pass, without gradients, over the rows of kto's reference
+    point, and train only on the other rows. The cost of those rows is then only a third."""
     engine.look_ahead = partial(_compared, engine)
 
 
 def _compared(
     engine: TrainEngine, batches: Iterator[PreferenceBatch], count: int
 ) -> Iterator[PreferenceBatch]:
-    """The next ``count`` micro batches; the weights are the same before and during a step."""
+    """Return the next ``count`` micro batches: one step, in which no weights change."""
     step = [next(batches) for _ in range(count)]
     others = (batch._replace(answers=_every_second(batch.answers, 1)) for batch in step)
     with torch.no_grad():
         engine.prepare_evaluation()
-        # Nothing on pipeline stages without the output head, which need nothing.
+        # Pipeline stages without the output head have no result, and do not need one.
         answered: list[Any] = engine.backend.evaluate(others, count, TEXT_SCORES) or [None] * count
     return (
         batch._replace(
@@ -180,5 +180,5 @@ def _compared(
 
 
 def _every_second(answers: Any, first: int) -> Any:
-    """Return every second row of a batch of the model's family."""
+    """Return every second row, from ``first`` on, of a batch of the model's family."""
     return answers._make(None if part is None else part[first::2] for part in answers)

@@ -1,5 +1,5 @@
-"""Preference files in their various layouts, to one form: a prompt with its answers; and
-their tokens, made once and mapped from the cache."""
+"""Preference files in various layouts: parsed into prompts with answers, tokenized once, and mapped
+into memory from the cache."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Turns = tuple[Turn, ...]
 _TAGS = ("label", "kto_tag")
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _ANSWERING = (ANSWER, "tool")
-"""Roles that an answer may begin with; one that begins otherwise repeats its prompt."""
+"""Roles with which an answer can begin. An answer with another first role repeats its prompt."""
 _LAYOUTS = (
     'a record has "chosen" and "rejected", next to "prompt", "instruction", "question", '
     '"conversations" or "messages", or with the prompt in both; or an answer with "label" or '
@@ -60,13 +60,13 @@ _LAYOUTS = (
 
 @dataclass(frozen=True)
 class Preference:
-    """A prompt and its answers: the better and the worse one, or a single judged one.
+    """Prompt and its answers: a better and a worse one, or a single judged one.
 
     Attributes:
-        answers: one or more messages each.
+        answers: the messages of each answer, at least one.
         is_text: True if prompt and answer form one text, not a conversation.
         good: True if the judged answer is good; None for a pair.
-        margin: for a pair, by how much the better answer is better, if recorded.
+        margin: how much better the better answer of a pair is, if recorded.
         variables: see :class:`Example`.
     """
 
@@ -78,7 +78,7 @@ class Preference:
     variables: tuple[tuple[str, Any], ...] = ()
 
     def judged(self) -> Iterator[Preference]:
-        """Return each answer separately: the better one of a pair is good, the worse one bad."""
+        """Yield the judged answers: of a pair the better one as good, the worse one as bad."""
         if self.good is not None:
             yield self
             return
@@ -89,14 +89,14 @@ class Preference:
 def read_preferences(
     path: str, columns: RecordColumns = NO_FLAGS
 ) -> Iterator[tuple[str, Preference]]:
-    """Each record of a file, after its place for messages. Raises ValueError if a record is
-    malformed."""
+    """Yield (location, preference) for each record of a file; the location is for error messages.
+    Raises ValueError if a record is malformed."""
     return read_records(path, lambda record: parse_preference(record, columns))
 
 
 def parse_preference(record: Any, columns: RecordColumns = NO_FLAGS) -> Preference:
-    """A record in any layout. Raises ValueError if the layout is unknown, there is no prompt or no
-    answer, or a key that may matter would be ignored."""
+    """Return the preference of a record in any layout. Raises ValueError if the layout is unknown,
+    if prompt or answer is missing, or if a key would be ignored that may matter."""
     fields = columns.record(record)
     good = None
     if "chosen" in fields or "rejected" in fields:
@@ -123,7 +123,7 @@ def parse_preference(record: Any, columns: RecordColumns = NO_FLAGS) -> Preferen
 
 
 def _margin(value: Any) -> float | None:
-    """A number, or its text as in a table."""
+    """Return a margin, a number or (in tables) its text; None if empty. Raises ValueError."""
     try:
         margin = None if value in (None, "") else float(value)
     except (TypeError, ValueError):
@@ -134,7 +134,8 @@ def _margin(value: Any) -> float | None:
 
 
 def _judged(fields: RecordFields) -> tuple[str, Any]:
-    """The column of a judged answer: one answer, or a conversation that ends with it."""
+    """Return the column of a judged answer and its value: the answer, or a conversation that ends
+    with it."""
     key = fields.first(ANSWERS) or fields.first(CONVERSATIONS)
     value = None if key is None else fields.take(key)
     if key is None or (not isinstance(value, str) and not turns_of(value, key, fields.ignored)):
@@ -184,9 +185,10 @@ def _preference(
 def _inside(
     prompts: Sequence[StatedPrompt], answers: Sequence[Turns], names: str
 ) -> tuple[StatedPrompt, int]:
-    """The prompt that conversations of answers begin with, and the number of its turns in them: a
-    stated one if they do, else their common beginning, as trl has it; of one conversation all
-    before its last message."""
+    """Return the prompt with which the answers' conversations begin, and its number of turns.
+
+    If the answers begin with the prompt of another column, it is that one, else their common
+    beginning, as in trl. For a single conversation it is everything before the last message."""
     for stated in prompts:
         count, *others = {repeated_turns(stated.turns, answer) for answer in answers}
         if stated.is_list and count and not others and all(len(a) > count for a in answers):
@@ -202,8 +204,8 @@ def _inside(
 
 
 def _stated(prompt: StatedPrompt, answers: Sequence[Turns], names: str) -> StatedPrompt:
-    """A prompt that answers do not begin with. Raises ValueError if it contains an answer, or if
-    the texts of the answers repeat it."""
+    """Return a prompt that the answers do not repeat. Raises ValueError if it ends with a different
+    answer, or if the answers begin with its text."""
     last = prompt.turns[-1]
     if last.role == ANSWER:
         if last.content not in {answer[0].content for answer in answers} or not prompt.turns[:-1]:
@@ -225,8 +227,7 @@ def _stated(prompt: StatedPrompt, answers: Sequence[Turns], names: str) -> State
 def _check_repeated(
     prompts: Sequence[StatedPrompt], prompt: StatedPrompt, answers: Sequence[Turns]
 ) -> None:
-    """Raises ValueError if a column has a prompt that is neither the one in use, nor repeats it,
-    with or without an answer."""
+    """Raise ValueError if another column contains a different prompt."""
     known = _keys((*prompt.turns, *(turn for answer in answers for turn in answer)))
     for other in prompts:
         turns = other.turns
@@ -245,7 +246,7 @@ def _keys(turns: Sequence[Turn]) -> list[tuple[object, ...]]:
 
 
 def _answer(value: Any, key: str, ignored: frozenset[str]) -> Turns:
-    """Text, a message, or messages."""
+    """Return the turns of an answer: a text, a message or a list of messages."""
     if isinstance(value, str):
         return (Turn(ANSWER, value),)
     turns = tuple(turns_of([value] if isinstance(value, dict) else value, key, ignored))
@@ -267,9 +268,9 @@ def _checked(answer: Turns) -> Turns:
 
 
 def _shared_text(chosen: str, rejected: str) -> int:
-    """Characters of the prompt that both texts begin with, as in trl's ``extract_prompt``: up to
-    the first difference, without a space before it. If one text is the start of the other, the last
-    common character belongs to the answers."""
+    """Return the number of characters of the prompt with which both texts begin, as in trl's
+    ``extract_prompt``: up to the first difference, without a space right before it. If one text is
+    the start of the other, their last common character belongs to the answers."""
     shortest = min(len(chosen), len(rejected))
     differ = (n for n in range(shortest) if chosen[n] != rejected[n])
     shared = next(differ, shortest - 1)
@@ -284,8 +285,8 @@ def _shared_text(chosen: str, rejected: str) -> int:
 
 
 def _shared_turns(chosen: Sequence[Turn], rejected: Sequence[Turn]) -> int:
-    """Messages of the prompt that both conversations begin with; at least one is left for each
-    answer."""
+    """Return the number of messages of the prompt with which both conversations begin. Each answer
+    retains at least one message."""
     shortest = min(len(chosen), len(rejected))
     differ = (n for n in range(shortest) if chosen[n] != rejected[n])
     return max(0, next(differ, shortest - 1))
@@ -297,31 +298,32 @@ _AT_ONCE = 500
 
 
 class EncodedPreference(NamedTuple):
-    """Token ids, int32 [L] each: prompt + answer is what the model reads."""
+    """Token ids, int32 [L] each. The model reads the prompt followed by an answer."""
 
     prompt: npt.NDArray[np.int32]
     answers: tuple[npt.NDArray[np.int32], ...]
 
 
 class PreferenceExamples(TokenizedExamples):
-    """The prompts and answers of files of preferences. A document is a pair (``judged`` False) of
-    three sequences, prompt, better and worse answer, or a judged answer of two, prompt and answer.
-    Pickles as the path of its cache entry."""
+    """Tokenized prompts and answers of preference files. A document has three sequences (prompt,
+    better and worse answer), or with ``judged`` two (prompt and answer). Pickling stores only the
+    path of the cache entry."""
 
     def __init__(self, prefix: str, judged: bool, index: StoredArrays) -> None:
         super().__init__(prefix, index, parts=2 if judged else 3)
         self.judged = judged
         self.values: npt.NDArray[np.float32] = index["values"]
-        """For each document: 1 for a good answer and 0 for a bad one; of a pair its margin, NaN
-        where it has none."""
+        """One value for each document: for a judged answer 1 if it is good and 0 if it is bad; for
+        a pair its margin, or NaN without one."""
 
     @classmethod
     def open(
         cls, path: str, encoder: ExampleEncoder, judged: bool, cache: IndexCache | None = None
     ) -> PreferenceExamples:
-        """Tokenize the records of a file, folder or glob, or take them from the cache, by default
-        `index-cache/` next to the data; with ``judged`` pairs become two judged answers. Raises
-        FileNotFoundError; ValueError if a record is malformed or not a pair, or none is found."""
+        """Tokenize the records of a file, folder or glob, or read them from the cache, by default
+        `index-cache/` next to the data. With ``judged``, a pair becomes two judged answers. Raises
+        FileNotFoundError if no file matches, and ValueError if a record is malformed or not a pair,
+        or if no records exist."""
 
         def arrays(records: Iterator[tuple[str, Preference]]) -> dict[str, np.ndarray]:
             return _arrays(_as_wanted(records, judged), encoder)
@@ -331,17 +333,17 @@ class PreferenceExamples(TokenizedExamples):
 
     @cached_property
     def content_digest(self) -> str:
-        """Return a digest of everything that the samples depend on."""
+        """Digest of all arrays that the samples depend on."""
         parts = (self._index["tokens"], self._offsets, self.values)
         return digest(b"".join(digest(np.ascontiguousarray(p).data).encode() for p in parts))
 
     @cached_property
     def document_lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of prompt and answers of each document, [documents, parts]."""
+        """Number of tokens of each document's prompt and answers, [documents, parts]."""
         return self.sequence_lengths.reshape(-1, self.parts).astype(np.int64)
 
     def document(self, number: int) -> EncodedPreference:
-        """The prompt and the answers of a document."""
+        """Return a document's prompt and answers."""
         first = number * self.parts
         prompt, *answers = (self.get(index) for index in range(first, first + self.parts))
         return EncodedPreference(prompt, tuple(answers))
@@ -373,10 +375,10 @@ def _as_wanted(
 def encode_preferences(
     preferences: Sequence[tuple[str, Preference]], encoder: ExampleEncoder
 ) -> list[EncodedPreference]:
-    """Encodes (place, preference) pairs. As in trl (1.16), an answer is everything after the
-    prompt: it starts at the first token that differs from those of the prompt alone, in either
-    answer, and goes to the end of what the template writes. Raises ValueError, which names the
-    place, if one cannot be put into the format or tokenized."""
+    """Encode (location, preference) pairs. As in trl (1.16), an answer is everything after the
+    prompt: it starts at the first token, in any answer, that differs from the prompt alone, and
+    ends with the template's output. Raises ValueError, which names the location, if a preference
+    cannot be formatted or tokenized."""
     conversations = [
         (place, Example((*each.prompt, *answer), each.is_text, each.variables), len(each.prompt))
         for place, each in preferences
@@ -386,7 +388,7 @@ def encode_preferences(
     encoded = []
     for _, each in preferences:
         encodings = [next(continued) for _ in each.answers]
-        # Nothing predicts the first token of all.
+        # No model predicts the first token of a text.
         start = max(1, min(one.start for one in encodings))
         answers = tuple(one.tokens[start:] for one in encodings)
         encoded.append(EncodedPreference(encodings[0].tokens[:start], answers))

@@ -1,8 +1,9 @@
-"""Log-probabilities of a run's answers under a reference model, once and before training.
+"""Log-probabilities of a run's answers under a reference model, computed once before training.
 
-The reference is evaluated on the layout of the run and then freed: a training has one model in
-memory. Its log-probabilities are in the index cache next to the data, named by the content of the
-weights and of the answers, so that resuming and other losses need no second evaluation.
+The reference model is evaluated in the layout of the run and then freed, so that only one model is
+in memory during training. Its log-probabilities are stored in the index cache next to the data,
+keyed by the content of the weights and of the answers. A resumed run, or one with another loss,
+uses the stored values.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from megatron.config import ConfigError, RunConfig
 from megatron.config.features import taking_part
 from megatron.data.index_cache import IndexCache
 from megatron.data.loader import TrainingData
-from megatron.data.samples import MadeSamples
 from megatron.engine.environment import training_device
 from megatron.engine.loading import load_checkpoint, together
 from megatron.families import family_of, spec_of
-from megatron.features.evaluation.checkpoints import measure_samples
+from megatron.features.evaluation.checkpoints import MadeSamples, measure_samples
 from megatron.features.evaluation.evaluator import Evaluator, build_evaluator
+from megatron.features.evaluation.scoring import TEXT_SCORES
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.samples import PreferenceDataset
-from megatron.model.spec import TEXT_SCORES, ModelSpec, training_dtype
+from megatron.model.spec import ModelSpec, training_dtype
 from megatron.parallel.mesh import Mesh, any_rank
 from megatron.run.run import Run
 from megatron.util.digests import digest_of_parts, sha256_of_file
@@ -41,15 +42,15 @@ from megatron.util.progress import progress_bar, say
 
 logger = logging.getLogger(__name__)
 
-# Part of the cache entries' names: raise it when the meaning of the numbers changes.
+# Part of each cache key. Increment it whenever the meaning of the log-probabilities changes.
 VERSION = 1
 _LENGTHS_AT_ONCE = 1000
 
 
 def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
-    """Gives the log-probabilities under the reference model to all preferences in the data; every
-    rank must call it. Raises ConfigError if no checkpoint is named, CheckpointError if it cannot be
-    used; ValueError if a log-probability is not finite."""
+    """Add the log-probabilities under the reference model to all preferences in the data.
+    Collective: every rank must call this. Raises ConfigError if no checkpoint is named,
+    CheckpointError if it is unusable, and ValueError if a log-probability is not finite."""
     parts = [part for part in _preferences(data) if part.reference is None]
     if not parts:
         return
@@ -82,8 +83,8 @@ def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
 
 
 def reference_checkpoint(config: RunConfig) -> tuple[FoundCheckpoint, str]:
-    """The checkpoint of the reference model, and the flag with the value that named it. Raises
-    ConfigError if none is named; CheckpointError if it does not exist."""
+    """Return the checkpoint of the reference model, and the flag with its value that names it.
+    Raises ConfigError if no flag names one, and CheckpointError if it does not exist."""
     options, preference = config.checkpoint, config.section(PreferenceConfig)
     tag = None
     if preference.reference_checkpoint is not None:
@@ -105,8 +106,8 @@ def reference_checkpoint(config: RunConfig) -> tuple[FoundCheckpoint, str]:
 
 
 def _reference_model(config: RunConfig, found: FoundCheckpoint, mesh: Mesh) -> Evaluator:
-    """Return the model with its weights. If a feature stores the base's weights in another form,
-    use these, with additions that are still zero, so that training starts from it."""
+    """Return the reference model with its weights. If a feature changes the form of the base
+    weights, load them in that form, with adapters of zero: training starts from this model."""
     spec, form = _base(config)
     engine = build_evaluator(config, spec, mesh, training_device())
     if not form:
@@ -119,7 +120,7 @@ def _reference_model(config: RunConfig, found: FoundCheckpoint, mesh: Mesh) -> E
 
 
 def _base(config: RunConfig) -> tuple[ModelSpec, int]:
-    """Return the reference model and the form of its weights; 0 for the checkpoint's form."""
+    """Return the reference model and the form of its weights, 0 for the checkpoint's own form."""
     spec = spec_of(config.model, config.parallel)
     if config.section(PreferenceConfig).reference_checkpoint is not None:
         return spec, 0
@@ -128,8 +129,8 @@ def _base(config: RunConfig) -> tuple[ModelSpec, int]:
 
 
 def log_probs_of(engine: Evaluator, run: Run, part: PreferenceDataset) -> npt.NDArray[np.float32]:
-    """float32 [documents, 2]: log-probability of each row's answer. Raises ValueError if one is not
-    finite."""
+    """Return the log-probability of each row's answer, float32 [documents, 2]. Raises ValueError if
+    any is not finite."""
     config = run.config
     family = family_of(config.model.family)
     rows = MadeSamples(
@@ -169,7 +170,7 @@ def _blocks(count: int) -> Iterator[range]:
 
 
 def _preferences(data: TrainingData) -> list[PreferenceDataset]:
-    """All of them, inside of blends and of other orders too, each once."""
+    """Return all preference datasets, also within blends and reordered ones, each once."""
     sets = data.datasets
     waiting: list[Any] = [sets.train, *sets.valid.values(), *sets.test.values()]
     datasets: list[PreferenceDataset] = []
@@ -189,21 +190,21 @@ def _cache(run: Run, part: PreferenceDataset) -> IndexCache:
 
 
 def _depends_on(config: RunConfig, weights: str, part: PreferenceDataset) -> dict[str, Any]:
-    """Everything that the numbers depend on, except for the layout, which only rounds them."""
+    """Return all inputs of the log-probabilities, without the layout: it only affects rounding."""
     return {
         "version": VERSION,
         "weights": weights,
         "model": dataclasses.asdict(config.model.flags()),
         "dtype": str(training_dtype(config)),
         "fp8": vars(config.fast_paths).get("fp8_format"),
-        "4 bits": _base(config)[1] or False,  # the name and the value in caches that exist
+        "4 bits": _base(config)[1] or False,  # must match existing caches
         "answers": part.digest,
     }
 
 
 def weights_digest(found: FoundCheckpoint, cache: IndexCache) -> str:
-    """Identify the content of a checkpoint's files. This project's checkpoints have it in their
-    manifest; other files are read completely, once per version."""
+    """Return a digest of the content of a checkpoint's files. For this project's checkpoints it is
+    that of the manifest. Files of other formats are read completely, once per version."""
     folder = found.folder
     manifest = folder / MANIFEST
     if manifest.is_file():
@@ -221,8 +222,8 @@ def weights_digest(found: FoundCheckpoint, cache: IndexCache) -> str:
 
 
 def _from_main_process(make: Any) -> str:
-    """Return the result of ``make`` on the main process, on every rank; an error there is raised on
-    all."""
+    """Return the result of ``make`` on the main process, or raise its error, on every rank.
+    Collective."""
     result: list[Any] = [None, None]
     if is_main_process():
         try:

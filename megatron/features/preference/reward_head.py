@@ -1,6 +1,6 @@
-"""The head of a reward model.
+"""Head and loss of a reward model.
 
-Shapes: B micro batch, S sequence (a rank's slice of it where the region is split), H hidden.
+Shapes: B micro batch, S sequence (a rank's slice in sequence parallelism), H hidden.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from megatron.parallel.shard import initial
 from megatron.parallel.tensor_parallel import TensorParallel
 
 REWARD_HEAD = "score"
-"""Canonical name of the last layer."""
+"""Canonical name of the reward layer."""
 
 
 class RewardHead(WholeLinear):
-    """Rates a text: a number, of its last token."""
+    """Linear layer that maps the hidden state of a text's last token to its reward."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         init = initial(model)
         super().__init__(model.hidden_size, 1, bias=False, init=init, tp=tp)
 
     def forward(self, state: LayerState) -> LayerState:  # type: ignore[override]
-        """Hidden states [B, S, H] to a number for every token, [B, S, 1]; where there are targets,
-        whose position is that of the last token, or or or to losses of pairs of texts."""
+        """Map hidden states [B, S, H] to a value for every token, [B, S, 1]. If there are targets,
+        which are at the last tokens, compute the losses of pairs of texts instead."""
         if state.targets is None:
             return state.with_hidden(self.tp.whole_sequence(super().forward(state.hidden)))
         last_B1 = state.targets.positions_BP
         assert last_B1 is not None and last_B1.shape[1] == 1, "a reward is that of a last token"
         x_BPH, targets = state.targets.taken(state.hidden, self.tp)
         reward_BP = self.tp.whole_part(super().forward(x_BPH))[..., 0]
-        # One of the context's ranks has the last token.
+        # Only one context-parallel rank has the last token.
         reward_BP = reward_BP.masked_fill(targets.mask_BS == 0, 0.0)
         reward_B = targets.gathered(reward_BP, self.tp.context)[:, 0]
         margin_B = getattr(state.batch, "margin_R", None)
@@ -53,13 +53,14 @@ REWARD_LOSSES = {
     REWARD_LOSS: 1.0, "rewards/chosen": 0.0, "rewards/rejected": 0.0, "rewards/margins": 0.0,
     "rewards/accuracies": 0.0,
 }  # fmt: skip
-"""The loss of a reward model and what is reported next to it: means over pairs."""
+"""Loss of a reward model, and its metrics, as means over pairs."""
 
 
 def reward_losses(reward_B: Tensor, margin_B: Tensor | None = None) -> dict[str, Tensor]:
-    """The numbers of :data:`REWARD_LOSSES`, float32 or float64, of texts in pairs, of which the
-    first is the better one: -log sigmoid of the difference (Ouyang et al. 2022, equation 1), less
-    the pair's margin, if any, in both of its places (Touvron et al. 2023, equation 2)."""
+    """Return the values of :data:`REWARD_LOSSES`, float32 or float64, for pairs of texts, of which
+    the first is the better one. The loss is -log sigmoid of the difference of rewards (Ouyang et
+    al. 2022, equation 1). A margin, if given, is subtracted from the difference (Touvron et al.
+    2023, equation 2); ``margin_B`` has it at both texts of a pair."""
     better, worse = precise(reward_B).view(-1, 2).unbind(1)
     difference = better - worse
     wanted = difference if margin_B is None else difference - margin_B[0::2]
@@ -70,7 +71,7 @@ def reward_losses(reward_B: Tensor, margin_B: Tensor | None = None) -> dict[str,
 
 
 def with_rewards(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
-    """The model with a last layer that gives a text its reward."""
+    """Return the model with a reward layer added at its end."""
     return replace(
         spec,
         layers=partial(_rated_layers, spec, model),

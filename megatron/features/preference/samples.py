@@ -1,8 +1,8 @@
-"""Batches of better and worse answers.
+"""Samples and batches of better and worse answers.
 
-Shape suffixes: R rows, two for each sample. A pair is a prompt with its better answer and then with
-its worse one. A judged answer (kto) is a prompt with that answer and then with the answer to
-another prompt. S sequence.
+Shape suffixes: R rows, two for each sample; S sequence. A pair has one row for its better answer
+and one for its worse answer. A judged answer (kto) has one row for that answer, and one for the
+same prompt with the answer to another.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from megatron.features.preference.records import PreferenceExamples
 from megatron.util.digests import digest
 
 Rows = tuple[ScoredText, ScoredText]
-"""The two rows of a sample: the context is the prompt, every token of the continuation counts."""
+"""The two rows of a sample. The context is the prompt; the continuation is the answer, all tokens
+of which count."""
 
 
 class PreferenceSample(NamedTuple):
-    """One sample.
+    """Pair of answers, or a judged answer.
 
     Attributes:
         reference: log-probabilities of both answers under the reference model; None without one.
         desirable: kto: True if the first answer is good; None for pairs.
-        margin: by how much the better answer of a pair is better; None if not in the data.
+        margin: how much better the better answer of a pair is; None if the data do not say.
     """
 
     rows: Rows
@@ -44,27 +45,27 @@ class PreferenceSample(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens that the model reads of the longer row."""
+        """Number of tokens of the longer row that the model reads."""
         return max(len(row.context) + len(row.continuation) for row in self.rows) - 1
 
 
 class PreferenceBatch(NamedTuple):
-    """Answers with their labels and reference log-probabilities.
+    """Micro batch of answers with their labels and reference log-probabilities.
 
     Attributes:
-        answers: the rows [R, S] as a batch of the model's family, padded on the right, in which the
-            tokens of the answers are predicted.
-        reference_R: log-probability of each answer under the reference model, float32; None without
-            one. For a loss of means over tokens it is the sum, too.
-        desirable_R: kto: whether the first answer of each two rows is good, bool, the same in both;
-            None for pairs.
-        margin_R: by how much the better answer of each pair is better, float32, the same in both
-            rows; None where the data do not say.
-        weights_2: of the batch among those of a step, float64: of its loss, which is 1, and of its
-            tokens whose loss counts. As collated they are sums; once the whole step is known,
-            relative to the mean over its micro batches on all ranks.
-        others_N: kto, in training: log-probability of each second row under the model, float64;
-            ``answers`` are then the first rows only. None with all rows in ``answers``.
+        answers: the rows [R, S] as a batch of the model's family, padded on the right. Only tokens
+            of answers are predicted.
+        reference_R: log-probability of each answer under the reference model, float32; None
+            without one. It is the sum over tokens even if the loss uses means.
+        desirable_R: kto: True if the first answer of a sample is good, bool, the same in both of
+            its rows; None for pairs.
+        margin_R: how much better the better answer of each pair is, float32, the same in both
+            rows; None if the data do not say.
+        weights_2: weights of the batch within a step, float64: of its loss, and of its tokens in
+            the loss. The collator sets sums (1, and the number of tokens). When the whole step is
+            known, they are divided by their mean over its micro batches on all ranks.
+        others_N: kto in training: log-probability of each second row under the model, float64;
+            ``answers`` then contains only the first rows. None if ``answers`` contains all rows.
     """
 
     answers: Any
@@ -76,11 +77,11 @@ class PreferenceBatch(NamedTuple):
 
     @property
     def tokens_BS(self) -> Tensor:
-        """All that the model reads."""
+        """Tokens of the answers' batch that the model reads."""
         return self.answers.tokens_BS
 
     def lengthened(self, seq_length: int) -> PreferenceBatch:
-        """With padding after every row, up to ``seq_length`` tokens."""
+        """Return the batch with every row padded to ``seq_length`` tokens."""
         return self._replace(answers=self.answers.lengthened(seq_length))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PreferenceBatch:
@@ -91,13 +92,14 @@ class PreferenceBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class PreferenceCollator:
-    """Stacks samples into a PreferenceBatch.
+    """Collator of samples into a :class:`PreferenceBatch`.
 
     Attributes:
-        batch_of: makes a batch of the model's family of texts and the length to pad them to.
-        multiple: of which a batch's length is a multiple, except the longest that there is.
-        longest: tokens of a row that the model reads at most.
-        whole: the model reads all tokens of a row; else those before the last, which it predicts.
+        batch_of: makes a batch of the model's family from texts and the length to pad them to.
+        multiple: number that must divide the length of a batch, unless that is ``longest``.
+        longest: maximum number of tokens of a row that the model reads.
+        whole: True if the model reads all tokens of a row; otherwise the last one is only
+            predicted.
     """
 
     batch_of: Callable[[Sequence[ScoredText], int], Any]
@@ -121,7 +123,7 @@ class PreferenceCollator:
 
 @dataclass(frozen=True)
 class WholeRows:
-    """Makes a batch of rows by a function of their token ids, int64 [L] each, and a length."""
+    """Makes a batch of complete rows. ``batch_of`` gets their token ids, int64 [L] each."""
 
     batch_of: Callable[[Sequence[np.ndarray], int], Any]
 
@@ -131,7 +133,7 @@ class WholeRows:
 
 
 def _repeated(values: Sequence[Any], dtype: torch.dtype) -> Tensor | None:
-    """Values of samples, one or two each, as one for each row; None where no sample has one."""
+    """Return a value for each row, from one or two values per sample; None if all are None."""
     if all(value is None for value in values):
         return None
     known = [0.0 if value is None else value for value in values]
@@ -140,22 +142,23 @@ def _repeated(values: Sequence[Any], dtype: torch.dtype) -> Tensor | None:
 
 logger = logging.getLogger(__name__)
 
-# Part of the cache entry's name: raise it when the meaning of the arrays changes.
+# Part of the cache key. Increment it whenever the meaning of the arrays changes.
 INDEX_VERSION = 1
 
 
 @dataclass(frozen=True)
 class PreferenceRecipe:
-    """Samples of two rows each. Every epoch shuffles the examples; its order is a function of seed,
-    part and the epoch's number."""
+    """Recipe for samples of two rows each. Every epoch shuffles the examples; the order depends
+    only on the seed, the split and the epoch's number."""
 
     capacity: int
-    """Most tokens of a row: prompt and answer."""
+    """Maximum number of tokens of a row, its prompt and answer."""
     seed: int
     by_prompt: bool = False
-    """Parts have whole prompts, drawn by their hash, and not consecutive examples."""
+    """Split the data by the hash of each prompt, so that all examples of a prompt are in one split,
+    instead of by position."""
     skip_long: bool = False
-    """Leave out examples with a longer row, instead of cutting the end of the answer off."""
+    """Omit examples with a longer row, instead of cutting off the end of the answer."""
 
     def units(self, documents: Documents) -> int:
         return len(documents.document_indices) - 1
@@ -163,8 +166,9 @@ class PreferenceRecipe:
     def build(
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> PreferenceDataset:
-        """At least `num_samples` samples of the documents `units`, or their order from the cache.
-        Raises ValueError if the documents are not preferences, or none has answers within a row."""
+        """Return a dataset of at least `num_samples` samples of the documents `units`. Their order
+        may come from the cache. Raises ValueError if the documents are not preferences, or if no
+        example fits in a row."""
         if not isinstance(documents, PreferenceExamples):
             raise ValueError(
                 f"{documents.prefix} contains documents and no preferences; --preference needs "
@@ -199,8 +203,8 @@ class PreferenceRecipe:
     def _usable(
         self, documents: PreferenceExamples, units: npt.NDArray[np.int64], name: str
     ) -> np.ndarray:
-        """As in trl (1.16) the end of a long answer is cut off, and an example is left out whose
-        prompt leaves no space for it."""
+        """Return the documents to use. As in trl (1.16), the end of a long answer is cut off, and
+        an example is omitted if its prompt leaves no space for an answer."""
         prompts_N1, answers_NK = np.split(documents.document_lengths[units], [1], axis=1)
         is_long = (prompts_N1 + answers_NK > self.capacity).any(1)
         answered = (prompts_N1[:, 0] < self.capacity) & (answers_NK > 0).all(1)
@@ -222,8 +226,9 @@ class PreferenceRecipe:
 
 
 class PreferenceDataset:
-    """The samples of a part. ``reference``, float32 [documents, 2] in the order of ``documents``,
-    are log-probabilities of both rows under a reference model, where the loss needs them."""
+    """Samples of one split of the data. ``reference``, float32 [documents, 2] in the order of
+    ``documents``, has the log-probabilities of both rows under a reference model, for losses that
+    need them."""
 
     def __init__(
         self,
@@ -237,13 +242,13 @@ class PreferenceDataset:
 
     @property
     def digest(self) -> str:
-        """Identifies the rows of all documents."""
+        """Digest of the rows of all documents."""
         numbers = digest(np.stack((self.documents, self._index["others"])).data)
         return digest(f"{self.examples.content_digest} {numbers} {self.recipe.capacity}")
 
     @property
     def documents(self) -> npt.NDArray[np.int64]:
-        """Numbers of the documents, ascending, that samples are made of."""
+        """Numbers of the documents that samples are made from, ascending."""
         return self._index["usable"]
 
     def __len__(self) -> int:
@@ -261,7 +266,7 @@ class PreferenceDataset:
         )
 
     def rows(self, place: int) -> Rows:
-        """The rows of the document at a place of ``documents``, cut to what the model reads."""
+        """Return the rows of the document ``documents[place]``, cut to the capacity."""
         capacity = self.recipe.capacity
         prompt, answers = self.examples.document(int(self.documents[place]))
         if self.examples.judged:
@@ -273,7 +278,7 @@ class PreferenceDataset:
         return first, second
 
     def origin(self, index: int, /) -> list[Piece]:
-        """Return a piece for each row: the document of its answer, and its number of tokens."""
+        """Return a piece for each row: its answer's document, and the row's number of tokens."""
         place = int(self._index["order"][checked_index(index, len(self))])
         numbers = [int(self._index[name][place]) for name in ("usable", "others")]
         return [
@@ -283,16 +288,16 @@ class PreferenceDataset:
 
 
 def other_prompts(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """For each example the nearest one before it with another prompt, the last following on the
-    first; the one before where all prompts are equal. Where neighbours have different prompts, that
-    is trl's rotation by one."""
+    """Return for each example the nearest preceding one with another prompt. The examples form a
+    ring: the last one precedes the first. If all prompts are equal, it is the preceding example. If
+    neighbours have different prompts, this is trl's rotation by one."""
     count = len(hashes)
     before = (np.arange(count) - 1) % count
     if (hashes == hashes[:1]).all():
         return before
     prompts = before.copy()
-    # One whose predecessor has the same prompt takes what that takes; twice around, for the first
-    # ones depend on the last.
+    # If the predecessor has the same prompt, its result also applies here. Two rounds are needed
+    # because the first examples depend on the last.
     for place in [*range(count), *range(count)]:
         if hashes[before[place]] == hashes[place]:
             prompts[place] = prompts[before[place]]

@@ -1,1 +1,1 @@
-"""QK-clip: projections of queries and keys of heads with large attention logits are scaled down."""
+"""QK-clip: scale down the query and key projections of heads with large attention logits."""

@@ -1,11 +1,13 @@
-"""QK-clip (Kimi Team 2025, arXiv:2507.20534, section 2.1.2), by heads and after the update.
+"""QK-clip (Kimi Team 2025, arXiv:2507.20534, section 2.1.2), per head and after the update.
 
-A head whose largest logit S is above the threshold t has the factor eta = t / S: queries are scaled
-by eta^alpha and keys by eta^(1 - alpha). Query heads that share a key head have the least of their
-factors. In latent attention the rotated key is one of all heads and stays, so that the rotated
-queries have eta. Biases are scaled with their matrices. Moments stay.
+A head whose largest logit S exceeds the threshold t has the factor eta = t / S. Its queries are
+scaled by eta^alpha, and its keys by eta^(1 - alpha). Query heads that share a key head use the
+smallest of their factors. In latent attention, all heads share the rotated key, which stays
+unchanged, so that the rotated queries are scaled by eta. Biases are scaled with their matrices.
+The optimizer's moments stay unchanged.
 
-Shapes: L layers of this process with attention, A heads of a whole layer, R rows of a whole weight.
+Shapes: L layers of this process with attention, A heads of a whole layer, R rows of a whole
+weight.
 """
 
 from __future__ import annotations
@@ -28,15 +30,16 @@ from megatron.parallel.shard import Shard, shard_of
 from megatron.training.trainer import Callback, Step, Trainer
 
 LARGEST = "max_attention_logit"
-"""Name in log lines and metrics."""
+"""Name of the metric in log lines."""
 
 
 class Projection(NamedTuple):
-    """A parameter of a layer, with the exponent of its head's factor for each row of the whole.
+    """A parameter of a layer, with the exponent of the head's factor for each row of the unsharded
+    weight.
 
     Attributes:
-        heads_R: numbers of the heads; for heads that share a key, the key's number.
-        exponents_R: 0 for rows that are not scaled.
+        heads_R: head of each row. If heads share a key, the number of the key head.
+        exponents_R: exponent of each row; 0 for rows that are not scaled.
     """
 
     param: nn.Parameter
@@ -45,8 +48,8 @@ class Projection(NamedTuple):
 
 
 class MeasuredLayer(NamedTuple):
-    """A layer with attention, and the projections that are scaled; ``shared`` query heads have the
-    same keys."""
+    """An attention layer, and its projections that can be scaled. Each key head is used by
+    ``shared`` query heads."""
 
     attention: MeasuredAttention
     projections: list[Projection]
@@ -54,8 +57,8 @@ class MeasuredLayer(NamedTuple):
 
 
 def _rows(parts: list[tuple[int, list[tuple[int, float]]]]) -> tuple[Tensor, Tensor]:
-    """Heads and exponents of the rows of a weight: for each part a number of heads, and the
-    exponents of a head's rows."""
+    """Return the head and the exponent of each row of a weight. Each fused matrix is described by
+    its number of heads, and (rows, exponent) pairs for the rows of one head."""
     heads, exponents = [], []
     for count, of_head in parts:
         each = torch.cat([torch.full((rows,), power) for rows, power in of_head])
@@ -66,7 +69,6 @@ def _rows(parts: list[tuple[int, list[tuple[int, float]]]]) -> tuple[Tensor, Ten
 
 def _of_attention(layer: Attention, heads: int, alpha: float) -> tuple[list[Projection], int]:
     qkv, width = layer.qkv, layer.head_dim
-    assert qkv is not None
     (_, keys, _) = next(cut.parts for cut in shard_of(qkv.weight).cuts)
     groups = keys // width
     shared = heads // groups
@@ -85,19 +87,19 @@ def _of_latent(layer: LatentAttention, heads: int, alpha: float) -> list[Project
 
 
 def factors_of(largest_LA: Tensor, threshold: float) -> Tensor:
-    """The factor of each head, at most 1: of logits that are not finite none follows."""
+    """Return the factor of each head, at most 1. Logits that are not finite give a factor of 1."""
     above_LA = (largest_LA > threshold) & largest_LA.isfinite()
     return torch.where(above_LA, threshold / largest_LA, 1.0)
 
 
 class QKClip(Callback):
-    """Measures the largest logits of every step, logs them, and scales the projections after its
-    update. A step that changed no weight changes none here.
+    """Callback that measures and logs the largest logits of every step, and scales the projections
+    after the update. If a step was skipped, nothing is scaled.
 
     Args:
-        alpha: exponent of the factor of queries.
-        threshold: None to scale nothing.
-        record: adds a number to the next log line.
+        alpha: exponent of the factor for queries.
+        threshold: largest allowed logit; None to scale nothing.
+        record: adds a value to the next log line.
     """
 
     def __init__(
@@ -123,8 +125,8 @@ class QKClip(Callback):
         for module in self._engine.model.modules():
             if not isinstance(module, Attention | LatentAttention):
                 continue
-            if isinstance(module, Attention) and module.qkv is None:
-                continue
+            if isinstance(module, Attention) and not hasattr(module, "qkv"):
+                continue  # attention to another sequence
             measured = MeasuredAttention(module.attend, module.tp.context)
             module.attend = measured
             if self._threshold is None:
@@ -147,8 +149,8 @@ class QKClip(Callback):
             self._scale(factors_LA)
 
     def _of_all(self) -> Tensor:
-        """The largest logits of all heads of this stage's layers over the micro batches of all
-        ranks, [L, A]."""
+        """Return the largest logit of every head in this stage over all micro batches and ranks,
+        [L, A]."""
         engine = self._engine
         largest_LA = torch.full((len(self._layers), self._heads), -math.inf, device=engine.device)
         own = self._heads // engine.mesh.tensor.size
@@ -163,7 +165,7 @@ class QKClip(Callback):
 
     @torch.no_grad()
     def _scale(self, factors_LA: Tensor) -> None:
-        """Multiply main weights, then update the model's weights from them."""
+        """Scale the main weights, then update the model's weights from them."""
         factors: dict[nn.Parameter, Tensor] = {}
         for of_layer_A, layer in zip(factors_LA, self._layers, strict=True):
             of_keys = of_layer_A.view(-1, layer.shared).amin(1).cpu()
@@ -179,7 +181,7 @@ class QKClip(Callback):
         set_trained_weights(self._engine, lambda own: own.get("weight"), only=factors)
 
     def _of_slice(self, own: OwnedSlice, factors_R: Tensor) -> Tensor:
-        """The factor of each element of a slice of a parameter."""
+        """Return the scaling factor of each element in a slice of a parameter."""
         shard, places = shard_of(own.param), self._engine.mesh.coordinates
         rows = Shard((shard.full_shape[0], 1), shard.cuts).cut(factors_R[:, None], places)
         share = rows.flatten().repeat_interleave(math.prod(shard.full_shape[1:]))

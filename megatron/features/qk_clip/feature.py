@@ -1,4 +1,4 @@
-"""Largest attention logits in the log, and QK-clip, which bounds them (MuonClip)."""
+"""QK-clip, which bounds attention logits (MuonClip), and logging of the largest ones."""
 
 from __future__ import annotations
 
@@ -19,25 +19,23 @@ class QKClipConfig(FlagSection):
     after: ClassVar[str] = "optimizer"
 
     qk_clip: bool = option(False)
-    """After each update, scale the projections of queries and keys of the heads whose largest
-    attention logit of the step is above --qk-clip-threshold, so that it comes down to that
-    (Kimi K2)."""
+    """After each update, scale down the query and key projections of heads whose largest attention
+    logit in the step exceeds --qk-clip-threshold, so that it falls to the threshold (Kimi K2)."""
     qk_clip_alpha: float = option(0.5, bounds=FRACTION, needs=_CLIP)
-    """Share of that factor, as an exponent, that queries have; keys have the rest."""
+    """Exponent of the scaling factor for queries; keys get 1 minus this value."""
     qk_clip_threshold: float = option(100.0, bounds=POSITIVE, needs=_CLIP)
-    """Largest attention logit that stays: of scaled scores, before the softmax."""
+    """Largest attention logit that is not scaled down (of scaled scores, before the softmax)."""
     log_max_attention_logit: bool = option(False)
-    """Log the largest attention logit of the steps of a log line. It is computed next to the
-    attention kernel, by a product in float32 of all queries and keys."""
+    """Log the largest attention logit of the steps of each log line. It is computed in addition to
+    the attention kernel, by a float32 GEMM of all queries and keys."""
 
     @property
     def measures(self) -> bool:
-        """True if a run needs the largest logits."""
+        """True if a run has to measure the largest attention logits."""
         return self.qk_clip or self.log_max_attention_logit
 
     def check(self, config: Any, resolver: ConfigResolver) -> None:
-        """Refuse attention whose logits are not measured, or that a scale of the projections does
-        not scale. Raises ConfigError."""
+        """Raise ConfigError if logits are not measured, or do not scale with the projections."""
         model = config.model
         flag = "--qk-clip" if self.qk_clip else "--log-max-attention-logit"
         resolver.check(

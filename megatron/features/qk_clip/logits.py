@@ -1,4 +1,4 @@
-"""The largest attention logit of each head, which attention kernels do not return.
+"""Computation of the largest attention logit of each head, which attention kernels do not return.
 
 Shapes: B batch, N query heads and K key heads of a tensor-parallel rank, G = N / K, S queries of
 this rank, T keys of the whole sequence, C queries of a block, D head width.
@@ -16,15 +16,16 @@ from megatron.model.attention_masks import AttentionMasks, AttentionScoring
 from megatron.parallel.context import Context
 
 _MOST = 2**22
-"""Largest number of scores that exist at a time, in float32."""
+"""Maximum number of float32 scores in memory at a time."""
 
 
 class MeasuredAttention:
-    """An attention kernel next to which the largest logits of passes in training are measured.
+    """Attention kernel wrapper that also measures the largest logits of training passes.
 
     Attributes:
-        largest_N: of all passes since it was forgotten, in float32: of scaled scores of the keys
-            that a query sees, without biases such as ALiBi's; None before the first.
+        largest_N: largest logits since the last reset, in float32; None if nothing was measured.
+            They are scaled scores of the keys that a query can see, without biases such as
+            ALiBi.
     """
 
     def __init__(self, attend: AttentionBackend, context: Context) -> None:
@@ -58,9 +59,9 @@ def largest_logits(
     masks: AttentionMasks,
     context: Context,
 ) -> Tensor:
-    """Return the largest score of each head, [N], over the queries of this rank and all keys that
-    they see, in float32; minus infinity for a head that sees none. Scores are made in blocks of
-    queries."""
+    """Return the largest score of each head, [N], in float32, over the queries of this rank and all
+    keys that they can see; minus infinity for a head without visible keys. Scores are computed in
+    blocks of queries."""
     k_BKDT = context.whole(k_BKSD.detach(), 2).float().mT
     (samples, heads, queries, width), groups = q_BNSD.shape, k_BKDT.shape[1]
     keys, device = k_BKDT.shape[-1], q_BNSD.device

@@ -1,1 +1,1 @@
-"""Random layerwise token dropping."""
+"""Random layerwise token dropping (random-LTD)."""

@@ -1,5 +1,6 @@
-"""Random layerwise token dropping: layers in the middle of the model compute a random part of the
-tokens, which grows until they compute all (Yao et al. 2022, arXiv:2211.11586)."""
+"""Random layerwise token dropping (random-LTD). In training, layers in the middle of the model
+compute only randomly chosen tokens; their number grows until no token is dropped (Yao et al. 2022,
+arXiv:2211.11586)."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class RandomLTDFeature(Feature):
         return with_dropping(spec, dropping, config.model)
 
     def before_load(self, context: Any) -> None:
-        """Count layer tokens, in checkpoints too."""
+        """Add the callback that counts layer tokens, and store its count in checkpoints."""
         dropping = dropping_of(context.config)
         if dropping is None:
             return

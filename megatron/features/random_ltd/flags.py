@@ -1,4 +1,4 @@
-"""Flags of random layerwise token dropping: the section of DeepSpeed's JSON, and its schedule."""
+"""Flags for random layerwise token dropping, its section in DeepSpeed's JSON, and its schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEYS = (
     "model_type", "hidden_state_order", "random_ltd_schedule", "layer_token_lr_schedule",
 )  # fmt: skip
 MODEL_TYPES = {"gpt": "decoder", "bert": "encoder"}
-"""The ``model_type`` of each family whose layers can drop tokens."""
+"""Required ``model_type`` in the JSON for each family whose layers can drop tokens."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class RandomLTDConfig(KindConfig):
     """Random layerwise token dropping."""
 
     random_ltd: bool = option(False)
-    """Let layers drop random tokens in training (random-LTD), as data_routing.random_ltd of
-    "data_efficiency" in DeepSpeed's JSON says."""
+    """Drop random tokens in some layers during training (random-LTD). The section
+    data_routing.random_ltd of "data_efficiency" in DeepSpeed's JSON specifies the details."""
 
     @property
     def acts(self) -> bool:
@@ -35,9 +35,10 @@ class RandomLTDConfig(KindConfig):
 
 @dataclass(frozen=True)
 class TokenDropping:
-    """Layers that drop tokens, counted from 0, ascending, of ``total`` layers. They keep ``lowest``
-    tokens at first and ``highest`` after ``steps`` steps, in multiples of ``increment``. ``name``
-    is the path in the JSON."""
+    """Schedule of token dropping. ``layers`` are the indices of the layers that drop tokens,
+    ascending, out of ``total`` layers. They keep ``lowest`` tokens per sample at first, and
+    ``highest`` after ``steps`` steps, in multiples of ``increment``. ``name`` is the schedule's
+    path in the JSON."""
 
     name: str
     total: int
@@ -49,8 +50,8 @@ class TokenDropping:
     model_type: str | None = None
 
     def reserved(self, iteration: int) -> int:
-        """The tokens that a layer keeps in the step after ``iteration`` steps: DeepSpeed's
-        ``fixed_linear``, which it also evaluates in floating point."""
+        """Return the number of tokens per sample that a layer keeps after ``iteration`` completed
+        steps. This is DeepSpeed's ``fixed_linear`` schedule, in floating point as in DeepSpeed."""
         if self.lowest == self.highest:
             return self.highest
         share = float(iteration) / self.steps
@@ -59,27 +60,28 @@ class TokenDropping:
 
     @property
     def last(self) -> int:
-        """Number of steps from which on the reserved length is the same."""
+        """Number of steps after which the number of kept tokens is constant."""
         if self.highest == self.lowest:
             return 1
         span = self.highest - self.lowest
         return math.ceil(self.steps * (span + self.increment) / span) + 1
 
     def mean_length(self, length: int, reserved: int) -> int:
-        """Tokens of a sample of ``length`` that count as consumed: the mean over the layers."""
+        """Return the number of tokens per sample that count as consumed: the mean over all layers,
+        if a sample has ``length`` tokens, of which layers keep ``reserved``."""
         dropping = len(self.layers)
         if reserved >= length:
             return length
         return (length * (self.total - dropping) + reserved * dropping) // self.total
 
     def changes(self) -> Iterator[tuple[int, int]]:
-        """The numbers of steps after which the reserved length is another: (steps, length)."""
+        """Yield (completed steps, number of kept tokens) for step 0 and for each change."""
         from megatron.features.curriculum.order import changes
 
         return changes(self.reserved, 0, self.last)
 
     def check(self, config: Any, resolver: ConfigResolver) -> None:
-        """Refuse models and layouts in which no layer can drop tokens. Raises ConfigError."""
+        """Report models and layouts in which layers cannot drop tokens."""
         model, parallel = config.model, config.parallel
         kind, layers = MODEL_TYPES.get(model.family), model.num_layers
         resolver.check(
@@ -145,8 +147,8 @@ class TokenDropping:
 
 
 def dropping_of(config: Any) -> TokenDropping | None:
-    """The dropping of a :class:`~megatron.config.run.RunConfig`; None for none. Raises ConfigError
-    if its section is wrong."""
+    """Return the token dropping that a :class:`~megatron.config.run.RunConfig` describes, or None
+    if it is disabled. Raises ConfigError if its JSON section is invalid."""
     section = token_dropping(config.section(CurriculumConfig))
     if section is None or not config.section(RandomLTDConfig).random_ltd:
         return None
@@ -154,7 +156,7 @@ def dropping_of(config: Any) -> TokenDropping | None:
 
 
 def read_dropping(section: Section) -> TokenDropping:
-    """The dropping that an enabled section of the JSON describes. Raises ConfigError."""
+    """Parse the JSON section of enabled token dropping. Raises ConfigError if it is invalid."""
     section.only(*_KEYS)
     if section.section("layer_token_lr_schedule").enabled:
         raise ConfigError(

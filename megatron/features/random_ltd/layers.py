@@ -1,12 +1,12 @@
-"""Layers that compute a random part of the tokens.
+"""Layers that compute only randomly chosen tokens.
 
-A layer gathers the tokens that it keeps, in their order, computes them alone, with the positions
-that they have in the text, and puts its output in their places; the others pass it unchanged. Which
-tokens are kept is a function of the micro batch's seed and of the layer, so that it is the same on
-all tensor-parallel ranks and pipeline stages, in a recomputation, and after a resume.
+A layer gathers the tokens that it keeps, in their order, and computes only these, with their
+positions in the text. It scatters its output back to their places; other tokens pass the layer
+unchanged. The choice of tokens depends only on the micro batch's seed and on the layer, so that it
+is the same on all tensor-parallel ranks and pipeline stages, in recomputation, and after a resume.
 
-Shapes: B batch, S sequence (a rank's slice of it where the region is split), H hidden, R tokens
-that are kept, L layers that drop tokens.
+Shapes: B batch, S sequence (with sequence parallelism, a rank's slice), H hidden size, R kept
+tokens, L layers that drop tokens.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megatron.training.trainer import Callback, Step, Trainer
 def kept_tokens(
     seed: int, layers: int, samples: int, length: int, kept: int, device: torch.device
 ) -> Tensor:
-    """The tokens that each layer keeps of each sample, int64 [L, B, R], ascending: drawn without
-    replacement as ``torch.multinomial`` draws them with equal weights, which would synchronize with
-    a GPU. One tensor for all layers of a micro batch."""
+    """Draw the indices of the tokens that each layer keeps in each sample, int64 [L, B, R],
+    ascending. They are drawn without replacement, like ``torch.multinomial`` with equal weights,
+    but without its GPU synchronization. One tensor serves all layers of a micro batch."""
     random = torch.Generator(device).manual_seed(seed)
     waits = torch.empty(layers * samples, length, device=device).exponential_(generator=random)
     first = waits.reciprocal_().topk(kept).indices.sort().values
@@ -46,7 +46,8 @@ def kept_tokens(
 
 @dataclass
 class DroppingStep:
-    """The step that the layers of a model are in: ``iteration`` steps were before it."""
+    """Training progress shared by a model's layers: the number of completed steps,
+    ``iteration``."""
 
     dropping: TokenDropping
     iteration: int = 0
@@ -58,8 +59,9 @@ class DroppingStep:
 
 @dataclass(frozen=True)
 class DroppingLayer:
-    """Runs a block on the kept tokens in training steps, and on all tokens outside of training;
-    ``number``: its place among such blocks; ``forward``: its ordinary pass."""
+    """Forward pass of a block that computes only the kept tokens in training, and all tokens
+    otherwise. ``number`` is the block's index among the blocks that drop tokens, and ``forward``
+    its regular forward pass."""
 
     number: int
     step: DroppingStep
@@ -88,8 +90,9 @@ class DroppingLayer:
         return state.changed(hidden=put_BSH, pending=None, losses=after.losses)
 
     def _masks(self, masks: AttentionMasks | None, kept_BR: Tensor) -> AttentionMasks | None:
-        """Return the masks of the kept tokens. A sample without any kept text attends to its
-        padding: a query must see a key, and padding reaches no loss."""
+        """Return the masks for the kept tokens. If all kept tokens of a sample are padding, they
+        are not masked, because a query must attend to some key. Padding does not affect the
+        loss."""
         if masks is None:
             return None
         ids_BR = masks.document_ids
@@ -103,29 +106,28 @@ class DroppingLayer:
 
 
 def _at(values_BS: Tensor | None, kept_BR: Tensor) -> Tensor:
-    """Return the kept tokens' values among all tokens' values; by default their positions."""
+    """Return the values of the kept tokens, or their positions if ``values_BS`` is None."""
     if values_BS is None:
         return kept_BR
     return values_BS.expand(len(kept_BR), -1).gather(1, kept_BR)
 
 
 def put_back(x_BSH: Tensor, y_BRH: Tensor, kept_BR: Tensor, tp: TensorParallel) -> Tensor:
-    """``x_BSH`` with other values of the kept tokens; of a split region this rank's slices [B, S/t,
-    H] and [B, R/t, H] on each of t ranks."""
+    """Return ``x_BSH`` with the kept tokens' hidden states replaced by ``y_BRH``. With sequence
+    parallelism on t ranks, these are the rank's slices [B, S/t, H] and [B, R/t, H]."""
     y_BRH = y_BRH.to(x_BSH.dtype)
     if not tp.split:
         return x_BSH.scatter(1, kept_BR[..., None].expand_as(y_BRH), y_BRH)
     y_BRH, length = tp.enter(y_BRH), x_BSH.shape[1]
     own_BR = kept_BR - tp.group.rank * length
-    # Those of other ranks go to a row after the last.
+    # Scatter other ranks' tokens to an extra row at the end, which is then dropped.
     own_BR = own_BR.masked_fill((own_BR < 0) | (own_BR >= length), length)
     longer = torch.cat([x_BSH, torch.zeros_like(x_BSH[:, :1])], 1)
     return longer.scatter(1, own_BR[..., None].expand_as(y_BRH), y_BRH)[:, :length]
 
 
 def with_dropping(spec: ModelSpec, dropping: TokenDropping, model: ModelConfig) -> ModelSpec:
-    """Return the model whose layers drop tokens in training; :func:`begin_step` says which step it
-    is."""
+    """Return the specification with layers that drop tokens. Call :func:`begin_step` every step."""
     places = {f"layers.{layer}": number for number, layer in enumerate(dropping.layers)}
     step = DroppingStep(dropping)
 
@@ -141,15 +143,15 @@ def with_dropping(spec: ModelSpec, dropping: TokenDropping, model: ModelConfig) 
 
 
 def begin_step(layers: Sequence[LayerSpec], iteration: int) -> None:
-    """Set the number of completed steps in the layers of a model that drop tokens."""
+    """Set the number of completed steps for the layers that drop tokens."""
     for layer in layers:
         if isinstance(layer.forward, DroppingLayer):
             layer.forward.step.iteration = iteration
 
 
 class LayerTokens(Callback):
-    """Announces each step to the layers, and counts the tokens that they have computed. ``state``
-    is DeepSpeed's checkpoint state, under the same names."""
+    """Callback that sets the layers' current step, and counts the tokens that they have computed.
+    ``state`` is stored in checkpoints under the same names as in DeepSpeed."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The lengths of a run whose layers drop tokens: the number of consumed tokens."""
+"""Number of consumed tokens in a run whose layers drop tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from megatron.features.random_ltd.flags import TokenDropping, dropping_of
 
 
 class DroppedLengths(GrowingLengths):
-    """The samples of other lengths. As in Megatron-DeepSpeed the mean over the layers is counted as
-    consumed; ``samples`` returns the samples consumed after a number of steps."""
+    """Sequence lengths of a run whose layers drop tokens. As in Megatron-DeepSpeed, the mean
+    over the layers counts as consumed. ``samples`` returns the samples consumed after a number
+    of steps."""
 
     def __init__(
         self, read: SequenceLengths, dropping: TokenDropping, samples: Callable[[int], int]
@@ -29,7 +30,7 @@ class DroppedLengths(GrowingLengths):
         self.grows = read.grows
 
     def reserved(self, iteration: int) -> int:
-        """Tokens that a layer keeps in the step after ``iteration`` steps."""
+        """Return the tokens per sample that a layer keeps after ``iteration`` completed steps."""
         return int(self._kept[bisect.bisect_right(self._changes, iteration) - 1])
 
     def shown(self, iteration: int) -> dict[str, int]:
@@ -45,8 +46,8 @@ class DroppedLengths(GrowingLengths):
 
 
 def layer_tokens(dropping: TokenDropping, steps: int, samples: Callable[[int], int]) -> int:
-    """Return the tokens that all layers together have computed after this many steps, as DeepSpeed
-    counts: layers that drop none have ``max_value``, whatever the samples' length."""
+    """Return the number of tokens computed after ``steps`` steps, summed over all layers. As in
+    DeepSpeed, layers without dropping count ``max_value`` per sample, whatever its length."""
     starts, kept = zip(*dropping.changes(), strict=True)
     consumed = [samples(min(start, steps)) for start in (*starts, steps)]
     count, others = len(dropping.layers), dropping.total - len(dropping.layers)
@@ -57,7 +58,7 @@ def layer_tokens(dropping: TokenDropping, steps: int, samples: Callable[[int], i
 
 
 class Dropping(DataKind):
-    """Counts the tokens of samples that layers read in part."""
+    """Data kind that counts the consumed tokens of runs whose layers drop tokens."""
 
     def lengths(
         self, config: RunConfig, lengths: SequenceLengths, samples: Callable[[int], int]

@@ -1,1 +1,1 @@
-"""Training on text files that are tokenized on the fly."""
+"""Training on text files that are tokenized during training."""

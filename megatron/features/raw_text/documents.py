@@ -1,4 +1,5 @@
-"""Documents of text files: offsets and lengths are indexed once, tokens made when needed."""
+"""Documents in text files. Record offsets and document lengths are indexed once; tokens are
+computed when they are read."""
 
 from __future__ import annotations
 
@@ -32,19 +33,20 @@ from megatron.features.raw_text.text_files import (
 )
 from megatron.util.digests import digest
 
-# Part of the cache entry's name: raise it when the meaning of the arrays changes.
+# Index version, part of each cache key. Increment it whenever the arrays' meaning changes.
 INDEX_VERSION = 1
 _KEPT_TOKENS = 1 << 22
 
 
 class RawTextDocuments:
-    """The documents of text files; `Documents` of megatron/data/samples.py.
+    """Documents in text files, with the interface `Documents` of megatron/data/samples.py.
 
-    Sequence i has the tokens of sequence i of the .bin/.idx that tools/preprocess_data.py makes of
-    the same files. Memory: the index is mapped from its cache entry, the text stays on disk, and
-    the last documents read are kept, up to 4 million tokens.
+    Sequence i has the same tokens as sequence i of the .bin/.idx that tools/preprocess_data.py
+    writes for the same files. The index is memory-mapped from its cache entry, and the text
+    stays on disk. Recently read documents are kept in memory, up to 4 million tokens.
 
-    Pickling (loader workers) opens the files again and loads the tokenizer again.
+    After unpickling, as in loader workers, the files are opened and the tokenizer is loaded
+    again.
     """
 
     def __init__(
@@ -70,10 +72,10 @@ class RawTextDocuments:
         cache: IndexCache | None = None,
         workers: int | None = None,
     ) -> RawTextDocuments:
-        """Index the documents of a file, folder or glob, or take the index from the cache, by
-        default `index-cache/` next to the data. `delim` is None for a comma in .csv and a tab in
-        .tsv. Raises FileNotFoundError; ValueError if a record is malformed, or no document is
-        found."""
+        """Index the documents of a file, folder or glob, or read the index from the cache, which by
+        default is `index-cache/` next to the data. A `delim` of None means a comma in .csv and a
+        tab in .tsv files. Raises FileNotFoundError if no file exists, and ValueError if a record is
+        malformed or no document has a token."""
         records = text_records(path, text_key, delim)
         depends_on: dict[str, Any] = {
             "version": INDEX_VERSION,
@@ -101,16 +103,16 @@ class RawTextDocuments:
         return len(self.sequence_lengths)
 
     def get(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
-        """`length` tokens (default: the rest) of sequence `index`, from token `offset` on. Raises
-        IndexError if there is no such sequence, or the range leaves it; ValueError if a file has
-        changed since it was indexed."""
+        """Return `length` tokens (default: all remaining ones) of sequence `index`, starting at
+        token `offset`. Raises IndexError if the sequence does not exist or is shorter, and
+        ValueError if a file has changed since it was indexed."""
         index, stop = checked_range(self.sequence_lengths, index, offset, length, self.prefix)
         document = int(np.searchsorted(self.document_indices, index, side="right")) - 1
         sequence = self._document(document)[index - int(self.document_indices[document])]
         return sequence[offset:stop]
 
     def verify(self) -> None:
-        """Raises ValueError, which names it, where a file has changed since it was indexed."""
+        """Raise ValueError if a file has changed since it was indexed. The error names the file."""
         for records in self._records:
             if TextFile.of(records.file.path) != records.file:
                 raise changed(records.file, 0)
@@ -154,7 +156,7 @@ class RawTextDocuments:
 
 
 class RawText(DataKind):
-    """Text files instead of .bin/.idx."""
+    """Data kind for text files instead of .bin/.idx."""
 
     def reader(self, data: DataPipeline) -> SourceReader:
         def open_text(path: str, source: DataSource) -> RawTextDocuments:
@@ -163,19 +165,25 @@ class RawText(DataKind):
 
         return SourceReader(open_text, data.recipe())
 
-    def texts(self, config: RunConfig, sources: Sequence[DataSource]) -> Iterator[str]:
-        for source in sources:
-            for path in source.paths:
-                yield from read_texts(path, with_key_of(source, config.section(RawTextConfig)))
-
 
 KIND = RawText()
 
 
+def texts_of(config: RunConfig, sources: Sequence[DataSource]) -> Iterator[str]:
+    """Return the texts of all files of the sources. Sources that are made by a program are made
+    first."""
+    for source in sources:
+        source.make()
+    flags = config.section(RawTextConfig)
+    for source in sources:
+        for path in source.paths:
+            yield from read_texts(path, with_key_of(source, flags))
+
+
 @lru_cache(maxsize=1)
 def text_encoder(data: DataPipeline) -> TextEncoder:
-    """Encodes a run's raw text, sentence by sentence where its samples need it. One for all files
-    and kinds, so that its tokenizer is loaded once."""
+    """Return the encoder for a run's raw text. It splits texts if samples consist of sentences. It
+    is cached, so that all files and data kinds share one loaded tokenizer."""
     config = data.config
     settings = text_settings(
         config.section(RawTextConfig), config.tokenizer, data.unit == "sentence"
@@ -184,16 +192,17 @@ def text_encoder(data: DataPipeline) -> TextEncoder:
 
 
 def with_key_of(source: DataSource, config: RawTextConfig) -> RawTextConfig:
-    """The configuration with the source's own key, if it names one."""
+    """Return the configuration with the source's own text key, if it has one."""
     return dataclasses.replace(config, text_key=source.text_key or config.text_key)
 
 
 def text_settings(
     config: RawTextConfig, tokenizer: TokenizerConfig, sentences: bool = False
 ) -> TextSettings:
-    """Settings by which texts become sequences. `sentences` makes each sentence a sequence, for
-    BERT and T5, without an end-of-document token: the lines of a text with --presplit-sentences,
-    else what NLTK's punkt finds, or rules where its data is not installed."""
+    """Return the settings that convert texts into sequences. With `sentences`, for BERT and T5,
+    each sentence is a sequence and no end-of-document token is added. With --presplit-sentences,
+    each line of a text is a sentence; otherwise NLTK's punkt finds sentences, or a set of rules if
+    punkt's data is not installed."""
     split = sentences and not config.presplit_sentences
     return TextSettings(
         tokenizer,
@@ -206,16 +215,16 @@ def text_settings(
 def open_raw_text(
     path: str, config: RawTextConfig, encoder: TextEncoder, cache: IndexCache
 ) -> RawTextDocuments:
-    """The documents of one data path; `encoder` has the settings of `text_settings`. Errors: see
-    `RawTextDocuments.open`."""
+    """Open the documents at a data path. `encoder` must have been created with the result of
+    `text_settings`. Raises the errors of `RawTextDocuments.open`."""
     return RawTextDocuments.open(
         path, encoder, text_key=config.text_key, delim=_delim(config), cache=cache
     )
 
 
 def read_texts(path: str, config: RawTextConfig) -> Iterator[str]:
-    """Return the texts of one data path, unchanged. Raises FileNotFoundError; ValueError if a
-    record is malformed."""
+    """Yield the untokenized texts at a data path. Raises FileNotFoundError if no file exists, and
+    ValueError if a record is malformed."""
     for records in text_records(path, config.text_key, _delim(config)):
         for span in records.ranges():
             for batch in batches(records, span):
@@ -223,4 +232,5 @@ def read_texts(path: str, config: RawTextConfig) -> Iterator[str]:
 
 
 def _delim(config: RawTextConfig) -> str | None:
-    return "\t" if config.delim == r"\t" else config.delim  # as shells pass it on
+    # a shell passes \t as a backslash and a t
+    return "\t" if config.delim == r"\t" else config.delim

@@ -1,5 +1,4 @@
-"""Texts to the token sequences of their documents, or of their sentences: for preprocessing and for
-raw text alike."""
+"""Conversion of texts into token sequences, one per document or sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ from megatron.util.digests import digest_of_parts
 
 Span = tuple[int, int]
 SpanFinder = Callable[[str], Iterable[Span]]
-"""Text to the (start, end) of each sentence; what is between two of them is white space."""
+"""Function that yields the (start, end) character offsets of each sentence in a text. Only white
+space may be between sentences."""
 
 _ABBREVIATIONS = {
     "english": "mr mrs ms dr prof rev gen col capt lt sgt sen rep gov hon st jr sr vs etc inc ltd "
@@ -45,8 +45,8 @@ _NEXT_START = re.compile(r"\s*[\"'“‘«(\[¿¡]*(.?)", re.DOTALL)
 
 
 class SentenceSplitter:
-    """Text to its sentences, without the white space between them. With `keep_newlines`, the line
-    breaks after a sentence stay at its end."""
+    """Callable that splits a text into sentences, without the white space between them. With
+    `keep_newlines`, line breaks after a sentence remain at its end."""
 
     def __init__(self, find_spans: SpanFinder, keep_newlines: bool = False) -> None:
         self._find_spans = find_spans
@@ -62,8 +62,8 @@ class SentenceSplitter:
 
 
 def build_splitter(kind: str, lang: str, keep_newlines: bool) -> SentenceSplitter:
-    """The splitter of --sentence-splitter `kind` ("rules" or "punkt") for a language. Raises
-    ConfigError if `kind` is punkt, and NLTK or its data for the language is missing."""
+    """Return the splitter for a language and a `kind` of --sentence-splitter ("rules" or "punkt").
+    Raises ConfigError if `kind` is punkt and NLTK or its data for the language is missing."""
     if kind == "rules":
         abbreviations = frozenset(_ABBREVIATIONS.get(lang, "").split())
         return SentenceSplitter(lambda text: rule_spans(text, abbreviations), keep_newlines)
@@ -78,14 +78,15 @@ def build_splitter(kind: str, lang: str, keep_newlines: bool) -> SentenceSplitte
 
 
 def available_splitter(lang: str) -> str:
-    """Return the splitter that --sentence-splitter auto means on this machine."""
+    """Return the kind of splitter that --sentence-splitter auto selects on this machine: punkt if
+    its data is installed, otherwise rules."""
     return "rules" if _punkt(lang) is None else "punkt"
 
 
 def rule_spans(text: str, abbreviations: frozenset[str] = frozenset()) -> Iterator[Span]:
-    """Sentences by rules. One ends at . ! ? … before white space and at 。！？, unless the full
-    stop belongs to an abbreviation or an initial ("J. S. Bach"), or a small letter follows; and at
-    an empty line."""
+    """Yield the (start, end) offsets of sentences, found by rules. A sentence ends at . ! ? …
+    before white space, at 。！？, and at an empty line. It does not end at the full stop of an
+    abbreviation or an initial ("J. S. Bach"), or before a lower-case letter."""
     start = _skip_space(text, 0)
     for match in _END.finditer(text):
         end = match.end()
@@ -126,7 +127,8 @@ def _punkt(lang: str) -> SpanFinder | None:
         from nltk.tokenize.punkt import PunktTokenizer
 
         return PunktTokenizer(lang).span_tokenize
-    except (ImportError, LookupError, ValueError):  # no nltk, no data, no such language
+    # NLTK, its data, or its data for this language is missing
+    except (ImportError, LookupError, ValueError):
         return None
 
 
@@ -135,25 +137,26 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class TextSettings:
-    """Everything that decides which tokens a text becomes."""
+    """Settings that determine a text's tokens and how they are divided into sequences."""
 
     tokenizer: TokenizerConfig
     append_eod: bool = False
-    """End each document with the tokenizer's end-of-document token."""
+    """True if each document ends with the tokenizer's end-of-document token."""
     presplit_sentences: bool = False
-    """A text contains one sentence per line."""
+    """True if a text contains one sentence per line."""
     splitter: str | None = None
-    """Else what finds sentences ("rules" or "punkt"); None: a document is one sequence."""
+    """Sentence splitter ("rules" or "punkt") for texts that are not presplit. None makes each
+    document one sequence."""
     lang: str = "english"
     keep_newlines: bool = False
 
 
 class TextEncoder:
-    """Encodes texts; loads its tokenizer on first use, once in every process. Pickles as its
-    settings."""
+    """Encoder that converts texts to token sequences. The tokenizer is loaded on first use, once in
+    every process; only the settings are pickled."""
 
     def __init__(self, settings: TextSettings, tokenizer: Tokenizer | None = None) -> None:
-        """`tokenizer`: the settings' tokenizer, if it is already loaded."""
+        """Create an encoder. `tokenizer` is the settings' tokenizer, if it is already loaded."""
         self.settings = settings
         if tokenizer is not None:
             self.tokenizer = tokenizer
@@ -163,24 +166,26 @@ class TextEncoder:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Raises as `build_tokenizer`."""
+        """Tokenizer defined by the settings. Raises the errors of `build_tokenizer`."""
         return build_tokenizer(self.settings.tokenizer)
 
     @cached_property
     def dtype(self) -> np.dtype:
-        """Dtype of the tokens in files and samples; the smallest that the vocabulary fits."""
+        """Dtype for storing tokens: the smallest one that fits the vocabulary."""
         return best_dtype(self.tokenizer.vocab_size)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Everything that the tokens of a text depend on, as JSON values; files by content."""
+        """Everything that determines a text's tokens, as JSON values, for use in a cache key. Files
+        are represented by a digest of their content."""
         values = dataclasses.asdict(self.settings)
         values["tokenizer"] = tokenizer_identity(self.settings.tokenizer)
         return values
 
     @cached_property
     def eod(self) -> npt.NDArray[np.int32] | None:
-        """Ends a document; int32[1]. Raises ValueError if the tokenizer has no such token."""
+        """End-of-document token, int32[1], or None if it is not appended. Raises ValueError if the
+        tokenizer has no such token."""
         if not self.settings.append_eod:
             return None
         try:
@@ -192,15 +197,17 @@ class TextEncoder:
 
     @cached_property
     def split(self) -> SentenceSplitter | None:
-        """Raises as `build_splitter`."""
+        """Sentence splitter; None if texts are not split by one. Raises the errors of
+        `build_splitter`."""
         if self.settings.splitter is None:
             return None
         settings = self.settings
         return build_splitter(self.settings.splitter, settings.lang, settings.keep_newlines)
 
     def __call__(self, texts: Sequence[str]) -> list[list[npt.NDArray[np.int32]]]:
-        """The sequences of each text's document; an empty list for a text without a token. Raises
-        ValueError if a text cannot be tokenized, or there is no end-of-document token."""
+        """Return each text's sequences: its sentences, or the whole document as one sequence. Empty
+        sequences are dropped, so a text without tokens gives an empty list. Raises ValueError if a
+        text cannot be tokenized, or if the end-of-document token does not exist."""
         sentences = [self._sentences(text) for text in texts]
         flat = [sentence for of_text in sentences for sentence in of_text]
         if self.settings.presplit_sentences or self.split is not None:
@@ -224,7 +231,7 @@ class TextEncoder:
 def refused(
     encode: Callable[[list[Item]], object], items: Sequence[Item]
 ) -> Iterator[tuple[int, ValueError]]:
-    """Numbers of the items that cannot be encoded, each tried alone, with their errors."""
+    """Encode each item separately, and yield (index, error) for those that raise ValueError."""
     for number, item in enumerate(items):
         try:
             encode([item])
@@ -233,10 +240,10 @@ def refused(
 
 
 def tokenizer_identity(config: TokenizerConfig) -> dict[str, Any]:
-    """The settings of a tokenizer as JSON values; a path of a file or folder is replaced by a
-    digest of its content."""
+    """Return a tokenizer's settings as JSON values, for use in a cache key. Paths to files or
+    folders are replaced by a digest of their content."""
     values = dataclasses.asdict(with_files(config))
-    for name in ("cache_dir", "bpe_library"):  # neither changes the ids
+    for name in ("cache_dir", "bpe_library"):  # neither affects the token ids
         del values[name]
     return {
         name: _with_content(value) if isinstance(value, str) else value
@@ -247,7 +254,7 @@ def tokenizer_identity(config: TokenizerConfig) -> dict[str, Any]:
 def _with_content(text: str) -> str:
     try:
         exists = Path(text).exists()
-    except OSError:  # too long for a path, for example
+    except OSError:  # the value is not a path, for example because it is too long
         exists = False
     return digest_of_parts(_contents(Path(text))) if exists else text
 

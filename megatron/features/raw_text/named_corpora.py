@@ -1,8 +1,8 @@
-"""Corpora that are classes: NAMED_CORPORA of data_utils/corpora.py, as in Megatron-LM of 2019.
+"""Corpora defined by classes: NAMED_CORPORA in data_utils/corpora.py, as in Megatron-LM of 2019.
 
-The texts of a class are written once, as a file with one JSON object per line, and are raw text
-from then on: the class is not needed by loader processes, nor where a run resumes. The file is
-named after all that it depends on.
+A class's texts are written once, to a JSON lines file. From then on they are raw text, and neither
+loader processes nor resumed runs need the class. The file name includes a digest of everything that
+affects the texts.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ _NOT_OURS = {"torch", *sys.stdlib_module_names}
 
 @dataclass(frozen=True)
 class NamedCorpora(Mapping[str, DataSource]):
-    """The sources of NAMED_CORPORA by name; none where data_utils/corpora.py does not exist. The
-    file of the working directory comes before others on Python's path. `str()` is its path."""
+    """Mapping from the names in NAMED_CORPORA to data sources. It is empty if data_utils/corpora.py
+    does not exist. A file in the working directory takes precedence over others on Python's path.
+    `str()` returns the file's path."""
 
     config: RawTextConfig
     cache_path: str | None = None
-    """The folder of `--data-cache-path`."""
+    """Value of `--data-cache-path`."""
 
     def __getitem__(self, name: str) -> DataSource:
-        """The file of a corpus, which `DataSource.make` writes; ConfigError if its class cannot be
-        used."""
+        """Return the source for a corpus. Its file is written when `DataSource.make` is called.
+        Raises ConfigError if the corpus's class cannot be used."""
         corpus = _Corpus(name, _classes()[name], str(self), self._arguments())
         folder = IndexCache.next_to(corpus.path, self.cache_path).folder
         assert folder is not None
@@ -73,7 +74,7 @@ class NamedCorpora(Mapping[str, DataSource]):
         return str(getattr(_module(), "__file__", MODULE))
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments with which the data sets of 2019 were made."""
+        """Return the keyword arguments that Megatron-LM of 2019 passed to its dataset classes."""
         return {
             "text_key": self.config.text_key,
             "label_key": "label",
@@ -86,7 +87,7 @@ class NamedCorpora(Mapping[str, DataSource]):
 
 @contextmanager
 def _working_directory_first() -> Iterator[None]:
-    """Modules of data_utils/ are found in the working directory, where it has a corpora.py."""
+    """Within this context, import data_utils/ from the working directory if it has a corpora.py."""
     here = os.getcwd()
     if not Path(here, *MODULE.split(".")).with_suffix(".py").is_file():
         yield
@@ -131,9 +132,9 @@ class _Corpus:
     name: str
     cls: Any
     file: str
-    """The module that names it."""
+    """Path of the module that defines NAMED_CORPORA."""
     offered: Mapping[str, Any]
-    """Arguments of its constructor, where it accepts them."""
+    """Keyword arguments for the constructor. Those that it does not accept are omitted."""
 
     def __post_init__(self) -> None:
         from torch.utils.data import Dataset
@@ -169,7 +170,8 @@ class _Corpus:
         return {name: value for name, value in self.offered.items() if name in known}
 
     def digest(self) -> str:
-        """Return a digest of the data's names, sizes and dates, the code and the arguments."""
+        """Return a digest of the class's code, its arguments, and the names, sizes and modification
+        times of the data files."""
         root = Path(self.path)
         files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
         states = [
@@ -183,15 +185,15 @@ class _Corpus:
         return digest(json.dumps([_VERSION, self.cls.__qualname__, code, self.arguments(), states]))
 
     def texts(self) -> Iterator[str]:
-        """Its texts in order. Raises ValueError for an item that is not a text, and if a file that
-        the class reads cannot be read."""
+        """Yield the texts in order. Raises ValueError if an item is not a text, or if the class
+        cannot read a file."""
         try:
             yield from self._texts()
-        except OSError as error:  # not to be taken for one of the file that is written
+        except OSError as error:  # the caller takes an OSError for one of the output file
             raise ValueError(f"{self}: {error}") from error
 
     def _own_classes(self) -> list[type]:
-        """Return the class and its bases, up to torch's and Python's own."""
+        """Return the class and its base classes, except those from torch and Python."""
         return [c for c in self.cls.__mro__ if c.__module__.split(".")[0] not in _NOT_OURS]
 
     def _texts(self) -> Iterator[str]:

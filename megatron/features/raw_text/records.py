@@ -1,4 +1,4 @@
-"""Records of JSON lines and JSON arrays, read one at a time in bounded memory."""
+"""Reading of JSON lines and JSON arrays one record at a time, in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ import orjson
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LONGEST_RECORD = 1 << 26
-"""Bytes of a line or an array's item; a longer one is an error. preprocess_data.py has a flag."""
+"""Default maximum size, in bytes, of a line or array item. Longer ones are an error.
+preprocess_data.py has a flag for it."""
 MAX_DEPTH = 1024
-"""Brackets inside brackets; orjson's limit."""
+"""Maximum nesting depth of JSON; orjson has the same limit."""
 _SKIPPED_BYTES = 1 << 20
 _ARRAY_BYTES = 1 << 18
 _SPACE = " \t\r\n"
 _STRING = re.compile(rb'"[^"]*"?')
-"""In JSON without escapes. It may lack its end, so that no attempt to match ever fails, which would
-take time with each of the quotes in a line."""
+"""JSON string without escapes. The closing quote is optional, so that a match never fails; a
+failure at each of a line's quotes would take quadratic time."""
 _STEPS = np.array([(byte in b"[{") - (byte in b"]}") for byte in range(256)], np.int8)
-"""By how much a byte changes the depth."""
+"""Change of the nesting depth by each byte: 1 for an opening bracket, -1 for a closing one."""
 
 
 @dataclass(frozen=True)
 class BadLine:
     number: int
-    """Counted from 1."""
+    """Line number, counted from 1."""
     reason: str
-    """The kind of error, the same words for all such lines."""
+    """Kind of error, with the same wording for all lines that have it."""
     detail: str
-    """Fault of this line."""
+    """Details of this line's error."""
 
 
 def long_line(line: bytes, number: int, longest: int | None = None) -> BadLine | None:
-    """Return an error if a line has more than `longest` bytes (default: `LONGEST_RECORD`), not all
-    of which need to have been read."""
+    """Return an error if a line has more than `longest` bytes (default: `LONGEST_RECORD`), else
+    None. A truncated line is enough, if its prefix has more than `longest` bytes."""
     longest = LONGEST_RECORD if longest is None else longest
     if len(line) <= longest:
         return None
@@ -53,23 +54,24 @@ def read_lines(
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[tuple[int, bytes]]:
-    """Offset and content, without the line break, of the lines that begin in a range of bytes. Only
-    about the first `longest + 1` bytes of a longer line are read and returned; the caller
-    recognises it by its length. With `start`, the stream must be seekable."""
+    """Yield (offset, content) of each line that begins in the byte range `start` to `stop`, without
+    the line break. A line that is too long is truncated to about `longest + 1` bytes, and the
+    caller recognises it by this length. The stream must be seekable if `start` is not 0."""
     at = start
     if start:
         assert stop is not None
         stream.seek(start - 1)
         before = stream.readline(stop - start + 1)
         if not before.endswith(b"\n"):
-            return  # the whole range is inside one line, which begins before it
+            return  # the whole range is inside a line that begins earlier
         at += len(before) - 1
     elif stream.peek(3)[:3] == BYTE_ORDER_MARK:  # type: ignore[attr-defined]
         at = len(stream.read(3))
     while (stop is None or at < stop) and (line := stream.readline(longest + 2)):
         yield at, line.removesuffix(b"\n")
         at += len(line)
-        while not line.endswith(b"\n") and (stop is None or at < stop):  # the rest of a long line
+        # skip the remainder of a long line
+        while not line.endswith(b"\n") and (stop is None or at < stop):
             line = stream.readline(_SKIPPED_BYTES)
             at += len(line)
             if not line:
@@ -77,7 +79,7 @@ def read_lines(
 
 
 def lines_in(path: Path | str, stop: int) -> int:
-    """Line breaks in the first `stop` bytes of a file."""
+    """Return the number of line breaks in the first `stop` bytes of a file."""
     lines, left = 0, stop
     with open(path, "rb") as file:
         while left > 0 and (block := file.read(min(left, _SKIPPED_BYTES))):
@@ -87,9 +89,9 @@ def lines_in(path: Path | str, stop: int) -> int:
 
 
 def texts_of_line(line: bytes, number: int, keys: Sequence[str]) -> list[str] | BadLine:
-    """The strings under `keys` in a line with a JSON object. Lines that orjson refuses are parsed
-    again by Python's parser, which accepts NaN and the like in other fields. The last value of a
-    repeated key counts."""
+    """Return the strings under `keys` in a line that is a JSON object, or the line's error. Lines
+    that orjson rejects are parsed again by Python's parser, which accepts NaN and similar values in
+    other fields. If a key is repeated, the last value counts."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -124,13 +126,14 @@ def _texts(record: Any, number: int, keys: Sequence[str]) -> list[str] | BadLine
 
 def _second_chance(line: bytes, number: int) -> Any:
     try:
-        text = line.decode("utf-8-sig")  # files put together may have a mark in the middle
+        # concatenated files may have byte order marks at line starts
+        text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         return BadLine(number, "not UTF-8", f"{error}: {_shortened(line)}")
     if is_too_deep(line):
         return BadLine(number, "nested too deeply", f"over {MAX_DEPTH} levels: {_shortened(line)}")
     try:
-        # As floats, numbers may have any number of digits.
+        # Parsing integers as floats allows any number of digits.
         return json.loads(text, parse_int=float)
     except RecursionError:
         return BadLine(number, "nested too deeply", _shortened(line))
@@ -139,7 +142,7 @@ def _second_chance(line: bytes, number: int) -> Any:
 
 
 def is_too_deep(text: bytes, most: int = MAX_DEPTH) -> bool:
-    """True if JSON, or what claims to be, has more than `most` brackets inside brackets."""
+    """Return whether JSON, valid or not, has more than `most` levels of nested brackets."""
     if text.count(b"[") + text.count(b"{") <= most:
         return False
     plain = _STRING.sub(b"", text.replace(b"\\\\", b"").replace(b'\\"', b""))
@@ -171,24 +174,24 @@ def _described(value: Any) -> str:
 
 
 class ArrayReader:
-    """The items of a JSON array as JSON text, one at a time.
+    """Iterator over the items of a JSON array, each as JSON text.
 
-    Not ijson, which parses three times as fast, a small part of the time next to tokenization: it
-    silently turns a lone surrogate into "?", ends at NaN, 1e999 or a long number in any field, and
-    reads an item without an end into memory.
+    ijson would parse three times as fast, but parsing takes little time compared with tokenization.
+    ijson also silently turns a lone surrogate into "?", stops at NaN, 1e999 or a long number in any
+    field, and reads an unterminated item into memory.
     """
 
     def __init__(self, stream: BinaryIO, max_bytes: int = LONGEST_RECORD) -> None:
-        """An item of more than `max_bytes` is an error."""
+        """Create a reader that raises an error for an item of more than `max_bytes` bytes."""
         self._stream, self._max_bytes = stream, max_bytes
         self._decode = codecs.getincrementaldecoder("utf-8")().decode
-        # Only the end of an item matters here: the caller parses keys and numbers.
+        # This only finds where an item ends; the caller parses its content.
         self._scan = json.JSONDecoder(parse_int=len, parse_float=len).raw_decode
         self._text, self._at, self._is_whole = "", 0, False
         self._number = 1
 
     def __iter__(self) -> Iterator[bytes]:
-        """Each item without line breaks. Raises ValueError if it is not a JSON array."""
+        """Yield each item without line breaks. Raises ValueError for anything but an array."""
         self._expect("[")
         if self._next_character() == "]":
             self._at += 1
@@ -212,7 +215,8 @@ class ArrayReader:
             except RecursionError:
                 raise self._error("nested too deeply") from None
             else:
-                if end < len(self._text) or self._is_whole:  # else a number may continue
+                # otherwise the item may be a number that continues
+                if end < len(self._text) or self._is_whole:
                     item = self._text[self._at : end].replace("\r", " ").replace("\n", " ")
                     self._at = end
                     return item.encode()
@@ -230,7 +234,8 @@ class ArrayReader:
         return character
 
     def _next_character(self) -> str:
-        """The next one that is not white space; empty at the end of the file."""
+        """Skip white space, and return the next character without consuming it. Return "" at the
+        end of the file."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in _SPACE:
                 self._at += 1

@@ -1,6 +1,7 @@
-"""The text files of a data path and their records by place: JSON lines, and tables in CSV or TSV.
+"""Text files at a data path, and access to their records by offset: JSON lines, and tables in CSV
+or TSV.
 
-A record is read again from its offset alone, so that no part of a file stays in memory.
+A record can be read from its offset alone, so that no file needs to stay in memory.
 """
 
 from __future__ import annotations
@@ -41,39 +42,40 @@ _DIGEST_BYTES = 1 << 16
 _DIGEST_BLOCKS = 64
 
 TextRecord = tuple[int, str | BadLine]
-"""Offset of a record in its file, and its text or what is wrong with it."""
+"""(offset of a record in its file, its text or its error)."""
 
 
 class TextFile(NamedTuple):
-    """A file and its state when it was opened."""
+    """Text file, with its size and modification time when it was opened."""
 
     path: str
     size: int
-    """Bytes."""
+    """Size in bytes."""
     modified_ns: int
 
     @classmethod
     def of(cls, path: str) -> TextFile:
-        """As it is now."""
+        """Return the file at a path, with its current size and modification time."""
         stat = os.stat(path)
         return cls(path, stat.st_size, stat.st_mtime_ns)
 
     @property
     def has_columns(self) -> bool:
-        """True if it is a table (.csv, .tsv) and not JSON lines."""
+        """True if the file is a table (.csv, .tsv) instead of JSON lines."""
         return self.path.endswith((".csv", ".tsv"))
 
     @property
     def identity(self) -> list[Any]:
-        """Name, size, time, and a digest of up to 64 evenly spaced blocks of 64 KiB: the first, the
-        last and some between."""
+        """File name, size, modification time, and a digest of up to 64 evenly spaced blocks of 64
+        KiB, including the first and the last, as JSON values."""
         digest = digest_of_sample(Path(self.path), _DIGEST_BLOCKS, _DIGEST_BYTES)
         return [os.path.basename(self.path), self.size, self.modified_ns, digest]
 
 
 def text_files(path: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[TextFile]:
-    """Return the files of a path: itself, or the sorted files of a folder (with one of `endings`)
-    or glob. Raises FileNotFoundError; ValueError if a file is compressed, or the path is a URL."""
+    """Return the files at a path: the file itself, all matches of a glob, or a folder's files with
+    one of `endings`. They are sorted. Raises FileNotFoundError if no file exists, and ValueError if
+    a file is compressed or the path is a URL."""
     files = [str(p) for p in expand(path, endings)]
     for name in files:
         if name.endswith(PACKED_ENDINGS) and not name.endswith(endings):
@@ -85,7 +87,7 @@ def text_files(path: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[TextF
 
 
 class TextRecords(ABC):
-    """The records of a file. Pickles as its arguments."""
+    """Records of a text file. Only the constructor's arguments are pickled."""
 
     def __init__(self, file: TextFile, key: str, delim: str | None = None) -> None:
         self.file, self._key, self._delim = file, key, delim
@@ -95,15 +97,15 @@ class TextRecords(ABC):
 
     @abstractmethod
     def ranges(self) -> list[tuple[int, int]]:
-        """Byte ranges that different processes may read."""
+        """Return (start, stop) byte ranges that different processes can read independently."""
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Iterator[TextRecord]:
-        """The records that begin in one of the ranges, empty ones left out."""
+        """Yield the nonempty records that begin in the byte range, which is one of `ranges`."""
 
     def text_at(self, start: int, stop: int) -> str:
-        """The text of the record at offset `start`, which ends at or before `stop`. Raises
-        ValueError if it is no longer there."""
+        """Return the text of the record that begins at byte `start` and ends at or before `stop`.
+        Raises ValueError if the bytes are no longer a valid record because the file has changed."""
         text = self._first(os.pread(self._open.fileno(), stop - start, start))
         if isinstance(text, BadLine):
             raise changed(self.file, start)
@@ -118,7 +120,7 @@ class TextRecords(ABC):
 
 
 class JsonLines(TextRecords):
-    """A file with one JSON object per line; the text is the string under a key."""
+    """Records of a file with one JSON object per line. The text is the string under a given key."""
 
     def ranges(self) -> list[tuple[int, int]]:
         starts = range(0, self.file.size, _RANGE_BYTES)
@@ -139,9 +141,9 @@ class JsonLines(TextRecords):
 
 
 class Table(TextRecords):
-    """A .csv or .tsv file whose first row names the columns; the text is in one of them. Fields of
-    a table with commas may be quoted, with line breaks in them; in one with tabs a quotation mark
-    is an ordinary character."""
+    """Records of a CSV or TSV file. Its first row has the column names, one of which is the text's.
+    In a comma-separated table, fields may be quoted and contain line breaks. In a tab-separated
+    one, a quotation mark is an ordinary character."""
 
     def __init__(self, file: TextFile, key: str, delim: str | None) -> None:
         super().__init__(file, key, delim or ("\t" if file.path.endswith(".tsv") else ","))
@@ -149,7 +151,7 @@ class Table(TextRecords):
             raise ValueError(f"--delim {delim!r} must be one character, such as ';'")
 
     def ranges(self) -> list[tuple[int, int]]:
-        """The whole file: where a row begins is known only from the rows before it."""
+        """Return the whole file as one range, because a row's start depends on all earlier rows."""
         return [(0, self.file.size)]
 
     def read(self, start: int, stop: int) -> Iterator[TextRecord]:
@@ -199,18 +201,19 @@ class _Unquoted(csv.excel):
 
 
 class TableRows(Iterator[tuple[int, list[str]]]):
-    """The rows of a table, each after its offset."""
+    """Iterator over a table's rows, which yields (offset, fields)."""
 
     def __init__(self, file: BinaryIO, delim: str, strict: bool = False) -> None:
-        """``strict``: a quotation mark that is not closed is an error (csv.Error)."""
-        csv.field_size_limit(LONGEST_RECORD)  # in the whole process; 131,072 characters by default
+        """Create an iterator. With ``strict``, an unclosed quotation mark raises csv.Error."""
+        # this limit is process-wide; the default is 131,072 characters
+        csv.field_size_limit(LONGEST_RECORD)
         self._file, self._position, self.row_start = file, 0, 0
         style = csv.excel if delim != "\t" else _Unquoted
         self._rows = csv.reader(self._lines(), style, delimiter=delim, strict=strict)
 
     @property
     def line(self) -> int:
-        """Number of the last line read, counted from 1."""
+        """Number of the last line that was read, counted from 1."""
         return self._rows.line_num
 
     def __next__(self) -> tuple[int, list[str]]:
@@ -227,8 +230,9 @@ class TableRows(Iterator[tuple[int, list[str]]]):
 
 
 def text_records(path: str, text_key: str, delim: str | None) -> list[TextRecords]:
-    """The records of a file, folder or glob, file by file. `text_key` is the key or column of the
-    text; `delim` is None for a comma in .csv and a tab in .tsv. Raises FileNotFoundError."""
+    """Return the records at a path, one `TextRecords` per file. The path is a file, folder or glob.
+    `text_key` is the text's JSON key or column. A `delim` of None means a comma in .csv and a tab
+    in .tsv files. Raises FileNotFoundError if no file exists."""
     return [
         (Table if file.has_columns else JsonLines)(file, text_key, delim)
         for file in text_files(path)
@@ -236,7 +240,7 @@ def text_records(path: str, text_key: str, delim: str | None) -> list[TextRecord
 
 
 def changed(file: TextFile, offset: int) -> ValueError:
-    """Return the error of a record that is not at its recorded place."""
+    """Return the error for a record that is no longer at its indexed offset."""
     return ValueError(
         f"{file.path} has changed while it was in use: there is a different record at byte "
         f"{offset} than when it was indexed; start the run again (its samples will be different)"
@@ -246,7 +250,7 @@ def changed(file: TextFile, offset: int) -> ValueError:
 logger = logging.getLogger(__name__)
 
 _WORTH_PROCESSES = 1 << 25
-"""Bytes of text from which starting processes, each with its tokenizer, pays."""
+"""Bytes of text from which worker processes are worth starting. Each loads its own tokenizer."""
 _TEXTS_AT_ONCE = 1000
 _CHARACTERS_AT_ONCE = 1 << 20
 _SHOWN_BYTES = 60
@@ -254,19 +258,21 @@ _SHOWN_BYTES = 60
 
 Range = tuple[TextRecords, tuple[int, int]]
 Scanned = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""The d nonempty documents of a range: the starts of their records in the file, int64[d]; tokens in
-each of n sequences, int32[n]; sequences per document, int32[d]."""
+"""Arrays for the d nonempty documents in a byte range: offset of each record in the file,
+int64[d]; number of tokens in each of the n sequences, int32[n]; number of sequences per
+document, int32[d]."""
 
 
 def scan(
     records: Sequence[TextRecords], encoder: TextEncoder, workers: int | None = None
 ) -> dict[str, np.ndarray]:
-    """Reads all records and counts the tokens of their documents, by default in one process for
-    each processor for 32 MiB of text or more.
+    """Read all records and count the tokens of their documents. By default, one process per
+    processor is used for 32 MiB of text or more, and otherwise only this process.
 
-    Returns record_offsets, int64[documents]: where each record begins, in the files back to back;
-    sequence_lengths, int32[sequences]; document_indices, int64[documents + 1]. Raises ValueError if
-    a record is malformed or cannot be tokenized; ChildProcessError if a process died.
+    Return record_offsets, int64[documents], the start of each record in the concatenated files;
+    sequence_lengths, int32[sequences]; and document_indices, int64[documents + 1]. Raises
+    ValueError if a record is malformed or cannot be tokenized, and ChildProcessError if a process
+    died.
     """
     *bases, size = accumulate((r.file.size for r in records), initial=0)
     ranges = [
@@ -309,7 +315,8 @@ def _scan_range(records: TextRecords, span: tuple[int, int], encoder: TextEncode
             documents = encoder(texts)
         except ValueError:
             bad = dict(refused(encoder, texts))
-            if len(bad) < len(texts) or len(texts) == 1:  # else it is about all of them
+            # if every text fails, the error is not specific to one
+            if len(bad) < len(texts) or len(texts) == 1:
                 place, error = next(iter(bad.items()))
                 where = located(records, starts[place])
                 raise ValueError(f"{where}: a text that cannot be tokenized ({error})") from None
@@ -323,8 +330,8 @@ def _scan_range(records: TextRecords, span: tuple[int, int], encoder: TextEncode
 
 
 def batches(records: TextRecords, span: tuple[int, int]) -> Iterator[list[tuple[int, str]]]:
-    """Offsets and texts of the records that begin in a range of bytes, a bounded number at a time.
-    Raises ValueError if a record is malformed."""
+    """Yield batches of (offset, text) for the records that begin in a byte range. Batches have a
+    bounded size. Raises ValueError if a record is malformed."""
     batch: list[tuple[int, str]] = []
     characters = 0
     for start, text in records.read(*span):
@@ -342,7 +349,7 @@ def batches(records: TextRecords, span: tuple[int, int]) -> Iterator[list[tuple[
 
 
 def located(records: TextRecords, offset: int) -> str:
-    """File and line (from 1) of a record, for a message."""
+    """Return a record's file and line number (from 1), for an error message."""
     return f"{records.file.path}, line {1 + lines_in(records.file.path, offset)}"
 
 
@@ -362,8 +369,8 @@ def _wanted(records: TextRecords) -> str:
 
 
 def say_what_changed(folder: Path | None, depends_on: dict[str, Any], name: str) -> None:
-    """Warns when the cache contains an index of an earlier version of the same files."""
-    now = json.loads(json.dumps(depends_on))  # tuples become lists, as in the file
+    """Warn if the cache has an index of the same files with other content, and name those files."""
+    now = json.loads(json.dumps(depends_on))  # converts tuples to lists, as in the stored JSON
     files = {file[0]: file for file in now.pop("files")}
     for path in folder.glob(f"{name}-*/description.json") if folder is not None else ():
         try:

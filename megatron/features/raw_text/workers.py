@@ -1,4 +1,4 @@
-"""Worker processes: one that answers requests, and a map over several."""
+"""Worker processes: a process that answers requests, and an ordered map over several of them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 _SPAWN = multiprocessing.get_context("spawn")
-"""A forked child of a process with threads (Rust's, in tokenizers) may hang."""
+"""Start method of the workers. A forked child of a process with threads, such as those of the Rust
+tokenizers, may hang."""
 _SECONDS_TO_END = 5.0
-"""For which a process whose pipe is closed may still run; its exit status is known then."""
+"""Seconds to wait for a process to exit after its pipe is closed, to learn its exit code."""
 _ITEMS_PER_WORKER = 4
-"""Under way at a time, so that a worker need not wait for a slower one."""
+"""Number of items in flight per worker, so that a worker need not wait for a slower one."""
 
 
 def usable_processors() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class Worker(Generic[Request, Answer]):
-    """A process that answers requests over a pipe, one at a time, by the function that ``prepare``
-    makes there at the first request. It ends when the pipe is closed, also when its parent dies."""
+    """Process that answers requests over a pipe, one at a time. On the first request, it calls
+    ``prepare`` to create the function that answers. The process ends when the pipe is closed,
+    including when its parent dies."""
 
     def __init__(self, prepare: Callable[[], Callable[[Request], Answer]]) -> None:
         self.pipe, theirs = _SPAWN.Pipe()
@@ -43,15 +45,15 @@ class Worker(Generic[Request, Answer]):
         theirs.close()
 
     def send(self, request: Request) -> None:
-        """Sends a request; ChildProcessError if the process died."""
+        """Send a request. Raises ChildProcessError if the process died."""
         try:
             self.pipe.send(request)
         except OSError as error:
             raise self._death() from error
 
     def receive(self) -> Answer:
-        """The answer to the last request, or raises its error; ChildProcessError if the process
-        died."""
+        """Return the answer to the last request, or raise the request's error. Raises
+        ChildProcessError if the process died."""
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError) as error:
@@ -71,7 +73,7 @@ class Worker(Generic[Request, Answer]):
         )
 
     def stop(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self.pipe.close()
         self._process.join()
 
@@ -81,9 +83,10 @@ def map_in_order(
     prepare: Callable[[], Callable[[Request], Answer]],
     workers: int,
 ) -> Generator[tuple[Request, Answer], None, None]:
-    """Each item and its answer, in order, from several processes; a few items for each are in
-    memory at a time. With no workers, in this process. Not ProcessPoolExecutor: its processes live
-    on when their parent is killed. Raises ChildProcessError if a worker process died."""
+    """Yield (item, answer) in the items' order. ``workers`` processes compute the answers; 0 uses
+    this process. Only a few items per worker are in memory at a time. ProcessPoolExecutor is not
+    used, because its processes survive if their parent is killed. Raises ChildProcessError if a
+    worker died."""
     if not workers:
         answering = prepare()
         for item in items:
@@ -108,7 +111,7 @@ def map_in_order(
                     item = next(items)
                 except StopIteration:
                     break
-                except Exception as error:  # raised after all items before it
+                except Exception as error:  # raise it only after the answers to all earlier items
                     failure = error
                 else:
                     under_way.append((item, threads.submit(ask, item)))
@@ -129,9 +132,9 @@ def _described(error: BaseException) -> str:
 
 
 def _serve(pipe: Connection, prepare: Callable[[], Callable[[Any], Any]]) -> None:
-    """Main function of a worker process, until its parent closes the pipe or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees the Ctrl-C and ends its workers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    """Answer the requests of a worker process until its parent closes the pipe or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already provide the parallelism
     answering: Callable[[Any], Any] | None = None
     while True:
         try:
@@ -141,13 +144,13 @@ def _serve(pipe: Connection, prepare: Callable[[], Callable[[Any], Any]]) -> Non
         try:
             answering = answering or prepare()
             answer = answering(request)
-        except Exception as error:  # of any kind: the parent raises it
+        except Exception as error:  # the parent raises it, whatever it is
             answer = error
-        except BaseException as error:  # a panic of a library in Rust
+        except BaseException as error:  # such as a panic in a Rust library
             answer = ChildProcessError(f"a worker process failed: {_described(error)}")
         try:
             pipe.send(answer)
         except OSError:
             return
-        except Exception as error:  # which cannot be pickled
+        except Exception as error:  # the answer cannot be pickled
             pipe.send(ChildProcessError(f"a worker process failed: {_described(error)}"))

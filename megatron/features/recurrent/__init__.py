@@ -1,1 +1,1 @@
-"""Layers whose state has the same size after any number of tokens."""
+"""Recurrent layers (Mamba-2 and Gated DeltaNet), whose state has a fixed size."""

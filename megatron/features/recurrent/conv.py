@@ -1,8 +1,8 @@
-"""A causal convolution of each channel separately, followed by SiLU.
+"""Causal depthwise convolution followed by SiLU.
 
 Shapes: B samples, S tokens of this rank, P pieces of sequences, T tokens of a piece (see
-:mod:`megatron.features.recurrent.passing`), K tokens that an output depends on, C channels of this
-rank; E = K - 1 + T tokens with those before a piece, R rows of a chunk.
+:mod:`megatron.features.recurrent.passing`), K kernel width in tokens, C channels of this rank; E =
+K - 1 + T tokens of a piece and of its predecessors in the kernel, R rows of a chunk.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megatron.parallel.shard import Cut, Init, Shard, parameter
 from megatron.parallel.tensor_parallel import TensorParallel
 
 _CHUNK = 1 << 16
-"""Elements of a chunk of rows: 256 KiB in float32 stay in a core's cache."""
+"""Number of elements in a chunk of rows. In float32 these 256 KiB fit into a core's cache."""
 
 
 class CausalConvolution(nn.Module):
-    """y_t = silu(bias + sum over j < K of weight_j x_(t - K + 1 + j)) of each channel, where x of
-    another document or before the sequence is zero.
+    """Causal depthwise convolution with SiLU: y_t = silu(bias + sum over j < K of weight_j x_(t - K
+    + 1 + j)) in each channel, where x of another document or before the sequence is zero.
 
-    ``channels`` are the widths of fused inputs, each cut by itself over tensor-parallel ranks. The
-    weight is [C, K], the last column for the current token; it and the bias start as in
-    torch.nn.Conv1d.
+    ``channels`` are the widths of the fused inputs, each of which is sharded separately over
+    tensor-parallel ranks. The weight is [C, K], with the last column for the current token. Weight
+    and bias are initialised as in torch.nn.Conv1d.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class CausalConvolution(nn.Module):
         self.bias = parameter(Shard((total,), cut), init, tp.coordinates) if bias else None
 
     def forward(self, x_PTC: Tensor, pieces: Pieces, before_PKC: Tensor | None = None) -> Tensor:
-        """[P, T, C] to the same shape and dtype. ``before_PKC``: the K - 1 inputs before each piece
-        where the caller has them, as in generation (:meth:`tail`)."""
+        """Convolve [P, T, C] into the same shape and dtype. ``before_PKC`` are the K - 1 inputs
+        before each piece, as from :meth:`tail` in generation; None gets them from other pieces."""
         if before_PKC is None:
             before_PKC = pieces.before(x_PTC, self.width - 1)
         x_PEC = torch.cat([before_PKC.to(x_PTC.dtype), x_PTC], 1)
@@ -55,12 +55,12 @@ class CausalConvolution(nn.Module):
         return _Convolution.apply(x_PEC, *self.taps(), *seen)
 
     def taps(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias of this rank's channels."""
+        """Return the weight and bias of this rank's channels."""
         return self.weight, self.bias
 
     def tail(self, x_BSC: Tensor, before_BKC: Tensor | None) -> Tensor:
-        """The K - 1 last inputs after more tokens of sequences, [B, K - 1, C]; those before them
-        are zeros at the start (None)."""
+        """Return the last K - 1 inputs of sequences after new tokens ``x_BSC``, [B, K - 1, C].
+        ``before_BKC`` are the inputs before them; None means zeros, at the start of a sequence."""
         kept = self.width - 1
         if before_BKC is None:
             return F.pad(x_BSC, (0, 0, max(0, kept - x_BSC.shape[1]), 0))[:, -kept:]
@@ -70,8 +70,8 @@ class CausalConvolution(nn.Module):
 def _convolved(
     x: Tensor, weight_CK: Tensor, bias_C: Tensor | None, seen: Sequence[Tensor]
 ) -> Tensor:
-    """The sums [..., R, C], from K - 1 + R rows of inputs, at least in float32; ``seen``: bool
-    [..., R, 1] for each of the K - 1 earlier inputs, or empty."""
+    """Return the convolution before SiLU, [..., R, C], of K - 1 + R rows of inputs, at least in
+    float32. ``seen`` has a mask, bool [..., R, 1], for each of the K - 1 earlier inputs, if any."""
     kind = torch.promote_types(x.dtype, torch.float32)
     x, weight_CK = x.to(kind), weight_CK.to(kind)
     last, rows = weight_CK.shape[1] - 1, x.shape[-2] - weight_CK.shape[1] + 1
@@ -85,7 +85,7 @@ def _convolved(
 
 
 class _Convolution(torch.autograd.Function):
-    """The same, chunk by chunk; only the inputs are kept."""
+    """Convolution and SiLU chunk by chunk, which save only the inputs for the backward pass."""
 
     @staticmethod
     def forward(
@@ -125,7 +125,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _chunks(x_PEC: Tensor, weight_CK: Tensor) -> Any:
-    """(piece, first row, end, inputs of these rows and the K - 1 before them)."""
+    """Yield (piece, first row, end, inputs of these rows and the K - 1 rows before them)."""
     pieces, length, channels = x_PEC.shape
     before = weight_CK.shape[1] - 1
     rows, step = length - before, max(1, _CHUNK // channels)

@@ -1,4 +1,4 @@
-"""Weights, FLOPs and kept activations of layers with states, and of blocks of one sublayer."""
+"""Weights, FLOPs and saved activations of recurrent layers, and of blocks with one sublayer."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from megatron.parallel.mesh import Group
 from megatron.parallel.tensor_parallel import TensorParallel
 
 _PASSES = {MAMBA: 2, DELTA: 3}
-"""Products of a token with a state: written and read; the delta rule reads it once more before."""
+"""Number of products of each token with a state: one to write and one to read. The delta rule also
+reads before it writes."""
 
 
 @dataclass(frozen=True)
 class MeanBlock:
-    """A block of a model on a tensor-parallel rank, the mean over all blocks.
+    """Block of a model on a tensor-parallel rank, averaged over all blocks.
 
     Attributes:
-        attention: share of the blocks that have softmax attention, ``mlp`` of those with an MLP or
-            experts; ``sublayers`` of a block, two in a transformer.
-        weights: matrices of layers with states.
-        products: forward FLOPs of a token in their states.
-        kept: numbers of a token that they keep for the backward pass: inputs and outputs of the
-            convolution, the gate, and the outputs of states and norm; ``again``: those of them that
-            selective recomputation computes again.
-        wide: float32 numbers of a token that the delta rule keeps without that recomputation.
+        attention: fraction of the blocks with softmax attention.
+        mlp: fraction of the blocks with an MLP or experts.
+        sublayers: number of sublayers per block, two in a transformer.
+        weights: elements of the matrices of recurrent layers.
+        products: forward FLOPs per token in the states of recurrent layers.
+        kept: elements per token that recurrent layers save for the backward pass: inputs and
+            outputs of the convolution, the gate, and the outputs of states and norm.
+        again: elements in ``kept`` that selective recomputation recomputes.
+        wide: float32 elements per token that the delta rule saves without selective
+            recomputation.
     """
 
     attention: float = 1.0
@@ -47,14 +50,15 @@ class MeanBlock:
 
 
 def _mixers(model: ModelConfig) -> tuple[str, ...]:
-    """Mixers of all blocks, including the multi-token prediction blocks, which equal the last."""
+    """Return the mixers of all blocks. Multi-token prediction blocks have the last block's
+    mixer."""
     mixers = model.part(PatternConfig).mixers
     return mixers + mixers[-1:] * model.blocks_ahead
 
 
 @lru_cache(maxsize=256)
 def mean_block(model: ModelConfig, tensor: int = 1) -> MeanBlock:
-    """Return the mean block of a complete model on one of ``tensor`` ranks."""
+    """Return the average block of a whole model on one of ``tensor`` tensor-parallel ranks."""
     mixers, last = _mixers(model), model.num_layers - 1
     if not mixers:
         return MeanBlock()
@@ -77,8 +81,8 @@ def mean_block(model: ModelConfig, tensor: int = 1) -> MeanBlock:
 
 
 def _of_delta_rule(part: DeltaConfig, heads: int, width: int, value_width: int) -> float:
-    """Numbers of a token that the chunks of the delta rule keep: matrices of a chunk's tokens,
-    queries, keys, values and solutions, and a state for each chunk."""
+    """Return the number of elements per token that the chunks of the delta rule save: matrices over
+    a chunk's tokens, queries, keys, values and solutions, and a state for each chunk."""
     groups = heads * part.linear_num_key_heads / part.linear_num_value_heads
     of_values = 4 * CHUNK + 3 * (width + value_width) + width * value_width / CHUNK
     return heads * of_values + groups * (2 * CHUNK + 5 * width)
@@ -86,7 +90,7 @@ def _of_delta_rule(part: DeltaConfig, heads: int, width: int, value_width: int) 
 
 @lru_cache(maxsize=64)
 def _weights(model: ModelConfig, mixer: str, tensor: int) -> int:
-    """Matrices of a layer on a rank, with the taps of its convolution."""
+    """Return the number of weights of a layer on a rank: its matrices and convolution kernel."""
     layer = model.part(PatternConfig).mixers.index(mixer)
     tp = TensorParallel(Group(tuple(range(tensor))))
     with torch.device("meta"):
@@ -95,8 +99,8 @@ def _weights(model: ModelConfig, mixer: str, tensor: int) -> int:
 
 
 def with_states(shape: TransformerShape, model: ModelConfig) -> TransformerShape:
-    """Return the shape with the products of layers with states instead of attention in their
-    blocks."""
+    """Return the shape with the FLOPs of recurrent layers in the blocks that have them instead of
+    attention."""
     mixers, mean = _mixers(model), mean_block(model)
     if not mixers:
         return shape

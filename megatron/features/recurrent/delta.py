@@ -1,11 +1,11 @@
-"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464), in chunks.
+"""Gated delta rule (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464), in chunks.
 
-Each head has a state S [D, V] that decays by one number a token, forgets what it has under the
-token's key, and takes up a value there (equation 10):
-S_t = exp(g_t) S_{t-1} + b_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T, and y_t = S_t^T q_t, where
-queries and keys are divided by their L2 norms and queries by the root of D, as in Qwen3-Next. In a
-chunk the updates are one triangular system (the WY form, section 3.3); between chunks only states
-are passed. Everything is computed in float32, or in float64 if the inputs are.
+Each head has a state S [D, V]. At each token it decays by a scalar, erases the value stored under
+the token's key, and stores a new value there (equation 10): S_t = exp(g_t) S_{t-1} + b_t k_t (v_t -
+exp(g_t) S_{t-1}^T k_t)^T, and y_t = S_t^T q_t, where queries and keys are divided by their L2 norms
+and queries by the square root of D, as in Qwen3-Next. Within a chunk the updates form a triangular
+system (the WY form, section 3.3). Between chunks only states are passed. Everything is computed in
+float32, or in float64 for float64 inputs.
 
 Shapes: P pieces of sequences, T tokens of a piece, C chunks, L tokens of a chunk, K query and key
 heads, R value heads for each, N = K x R value heads, D key width, V value width, X = P x N.
@@ -24,7 +24,7 @@ from megatron.features.recurrent.flags import CHUNK
 from megatron.features.recurrent.passing import Pieces
 
 _EPSILON = 1e-6
-"""Added to the squared norms of queries and keys, as in flash-linear-attention."""
+"""Constant added to the squared norms of queries and keys, as in flash-linear-attention."""
 
 
 def gated_delta_rule(
@@ -37,14 +37,14 @@ def gated_delta_rule(
     state: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [P, T, N, V] in the dtype of ``v``, and the states after the last token [P, N, D, V],
-    at least in float32.
+    """Return the outputs [P, T, N, V] in the dtype of ``v_PTNV``, and the states after the last
+    token [P, N, D, V], at least in float32.
 
     Args:
         logs_PTN: logarithm g of the decay at each token, not positive.
-        beta_PTN: what share of a value is taken up, between 0 and 1.
-        starts: bool [P, T], tokens before which the state becomes zero; None for none.
-        state: [P, N, D, V] before the first token; None for zeros.
+        beta_PTN: fraction b of a value that is stored, between 0 and 1.
+        starts: bool [P, T], tokens before which the state is reset to zero; None for no resets.
+        state: state before the first token, [P, N, D, V]; None for zeros.
     """
     pieces, length, heads, width = v_PTNV.shape
     chunk = min(chunk, length)
@@ -70,12 +70,13 @@ def passed_delta_rule(
     beta_PTN: Tensor,
     pieces: Pieces,
 ) -> Tensor:
-    """Outputs [P, T, N, V] of :func:`gated_delta_rule` for pieces of sequences: ``pieces``, of
-    :mod:`~megatron.features.recurrent.passing`, has their documents and passes the states.
+    """Return the outputs [P, T, N, V] of :func:`gated_delta_rule` for pieces of sequences.
+    ``pieces`` (:mod:`~megatron.features.recurrent.passing`) has their document boundaries, and
+    passes the states from piece to piece.
 
-    What a piece does to a state, and what its outputs are, is a matrix times the state plus what
-    follows from zeros: both are found at once, with D further columns of values, which are zeros
-    and start from the unit matrix."""
+    The final state and the outputs of a piece are affine in its initial state: a matrix times the
+    state, plus the result for a zero state. Matrix and result are computed together, with D
+    additional columns of values, which are zeros and whose initial state is the identity matrix."""
     inputs = logs_PTN, beta_PTN, pieces.starts
     if pieces.context.size == 1:
         return gated_delta_rule(q_PTKD, k_PTKD, v_PTNV, *inputs)[0]
@@ -95,7 +96,8 @@ def passed_delta_rule(
 def one_step(
     q_BKD: Tensor, k_BKD: Tensor, v_BNV: Tensor, logs_BN: Tensor, beta_BN: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, N, V] of one token of each sample, and the states [B, N, D, V] after it."""
+    """Return the outputs [B, N, V] for one token per sample, and the states [B, N, D, V] after
+    it."""
     kind = state.dtype
     q_BND, k_BND = (
         _unit(x.to(kind)).repeat_interleave(v_BNV.shape[1] // x.shape[1], 1) for x in (q_BKD, k_BKD)
@@ -113,8 +115,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 class _Chunks(NamedTuple):
-    """Steps between the chunks of all pieces, [C, P, K, R, ...]: a chunk leads from a state S to
-    through S + k^T (u - w S), and its outputs are q S + scores (u - w S)."""
+    """Linear maps of the chunks of all pieces, [C, P, K, R, ...]. A chunk changes a state S to
+    ``through_C`` S + k^T (u - w S), and its outputs are q S + scores (u - w S)."""
 
     w_CLD: Tensor
     u_CLV: Tensor
@@ -125,7 +127,7 @@ class _Chunks(NamedTuple):
 
 
 def _cut(x: Tensor, chunk: int, kind: torch.dtype) -> Tensor:
-    """[P, T, heads, ...] to [C, P, heads, L, ...], with zeros after the last token."""
+    """Reshape [P, T, heads, ...] to [C, P, heads, L, ...], with zeros as padding at the end."""
     missing = -x.shape[1] % chunk
     if missing:
         x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
@@ -174,8 +176,9 @@ def _chunks(
 
 
 def _borders(starts_PT: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For the tokens of a chunk, [C, P, 1, 1, ...]: which pairs [L, L] are in different documents,
-    and which tokens [L] are in the document before the chunk, and in that of its last token."""
+    """Return masks for the tokens of each chunk, [C, P, 1, 1, ...]: pairs [L, L] in different
+    documents, tokens [L] that continue the document before the chunk, and tokens [L] in the same
+    document as the chunk's last token."""
     runs_CPL = _cut(starts_PT[:, :, None], chunk, torch.int64)[:, :, 0].cumsum(-1)
     pairs = runs_CPL[..., :, None] != runs_CPL[..., None, :]
     first, last = runs_CPL == 0, runs_CPL == runs_CPL[..., -1:]
@@ -184,7 +187,8 @@ def _borders(starts_PT: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Scan(torch.autograd.Function):
-    """The states before each chunk and after the last, and what each takes up, u - w S."""
+    """Scan over chunks. Returns the values u - w S that each chunk stores, the states before each
+    chunk, and the state after the last chunk."""
 
     @staticmethod
     def forward(
@@ -256,8 +260,8 @@ def _shapes_backward(
     return tuple(x.new_empty(x.shape) for x in results)
 
 
-# Operators that compilers treat as opaque: the graph of a block then does not grow with the number
-# of chunks. torch.library.custom_op would import sympy when a run starts.
+# Compilers treat these operators as opaque, so that the graph of a block does not grow with the
+# number of chunks. torch.library.custom_op would import sympy when a run starts.
 _LIBRARY = torch.library.Library("megatron", "FRAGMENT")
 _LIBRARY.define(
     "delta_scan(Tensor w, Tensor u, Tensor k, Tensor through, Tensor state) -> "

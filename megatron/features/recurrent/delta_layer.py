@@ -1,16 +1,19 @@
 """Gated DeltaNet instead of attention (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, figure
 1), as in Qwen3-Next.
 
-One projection gives queries, keys, values, a gate, and for each value head what share of a value is
-taken up and how fast the state decays. Queries, keys and values pass a short convolution. Heads are
-cut over tensor-parallel ranks, value heads with the key heads that they share.
+One projection computes queries, keys, values, a gate, and for each value head the fraction of a
+value that is stored and the decay of the state. Queries, keys and values pass through a short
+convolution. Heads are sharded over tensor-parallel ranks; value heads stay with the key heads that
+they share.
 
 Shapes: B samples, S tokens of this rank, P pieces of sequences of T tokens (see
-:mod:`megatron.features.recurrent.passing`), K query and key heads, N value heads, D key width,
-V value width, C = 2 K D + N V channels of the convolution; all of this rank.
+:mod:`megatron.features.recurrent.passing`), K query and key heads, N value heads, D key width, V
+value width, C = 2 K D + N V channels of the convolution; all of this rank.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +24,7 @@ from megatron.config import ModelConfig
 from megatron.features.recurrent.conv import CausalConvolution
 from megatron.features.recurrent.delta import gated_delta_rule, one_step, passed_delta_rule
 from megatron.features.recurrent.flags import DeltaConfig
-from megatron.features.recurrent.passing import Pieces
+from megatron.features.recurrent.passing import Pieces, RecurrentCache
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
 from megatron.model.norm import RMSNorm
@@ -31,12 +34,13 @@ from megatron.parallel.shard import Cut, Init, Shard, initial, parameter
 from megatron.parallel.tensor_parallel import TensorParallel
 
 FIRST_DECAYS = (1.0, 16.0)
-"""Bounds of the first decays at a step of 1, uniform, as in Megatron."""
+"""Bounds of the initial decay rates, which are uniformly distributed, as in Megatron."""
 
 
 class GatedDeltaNet(nn.Module):
-    """Replaces the attention of a block; ``recompute`` computes convolution and states again in
-    the backward pass. The rows of ``in_proj`` are queries, keys, values, gate, shares and decays.
+    """Gated DeltaNet layer, used instead of the attention of a block. With ``recompute``, the
+    backward pass recomputes convolution and states. The rows of ``in_proj`` are queries, keys,
+    values, gate, stored fractions and decays, in this order.
     """
 
     def __init__(
@@ -71,11 +75,12 @@ class GatedDeltaNet(nn.Module):
         )
 
     def forward(self, x_BSH: Tensor, state: LayerState) -> Tensor:
-        """[B, S, H] to [B, S, H]; documents and cache come from ``state``."""
+        """Map [B, S, H] to [B, S, H]. ``state`` has the document boundaries, and the cache in
+        generation."""
         mixed_BSC, gate, rates = self.in_proj(x_BSH).split(self.widths, -1)
         if state.cache is not None:
             inputs = torch.cat([mixed_BSC, rates], -1)
-            y = state.cache.recur(self.layer, inputs, self._continued)
+            y = cast(RecurrentCache, state.cache).recur(self.layer, inputs, self._continued)
         elif self.recompute and mixed_BSC.requires_grad:
             y = checkpoint(self._mixed, mixed_BSC, rates, state.masks, use_reentrant=False)
         else:
@@ -85,7 +90,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj((self.norm(y_BSNV) * opened).to(y.dtype).flatten(2))
 
     def _mixed(self, mixed_BSC: Tensor, rates: Tensor, masks: AttentionMasks | None) -> Tensor:
-        """The outputs of the states [B, S, N V] of whole sequences."""
+        """Return the outputs of the states, [B, S, N V], for whole sequences."""
         pieces = Pieces(self.tp.context, masks)
         heads = self._heads(self.conv(pieces.folded(mixed_BSC), pieces))
         y_PTNV = passed_delta_rule(*heads, *self._rates(pieces.folded(rates)), pieces)
@@ -94,8 +99,8 @@ class GatedDeltaNet(nn.Module):
     def _continued(
         self, inputs: Tensor, states: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :meth:`LayerCache.recur`; the states are the last inputs of the convolution and the
-        heads' states."""
+        """Continue sequences in generation; see :meth:`RecurrentCache.recur`. The states are the
+        last inputs of the convolution and the heads' states."""
         mixed_BSC, rates = inputs.split([self.widths[0], self.widths[2]], -1)
         last, state = (None, None) if states is None else states
         heads = self._heads(self.conv(mixed_BSC, Pieces(Context()), last))
@@ -109,13 +114,15 @@ class GatedDeltaNet(nn.Module):
         return y.flatten(2), (self.conv.tail(mixed_BSC, last).to(state.dtype), state)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [..., K, D], values [..., N, V]."""
+        """Split the convolution's output into queries and keys [..., K, D] and values [..., N,
+        V]."""
         q, k, v = mixed.split(self.mixed, -1)
         q, k = (x.unflatten(-1, (-1, self.key_dim)) for x in (q, k))
         return q, k, v.unflatten(-1, (-1, self.value_dim))
 
     def _rates(self, rates: Tensor) -> tuple[Tensor, Tensor]:
-        """Logarithms of the decays, and the shares of values that are taken up, [..., N]."""
+        """Return the logarithms of the decays, and the fractions of values that are stored, [...,
+        N]."""
         kind = torch.promote_types(rates.dtype, torch.float32)
         share, decay = rates.to(kind).chunk(2, -1)
         steps = F.softplus(decay + self.dt_bias.to(kind))

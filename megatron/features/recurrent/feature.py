@@ -1,4 +1,4 @@
-"""Layers whose state has the same size after any number of tokens."""
+"""Feature for recurrent layers (Mamba-2 and Gated DeltaNet), alone or mixed with attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class RecurrentFeature(Feature):
     model_parts = (PatternConfig, DeltaConfig, MambaConfig)
 
     def complete(self, settings: Settings, run_of: Callable[[Settings], Any]) -> Settings:
-        """Add the numbers of layers, and of layers of experts, that a pattern has."""
+        """Add the settings that a pattern implies: the number of layers, and the layers with
+        experts."""
         return with_pattern(settings)
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:

@@ -1,6 +1,4 @@
-"""Flags of layers whose state has the same size after any number of tokens: Mamba-2, and Gated
-DeltaNet, which has a delta rule instead of softmax attention.
-"""
+"""Flags of recurrent layers: Mamba-2, and Gated DeltaNet with its delta rule."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ _MAMBA_LAYERS = Need(
 
 
 def shortest_limits(least: float, most: float) -> tuple[float, ...]:
-    """Return the value of ``--mamba-step-limits`` for these bounds, without those that bound
-    nothing."""
+    """Return the shortest value of ``--mamba-step-limits`` that expresses these bounds."""
     if most < math.inf:
         return least, most
     return (least,) if least else ()
@@ -48,19 +45,20 @@ _results = partial(option, role="results", needs=_MAMBA_LAYERS)
 
 @dataclass(frozen=True, kw_only=True)
 class MambaConfig(ModelPart):
-    """Mamba-2 of a network; ``mamba_num_heads`` is None in a model without."""
+    """Mamba-2 layers of a network. ``mamba_num_heads`` is None if the model has none."""
 
     mamba_state_dim: int = _weights(128)
-    """Size of the state that a Mamba-2 head keeps of each of its channels."""
+    """State size of a Mamba-2 head, per channel of the head."""
     mamba_head_dim: int = _weights(64)
-    """Channels of a Mamba-2 head."""
+    """Number of channels of a Mamba-2 head."""
     mamba_num_groups: int = _weights(8)
-    """Groups of Mamba-2 heads, of which each shares what its tokens write to and read from the
-    states, and is normalised by itself."""
+    """Number of groups of Mamba-2 heads. The heads of a group share the vectors by which tokens
+    write to and read from the states (B and C), and each group is normalised separately."""
     mamba_num_heads: int | None = _weights(None, derived="2 x hidden-size / mamba-head-dim")
-    """Heads of a Mamba-2 layer."""
+    """Number of heads of a Mamba-2 layer."""
     mamba_conv_kernel_dim: int = _weights(4)
-    """Tokens that the convolution of a Mamba-2 layer reads for each token, itself included."""
+    """Kernel width of the convolution in a Mamba-2 layer, in tokens, including the current
+    token."""
     mamba_conv_bias: bool = option(
         True, off="--no-mamba-conv-bias", role="weights", needs=_MAMBA_LAYERS
     )
@@ -68,11 +66,9 @@ class MambaConfig(ModelPart):
     mamba_proj_bias: bool = option(False, role="weights", needs=_MAMBA_LAYERS)
     """Add biases to the projections of Mamba-2 layers."""
     mamba_norm_before_gate: bool = _results(False)
-    """Normalise the output of a Mamba-2 layer's states before it is multiplied by the gate, not
-    after."""
+    """Normalise the output of a Mamba-2 layer's states before the gate instead of after it."""
     mamba_step_limits: tuple[float, ...] = _results((), bounds=_LIMITS)
-    """Least and, if there are two numbers, largest step of a Mamba-2 layer, to which it clamps
-    those of tokens."""
+    """Minimum and, optionally, maximum to which the steps (dt) of Mamba-2 layers are clamped."""
 
     @property
     def idle(self) -> bool:
@@ -80,18 +76,19 @@ class MambaConfig(ModelPart):
 
     @property
     def step_limits(self) -> tuple[float, float]:
-        """Least and largest step; infinite without a bound."""
+        """Minimum and maximum step; 0 and infinity if there are no limits."""
         least, most, *_ = (*(self.mamba_step_limits or (0.0,)), math.inf)
         return least, most
 
     @property
     def width(self) -> int:
-        """Channels of all heads."""
+        """Number of channels of all heads."""
         return (self.mamba_num_heads or 0) * self.mamba_head_dim
 
     @property
     def group_width(self) -> int:
-        """Numbers of a token that its groups write, or read."""
+        """Total width, over all groups, of the vectors by which a token writes to or reads from
+        states."""
         return self.mamba_num_groups * self.mamba_state_dim
 
     def resolve(
@@ -112,7 +109,8 @@ class MambaConfig(ModelPart):
         return replace(self, mamba_num_heads=heads)
 
     def check_run(self, config: Any, resolver: ConfigResolver) -> None:
-        """Refuse other families, and heads and groups that tensor-parallel ranks cannot share."""
+        """Raise ConfigError if the family is not GPT, or if tensor-parallel ranks cannot divide the
+        heads or groups evenly."""
         if self.idle:
             return
         resolver.check(
@@ -139,8 +137,8 @@ class MambaConfig(ModelPart):
 
 
 CHUNK = 64
-"""Tokens of a chunk of the delta rule: the work between chunks is divided by it, that in them
-multiplied."""
+"""Number of tokens in a chunk of the delta rule. Larger chunks cost less between chunks, and more
+within them."""
 
 _DELTA_LAYERS = Need(
     "G in --hybrid-layer-pattern, or --experimental-attention-variant gated_delta_net",
@@ -153,20 +151,20 @@ _size = partial(option, bounds=POSITIVE, role="weights", needs=_DELTA_LAYERS, me
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaConfig(ModelPart):
-    """Gated DeltaNet of a network; ``delta_layers`` is empty in a model without it."""
+    """Gated DeltaNet layers of a network. ``delta_layers`` is empty if the model has none."""
 
     delta_layers: tuple[int, ...] = option((), internal=True, role="weights")
-    """Layers with the delta rule, counted from 0."""
+    """Indices of the layers with the delta rule, counted from 0."""
     linear_conv_kernel_dim: int = _size(4, bounds=_TAPS)
-    """Tokens that the convolution before the delta rule reads for each token, itself included."""
+    """Width in tokens of the convolution before the delta rule, including the current token."""
     linear_key_head_dim: int = _size(128)
     """Size of a query and key head of the delta rule."""
     linear_value_head_dim: int = _size(128)
     """Size of a value head of the delta rule."""
     linear_num_key_heads: int = _size(16)
-    """Query and key heads of the delta rule."""
+    """Number of query and key heads of the delta rule."""
     linear_num_value_heads: int = _size(32)
-    """Value heads of the delta rule, a multiple of --linear-num-key-heads."""
+    """Number of value heads of the delta rule, a multiple of --linear-num-key-heads."""
 
     @property
     def idle(self) -> bool:
@@ -198,7 +196,8 @@ class DeltaConfig(ModelPart):
         return replace(self, delta_layers=delta)
 
     def check_run(self, family: str, parallel: ParallelConfig, resolver: ConfigResolver) -> None:
-        """Refuse other families than GPT, and heads that tensor parallelism does not divide."""
+        """Raise ConfigError if the family is not GPT, or if tensor-parallel ranks cannot divide the
+        heads."""
         if self.idle:
             return
         resolver.check(

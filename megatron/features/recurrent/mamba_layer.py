@@ -1,9 +1,9 @@
 """Mamba-2 instead of attention (Dao and Gu 2024, arXiv:2405.21060, figure 6).
 
-One projection gives a gate, what enters the states, what each group writes to and reads from them,
-and each head's step. All but gate and steps pass a short convolution. Heads are cut over
-tensor-parallel ranks with their groups; where there are fewer groups than ranks, each group is on
-several neighbouring ranks.
+One projection computes a gate, the inputs of the states, the vectors by which each group writes to
+and reads from the states, and each head's step. All but gate and steps pass through a short
+convolution. Heads are sharded over tensor-parallel ranks together with their groups. If there are
+fewer groups than ranks, each group is replicated on neighbouring ranks.
 
 Shapes: B samples, S tokens of this rank, P pieces of sequences of T tokens (see
 :mod:`megatron.features.recurrent.passing`), N heads, G groups, R heads of a group, D size of the
@@ -13,7 +13,7 @@ state, W head width, X = N x W channels, Y = G x D; all of this rank.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import ModelConfig
 from megatron.features.recurrent.conv import CausalConvolution
 from megatron.features.recurrent.flags import MambaConfig
-from megatron.features.recurrent.passing import Pieces
+from megatron.features.recurrent.passing import Pieces, RecurrentCache
 from megatron.features.recurrent.scan import reached, scan, step
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
@@ -37,14 +37,16 @@ from megatron.parallel.shard import Cut, Init, Shard, initial, parameter
 from megatron.parallel.tensor_parallel import TensorParallel
 
 FIRST_DECAYS = (1.0, 16.0)
-"""Bounds of the first decays -A, uniform (Megatron and the authors)."""
+"""Bounds of the initial decay rates -A, which are uniformly distributed (Megatron and the
+authors)."""
 FIRST_STEPS = (1e-3, 0.1)
-"""Bounds of the first steps, uniform in their logarithms (likewise)."""
+"""Bounds of the initial steps, which are uniformly distributed on a logarithmic scale (same
+sources)."""
 
 
 class Mamba2(nn.Module):
-    """Replaces the attention of a block; ``recompute`` computes convolution and states again in
-    the backward pass."""
+    """Mamba-2 layer, used instead of the attention of a block. With ``recompute``, the backward
+    pass recomputes convolution and states."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, recompute: bool):
         super().__init__()
@@ -81,11 +83,12 @@ class Mamba2(nn.Module):
         )
 
     def forward(self, x_BSH: Tensor, state: LayerState) -> Tensor:
-        """[B, S, H] to [B, S, H]; documents and cache come from ``state``."""
+        """Map [B, S, H] to [B, S, H]. ``state`` has the document boundaries, and the cache in
+        generation."""
         gate_BSX, mixed_BSC, dt_BSN = self.in_proj(x_BSH)
         if state.cache is not None:
             inputs = torch.cat([mixed_BSC, dt_BSN], -1)
-            y_BSX = state.cache.recur(self.layer, inputs, self._continued)
+            y_BSX = cast(RecurrentCache, state.cache).recur(self.layer, inputs, self._continued)
         elif self.recompute and mixed_BSC.requires_grad:
             y_BSX = checkpoint(self._mixed, mixed_BSC, dt_BSN, state.masks, use_reentrant=False)
         else:
@@ -93,7 +96,7 @@ class Mamba2(nn.Module):
         return self.out_proj(self.norm(y_BSX, gate_BSX))
 
     def _mixed(self, mixed_BSC: Tensor, dt_BSN: Tensor, masks: AttentionMasks | None) -> Tensor:
-        """The outputs of the states [B, S, X] of whole sequences."""
+        """Return the outputs of the states, [B, S, X], for whole sequences."""
         pieces = Pieces(self.tp.context, masks)
         parts = self._parts(self.conv(pieces.folded(mixed_BSC), pieces))
         dt_PTN, decay_N = self._steps(pieces.folded(dt_BSN)), self._decay(dt_BSN)
@@ -113,8 +116,8 @@ class Mamba2(nn.Module):
     def _continued(
         self, inputs_BSI: Tensor, states: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :meth:`LayerCache.recur`. The states are the last inputs of the convolution, and the
-        heads' states."""
+        """Continue sequences in generation; see :meth:`RecurrentCache.recur`. The states are the
+        last inputs of the convolution, and the heads' states."""
         mixed_BSC, dt_BSN = inputs_BSI.split([inputs_BSI.shape[-1] - self.heads, self.heads], -1)
         last, state = (None, None) if states is None else states
         x_BSNW, b_BSGD, c_BSGD = self._parts(self.conv(mixed_BSC, Pieces(Context()), last))
@@ -128,7 +131,8 @@ class Mamba2(nn.Module):
         return y_BSNW.flatten(2), (self.conv.tail(mixed_BSC, last).to(state.dtype), state)
 
     def _parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs of the states [..., N, W], what is written [..., G, D] and read."""
+        """Split the convolution's output into inputs of the states [..., N, W], and write and read
+        vectors [..., G, D]."""
         width, group_width = self.heads * self.head_dim, self.groups * self.state_dim
         x, b, c = mixed.split([width, group_width, group_width], -1)
         of_groups = (each.unflatten(-1, (self.groups, -1)) for each in (b, c))
@@ -152,16 +156,17 @@ def _first_decays(draws: Tensor) -> Tensor:
 
 
 def _first_steps(draws: Tensor) -> Tensor:
-    """Biases whose softplus are the first steps."""
+    """Return the biases whose softplus are the initial steps."""
     low, high = map(math.log, FIRST_STEPS)
     steps = torch.exp(low + (high - low) * draws)
     return steps + torch.log(-torch.expm1(-steps))
 
 
 class StateProjection(ParallelLinear):
-    """Gate, inputs of the states, what groups write and read, and steps by one GEMM; the rows of a
-    weight are in this order. With fewer groups than ranks those of groups are ``kv_weight`` and
-    ``kv_bias``, with the same canonical names as the others."""
+    """Projection to gate, inputs of the states, write and read vectors of groups, and steps by one
+    GEMM, with weight rows in this order. If there are fewer groups than ranks, the rows of the
+    write and read vectors are in ``kv_weight`` and ``kv_bias``, which are part of the same
+    canonical parameters as ``weight`` and ``bias``."""
 
     kv_weight_kept: Any = None
 
@@ -192,8 +197,9 @@ class StateProjection(ParallelLinear):
             )
 
     def forward(self, x_BSI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, S, I] to this rank's gate [B, S, X], inputs of the convolution [B, S, X + 2 Y] and
-        steps [B, S, N] of the whole sequence."""
+        """Project [B, S, I] to this rank's gate [B, S, X], inputs of the convolution [B, S, X + 2
+        Y] and steps [B, S, N]. In a sequence-parallel region, the outputs are for the whole
+        sequence."""
         maps = [LinearMap(self.weight, self.bias, 1, self.kernel, self.weight_kept)]
         if self.kv_weight is not None:
             both = self.kv_weight, self.kv_bias
@@ -207,8 +213,9 @@ class StateProjection(ParallelLinear):
 
 
 class GroupedConvolution(CausalConvolution):
-    """The convolution of ``channels`` (inputs of the states, then of two kinds of groups); with
-    ``copies`` of each group the weights of groups are ``kv_weight`` and ``kv_bias``."""
+    """Convolution of ``channels``: the inputs of the states, then the write and read vectors of
+    groups. If groups are replicated (``copies`` > 1), their weights are ``kv_weight`` and
+    ``kv_bias``."""
 
     def __init__(
         self,
@@ -244,7 +251,8 @@ class GroupedConvolution(CausalConvolution):
 
 
 class _SharedByCopies(torch.autograd.Function):
-    """Parameters that neighbouring ranks have the same of; gradients are summed over them."""
+    """Identity on parameters that are replicated on neighbouring ranks. The backward pass sums
+    their gradients over these ranks."""
 
     @staticmethod
     def forward(ctx: Any, copies: int, group: Group, *params: Tensor) -> tuple[Tensor, ...]:
@@ -257,13 +265,13 @@ class _SharedByCopies(torch.autograd.Function):
 
 
 def _over_copies(x: Tensor, copies: int, group: Group) -> Tensor:
-    """The sum over the ranks that share a group of heads."""
+    """Sum over the neighbouring ranks that have copies of the same group of heads."""
     return x if copies == 1 else start_sum_over_copies(x.flatten(), copies, group)().view_as(x)
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of each group of heads, of values that SiLU of a gate multiplies before it, or after
-    it (``first``)."""
+    """RMSNorm of each group of heads, with a SiLU gate that multiplies the values before the norm,
+    or after the norm if ``first`` is True."""
 
     def __init__(
         self, width: int, groups: int, epsilon: float, first: bool, tp: TensorParallel
@@ -275,12 +283,12 @@ class GatedNorm(nn.Module):
         self.groups = max(1, groups // tp.group.size)
 
     def forward(self, x_BSX: Tensor, gate_BSX: Tensor) -> Tensor:
-        """[B, S, X] to the same shape and dtype."""
+        """Normalise and gate ``x_BSX`` [B, S, X]. The result has the same shape and dtype."""
         return _GatedNorm.apply(x_BSX, gate_BSX, self.weight, self)
 
 
 class _GatedNorm(torch.autograd.Function):
-    """Keeps its inputs alone."""
+    """Gated norm that saves only its inputs for the backward pass."""
 
     @staticmethod
     def forward(

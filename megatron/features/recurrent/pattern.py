@@ -1,4 +1,4 @@
-"""Patterns of blocks: the mixer and the MLP of each."""
+"""Patterns of blocks: the mixer and the MLP of each block."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from megatron.config.patterns import (
 )
 
 ATTENTION, MAMBA, DELTA, NONE = "attention", "mamba", "delta", ""
-"""Mixers of blocks: softmax attention, Mamba-2, Gated DeltaNet, or none in a block that is an
-MLP."""
+"""Mixers of blocks: softmax attention, Mamba-2, Gated DeltaNet, or none (only an MLP)."""
 LETTERS = {"M": MAMBA, "G": DELTA, "*": ATTENTION, "-": NONE, "E": NONE}
-"""Mixers by Megatron's letters; - is an MLP, E are experts."""
+"""Mixers by the letters that Megatron uses. - stands for an MLP, and E for experts."""
 VARIANTS = {"gated_delta_net": DELTA, "mamba2": MAMBA}
 _OTHERS = {
     "|": "stages of a pipeline begin where --pipeline-partition says",
@@ -32,21 +31,20 @@ _VARIANT = needs_value("experimental_attention_variant")
 
 @dataclass(frozen=True, kw_only=True)
 class PatternConfig(ModelPart):
-    """Mixers of a network's blocks; ``mixers`` is empty where all blocks have attention and an
-    MLP."""
+    """Mixers of a network's blocks. ``mixers`` is empty if every block has attention and an MLP."""
 
     hybrid_layer_pattern: str | None = option(
         None, aliases=("--hybrid-override-pattern",), role="weights"
     )
-    """A letter for each layer, which is one sublayer with a norm before it: M for Mamba-2, G for
-    Gated DeltaNet, * for attention, - for an MLP, E for experts. --num-layers is their number."""
+    """Letters of the layers, each of which is one sublayer preceded by a norm: M for Mamba-2, G for
+    Gated DeltaNet, * for attention, - for an MLP, E for experts. They determine --num-layers."""
     experimental_attention_variant: str | None = option(None, choices=tuple(VARIANTS))
-    """Layers that replace the attention of some blocks, which --linear-attention-freq chooses:
-    Gated DeltaNet, as Qwen3-Next, or Mamba-2, as Bamba."""
+    """Kind of layer that replaces attention in the blocks chosen by --linear-attention-freq: Gated
+    DeltaNet, as in Qwen3-Next, or Mamba-2, as in Bamba."""
     linear_attention_freq: str | None = option(None, needs=_VARIANT)
-    """Layers of --experimental-attention-variant: N for all but layers N, 2N and so on, counted
-    from 1; or a list with 1 for each such layer and 0 for each with attention, as
-    ([1]*3+[0]*1)*12."""
+    """Layers that use --experimental-attention-variant. N means all layers except N, 2N and so on,
+    counted from 1. A list has a 1 for each of these layers and a 0 for each layer with attention,
+    such as ([1]*3+[0]*1)*12."""
     mixers: tuple[str, ...] = option((), internal=True, role="weights")
     """Mixer of each block: attention, mamba, delta, or empty for none."""
 
@@ -55,7 +53,7 @@ class PatternConfig(ModelPart):
         return not self.mixers
 
     def mixer(self, layer: int) -> str:
-        """The mixer of a block, one of the constants above."""
+        """Return the mixer of a block: one of the constants of this module."""
         return self.mixers[layer] if self.mixers else ATTENTION
 
     def lacks(self, layer: int) -> str | None:
@@ -114,7 +112,7 @@ def _mixers(part: PatternConfig, layers: int, resolver: ConfigResolver) -> tuple
 
 
 def _check_experts(pattern: str, shown: str, resolver: ConfigResolver) -> None:
-    """Refuse experts in layers without the letter E."""
+    """Raise ConfigError if the flags of experts contradict the letters E of the pattern."""
     values = resolver.values
     if not values.get("num_experts"):
         resolver.check("E" not in pattern, f"{shown} has layers of experts: give --num-experts")
@@ -135,8 +133,8 @@ def _check_experts(pattern: str, shown: str, resolver: ConfigResolver) -> None:
 
 
 def with_pattern(settings: Settings) -> Settings:
-    """Return the settings of a run with those that its pattern determines: the number of layers,
-    and the layers of experts."""
+    """Add the settings that a pattern implies: the number of layers, and the layers with experts.
+    Settings that are given are kept."""
     given = settings.get("hybrid_layer_pattern")
     if given is None or not given.value:
         return settings

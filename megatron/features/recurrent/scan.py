@@ -1,11 +1,11 @@
-"""Mamba-2's state space (Dao and Gu 2024, arXiv:2405.21060), in chunks.
+"""State space model of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060), in chunks.
 
-Each head has a state h [D, P] that decays by one number a token and takes up an outer product:
-h_t = exp(A dt_t) h_{t-1} + dt_t b_t x_t^T, and y_t = c_t^T h_t + skip x_t (equation 11, listing 1
-for the chunks). Inputs b and c are shared by the heads of a group. In a chunk the products are
-those of attention without a softmax; between chunks only states are passed. Everything is computed
-in float32, or in float64 if the inputs are. The backward pass computes the chunks again, so that
-nothing but the inputs is kept.
+Each head has a state h [D, P] that decays by a scalar at each token, and to which an outer product
+is added: h_t = exp(A dt_t) h_{t-1} + dt_t b_t x_t^T, and y_t = c_t^T h_t + skip x_t (equation 11,
+listing 1 for the chunks). The heads of a group share the vectors b and c. Within a chunk the
+products are those of attention without a softmax. Between chunks only states are passed. Everything
+is computed in float32, or in float64 for float64 inputs. The backward pass recomputes the chunks,
+so that only the inputs are saved.
 
 Shapes: B samples, S tokens, C chunks, L and M tokens of a chunk, N heads, G groups, R heads of a
 group (N = G x R), P head width, D size of the state.
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 64
-"""Tokens of a chunk: the work between chunks is divided by it, that in them multiplied."""
+"""Number of tokens in a chunk. Larger chunks cost less between chunks, and more within them."""
 
 
 def scan(
@@ -36,14 +36,16 @@ def scan(
     state: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, S, N, P] in the dtype of ``x``, and the states after the last token.
+    """Return the outputs [B, S, N, P] in the dtype of ``x_BSNP``, and the states after the last
+    token [B, G, D, R, P].
 
     Args:
         dt_BSN: steps, positive, float32 or wider.
         decay_N: A of each head, negative.
-        documents_BS: number of the document of each token, which never decreases; the state of one
-            does not reach the next. None for one document.
-        state: [B, G, D, R, P] before the first token, which its document continues; None for zeros.
+        documents_BS: document number of each token, which never decreases. States do not pass from
+            one document to the next. None for a single document.
+        state: state before the first token, [B, G, D, R, P], which the first document continues;
+            None for zeros.
     """
     chunk = min(chunk, x_BSNP.shape[1])
     return _Scan.apply(x_BSNP, dt_BSN, decay_N, b_BSGD, c_BSGD, skip_N, documents_BS, state, chunk)
@@ -58,7 +60,7 @@ def step(
     skip_N: Tensor,
     state_BGDRP: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, N, P] of one token of each sample, and the states after it."""
+    """Return the outputs [B, N, P] for one token per sample, and the states after it."""
     kind, groups = dt_BN.dtype, b_BGD.shape[1]
     x_BGRP = x_BNP.unflatten(1, (groups, -1)).to(kind)
     dt_BGR = dt_BN.unflatten(1, (groups, -1))
@@ -78,9 +80,9 @@ def reached(
     state_BGDRP: Tensor,
     continued_BS: Tensor | None,
 ) -> Tensor:
-    """The part [B, S, N, P] of outputs that comes from states before the first token, for a scan
-    that began with zeros; ``continued_BS`` is True at tokens of the document that they belong
-    to."""
+    """Return the contribution [B, S, N, P] of the states before the first token to the outputs, to
+    be added to those of a scan from zeros. ``continued_BS`` is True for tokens in the document to
+    which the states belong."""
     kind, (groups, heads) = dt_BSN.dtype, state_BGDRP.shape[1::2]
     kept_BSN = torch.exp(torch.cumsum(dt_BSN * decay_N.to(kind), 1))
     if continued_BS is not None:
@@ -93,14 +95,14 @@ def reached(
 
 @dataclass
 class _Chunks:
-    """A sequence in chunks, and its intermediate results in the forward and backward pass.
+    """Sequence in chunks, with intermediate results of the forward and backward pass.
 
     Attributes:
-        taken: dt x, what the states take up.
-        sums_BCGRL: logarithms of the decay since the start of the chunk.
-        decay: of what one token took up, until another one.
-        to_end, from_start: decay from a token to the end of its chunk, from the start to a token.
-        through_BCGR: decay in a whole chunk.
+        taken_BCGLRP: dt x, the vectors that are added to the states.
+        decay_BCGRLM: decay of the contribution of token M until token L of the same chunk.
+        to_end_BCGLR, from_start_BCGLR: decay from a token to the end of its chunk, and from the
+            start of its chunk to the token.
+        through_BCGR: decay over a whole chunk.
     """
 
     x_BCGLRP: Tensor
@@ -145,8 +147,9 @@ class _Chunks:
         return cls(x_BCGLRP, dt_BCGLR, b_BCGLD, c_BCGLD, taken, decay, to_end, from_start, through)
 
     def states(self, start_BGDRP: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Factors by which tokens add to the state at the end of their chunk [B, C, G, L, R, P],
-        states before each chunk, [B, C, G, D, X] with X = R x P, and those after the last."""
+        """Return the contributions of tokens to the state at the end of their chunk [B, C, G, L, R,
+        P], the states before each chunk, [B, C, G, D, X] with X = R x P, and the state after the
+        last chunk."""
         ending_BCGLRP = self.taken_BCGLRP * self.to_end_BCGLR[..., None]
         added_BCGDX = self.b_BCGLD.mT @ ending_BCGLRP.flatten(4)
         state = torch.zeros_like(added_BCGDX[:, 0])
@@ -160,7 +163,7 @@ class _Chunks:
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        """Decay of each chunk for each number of the states, [B, G, 1, X]."""
+        """Decay over each chunk, expanded to the elements of the states, [B, G, 1, X]."""
         width = self.x_BCGLRP.shape[-1]
         return self.through_BCGR.repeat_interleave(width, -1)[..., None, :].unbind(1)
 
@@ -195,12 +198,12 @@ class _Scan(torch.autograd.Function):
         ending, before_BCGDX, _ = parts.states(start)
         g_BCGLRP = _cut(grad_y.to(dt.dtype), ctx.chunk, groups)
         of_taken, of_sums, of_b, of_c = _gradients_within(parts, g_BCGLRP)
-        # Outputs of the states before a chunk.
+        # Gradients through the outputs that depend on the states before each chunk.
         leaving = (g_BCGLRP * parts.from_start_BCGLR[..., None]).flatten(4)
         of_c += leaving @ before_BCGDX.mT
         of_before = parts.c_BCGLD.mT @ leaving
         of_sums += (leaving * (parts.c_BCGLD @ before_BCGDX)).view_as(g_BCGLRP).sum(-1)
-        # States from chunk to chunk, from the last one on.
+        # Gradients of the states, from the last chunk to the first.
         of_state, of_added, of_through = grad_final.to(dt.dtype).flatten(3), [], []
         for kept, reading, state in zip(
             reversed(parts.kept), reversed(of_before.unbind(1)), reversed(before_BCGDX.unbind(1)),
@@ -212,7 +215,7 @@ class _Scan(torch.autograd.Function):
         of_added_BCGDX = torch.stack(of_added[::-1], 1)
         of_through_BCGX = torch.stack(of_through[::-1], 1)
         of_last = of_through_BCGX.unflatten(-1, g_BCGLRP.shape[-2:]).sum(-1) * parts.through_BCGR
-        # What tokens add to the state at the end of their chunk.
+        # Gradients through the contributions of tokens to the state at the end of their chunk.
         of_ending = (parts.b_BCGLD @ of_added_BCGDX).view_as(g_BCGLRP)
         of_b += ending.flatten(4) @ of_added_BCGDX.mT
         of_taken = torch.addcmul(of_taken, of_ending, parts.to_end_BCGLR[..., None])
@@ -240,8 +243,8 @@ class _Scan(torch.autograd.Function):
 
 
 def _gradients_within(parts: _Chunks, g_BCGLRP: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of what the states take up, of the sums of logarithms, of b and of c, by the
-    outputs that come from tokens of the same chunk."""
+    """Return the gradients of ``taken``, of the sums of logarithms, and of b and c, through the
+    outputs that depend on earlier tokens of the same chunk."""
     g_BCGRLP, scores = g_BCGLRP.transpose(3, 4), parts.c_BCGLD @ parts.b_BCGLD.mT
     by_mixed = g_BCGRLP @ parts.taken_BCGLRP.transpose(3, 4).mT
     by_mixed *= parts.decay_BCGRLM
@@ -255,7 +258,7 @@ def _gradients_within(parts: _Chunks, g_BCGLRP: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _padded(x: Tensor, chunk: int, replicate: bool = False) -> Tensor:
-    """Pad dimension 1 to whole chunks of tokens; added tokens have no effect."""
+    """Pad dimension 1 to a multiple of the chunk size. The added tokens have no effect."""
     short = -x.shape[1] % chunk
     if not short:
         return x
@@ -265,12 +268,12 @@ def _padded(x: Tensor, chunk: int, replicate: bool = False) -> Tensor:
 
 
 def _cut(x: Tensor, chunk: int, groups: int) -> Tensor:
-    """[B, S, N, ...] to [B, C, G, L, R, ...]."""
+    """Reshape [B, S, N, ...] to [B, C, G, L, R, ...]."""
     cut = _padded(x, chunk).unflatten(2, (groups, -1)).unflatten(1, (-1, chunk))
     return cut.transpose(2, 3).contiguous()
 
 
 def _joined(x: Tensor, like: Tensor) -> Tensor:
-    """[B, C, G, L, R, ...] to the shape and the dtype of a tensor [B, S, N, ...]."""
+    """Reshape [B, C, G, L, R, ...] to the shape and dtype of a tensor [B, S, N, ...]."""
     joined = x.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, : like.shape[1]]
     return joined.to(like.dtype)

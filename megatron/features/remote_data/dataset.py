@@ -1,13 +1,14 @@
 """Indexed datasets in object stores and on web servers, read through fsspec with a local cache.
 
-The .idx is fetched whole when the dataset is opened; the .bin in chunks of 32 MiB, each when it is
-first needed. Files of the cache are renamed into place when complete, so all processes of a node
-share one folder without locks: two that need a chunk at the same time may both fetch it, and the
-second rename changes nothing. A version of a remote file has a folder named by a hash of its URL,
-its size and its ETag, checksum or date: a file that was replaced is fetched again.
+The .idx is fetched as a whole when the dataset is opened, and the .bin in chunks of 32 MiB when
+they are first needed. Cache files are renamed into place when complete, so that all processes on a
+node can share one folder without locks. If two processes need a chunk at the same time, both may
+fetch it, and the second rename changes nothing. Each version of a remote file has a folder named by
+a hash of its URL, its size and its ETag, checksum or date, so that a replaced file is fetched
+again.
 
-fsspec's "blockcache" was tried: each process has its own list of blocks and saves it on closing, so
-four processes fetched every byte four times, and again after a restart.
+fsspec's "blockcache" is not used: each process keeps its own list of blocks and saves it on
+closing, so four processes fetched every byte four times, and again after a restart.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from megatron.data.indexed.dataset import IndexedDataset, IndexFile, map_file
+from megatron.data.indexed import IndexedDataset, IndexFile, map_file
 from megatron.features.remote_data.hosts import WEB, check_url, web_client
 from megatron.util.digests import digest
 from megatron.util.files import replacing, sync
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_CACHE = "object-storage-cache"
 CHUNK_BYTES = 32 << 20
 _OPEN_CHUNKS = 256
-# Names that file systems have for something that changes with a file's content.
+# Keys under which file systems report a value that changes with a file's content.
 _VERSION_KEYS = (
     "ETag etag md5Hash md5 crc32c generation version_id LastModified last_modified mtime updated "
     "modified created"
@@ -52,12 +53,12 @@ _CREDENTIALS = (
 
 
 class RemoteDataset(IndexedDataset):
-    """An indexed dataset at a URL; item i is sequence i.
+    """Indexed dataset at a URL. Item i is sequence i.
 
-    Token ids are checked chunk by chunk as they are fetched, see `limit_ids`: checking all in
-    advance would fetch them all. Raises FileNotFoundError if one of the two files is missing;
-    ValueError if the files are damaged, the URL is of a protocol or host that is not read, or a
-    package that reads such URLs is missing; OSError if the files cannot be reached, or the cache
+    Token ids are checked chunk by chunk as they are fetched (see `limit_ids`), because checking all
+    in advance would fetch the whole file. Raises FileNotFoundError if one of the two files is
+    missing; ValueError if the files are damaged, the URL's protocol or host is refused, or a
+    package that reads such URLs is missing; and OSError if the files cannot be reached or the cache
     cannot be written.
     """
 
@@ -72,7 +73,8 @@ class RemoteDataset(IndexedDataset):
         self._read_from(index, self._chunks)
 
     def limit_ids(self, vocab_size: int) -> bool:
-        """Refuse chunks with a token id outside the vocabulary as they are read."""
+        """Set the vocabulary size. From now on, reading a chunk with an id that is not below it
+        raises ValueError."""
         self._chunks.limit_ids(vocab_size)
         return True
 
@@ -80,7 +82,8 @@ class RemoteDataset(IndexedDataset):
         return {"url": self._bin.url, "bytes": self._bin.size, "version": self._bin.version}
 
     def content(self) -> dict[str, int | str]:
-        """See `IndexedDataset.content`; for a sample the version that the server tells."""
+        """Implement `IndexedDataset.content`. The version that the server reports is used instead
+        of a digest of samples."""
         return {
             "bytes": self._bin.size,
             "documents": self.num_documents,
@@ -100,7 +103,7 @@ def _reopen(prefix: str, cache_path: str, vocab_size: int | None) -> RemoteDatas
 
 
 class ChunkedTokens:
-    """The tokens of a remote .bin; a slice is read from the chunks that it overlaps."""
+    """Tokens in a remote .bin. Slicing fetches only the chunks that overlap the slice."""
 
     def __init__(self, file: RemoteFile, dtype: np.dtype) -> None:
         self.vocab_size: int | None = None
@@ -137,7 +140,7 @@ class ChunkedTokens:
             tokens = map_file(self._file.part(start, size), self._dtype)
             self._check_ids(tokens, start)
             self._open[number] = tokens
-            if len(self._open) > _OPEN_CHUNKS:  # each one is an open file
+            if len(self._open) > _OPEN_CHUNKS:  # each cached chunk keeps a file open
                 self._open.popitem(last=False)
         self._open.move_to_end(number)
         return self._open[number]
@@ -155,7 +158,8 @@ class ChunkedTokens:
 
 
 class RemoteFile:
-    """One version of a remote file, with its local copies; errors: see `RemoteDataset`."""
+    """One version of a remote file, with local copies of its byte ranges. Raises the errors of
+    `RemoteDataset`."""
 
     def __init__(self, url: str, cache: Path) -> None:
         check_url(url)
@@ -169,7 +173,7 @@ class RemoteFile:
         self._folder = cache / digest(f"{url}\n{self.size}\n{self.version}")
 
     def part(self, start: int, size: int) -> Path:
-        """A local copy of some bytes."""
+        """Return the path of a local copy of ``size`` bytes from ``start``. Fetch it if needed."""
         path = self._folder / f"{start}-{start + size}"
         try:
             length = path.stat().st_size
@@ -184,7 +188,7 @@ class RemoteFile:
         return path
 
     def _connect(self) -> None:
-        # Connections do not survive a fork, such as a loader worker's.
+        # Connections do not survive a fork, such as that of a loader worker.
         self._process = os.getpid()
         options: dict[str, Any] = {}
         with self._errors("cannot be reached"):
@@ -203,7 +207,7 @@ class RemoteFile:
         logger.info("fetching bytes %d to %d of %s", start, start + size, self.url)
         new = not self._folder.is_dir()
         self._folder.mkdir(parents=True, exist_ok=True)
-        if new:  # for users who look into the cache
+        if new:  # written only for users who inspect the cache
             (self._folder / "url").write_text(f"{self.url}\n{self.version}\n")
         with replacing(path) as part, part.open("wb") as file:
             for at in range(start, start + size, CHUNK_BYTES):
@@ -230,7 +234,7 @@ class RemoteFile:
         try:
             yield
         except FileNotFoundError as error:
-            # fsspec raises this for every failure of a web server: the cause says which.
+            # fsspec raises this for every failure of a web server. The cause has the details.
             cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
             raise FileNotFoundError(
                 f"{self.url} is not found{cause}; a data path is the prefix of a .bin and an .idx "
@@ -243,7 +247,7 @@ class RemoteFile:
             ) from error
         except PermissionError as error:
             raise PermissionError(f"{self.url} cannot be read: {error}; {_CREDENTIALS}") from error
-        except Exception as error:  # each library has its own classes
+        except Exception as error:  # each library has exception classes of its own
             name = type(error).__name__
             hint = f"; {_CREDENTIALS}" if "redential" in f"{name} {error}" else ""
             raise OSError(f"{self.url} {what}: {name}: {error}{hint}") from error

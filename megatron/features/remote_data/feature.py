@@ -1,4 +1,4 @@
-"""Indexed files in object storage, read on demand."""
+"""Feature that reads indexed datasets in object storage on demand."""
 
 from __future__ import annotations
 

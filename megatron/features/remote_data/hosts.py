@@ -1,9 +1,10 @@
-"""URLs that data may be read from, and a web client that follows no link elsewhere.
+"""Checks of the URLs from which data may be read, and a web client that refuses unsafe redirects.
 
-The paths of data are often another user's: in a list of corpora, a blend, a project of Retro. So a
-URL must be of a store or a web server; fsspec has protocols that run code, read any local file or
-wrap each other. A web server must not lead this machine to another one that only it can reach: to
-the metadata service of a cloud, which gives out its credentials, or from outside into its network.
+Data paths often come from another user, in a list of corpora, a blend, or a RETRO project.
+Therefore a URL must be that of a store or a web server; fsspec also has protocols that run code,
+read any local file, or wrap each other. A web server must not redirect this machine to a host that
+only this machine can reach: a cloud's metadata service, which gives out credentials, or, from
+outside, a host in its own network.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _METADATA = ("metadata", "metadata.google.internal", "metadata.goog", "instance-
 _METADATA_ADDRESSES = (
     "100.100.100.200", "fd00:ec2::254", "fd20:ce::254", "168.63.129.16", "192.0.0.192",
 )  # fmt: skip
-"""Addresses outside of the link-local networks."""
+"""Addresses of metadata services that are not link-local."""
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")
 
 
 def check_url(url: str) -> None:
-    """Refuses a URL that is not of a store or web server, or names a metadata service. Raises
-    ValueError."""
+    """Raise ValueError for a URL of anything but a store or web server, or of a metadata
+    service."""
     protocol = url.partition("://")[0]
     if protocol not in PROTOCOLS or "::" in url:
         raise ValueError(
@@ -41,8 +42,8 @@ def check_url(url: str) -> None:
 
 
 def host_of(url: str) -> str:
-    """The host that a URL of a web server names. Raises ValueError if it names none, or uses
-    characters that a client would convert into a metadata service's name or digits."""
+    """Return the host in a web server's URL. Raises ValueError if the URL has no host, or uses
+    characters that a client might normalize to digits or to the name of a metadata service."""
     host = urlsplit(url).hostname
     if not host:
         raise ValueError(f"{url} names no host")
@@ -55,12 +56,12 @@ def host_of(url: str) -> str:
 
 
 def web_client(url: str, longest: int) -> Callable[..., Awaitable[Any]]:
-    """Return the function with which fsspec creates aiohttp's session for a URL that
-    :func:`check_url` accepted.
+    """Return a function with which fsspec creates aiohttp's session, for a URL that
+    :func:`check_url` has accepted.
 
-    Its requests fail where the server, or what it redirects to, has the address of a metadata
-    service; where a server outside of this machine's network redirects into it, or from https to
-    http; and where an answer is longer than ``longest`` bytes, or does not say how long it is.
+    A request fails in any of these cases: the server, or the target of a redirect, has the address
+    of a metadata service; a server outside this machine's network redirects into it; a redirect
+    leads from https to http; or a response has no length, or more than ``longest`` bytes.
     """
     import aiohttp
     import yarl
@@ -77,7 +78,7 @@ def web_client(url: str, longest: int) -> Callable[..., Awaitable[Any]]:
             addresses = await self._inner.resolve(name, port, family)
             for each in addresses:
                 reason = _refusal(each["host"], public and name != host)
-                if reason:  # aiohttp shows the second argument only
+                if reason:  # aiohttp shows only the second argument of its error
                     raise OSError(errno.EHOSTUNREACH, f"{each['host']} {reason}")
             return addresses
 
@@ -86,7 +87,7 @@ def web_client(url: str, longest: int) -> Callable[..., Awaitable[Any]]:
 
     async def redirected(session: Any, context: Any, request: Any) -> None:
         headers = request.response.headers
-        try:  # as aiohttp reads it, which may be another host than urlsplit's
+        try:  # parse as aiohttp does, which may find another host than urlsplit
             location = yarl.URL(headers.get("Location") or headers.get("URI", ""))
             target = str(request.url.join(location))
         except ValueError as error:
@@ -121,8 +122,8 @@ def web_client(url: str, longest: int) -> Callable[..., Awaitable[Any]]:
 
 
 def _refusal(host: str, public: bool) -> str:
-    """Return the reason for which a host or address is refused; ``public``: it must not be in this
-    machine's network."""
+    """Return why a host name or address is refused, or "". With ``public``, addresses in this
+    machine's network are refused too."""
     address = _address(host)
     if host in _METADATA or (address is not None and _is_metadata(address)):
         return "is the metadata service of a machine, which is not read"
@@ -135,7 +136,8 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def _address(host: str) -> _Address | None:
-    """The address that a host is, also in the old notations (``0xa9fea9fe``, ``2852039166``)."""
+    """Parse a host as an IP address, including old notations (``0xa9fea9fe``, ``2852039166``).
+    Return None if it is a name."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -151,7 +153,7 @@ def _addresses(host: str) -> list[_Address]:
     try:
         addresses = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
     except (OSError, UnicodeError):
-        return []  # the request will say it
+        return []  # the request itself will report the error
     return [each for entry in addresses if (each := _address(str(entry[4][0]))) is not None]
 
 

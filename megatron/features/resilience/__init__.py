@@ -1,1 +1,1 @@
-"""Unattended runs: the watchdog of a rank, who waits for whom, restarts."""
+"""Support for unattended runs: detection of hangs, anomalies and stragglers, and restarts."""

@@ -1,4 +1,4 @@
-"""Unattended runs: hangs, replicas, anomalies, spikes, stragglers, restarts."""
+"""Resilience feature: hangs, replicas, anomalies, spikes, stragglers and restarts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class ResilienceFeature(Feature):
-    needs = ("agreement", "older_checkpoints")  # the latter deletes copies in memory
+    # older_checkpoints deletes checkpoints in memory
+    needs = ("agreement", "async_save", "older_checkpoints")
     training_flags = (ResilienceConfig,)
     sections = {"resilience": ResilienceConfig}
 
@@ -32,8 +33,9 @@ class ResilienceFeature(Feature):
         config.section(ResilienceConfig).check(config.checkpoint.save, processes, resolver)
 
     def start(self, settings: Settings, processes: int) -> int:
-        """Make this process the guardian of a rank, if flags ask for it, and return the number of
-        processes in each trainer that it starts."""
+        """Make this process the guardian of a rank if ``--inprocess-restart`` is set. A guardian
+        forks its trainer, and only the trainer returns from this function. Return the world size,
+        which may be smaller than ``processes`` after a restart."""
         restart = settings.get("inprocess_restart")
         if restart is None or not restart.value or "explain_config" in settings:
             return processes
@@ -102,11 +104,11 @@ class ResilienceFeature(Feature):
 
 
 def _compare_ranks(context: RunContext, flags: ResilienceConfig) -> None:
-    """Add the callbacks that only a run of several ranks has."""
+    """Add the callbacks that compare ranks, for runs with more than one rank."""
     from megatron.features.resilience.steps.stragglers import Stragglers
     from megatron.training.context import Order
 
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started its processes
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process
         from megatron.features.resilience.restart.trainer import ElasticNodes, is_elastic
 
         if is_elastic():
@@ -116,8 +118,8 @@ def _compare_ranks(context: RunContext, flags: ResilienceConfig) -> None:
 
 
 def _judge_steps(context: RunContext, flags: ResilienceConfig) -> None:
-    """Add the callbacks that judge steps by earlier ones: the second look, before their update, and
-    the spike rule with its consequences."""
+    """Add the callbacks that judge a step by the preceding steps: the second look, which runs
+    before the optimizer update, and spike detection with the ``--on-spike`` action."""
     from megatron.features.resilience.steps.spikes import SpikeGuard, SpikeRule
     from megatron.training.context import Order
     from megatron.training.trainer import Callback
@@ -140,7 +142,7 @@ def _judge_steps(context: RunContext, flags: ResilienceConfig) -> None:
 
 
 def _on_spike(context: RunContext, flags: ResilienceConfig, rule: SpikeRule) -> OnSpike | None:
-    """Return the action after a spike warning, set by ``--on-spike``."""
+    """Return the ``--on-spike`` action that follows a spike warning; None if a run only warns."""
     from megatron.features.resilience.steps.spikes import Rollback, stop_at_spike
 
     if flags.on_spike == "stop":

@@ -1,4 +1,4 @@
-"""An unattended run: hangs, replicas, anomalies, spikes, stragglers and restarts."""
+"""Flags for unattended runs: hangs, replicas, anomalies, spikes, stragglers and restarts."""
 
 from __future__ import annotations
 
@@ -27,67 +27,70 @@ class ResilienceConfig(FlagSection):
     hang_seconds: float | None = option(
         None, derived="nine tenths of --distributed-timeout-minutes", bounds=SECONDS
     )
-    """Seconds without progress after which every rank writes what it does and its Python stacks,
-    the rank that the others wait for is named, and the run ends; 0 for no limit."""
+    """Seconds without progress after which the run ends. Every rank first writes its current phase
+    and its Python stacks, and the rank that blocks the others is named. 0 sets no limit."""
     hang_limits: tuple[str, ...] = option(())
-    """PHASE=SECONDS ...: other limits than --hang-seconds for phases: start, data, step,
-    evaluation, save, end."""
+    """Limits for single phases that differ from --hang-seconds, as PHASE=SECONDS ... Phases: start,
+    data, step, evaluation, save and end."""
     check_replicas_interval: int | None = option(
         None,
         aliases=("--check-weight-hash-across-dp-replicas-interval",),
         derived="at every save",
         bounds=NOT_NEGATIVE,
     )
-    """Number of iterations between comparisons of what several ranks have copies of, weights and
-    optimizer state, by checksum; 0 turns them off."""
+    """Number of iterations between checksum comparisons of the weights and optimizer state that are
+    replicated across ranks. 0 disables the comparisons."""
     rerun_on_anomaly: str = option(
         "disabled",
         aliases=("--rerun-mode",),
         choices=("disabled", "validate_results", "report_stats"),
         bare="validate_results",
     )
-    """Compute a step whose loss or gradient norm is out of bounds again, from the same state and
-    before its update, to tell faulty hardware, bad data and divergence apart. A rank that computes
-    wrongly ends the run, with report_stats it is only named. The CPU waits for every step."""
+    """Recompute a step whose loss or gradient norm is out of bounds, from the same state and
+    before its update, to distinguish faulty hardware, bad data and divergence. A rank that
+    computes incorrectly ends the run, or is only reported (report_stats). Every step
+    synchronizes the CPU."""
     on_spike: str = option("warn", choices=("warn", "rollback", "stop"))
-    """What happens when loss or gradient norm leave the range of the steps before: warn and keep
-    the checkpoint before; go back to that checkpoint and skip the samples; or stop."""
+    """Action when the loss or gradient norm leaves the range of the preceding steps: warn and keep
+    the last checkpoint before the spike (warn); return to that checkpoint and skip the samples of
+    the spike (rollback); or stop."""
     spike_sigma: float = option(10.0, bounds=NOT_NEGATIVE)
-    """Distance from the median of the last steps, in standard deviations over --spike-window, that
-    is a spike; 0 turns the rule off."""
+    """Distance from the median of the last few steps that counts as a spike, in standard deviations
+    measured over --spike-window steps. 0 disables spike detection."""
     spike_window: int = option(100, bounds=SHORTEST_WINDOW)
-    """Number of steps that --spike-sigma compares with; the first half of them is not judged."""
+    """Number of preceding steps over which --spike-sigma measures the standard deviation. No step
+    is judged until half of the window is filled."""
     spike_rollbacks: int = option(5, bounds=POSITIVE)
-    """With --on-spike rollback: how often the run goes back to the same checkpoint; after further
-    spikes it ends."""
+    """Maximum number of rollbacks to the same checkpoint with --on-spike rollback. The next spike
+    ends the run."""
     straggler_factor: float = option(1.5, aliases=("--log-straggler",), bare=1.5, bounds=FACTOR)
-    """A rank that needs this many times as long for its own part of a step, what it computes and
-    reads, as the median rank of its pipeline stage is named; 0 turns that off."""
+    """Report a rank as a straggler if its own time in a step, for computing and reading data, is
+    this many times the median of its pipeline stage. 0 disables straggler detection."""
     straggler_window: int = option(50, bounds=POSITIVE)
-    """Number of steps over which --straggler-factor compares ranks, and 60 seconds of steps at
-    least."""
+    """Number of steps over which --straggler-factor compares ranks. A window always lasts at least
+    60 seconds."""
     inprocess_restart: bool = option(False)
-    """Keep a process next to each rank that starts it again when a rank is lost, without the
-    launcher: the ranks continue from the newest checkpoint."""
+    """Run a guardian process next to each rank. When a rank is lost, the guardians restart all
+    ranks from the newest checkpoint, without the launcher."""
     inprocess_max_iterations: int | None = option(None, bounds=POSITIVE)
-    """How often --inprocess-restart starts the ranks again; no limit by default."""
+    """Maximum number of restarts by --inprocess-restart. No limit by default."""
     inprocess_min_world_size: int | None = option(None, bounds=POSITIVE)
-    """With --inprocess-restart: continue without ranks that cannot be started again, as long as
-    this many are left."""
+    """With --inprocess-restart, continue without ranks that cannot be restarted, as long as at
+    least this many ranks are left."""
     non_persistent_save_interval: int | None = option(None, bounds=POSITIVE)
-    """Number of iterations between checkpoints in the memory of the nodes, in the background. With
-    --load of the folder in --save a run continues from the newest that is whole over its nodes, if
-    that is newer; they are deleted at the end of the run."""
+    """Number of iterations between checkpoints in the host memory of the nodes, which are written
+    in the background. If --load is the --save folder, a run resumes from the newest one that is
+    complete across its nodes, unless one on disk is newer. They are deleted when the run ends."""
     non_persistent_local_ckpt_dir: str | None = option(
         None, derived="a folder of the user's in /dev/shm"
     )
-    """Folder of each node for --non-persistent-save-interval, in memory."""
+    """In-memory folder on each node for the checkpoints of --non-persistent-save-interval."""
     replication_factor: int = option(2, bounds=POSITIVE)
-    """Number of nodes that keep what a rank saves by --non-persistent-save-interval, its own
-    included, as far as there are so many."""
+    """Number of nodes that keep each rank's shard of a checkpoint in memory, including the rank's
+    own node. A run with fewer nodes uses all of them."""
 
     def check(self, save: str | None, processes: int, resolver: ConfigResolver) -> None:
-        """Refuses values that contradict each other; ``save`` is the folder of checkpoints."""
+        """Raise ConfigError if values contradict each other. ``save`` is the checkpoint folder."""
         resolver.check(
             self.non_persistent_save_interval is None or save is not None,
             f"{resolver.show('non_persistent_save_interval')} saves between the checkpoints in "
@@ -98,7 +101,7 @@ class ResilienceConfig(FlagSection):
                 resolver.check_unused(name, "--non-persistent-save-interval")
         timeout = 60 * resolver.values["distributed_timeout_minutes"]
         limits = {resolver.show("hang_seconds"): self.hang_seconds or 0}
-        for item in self.hang_limits:  # whoever makes limits of them refuses other values
+        for item in self.hang_limits:  # the watchdog refuses malformed items when it parses them
             with contextlib.suppress(ValueError):
                 limits[f"--hang-limits {item}"] = float(item.partition("=")[2])
         for shown, seconds in limits.items():

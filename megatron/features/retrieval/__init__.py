@@ -1,1 +1,1 @@
-"""Retrieval: biencoders, their pretraining by the inverse cloze task, their start from a BERT."""
+"""Retrieval: bi-encoders, pretraining on the inverse cloze task, and initialisation from a BERT."""

@@ -1,4 +1,4 @@
-"""Biencoder: two BERTs, or one, that embed queries and the contexts that answer them."""
+"""Bi-encoder family: one or two BERTs that embed queries and the contexts that answer them."""
 
 from __future__ import annotations
 
@@ -78,12 +78,13 @@ def _vectors(state: LayerState, batch: Any) -> Mapping[str, Tensor]:
 
 
 VECTORS = Measure(("vector",), _vectors, ends="logits", per_sample=True)
-"""The vector of each text, [B, D], by the spec that :func:`encoder_spec` returns."""
+"""Measure that yields the embedding of each text, [B, D], for a model built with
+:func:`encoder_spec`."""
 
 
 def encoder_spec(model: ModelConfig, parallel: ParallelConfig, queries: bool) -> ModelSpec:
-    """Return one encoder of a biencoder, for batches of texts; its weights have the names that they
-    have in the whole."""
+    """Return the specification of one encoder, for ``queries`` or for contexts, without the other.
+    Its parameters have the same names as in the bi-encoder."""
     shared = model.part(BiencoderConfig).biencoder_shared_query_context_model
     name = SHARED if shared else QUERY if queries else CONTEXT
 

@@ -1,4 +1,4 @@
-"""Retrieval: biencoders and the inverse cloze task."""
+"""Feature that adds bi-encoders and the inverse cloze task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of retrievers: the network of two encoders, and the samples of the inverse cloze task."""
+"""Flags for retrievers: the bi-encoder, and the samples of the inverse cloze task."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ FAMILY = "biencoder"
 
 @dataclass(frozen=True, kw_only=True)
 class BiencoderConfig(ModelPart):
-    """Retriever: the vectors of two encoders, and how they are compared."""
+    """Bi-encoder retriever: its embeddings and how they are scored."""
 
     biencoder_shared_query_context_model: bool = option(False, role="weights", megatron=True)
-    """One encoder embeds queries and contexts; otherwise each has an encoder of its own."""
+    """Use one encoder for queries and contexts, instead of one for each."""
     biencoder_projection_dim: int = option(
         0, bounds=NOT_NEGATIVE, role="weights", aliases=("--ict-head-size",), megatron=True
     )
-    """Elements of a vector, by a linear layer after the first token's hidden state; 0 for that
-    hidden state itself."""
+    """Embedding size. A linear layer computes the embedding from the first token's hidden state. 0
+    uses the hidden state itself."""
     retriever_score_scaling: bool = option(False, role="results", megatron=True)
-    """Divide scores, the inner products of vectors, by the root of --hidden-size."""
+    """Divide scores, the inner products of embeddings, by the square root of --hidden-size."""
     retriever_report_topk_accuracies: tuple[int, ...] = option(())
-    """Numbers K: report how many percent of the queries have their context among the K with the
-    highest scores."""
+    """Values of K for top-K accuracy: the percentage of queries whose context is among the K
+    best."""
 
     families: ClassVar[frozenset[str]] = frozenset({FAMILY})
 
@@ -46,20 +46,19 @@ class BiencoderConfig(ModelPart):
 
 @dataclass(frozen=True)
 class IctConfig(KindConfig):
-    """Inverse cloze task: the samples of a retriever, and what it starts from."""
+    """Inverse cloze task: the samples for a retriever, and its initial weights."""
 
     titles_data_path: str | None = option(None)
-    """Prefix of the indexed titles, one for each document of --data-path: PREFIX_title_sentence of
-    tools/preprocess_data.py --json-keys text title --split-sentences."""
+    """Prefix of the indexed dataset with one title for each document of --data-path: the output
+    PREFIX_title_sentence of tools/preprocess_data.py --json-keys text title --split-sentences."""
     query_in_block_prob: float = option(0.1, bounds=SHARE)
-    """Fraction of the samples whose query stays in its block."""
+    """Fraction of samples whose query sentence is not removed from its block."""
     use_one_sent_docs: bool = option(False)
-    """Use documents and blocks of a single sentence, too."""
+    """Include documents and blocks that have only one sentence."""
     bert_load: str | None = option(None)
-    """Checkpoint of a BERT, in any format, that both encoders start from where --load has no
-    checkpoint yet."""
+    """BERT checkpoint, in any format, that initialises the encoders if --load has none yet."""
     retriever_seq_length: int = option(256, bounds=POSITIVE)
-    """Tokens of a question or a passage in fine-tuning and evaluation; longer ones are cut. The
-    inverse cloze task has --seq-length."""
+    """Maximum number of tokens in a question or passage in fine-tuning and evaluation. Longer ones
+    are truncated. The inverse cloze task uses --seq-length."""
 
     idle: ClassVar[str] = "only a retriever (pretrain_ict.py) has queries and titles"

@@ -1,12 +1,12 @@
-"""Biencoders as lists of layers: two BERTs, or one, whose vectors of queries and contexts are
-compared by their inner products.
+"""Layers of bi-encoders: one or two BERTs. A query's score for a context is the inner product of
+their embeddings.
 
-A vector is the hidden state of [CLS], or a linear layer of it. Each query of a step is to have its
-highest score with its own context, among all contexts of the data-parallel ranks (Lee et al. 2019,
+An embedding is the hidden state of [CLS], or its linear projection. Training maximizes the score of
+each query's own context among the contexts of all data-parallel ranks (Lee et al. 2019,
 arXiv:1906.00300, section 5; Karpukhin et al. 2020, arXiv:2004.04906, section 3.2).
 
-Shapes: B queries of a rank, C its contexts, R queries and A contexts of all ranks, D elements of a
-vector, S sequence (a rank's slice of it where the region is split), H hidden.
+Shapes: B queries and C contexts of a rank, R queries and A contexts of all ranks, D embedding size,
+S sequence (a rank's slice of it with sequence parallelism), H hidden size.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from megatron.parallel.shard import initial
 from megatron.parallel.tensor_parallel import TensorParallel
 
 QUERY, CONTEXT, SHARED = "query_model", "context_model", "shared_model"
-"""Beginnings of the canonical names of an encoder's parameters, as in Megatron's checkpoints."""
+"""Prefixes of the canonical names of the encoders' parameters, as in Megatron's checkpoints."""
 RETRIEVAL_LOSS = "retrieval loss"
 HEAD, PROJECTION = "head", "projection"
 
 
 class RetrieverBatch(NamedTuple):
-    """One micro batch. A query's label is the number of its context in the batch; a context's label
-    is 1, or 0 for a row that replaces a missing one."""
+    """Micro batch of queries and contexts. A query's label is the index of its context in the
+    batch. A context's label is 1, or 0 if the row is a placeholder."""
 
     query: LabelledBatch
     context: LabelledBatch
@@ -50,7 +50,7 @@ class RetrieverBatch(NamedTuple):
 
 
 class VectorHead(nn.Module):
-    """The vector of a text, the same on every tensor-parallel rank."""
+    """Head that computes a text's embedding, which is the same on every tensor-parallel rank."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class VectorHead(nn.Module):
             self.add_module(PROJECTION, linear)
 
     def forward(self, state: LayerState) -> LayerState:
-        """Hidden states [B, S, H] to vectors, ``hidden`` [B, 1, D]."""
+        """Replace the state's hidden states [B, S, H] with embeddings [B, 1, D]."""
         x_BD = first_token(self.tp, state.hidden)
         for linear in self.children():
             x_BD = linear(x_BD)
@@ -69,7 +69,8 @@ class VectorHead(nn.Module):
 
 
 class InBatchLoss(nn.Module):
-    """Cross entropy of each query's own context among the contexts of all data-parallel ranks."""
+    """Cross entropy of each query's own context among the contexts of all data-parallel ranks.
+    Collective across these ranks."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -78,9 +79,9 @@ class InBatchLoss(nn.Module):
         self.most = part.retriever_report_topk_accuracies
 
     def forward(self, state: LayerState) -> LayerState:
-        """Vectors to losses: of the queries in ``encoder`` [B, 1, D] and of the contexts in
-        ``hidden`` [C, 1, D], or, without an encoder, of both in ``hidden``, one after another.
-        Without targets nothing changes."""
+        """Compute losses from embeddings. Query embeddings are in ``encoder`` [B, 1, D] and context
+        embeddings in ``hidden`` [C, 1, D]. If ``encoder`` is None, ``hidden`` has queries followed
+        by contexts. Without targets, return the state unchanged."""
         if state.targets is None:
             return state
         query_BD, context_CD = vectors_of(state)
@@ -99,18 +100,18 @@ class InBatchLoss(nn.Module):
 
 
 def accuracy_name(k: int) -> str:
-    """Return the name of the percentage of queries whose context is among the best ``k``."""
+    """Return the log name of top-``k`` accuracy."""
     return f"top{k}_acc"
 
 
 def losses_of(model: ModelConfig) -> dict[str, float]:
-    """`ModelSpec.losses` of a biencoder."""
+    """Return `ModelSpec.losses` for a bi-encoder."""
     most = model.part(BiencoderConfig).retriever_report_topk_accuracies
     return {RETRIEVAL_LOSS: 1.0, **dict.fromkeys(map(accuracy_name, most), 0.0)}
 
 
 def vectors_of(state: LayerState) -> tuple[Tensor, Tensor]:
-    """The vectors [B, D] of the queries and [C, D] of the contexts, float32 or float64."""
+    """Return the embeddings of queries [B, D] and of contexts [C, D], in float32 or float64."""
     vectors = state.hidden[:, 0]
     vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
     if state.encoder is None:
@@ -120,15 +121,15 @@ def vectors_of(state: LayerState) -> tuple[Tensor, Tensor]:
 
 
 def places(scores_RA: Tensor, labels_R: Tensor) -> Tensor:
-    """Return the number of contexts ranked above the right one, int64 [R]: contexts with a higher
-    score, or the same score and a smaller number."""
+    """Return the rank of each query's own context, from 0, int64 [R]: the number of contexts with a
+    higher score, or with the same score and a smaller index."""
     right_R1 = scores_RA.gather(1, labels_R[:, None])
     before = torch.arange(scores_RA.shape[1], device=scores_RA.device) < labels_R[:, None]
     return ((scores_RA > right_R1) | ((scores_RA == right_R1) & before)).sum(1)
 
 
 def all_rows(x: Tensor, ranks: Group) -> Tensor:
-    """Return the rows of all ranks, in order; each has the same number."""
+    """All-gather rows in rank order. Each rank must have the same number of rows."""
     if ranks.size == 1:
         return x
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in ranks.ranks]
@@ -137,8 +138,9 @@ def all_rows(x: Tensor, ranks: Group) -> Tensor:
 
 
 class _AllRows(torch.autograd.Function):
-    """:func:`all_rows`. Every rank computes the whole loss, and gradients are averaged over ranks:
-    so a rank's rows have their gradient multiplied by the number of ranks."""
+    """Differentiable :func:`all_rows`. Every rank computes the whole loss, and gradients are
+    averaged over ranks, so the backward pass multiplies the gradient of a rank's own rows by the
+    number of ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Group) -> Tensor:
@@ -154,7 +156,7 @@ class _AllRows(torch.autograd.Function):
 def encoder_layers(
     model: ModelConfig, parallel: ParallelConfig, name: str, tp: TensorParallel
 ) -> list[LayerSpec]:
-    """The layers from tokens to vectors of the encoder ``name``."""
+    """Return the layers of the encoder ``name``, from token embeddings to the text's embedding."""
     layers = bert_layers(replace(model, head="span"), parallel, tp)
     end = [layer.name for layer in layers].index("final_norm") + 1
     layers = [*layers[:end], LayerSpec(HEAD, partial(VectorHead, model, tp))]
@@ -164,7 +166,7 @@ def encoder_layers(
 def biencoder_layers(
     model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
 ) -> list[LayerSpec]:
-    """The layers of a biencoder and its loss. ``tp`` is None for a single process."""
+    """Return the layers of a bi-encoder and its loss. ``tp`` is None for a single process."""
     tp = tp or TensorParallel()
     loss = LayerSpec("loss", partial(InBatchLoss, model, tp))
     if model.part(BiencoderConfig).biencoder_shared_query_context_model:
@@ -172,7 +174,8 @@ def biencoder_layers(
     words, positions, *rest = encoder_layers(model, parallel, CONTEXT, tp)
     entering = partial(_enter_context, model)
     words = replace(words, forward=entering, with_next_block=True)
-    if parallel.pipeline_model_parallel_size > 1:  # a stage begins with the masks of the queries
+    # the first stage's state has the attention mask of the queries, not the contexts
+    if parallel.pipeline_model_parallel_size > 1:
         reading = partial(_read_context, model)
         rest = [replace(layer, forward=reading) if layer.block else layer for layer in rest]
     context = [words, replace(positions, with_next_block=True), *rest]
@@ -195,16 +198,18 @@ def _read_context(model: ModelConfig, block: nn.Module, state: LayerState) -> La
 
 
 def context_start(model: ModelConfig) -> int | None:
-    """Index of the layer that takes the tokens of contexts; None where one encoder embeds both."""
+    """Return the index of the layer that embeds contexts' tokens; None with a shared encoder."""
     shared = model.part(BiencoderConfig).biencoder_shared_query_context_model
-    return None if shared else model.num_layers + 4  # two of embeddings, final norm, head
+    # + 4: token and position embeddings, final norm, and head of the query encoder
+    return None if shared else model.num_layers + 4
 
 
 def travels(
     model: ModelConfig, state: LayerState, tp: TensorParallel, index: int
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of what crosses a stage boundary: hidden states [B, S / slices, H]; within the encoder
-    of contexts also the queries' vectors [B, 1, D], which alone enter it."""
+    """Return the shapes of the tensors sent across a pipeline stage boundary: the hidden states [B,
+    S / slices, H]. Inside the context encoder, the query embeddings [B, 1, D] are sent too; where
+    it begins, only these are sent."""
     start, queries = context_start(model), len(state.batch.query.tokens_BS)
     width = model.part(BiencoderConfig).biencoder_projection_dim or model.hidden_size
     if start is not None and index == start:
@@ -219,7 +224,7 @@ def travels(
 
 
 def rows_state(model: ModelConfig, rows: LabelledBatch, batch: Any) -> LayerState:
-    """The initial state of texts, for the encoder that comes first."""
+    """Return the initial state for a batch of texts ``rows``, for the first encoder."""
     return LayerState(
         hidden=rows.tokens_BS,
         token_types=rows.types_BS,
@@ -230,7 +235,7 @@ def rows_state(model: ModelConfig, rows: LabelledBatch, batch: Any) -> LayerStat
 
 
 def begin(model: ModelConfig, batch: RetrieverBatch) -> LayerState:
-    """The initial state of a micro batch; one encoder gets the contexts after the queries."""
+    """Return a micro batch's initial state. A shared encoder reads queries, then contexts."""
     query, context = batch
     if not model.part(BiencoderConfig).biencoder_shared_query_context_model:
         return rows_state(model, query, batch)

@@ -1,9 +1,9 @@
-"""Samples of the inverse cloze task: a sentence, and the block of sentences that it is from.
+"""Samples for the inverse cloze task: a sentence, and the block of sentences that it is from.
 
-A document is divided into blocks of consecutive sentences. Of a block one sentence, drawn at
-random, is the query; it is removed from the block, except from a share of them (Lee et al. 2019,
-arXiv:1906.00300, section 5). A query is ``[CLS] sentence [SEP]``, its context
-``[CLS] title [SEP] block [SEP]``, as in Megatron.
+A document is divided into blocks of consecutive sentences. A randomly drawn sentence of a block is
+the query. It is removed from the block, except in a fraction of the samples (Lee et al. 2019,
+arXiv:1906.00300, section 5). A query is ``[CLS] sentence [SEP]``, and its context ``[CLS] title
+[SEP] block [SEP]``, as in Megatron.
 
 Shape suffixes: N sentences, D documents, M blocks.
 """
@@ -45,15 +45,17 @@ logger = logging.getLogger(__name__)
 Ids = npt.NDArray[np.int64]
 INDEX_VERSION = 1
 SPECIAL = 3
-"""Tokens of a context besides title and block."""
+"""Number of special tokens in a context."""
 LONG_SENTENCE = 512
-"""A document with a longer sentence is left out, as in Megatron: it is no text."""
+"""Maximum number of tokens in a sentence. As in Megatron, documents with longer ones are
+skipped."""
 LENGTHS = 8
-"""Number of lengths that batches are padded to: kernels are compiled for each."""
+"""Number of distinct sequence lengths to which batches are padded. Kernels are compiled for each,
+so it is small."""
 
 
 class IctSample(NamedTuple):
-    """Tokens of a query and of its context, special ones included."""
+    """Token ids of a query and its context, including special tokens."""
 
     query: Ids
     context: Ids
@@ -62,9 +64,10 @@ class IctSample(NamedTuple):
 def document_blocks(
     starts_N: npt.NDArray[np.int64], target: int, fewest: int
 ) -> Iterator[tuple[int, int]]:
-    """First and stop sentence of the blocks of a document; ``starts_N``: number of the first token
-    of each sentence, and of the end. A block ends when it has ``target`` tokens and ``fewest``
-    sentences, and at least ``fewest`` remain."""
+    """Yield (first, stop), a range of sentences, for each block of a document. ``starts_N`` has the
+    token offset of each sentence, and of the document's end. A block ends once it has ``target``
+    tokens and ``fewest`` sentences, but extends to the document's end if ``fewest`` or fewer would
+    remain."""
     first, last = 0, len(starts_N) - 1
     while first < last:
         stop = int(np.searchsorted(starts_N, starts_N[first] + target))
@@ -76,19 +79,19 @@ def document_blocks(
 
 @dataclass(frozen=True)
 class IctRecipe:
-    """Construction of the samples from documents that are split into sentences."""
+    """Recipe for inverse cloze samples from documents that are split into sentences."""
 
     seq_length: int
-    """Most tokens of a query, and of a context."""
+    """Maximum number of tokens in a query or a context."""
     seed: int
     query_in_block_prob: float
     fewest: int
-    """Fewest sentences of a block."""
+    """Minimum number of sentences in a block."""
     cls: int
     sep: int
     vocab_size: int
     titles: Documents | None = field(default=None, compare=False, repr=False)
-    """The title of each document; None for contexts without titles."""
+    """Titles of the documents; None for contexts without titles."""
 
     def units(self, documents: Documents) -> int:
         return len(documents.document_indices) - 1
@@ -96,8 +99,8 @@ class IctRecipe:
     def build(
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> IctDataset:
-        """See `SampleRecipe.build`. Raises ValueError if there are fewer or more titles than
-        documents, or no block can be made."""
+        """Implement `SampleRecipe.build`. Raises ValueError if the numbers of titles and documents
+        differ, or if no document yields a block."""
         titles_D = self._title_lengths(documents)
         depends_on = {
             "version": INDEX_VERSION,
@@ -118,7 +121,7 @@ class IctRecipe:
         return IctDataset(documents, self, name, num_samples, index)
 
     def title(self, document: int) -> Ids:
-        """The title of a document, cut to half of a context."""
+        """Return a document's title, truncated to half the length of a context."""
         if self.titles is None:
             return np.empty(0, np.int64)
         first, stop = self.titles.document_indices[document : document + 2].tolist()
@@ -146,7 +149,7 @@ class IctRecipe:
     def _blocks(
         self, documents: Documents, units: range, titles_D: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """First sentence, stop sentence and document of every block, int64 [M, 3]."""
+        """Return (first sentence, stop sentence, document) for every block, int64 [M, 3]."""
         bounds, lengths_N = documents.document_indices, documents.sequence_lengths
         rows, left_out = [], 0
         for document in units:
@@ -175,8 +178,8 @@ class IctRecipe:
 
 
 class IctDataset:
-    """Samples by number; made by `IctRecipe.build`. Every epoch has all blocks, in another order,
-    with different queries; sample i does not depend on the number requested."""
+    """Dataset built by `IctRecipe.build`. Every epoch has all blocks, in a different order and with
+    different queries. Sample i does not depend on the number of samples."""
 
     def __init__(
         self,
@@ -212,7 +215,7 @@ class IctDataset:
         )
 
     def origin(self, index: int, /) -> list[Piece]:
-        """The sentences of a sample's block."""
+        """Return the origin of a sample: the sentences in its block."""
         first, stop, _ = self._block(index)
         lengths, source = self.documents.sequence_lengths, self.documents.prefix
         return [Piece(source, number, 0, int(lengths[number])) for number in range(first, stop)]
@@ -221,7 +224,7 @@ class IctDataset:
         blocks = self._index["blocks"]
         epoch, place = divmod(checked_index(index, len(self)), len(blocks))
         if epoch not in self._orders:
-            # A batch may have samples of two epochs; earlier orders are not needed any more.
+            # Keep the previous epoch's order, since a batch may have samples from both epochs.
             self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
             order = epoch_rng(self.recipe.seed, self.name, epoch).permutation(len(blocks))
             self._orders[epoch] = order
@@ -231,11 +234,14 @@ class IctDataset:
 
 @dataclass(frozen=True)
 class PairCollator:
-    """Batches of queries and the same number of contexts, or more (``others`` of each query).
+    """Collate function for queries and at least as many contexts.
 
     Attributes:
-        length: that all texts are padded to; None for the longest of a batch, in a multiple.
-        together: whether queries and contexts have one length, for one encoder.
+        length: sequence length to which all texts are padded. None pads to a batch's longest
+            text,
+            rounded up to a multiple of ``multiple``.
+        together: whether queries and contexts are padded to the same length, for a shared
+            encoder.
     """
 
     pad: int
@@ -254,8 +260,9 @@ class PairCollator:
         labels: Sequence[int],
         lengths: tuple[int, int] | None = None,
     ) -> RetrieverBatch:
-        """Queries, contexts, each with True if it counts, and for each query the number of its
-        context. They are padded to ``lengths``, by default the collator's."""
+        """Build a batch. Each context comes with a flag, which is False for a placeholder, and each
+        label is the index of a query's context. Queries and contexts are padded to the two
+        ``lengths``, by default to the collator's length."""
         rows = [text(ids, label) for ids, label in zip(queries, labels, strict=True)]
         others = [text(ids, int(counts)) for ids, counts in contexts]
         of_each: Sequence[int | None] = lengths or (self.length, self.length)
@@ -271,7 +278,7 @@ class PairCollator:
 
     @classmethod
     def of(cls, config: Any, pad: int, longest: int) -> PairCollator:
-        """The collator of a run whose texts have at most ``longest`` tokens."""
+        """Create the collate function for a run whose texts have at most ``longest`` tokens."""
         parallel, paths = config.parallel, config.fast_paths
         eighth = -(-longest // (LENGTHS * 8)) * 8
         multiple = int(np.lcm(eighth, parallel.length_divisor))
@@ -282,12 +289,12 @@ class PairCollator:
 
 
 def text(ids: Ids, label: int = 0) -> LabelledText:
-    """A query or a context as a row of a batch; all of its tokens have the type 0."""
+    """Return a query or context as a row of a batch, with token type 0 throughout."""
     return LabelledText((ids,), (np.zeros_like(ids),), label)
 
 
 class IctData(DataPipeline):
-    """The data of a retriever's run: documents that are split into sentences, with titles."""
+    """Data pipeline for a retriever: documents that are split into sentences, with their titles."""
 
     takes = frozenset({DOCUMENTS})
     flags = frozenset({"ict"})
@@ -318,7 +325,7 @@ class IctData(DataPipeline):
         return recipe.build(documents, units, num_samples, PARTS[part], IndexCache(None))
 
     def view(self, sample: IctSample, length: int) -> SampleView:
-        """See `DataPipeline.view`: the query, and its context in brackets on a separate line."""
+        """Implement `DataPipeline.view`: show the query, then its context in double brackets."""
         query, context = (self.tokenizer.detokenize(ids[:length].tolist()) for ids in sample)
         tokens = sample.query[:length]
         return SampleView(tokens, np.ones(len(tokens), np.float32), f"{query}\n[[{context}]]")
@@ -343,7 +350,7 @@ class IctData(DataPipeline):
 
 
 def titles_input(path: str) -> dict[str, str]:
-    """The input of a run that its titles are: a path and a digest of its files."""
+    """Describe the titles as an input of a run, by their path and a digest of their files."""
     from megatron.features.inputs.compared import file_input
     from megatron.formats.digests import digest_of_files
 

@@ -1,4 +1,4 @@
-"""The start of a retriever: the encoder of a BERT, in any format, as both encoders."""
+"""Initialisation of a retriever's encoders from a BERT checkpoint, in any format."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ BERT = "bert"
 
 
 class TowerSource(RenamedSource):
-    """A BERT as the encoders of a biencoder: each has all of its weights except the heads'."""
+    """Checkpoint source that presents a BERT as the encoders of a bi-encoder. Each encoder gets all
+    of the BERT's weights except the heads."""
 
     title = "BERT"
 
     def __init__(self, bert: Source, wanted: ModelConfig) -> None:
-        """Raises CheckpointError if the BERT's network is another one than ``wanted`` has."""
+        """Create the source. Raises CheckpointError if the BERT's architecture is not
+        ``wanted``."""
         super().__init__(bert.folder)
         self.original, part = bert, wanted.part(BiencoderConfig)
         differing = differences(_encoder(bert.model), _encoder(wanted))
@@ -34,7 +36,7 @@ class TowerSource(RenamedSource):
             raise CheckpointError(
                 f"--bert-load {bert.folder} has a different architecture: {'; '.join(differing)}"
             )
-        # A projection is initialised, as the added parts of any family that starts from another.
+        # As for any other family, loading a "BERT" initialises what it lacks: the projection.
         family = BERT if part.biencoder_projection_dim else wanted.family
         self.model = dataclasses.replace(wanted, family=family)
         self.tokenizer = bert.tokenizer
@@ -52,7 +54,7 @@ class TowerSource(RenamedSource):
 
 @dataclasses.dataclass(frozen=True)
 class _Towers:
-    """The form of a :class:`TowerSource`, as `FoundCheckpoint` uses it."""
+    """Checkpoint format of a :class:`TowerSource`, as `FoundCheckpoint` expects it."""
 
     bert: FoundCheckpoint
     wanted: ModelConfig
@@ -70,8 +72,8 @@ class _Towers:
 
 
 def towers_of(path: str, wanted: ModelConfig) -> ResumeSource:
-    """The BERT of ``--bert-load`` as the start of a biencoder. Raises CheckpointError if it
-    does not exist, or its network is another."""
+    """Return the ``--bert-load`` checkpoint as a source for a bi-encoder. Raises CheckpointError if
+    it does not exist, or is not of a BERT."""
     flag = f"--bert-load {path}"
     checkpoint = locate_checkpoint(path)
     if checkpoint is None:
@@ -86,7 +88,7 @@ def towers_of(path: str, wanted: ModelConfig) -> ResumeSource:
 
 
 def _encoder(model: ModelConfig) -> ModelConfig:
-    """A network without its heads and the parts of a biencoder."""
+    """Return a model configuration without its heads and its bi-encoder options."""
     parts = tuple(
         BiencoderConfig() if isinstance(part, BiencoderConfig) else part for part in model.parts
     )

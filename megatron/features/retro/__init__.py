@@ -1,1 +1,1 @@
-"""Retro: models that read the neighbours of their samples."""
+"""RETRO: language models that attend to retrieved neighbours of their input text."""

@@ -1,7 +1,6 @@
-"""The chunks of a retrieval database with their tokens, and the numbers of the neighbours of
-samples' chunks.
+"""Chunks of a retrieval database, and the neighbours of training samples' chunks.
 
-Shape suffixes: N chunks, R tokens of a chunk with its continuation, L chunks of a sample.
+Shape suffixes: N chunks, R tokens in a chunk with its continuation, L chunks per sample.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from megatron.data.samples import Documents, checked_index
 from megatron.features.retro.hdf5 import MappedArray, read_array
 
 DATASET, DOCUMENT, START, STOP, BERT_LENGTH = range(5)
-"""The columns of a table of chunks."""
+"""Column indices of a chunk table."""
 NEIGHBORS = "neighbors"
-"""The array of a file of neighbours."""
+"""Name of the HDF5 dataset in a neighbour file."""
 _STAGE = "query-pretraining-neighbors"
 _NAME = re.compile(r"(\d+)-(\d+)\.hdf5")
 _FILES_READ = 4
-"""Files that cannot be mapped and are kept in memory."""
+"""Number of neighbour files kept in memory if they cannot be memory-mapped."""
 
 
 class ChunkDatabase:
-    """Chunks of the documents of several datasets; item i of ``table``, uint32 [N, 5], says of
-    chunk i its dataset, its document there, its first token, the one after its last, and its length
-    in the tokens of the embedder.
+    """Retrieval database: fixed-length chunks of documents in several datasets. Row i of ``table``,
+    uint32 [N, 5], describes chunk i: its dataset, its document in the dataset, its first token, the
+    token after its last, and its length in tokens of the embedding model.
 
     Args:
-        datasets: the documents of each dataset, by its number.
-        chunk_length: tokens of a chunk, fewer at the end of a document.
-        eod: the token that short ones are padded with.
-        sources: what flags called each dataset, where that is not the prefix of its documents.
+        datasets: documents of each dataset, by dataset index.
+        chunk_length: tokens per chunk. A document's last chunk may have fewer.
+        eod: token that pads short chunks.
+        sources: name of each dataset in the flags, if it is not the prefix of its documents.
     """
 
     def __init__(
@@ -54,13 +53,14 @@ class ChunkDatabase:
         self.chunk_length, self.eod = chunk_length, eod
         self._datasets = datasets
         self.sources = list(sources) or [each.prefix for each in datasets]
-        """The prefix or file of each dataset, as flags named it."""
+        """Prefix or file of each dataset, as given in the flags."""
         self.numbers = {name: number for number, name in enumerate(self.sources)}
-        """The dataset of each source; of several, as two ranges of a file are, the last."""
+        """Index of each source in ``sources``: the last one if it has several ranges of a file."""
         self._number = np.array([self.numbers[name] for name in self.sources], np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without a mapped table, which each worker of a loader opens again."""
+        """Return the state for pickling. A memory-mapped table is replaced by its location, so that
+        each loader worker maps it itself."""
         return self.__dict__ | {"table": MappedArray.of(self.table) or self.table}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -72,10 +72,10 @@ class ChunkDatabase:
         return len(self.table)
 
     def tokens(self, chunks: npt.ArrayLike, retrieved: int = 1) -> npt.NDArray[np.int64]:
-        """The tokens of chunks, int64 [...], each with those that follow it in its document,
-        ``retrieved`` chunks in all: int64 [..., retrieved * chunk_length]. After the end of its
-        document, and for chunk -1, the end-of-document token. ValueError if there is no such
-        chunk, or it is in no document."""
+        """Return the tokens of chunks [...], each followed by its continuation in the same
+        document: int64 [..., retrieved * chunk_length], where ``retrieved`` includes the chunk
+        itself. The end-of-document token pads the end of a document, and fills the tokens of chunk
+        -1. Raises ValueError if a chunk does not exist, or if its document does not contain it."""
         chunks = np.asarray(chunks, np.int64)
         length = retrieved * self.chunk_length
         tokens_NR = np.full((chunks.size, length), self.eod, np.int64)
@@ -101,25 +101,27 @@ class ChunkDatabase:
         return tokens_NR.reshape(*chunks.shape, length)
 
     def documents(self, chunks: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """(dataset, document) of chunks, int64 [...]: int64 [..., 2], both -1 for chunk -1. The
-        dataset is numbered as in ``numbers``."""
+        """Return the (dataset, document) indices of chunks [...], int64 [..., 2]. Both are -1 for
+        chunk -1. Dataset indices are the values of ``numbers``."""
         chunks = np.asarray(chunks, np.int64)
         documents = np.full((*chunks.shape, 2), -1, np.int64)
         known = chunks >= 0
-        rows = self.table.take(chunks[known], axis=0)  # whole rows are faster
+        # taking whole rows is faster than selecting columns
+        rows = self.table.take(chunks[known], axis=0)
         documents[known] = rows[:, :START]
         documents[known, 0] = self._number[documents[known, 0]]
         return documents
 
 
 class NeighborTable:
-    """The neighbours of every chunk of every sample of a part, from the files of a project.
+    """Neighbours of every chunk of every sample in one split (train, valid or test), from a
+    project's files.
 
-    Upstream's layout: ``query/PART_HASH/START-END.hdf5``, each with a dataset ``neighbors``, int64
-    [END - START, kept]: the numbers of database chunks, nearest first, -1 where there are fewer.
-    Row r belongs to chunk r % L of sample r // L, so that a sample's rows may begin in one file and
-    end in the next. ValueError if files are missing, or are not those of samples of
-    ``chunks_per_sample`` chunks (L).
+    The layout is Megatron's: ``query/SPLIT_HASH/START-END.hdf5``, each with a dataset
+    ``neighbors``, int64 [END - START, kept]. Its values are indices of database chunks, nearest
+    first, padded with -1. Row r belongs to chunk r % L of sample r // L, so a sample's rows may
+    span two files. Raises ValueError if files are missing, or were written for samples with another
+    number of chunks than ``chunks_per_sample`` (L).
     """
 
     def __init__(self, folder: str | Path, chunks_per_sample: int) -> None:
@@ -140,17 +142,18 @@ class NeighborTable:
 
     @cached_property
     def kept(self) -> int:
-        """Neighbours of a chunk in the files."""
+        """Number of neighbours per chunk in the files, including padding."""
         return int(self._file(0).shape[1])
 
     def rows(self, sample: int) -> npt.NDArray[np.int64]:
-        """The neighbours of a sample, [L, kept]. IndexError for a sample that does not exist,
-        ValueError if a file is damaged."""
+        """Return the neighbours of a sample's chunks, [L, kept]. Raises IndexError if the sample
+        does not exist, and ValueError if a file is damaged."""
         first = checked_index(sample, len(self)) * self.chunks_per_sample
         return self.chunk_rows(first, first + self.chunks_per_sample)
 
     def chunk_rows(self, first: int, stop: int) -> npt.NDArray[np.int64]:
-        """:meth:`rows` of the chunks ``first`` up to ``stop``, counted over all samples."""
+        """Return the neighbours of chunks ``first`` to ``stop`` - 1, [stop - first, kept]. Chunks
+        are numbered across all samples."""
         rows = np.empty((stop - first, self.kept), np.int64)
         row = first
         while row < stop:
@@ -169,7 +172,8 @@ class NeighborTable:
         return self._arrays[number]
 
     def _checked(self, number: int) -> np.ndarray:
-        """The array of a file. ValueError if it is not what its name and the first file say."""
+        """Return the array in file ``number``. Raises ValueError if its shape does not match the
+        file name or the first file."""
         path = self._files[number]
         array = read_array(path, NEIGHBORS)
         rows = self._starts[number + 1] - self._starts[number]
@@ -183,13 +187,14 @@ class NeighborTable:
         return array
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickled without the files' content: a worker process opens the files that it reads."""
+        """Return the state for pickling, without file contents. Workers open the files they
+        read."""
         return self.__dict__ | {"_arrays": {}}
 
 
 def _files_of(folder: Path) -> tuple[list[int], Sequence[Path]]:
-    """The first rows of a folder's files, followed by the number of rows, and the files. Raises
-    ValueError if there are no files, or rows are missing or in several of them."""
+    """Return the index of each file's first row, followed by the total number of rows, and the
+    paths. Raises ValueError if there are no files, or if rows are missing or repeated."""
     try:
         names = [path.name for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Retro: a GPT that reads the text of retrieved neighbours."""
+"""RETRO model family: a GPT that attends to the text of retrieved neighbours."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from megatron.features.retro.layers import ADDED_PARTS, encoder_travels, retro_l
 from megatron.features.retro.neighbors import NeighborSpec
 from megatron.features.retro.project import retro_settings
 from megatron.features.retro.samples import RetroBatch, RetroData
-from megatron.model.caches import LayerCache
 from megatron.model.flops import TransformerShape
-from megatron.model.layer_list import LayerState
+from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.spec import ModelSpec
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
 
 
 def begin(model: ModelConfig, batch: RetroBatch) -> LayerState:
-    """The initial state of a micro batch is the state of its text. Neighbours are added by later
-    blocks."""
+    """Return a micro batch's initial state, which has only its text. Later layers add
+    neighbours."""
     return gpt.begin(model, batch.text).changed(batch=batch)
 
 
 def travels(
     model: ModelConfig, state: LayerState, tp: TensorParallel, index: int
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of what crosses a stage boundary: hidden states [B, S / slices, H]; between the block
-    that reads the neighbours and the last one that attends to them the encoder's output, too,
-    [B, L x K x R / slices, H]."""
+    """Return the shapes of the tensors sent across a pipeline stage boundary. These are the hidden
+    states [B, S / slices, H] and, between the block that encodes the neighbours and the last block
+    that attends to them, the encoder's output [B, L x K x R / slices, H]."""
 
     def shape(samples: int, length: int) -> tuple[int, ...]:
         assert length % tp.slices == 0
@@ -52,7 +51,7 @@ def travels(
 
 
 class Retrieved(NamedTuple):
-    """The part of a batch that the layers of a generation take, [1, C, K, R]."""
+    """Minimal batch for generation, with only the neighbours' tokens, [1, C, K, R]."""
 
     neighbors_BLKR: Tensor
 
@@ -66,9 +65,9 @@ def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> Lay
 def _block_flops(
     model: ModelConfig, own: int, keys: int, other: int = 0, other_keys: int = 0
 ) -> tuple[float, float]:
-    """Forward FLOPs of a sample in one block: in linear layers, and in scores and the mix of
-    values. Each of its ``own`` tokens attends to ``keys`` of them, and to ``other_keys`` of the
-    ``other`` tokens that cross-attention reads."""
+    """Return the forward FLOPs of one block for a sample: (linear layers, attention scores and
+    weighted sum of values). The sample has ``own`` tokens, each of which attends to ``keys`` of
+    them. With cross-attention, each also attends to ``other_keys`` of ``other`` encoded tokens."""
     attention, hidden = model.attention, model.hidden_size
     query = attention.num_attention_heads * attention.kv_channels
     kv = attention.num_query_groups * attention.kv_channels
@@ -85,7 +84,7 @@ _RETRIEVAL = {field.name for field in dataclasses.fields(RetrievalConfig)}
 class Retro(GPT):
     name = "retro"
     starts_from = frozenset({"gpt"})
-    # Neighbours belong to samples with certain numbers.
+    # A project stores the neighbours by sample index, so epochs cannot change the samples.
     unused_flags = GPT.unused_flags - _RETRIEVAL | {"train_data_exact_num_epochs"}
     scoring_note = (
         "a Retro reads these texts without neighbours, its attention to them left out; "
@@ -121,8 +120,8 @@ class Retro(GPT):
         return tuple(blocks)
 
     def _blocks_flops(self, model: ModelConfig) -> list[tuple[float, float]]:
-        """Forward FLOPs of a sample in each block, as ``_block_flops`` counts them, with the
-        encoder's in the block that has it."""
+        """Return the forward FLOPs of each block for a sample, as returned by ``_block_flops``. The
+        encoder's are added to the block that contains it."""
         blocks = []
         for block in self.block_lengths(model):
             flops = [

@@ -1,4 +1,4 @@
-"""Retro: models that read the neighbours of their samples."""
+"""Feature that adds RETRO: models that attend to retrieved neighbours of their input text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.features.retro.flags import RetrievalConfig, RetroDataConfig
 
 
 class RetroFeature(Feature):
-    needs = ("inputs",)
+    needs = ("cross_attention", "inputs")
     sections = {"retro": RetroDataConfig}
     model_parts = (RetrievalConfig,)
     families = ("retro",)

@@ -1,4 +1,4 @@
-"""Flags of retrieval: what the network reads, and the neighbours of its samples."""
+"""Flags for RETRO: the retriever in the model, and the samples' neighbours."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from megatron.config.flags import FRACTION, POSITIVE, ConfigError, ConfigResolve
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalConfig(ModelPart):
-    """Retrieval: what a network reads of its neighbours, in which layers.
+    """Retrieval: the neighbours that a model reads, and the layers that attend to them.
 
-    Without a retriever ``retro_cross_attention_layers`` is empty.
+    ``retro_cross_attention_layers`` is empty without a retriever.
     """
 
     retro_add_retriever: bool = option(False, role="weights", megatron=True)
-    """Attend to the text of retrieved neighbours; without it the model is a GPT."""
+    """Attend to the text of retrieved neighbours. Without it the model is a GPT."""
     retro_num_neighbors: int = option(2, bounds=POSITIVE, role="results", megatron=True)
-    """Neighbours that the model reads for each chunk."""
+    """Number of neighbours that the model reads for each chunk."""
     retro_num_retrieved_chunks: int = option(2, bounds=POSITIVE, role="results", megatron=True)
-    """Chunks of text that the model reads of each neighbour: itself and its continuation."""
+    """Number of consecutive chunks that the model reads for each neighbour, including itself."""
     retro_gpt_chunk_length: int = option(
         64, bounds=POSITIVE, role="results", aliases=("--retro-chunk-length",), megatron=True
     )
-    """Tokens of a chunk; --retro-project-dir says the length of its own."""
+    """Number of tokens per chunk. If --retro-project-dir is given, the project determines it."""
     retro_encoder_layers: int = option(2, bounds=POSITIVE, role="weights", megatron=True)
-    """Layers of the encoder that reads the neighbours."""
+    """Number of layers of the encoder that reads the neighbours."""
     retro_encoder_hidden_dropout: float = option(0.1, bounds=FRACTION, megatron=True)
-    """Dropout probability of the encoder's outputs of attention and MLP."""
+    """Dropout probability after attention and MLP in the encoder."""
     retro_encoder_attention_dropout: float = option(0.1, bounds=FRACTION, megatron=True)
-    """Dropout probability of the encoder's attention weights."""
+    """Dropout probability for the attention weights in the encoder."""
     retro_attention_gate: float = option(1.0, role="results", megatron=True)
-    """Factor of what the attention to the neighbours adds; with a small one, as 0.01, a trained GPT
-    begins almost as it was."""
+    """Factor applied to the output of the attention to neighbours. With a small value such as 0.01,
+    a trained GPT is almost unchanged at the start."""
     retro_cross_attention_layers: tuple[int, ...] = option(
         (),
         derived="every third layer, from 6 on, or from 9 with more than 15; with fewer than 6 from "
@@ -52,12 +52,12 @@ class RetrievalConfig(ModelPart):
 
     @property
     def retrieved_length(self) -> int:
-        """Tokens of a neighbour with its continuation."""
+        """Number of tokens in a neighbour, including its continuation."""
         return self.retro_num_retrieved_chunks * self.retro_gpt_chunk_length
 
     @property
     def chunk_neighbors_length(self) -> int:
-        """Tokens of all neighbours of a chunk together."""
+        """Total number of tokens in all neighbours of a chunk."""
         return self.retro_num_neighbors * self.retrieved_length
 
     def check_lengths(self, lengths: Sequence[int], source: str) -> None:
@@ -103,8 +103,8 @@ class RetrievalConfig(ModelPart):
 
 
 def first_layer(layers: int) -> int:
-    """The first layer that attends to the neighbours, counted from 1, as in Megatron; which has
-    none with fewer than 6 layers, where this is the first of the upper half."""
+    """Return the first layer that attends to neighbours, counted from 1, as in Megatron. With fewer
+    than 6 layers, where Megatron has none, this is the first layer of the model's upper half."""
     if layers < 6:
         return layers // 2 + 1
     return 6 if layers <= 15 else 9
@@ -112,22 +112,23 @@ def first_layer(layers: int) -> int:
 
 @dataclass(frozen=True)
 class RetroDataConfig(KindConfig):
-    """Retro: the neighbours of the samples."""
+    """RETRO: where the samples' neighbours are, and how samples are read."""
 
     retro_project_dir: str | None = option(None, aliases=("--retro-workdir",))
-    """Folder of tools/retro/preprocess_data.py: database and neighbours. Its config.json says the
-    run's data, tokenizer, sequence length, seed, batch size, number of samples and evaluations."""
+    """Project folder written by tools/retro/preprocess_data.py, with the database and the
+    neighbours. Its config.json determines the run's data, tokenizer, sequence length, seed, batch
+    size, number of samples and evaluations."""
     dataloader_type: str = option("single", choices=("single", "cyclic"))
-    """single: samples are read in one pass, in Megatron's order. cyclic: those that have neighbours
-    are read again, in the same order, for --retro-cyclic-train-iters."""
+    """single: read samples in one pass, in Megatron's order. cyclic: read the samples that have
+    neighbours in the same order, but repeatedly, for --retro-cyclic-train-iters."""
     retro_cyclic_train_iters: int | None = option(None, bounds=POSITIVE)
-    """Iterations to train with --dataloader-type cyclic, instead of the project's number of
-    samples."""
+    """Number of training iterations with --dataloader-type cyclic. By default, the run reads all
+    samples of the project once."""
     retro_verify_neighbor_count: bool = option(True, off="--retro-no-verify-neighbor-count")
-    """Train although the number of samples is not the one that has neighbours; those without
-    neighbours read end-of-document tokens."""
+    """Train even if the number of samples differs from the number with neighbours. For samples
+    without neighbours, the model reads end-of-document tokens instead."""
     retro_return_doc_ids: bool = option(False)
-    """Batches say the documents that their samples are from."""
+    """Include in each batch the indices of the documents that its samples are from."""
 
     idle: ClassVar[str] = (
         "only a model with --retro-add-retriever (pretrain_retro.py) reads neighbours"

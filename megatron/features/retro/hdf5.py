@@ -1,4 +1,4 @@
-"""Arrays in HDF5 files, which appear whole or not at all."""
+"""Reading and writing of arrays in HDF5 files. A written file appears only once it is complete."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 from megatron.util.files import check_inflation, replacing, sync
 
 Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
-"""Type and shape of each dataset of a file."""
+"""Dtype and shape of each dataset in a file, by name."""
 _STRUCTURE = 1 << 16
-"""Bytes that are more than a file has besides its arrays."""
+"""Upper bound on the size, in bytes, of a file's HDF5 structures without its arrays."""
 
 
 def needed_h5py() -> Any:
-    """The library of these files. ValueError if it is not installed."""
+    """Return the h5py module. Raises ValueError if it is not installed."""
     try:
         import h5py
     except ImportError as error:
@@ -31,9 +31,9 @@ def needed_h5py() -> Any:
 
 
 def read_array(path: Path, name: str) -> np.ndarray:
-    """Dataset ``name`` of a file, read-only: memory-mapped where it is contiguous, else read.
-    FileNotFoundError if there is no such file, ValueError if it is damaged or has no such
-    dataset."""
+    """Return the dataset ``name`` of a file as a read-only array. It is memory-mapped if the
+    dataset is contiguous, and otherwise read into memory. Raises FileNotFoundError if the file does
+    not exist, and ValueError if it is damaged or has no such dataset."""
     with _opened(path) as file:
         if name not in file:
             raise ValueError(
@@ -41,7 +41,7 @@ def read_array(path: Path, name: str) -> np.ndarray:
                 "the stage that should have written it; delete it and run that stage again"
             )
         dataset = _own_dataset(file, name)
-        offset = dataset.id.get_offset()  # None unless it is one contiguous piece
+        offset = dataset.id.get_offset()  # None unless the dataset is contiguous
         if offset is None or not dataset.size:
             check_inflation(dataset.id.get_storage_size(), dataset.nbytes, f"{path}: {name}")
             array = np.asarray(dataset[()])
@@ -51,8 +51,8 @@ def read_array(path: Path, name: str) -> np.ndarray:
 
 
 def _own_dataset(file: Any, name: str) -> Any:
-    """A dataset of numbers whose content is in this file: the format has several ways to take it
-    from any other. Raises ValueError."""
+    """Return the numeric dataset ``name``. Raises ValueError if it is anything else, or if its
+    content is outside this file: HDF5 links can point to arbitrary other files."""
     h5py = needed_h5py()
     dataset = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
     if (
@@ -69,7 +69,7 @@ def _own_dataset(file: Any, name: str) -> Any:
 
 
 class MappedArray(NamedTuple):
-    """Place of a memory-mapped array: what is sent to another process instead of its content."""
+    """Location of a memory-mapped array, which is pickled instead of the array's content."""
 
     path: str
     dtype: np.dtype
@@ -78,7 +78,7 @@ class MappedArray(NamedTuple):
 
     @classmethod
     def of(cls, array: np.ndarray) -> MappedArray | None:
-        """The place of an array of :func:`read_array`; None if it is not mapped."""
+        """Return the location of an array from :func:`read_array`, or None if it is not mapped."""
         base = array.base
         if not isinstance(base, np.memmap):
             return None
@@ -89,13 +89,13 @@ class MappedArray(NamedTuple):
 
 
 def array_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of a file's arrays, by name; errors as of :func:`read_array`."""
+    """Return the shapes of a file's arrays, by name. Raises the errors of :func:`read_array`."""
     with _opened(path) as file:
         return {name: _own_dataset(file, name).shape for name in file}
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes or replaces a file with a dataset for each array. OSError if it cannot be written."""
+    """Write or replace a file with one dataset for each array. Raises OSError on failure."""
     layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
     with writing(path, layout) as files:
         for name, array in arrays.items():
@@ -103,13 +103,13 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 class ArrayWriter:
-    """Appends rows to a dataset of a file that is being written."""
+    """Writer that appends rows to a dataset in a file."""
 
     def __init__(self, file: BinaryIO, dtype: np.dtype, offset: int) -> None:
         self._file, self._dtype, self._position = file, dtype, offset
 
     def append(self, rows: np.ndarray) -> None:
-        """OSError if the disk is full."""
+        """Append rows. Raises OSError if the disk is full."""
         if rows.size:
             content = np.ascontiguousarray(rows, self._dtype).data.cast("B")
             self._file.seek(self._position)
@@ -119,11 +119,12 @@ class ArrayWriter:
 
 @contextmanager
 def writing(path: Path, layout: Layout) -> Iterator[dict[str, ArrayWriter]]:
-    """Datasets of known sizes to fill, in a file that appears as ``path`` when the block ends
-    without an error. Its bytes depend on what is written only. OSError if it cannot be written.
+    """Yield a writer for each dataset in a new file, by name. ``layout`` has the datasets' final
+    shapes. The file appears as ``path`` when the block ends without an error. Its bytes depend only
+    on what is written. Raises OSError if it cannot be written.
 
-    The library crashes where a disk is full, so that it makes the structure of the file only, in a
-    file with space for it; the arrays, which are contiguous, are written here.
+    h5py crashes if the disk is full. It is therefore used only to create the file's structure, once
+    disk space has been reserved. The contiguous arrays are written without it.
     """
     size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
     with replacing(path) as part:
@@ -140,7 +141,7 @@ def writing(path: Path, layout: Layout) -> Iterator[dict[str, ArrayWriter]]:
 
 
 def _structure(path: Path, layout: Layout) -> dict[str, int]:
-    """Makes a file of empty datasets; returns the offset of each in the file."""
+    """Create a file with empty datasets, and return the offset of each in the file, by name."""
     h5py = needed_h5py()
     offsets = {}
     with h5py.File(path, "w") as file:
@@ -153,7 +154,7 @@ def _structure(path: Path, layout: Layout) -> dict[str, int]:
             kind = h5py.h5t.py_create(dtype, logical=True)
             space = h5py.h5s.create_simple(shape)
             dataset = h5py.h5d.create(file.id, name.encode(), kind, space, how)
-            offsets[name] = dataset.get_offset() or 0  # None of an empty dataset
+            offsets[name] = dataset.get_offset() or 0  # None for an empty dataset
     return offsets
 
 
@@ -171,5 +172,5 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
         except ValueError as error:
             raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from None
-        except Exception as error:  # the library has no separate class for damaged content
+        except Exception as error:  # h5py has no specific exception for damaged content
             raise ValueError(f"{damaged} ({type(error).__name__}: {error})") from error

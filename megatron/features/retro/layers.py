@@ -1,14 +1,13 @@
-"""Retro as a list of layers: a GPT some of whose blocks attend to the text of neighbours that were
+"""RETRO as a list of layers: a GPT in which some blocks attend to the neighbours that were
 retrieved for each chunk of a sample (Borgeaud et al. 2022, arXiv:2112.04426, section 2; Wang et al.
 2023, arXiv:2304.06762).
 
-The chunks of a sample have m tokens each, the first of them without what follows the last whole
-one. The neighbours of chunk i are what the tokens from the last one of chunk i up to the one before
-the last of chunk i + 1 attend to: those that are predicted when chunk i is known (chunked
-cross-attention, section 2.4 of the paper).
+A sample is split into chunks of m tokens. A token attends to the neighbours of a chunk only once
+the chunk is complete: from the last token of chunk i to the token before the last of chunk i + 1,
+tokens attend to the neighbours of chunk i (chunked cross-attention, section 2.4 of the paper).
 
-Shapes: B batch, S sequence, L whole chunks of a sample, M tokens of a chunk, K neighbours of a
-chunk, R tokens of a neighbour with its continuation; N heads and D head width as in attention.
+Shapes: B batch, S sequence, L whole chunks per sample, M tokens per chunk, K neighbours per chunk,
+R tokens per neighbour with its continuation; N heads and D head width as in attention.
 """
 
 from __future__ import annotations
@@ -16,14 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig, ParallelConfig
+from megatron.features.cross_attention.layers import CrossAttention, CrossBlock
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.neighbors import NeighborStore
+from megatron.model.attention import Attention
 from megatron.model.block import Block
 from megatron.model.embedding import InputEmbedding, vocabulary_layers
 from megatron.model.layer_list import LayerSpec, LayerState
@@ -33,14 +35,40 @@ from megatron.parallel.tensor_parallel import TensorParallel
 ADDED_PARTS = frozenset(
     {"cross_attention", "cross_attention_norm", "cross_attention_post_norm", "encoder"}
 )
-"""Words in the names of the parameters that a GPT does not have."""
+"""Name components of the parameters that are not in a GPT."""
+
+
+class Folding(Protocol):
+    """Cuts sequences into parts that attend by themselves: between projections and kernel, so that
+    tensor and sequence parallelism know nothing of it."""
+
+    def fold(self, q_BSND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of the parts, each a separate sample. The positions in a
+        part are 0, 1, 2, ..., and it has no masks."""
+        ...
+
+    def unfold(self, y_PSND: Tensor, samples: int, length: int) -> Tensor:
+        """Return the attention output of the parts in the shape of ``samples`` samples with
+        ``length`` queries each, [B, S, N, D]."""
+        ...
+
+
+def _folded(
+    attended: Callable[..., Tensor],
+    folding: Folding,
+    heads: tuple[Tensor, Tensor, Tensor],
+    state: LayerState,
+) -> Tensor:
+    samples, length = heads[0].shape[:2]
+    y_PSND = attended(*folding.fold(*heads), state.changed(position_ids=None, masks=None))
+    return folding.unfold(y_PSND, samples, length)
 
 
 @dataclass(frozen=True)
 class PartsApart:
-    """Attention of parts of a sequence, of ``queries`` tokens each, to the part with the same
-    number, of ``keys`` tokens, in the same or another sequence: of every neighbour to itself, and
-    of the neighbours of a chunk together to the chunk."""
+    """Block-diagonal attention: the n-th group of ``queries`` tokens attends only to the n-th group
+    of ``keys`` tokens in the same or another sequence. Used for the encoder's self-attention within
+    a neighbour, and for the cross-attention of a chunk's neighbours to the chunk."""
 
     queries: int
     keys: int
@@ -56,9 +84,9 @@ class PartsApart:
 
 @dataclass(frozen=True)
 class ChunksToNeighbors:
-    """Chunked cross-attention: the ``chunk`` tokens from a chunk's last one on to the chunk's
-    neighbours, together ``retrieved`` tokens. The first ``chunk`` - 1 tokens of a sample attend to
-    nothing, and have zeros."""
+    """Chunked cross-attention: ``chunk`` tokens, starting with the last token of a chunk, attend to
+    the chunk's neighbours, which have ``retrieved`` tokens in total. A sample's first ``chunk`` - 1
+    tokens attend to nothing, and their output is zero."""
 
     retrieved: int
     chunk: int
@@ -84,9 +112,43 @@ def _joined(x_PSND: Tensor, samples: int) -> Tensor:
     return x_PSND.unflatten(0, (samples, -1)).flatten(1, 2)
 
 
+class NeighborAttention(Attention):
+    """Attention of every neighbour, of so many tokens, to itself."""
+
+    def __init__(self, *arguments: Any, neighbor: int) -> None:
+        super().__init__(*arguments)
+        self.folding = PartsApart(neighbor, neighbor)
+        self.packed = None  # heads are cut into parts before RoPE
+
+    def attended(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, turned: bool = False
+    ) -> Tensor:
+        """See :meth:`Attention.attended`."""
+        return _folded(super().attended, self.folding, (q, k, v), state)
+
+
+class ChunkedCrossAttention(CrossAttention):
+    """Attention between neighbours and chunks, as a ``folding`` pairs them."""
+
+    def __init__(self, *arguments: Any, folding: Folding) -> None:
+        super().__init__(*arguments)
+        self.folding = folding
+
+    def attended(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, turned: bool = False
+    ) -> Tensor:
+        """See :meth:`Attention.attended`."""
+        return _folded(super().attended, self.folding, (q, k, v), state)
+
+    def attend_stored(self, state: LayerState) -> Callable[..., Tensor]:
+        """Return the function of the cache that attends to neighbours (:class:`NeighborStore`)."""
+        assert state.cache is not None
+        return partial(state.cache.neighbors.attend, state.encoder)
+
+
 class RetrievalEncoder(nn.Module):
-    """Reads the neighbours of all chunks separately; its first block also attends to the states of
-    their chunk. Like Megatron's, it has no final norm."""
+    """Encoder for the neighbours of each chunk. Its first block also attends to the chunk's hidden
+    states. Like Megatron's encoder, it has no final norm."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, recompute_attention: bool) -> None:
         super().__init__()
@@ -100,26 +162,26 @@ class RetrievalEncoder(nn.Module):
         config = replace(
             config, attention=attention, hidden_dropout=retrieval.retro_encoder_hidden_dropout
         )
-        neighbor, chunk = retrieval.retrieved_length, retrieval.retro_gpt_chunk_length
-        foldings = (
-            PartsApart(neighbor, neighbor),
-            PartsApart(retrieval.chunk_neighbors_length, chunk),
-        )
+        chunk = retrieval.retro_gpt_chunk_length
+        apart = partial(NeighborAttention, neighbor=retrieval.retrieved_length)
+        folding = PartsApart(retrieval.chunk_neighbors_length, chunk)
+        across = partial(ChunkedCrossAttention, folding=folding)
+        first = CrossBlock(config, 0, tp, recompute_attention, "full", apart, across)
+        others = range(1, retrieval.retro_encoder_layers)
         self.layers = nn.ModuleList(
-            Block(config, n, tp, recompute_attention, "full", cross=n == 0, foldings=foldings)
-            for n in range(retrieval.retro_encoder_layers)
+            [first, *(Block(config, n, tp, recompute_attention, "full", apart) for n in others)]
         )
 
     def forward(self, neighbors_BTH: Tensor, decoder_BSH: Tensor) -> Tensor:
-        """Embedded neighbours of all chunks, one after another, T = L x K x R tokens, to
-        [B, T, H]."""
+        """Encode the embedded neighbours of all chunks, T = L x K x R concatenated tokens, given
+        the decoder's hidden states. Return [B, T, H]."""
         state = LayerState(neighbors_BTH, encoder=decoder_BSH)
         for layer in self.layers:
             state = layer(state)
         return state.hidden.to(decoder_BSH.dtype)
 
 
-class RetroBlock(Block):
+class RetroBlock(CrossBlock):
     """A block that attends to neighbours between its attention and its MLP. The first one of a
     model, which ``reads`` them, has the encoder: the state's ``encoder`` is the embedded neighbours
     before it, and the encoder's output after it."""
@@ -134,16 +196,15 @@ class RetroBlock(Block):
     ) -> None:
         retrieval = config.part(RetrievalConfig)
         chunk = retrieval.retro_gpt_chunk_length
-        across = ChunksToNeighbors(retrieval.chunk_neighbors_length, chunk)
-        super().__init__(
-            config, layer, tp, recompute_attention, cross=True, foldings=(None, across)
-        )
+        folding = ChunksToNeighbors(retrieval.chunk_neighbors_length, chunk)
+        across = partial(ChunkedCrossAttention, folding=folding)
+        super().__init__(config, layer, tp, recompute_attention, across=across)
         self.tp, self.chunk, self.gate = tp, chunk, retrieval.retro_attention_gate
         self.encoder = RetrievalEncoder(config, tp, recompute_attention) if reads else None
 
     def attend_across(self, normed: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
-        """See :meth:`Block.attend_across`; nothing is added to tokens before the last one of the
-        first chunk, whose projection would have a bias, nor to any without neighbours."""
+        """See :meth:`CrossBlock.attend_across`; nothing is added to tokens before the last one of
+        the first chunk, whose projection would have a bias, nor to any without neighbours."""
         if state.cache is not None:
             return self._attend_stored(normed, state, state.cache.neighbors)
         if state.encoder is None:
@@ -158,7 +219,7 @@ class RetroBlock(Block):
     def _attend_stored(
         self, normed: Tensor, state: LayerState, store: NeighborStore | None
     ) -> tuple[Tensor, LayerState]:
-        """The same for the tokens of a generation, some of which may end a chunk."""
+        """Attend to neighbours in generation, where a chunk may end at any current token."""
         if store is None:
             return torch.zeros_like(normed), state
         if self.encoder is not None:
@@ -200,9 +261,10 @@ def retro_layers(
     costs: Sequence[float],
     tp: TensorParallel | None = None,
 ) -> list[LayerSpec]:
-    """The layers of a Retro: a GPT's, by the same names, with blocks that attend to neighbours
-    among them. Before the first of these blocks the neighbours get the text's token embedding and
-    positions. ``costs`` are the FLOPs of each block; ``tp`` is None for a single process."""
+    """Return the layers of a RETRO model. They are a GPT's, with the same names, except that some
+    blocks attend to neighbours. Before the first of these, the neighbours are embedded with the
+    text's token and position embeddings. ``costs`` has the FLOPs of each block. ``tp`` is None for
+    a single process."""
     tp = tp or TensorParallel()
     retrieval = model.part(RetrievalConfig)
     attending = [number - 1 for number in retrieval.retro_cross_attention_layers]
@@ -228,7 +290,7 @@ def retro_layers(
 
 
 def encoder_travels(model: ModelConfig, index: int) -> bool:
-    """True if layers from this index of the list on read what the encoder has computed before."""
+    """Return whether any layer from ``index`` on reads the encoder output of a layer before it."""
     attending = model.part(RetrievalConfig).retro_cross_attention_layers
-    before = 3  # token embeddings and positions, of the text and of its neighbours, less one
+    before = 3  # token embeddings and positions, of the text and of its neighbours, minus one
     return before + attending[0] < index <= before + attending[-1]

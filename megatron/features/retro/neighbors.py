@@ -1,6 +1,6 @@
-"""Neighbours of chunks, as layers and generation see them.
+"""Interfaces through which layers and generation access the neighbours of chunks.
 
-Shapes: S current tokens, N query heads, K key and value heads, D head width, H hidden.
+Shapes: S current tokens, N query heads, K key and value heads, D head width, H hidden size.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from megatron.model.attention_masks import AttentionScoring
 
 
 class NeighborSpec(NamedTuple):
-    """Text that retrieving models read for each chunk.
+    """Sizes of the neighbours that a RETRO model reads for each chunk.
 
     Attributes:
-        chunk_length: tokens of a chunk.
-        neighbors: that are read for it.
-        neighbor_length: tokens of a neighbour with its continuation.
-        layers: numbers of the blocks that read them, from 0, ascending; their encoder is at the
-            first.
-        crosses: whether a stage that begins at an index of the layer list reads what their encoder
-            computed before.
+        chunk_length: tokens per chunk.
+        neighbors: neighbours per chunk.
+        neighbor_length: tokens per neighbour, including its continuation.
+        layers: indices of the blocks that attend to neighbours, from 0, ascending. The first
+            contains the encoder.
+        crosses: returns whether a stage that starts at a given index of the layer list reads
+            encoder output of an earlier stage.
     """
 
     chunk_length: int
@@ -34,29 +34,29 @@ class NeighborSpec(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all neighbours of a chunk."""
+        """Total number of tokens in all neighbours of a chunk."""
         return self.neighbors * self.neighbor_length
 
 
 class NeighborStore(Protocol):
-    """Retrieved neighbours of sequences, for generation, where C chunks of m tokens end among the
-    current tokens, and all neighbours of a chunk together have E tokens.
+    """Retrieved neighbours of the sequences being generated. C chunks of m tokens end at one of the
+    current tokens, and each chunk's neighbours have E tokens in total.
 
     Attributes:
-        neighbors_BLKR: tokens of the neighbours of these chunks, [1, C, K, R].
+        neighbors_BLKR: neighbours' tokens for these chunks, [1, C, K, R].
     """
 
     neighbors_BLKR: Tensor
 
     def chunk_states(self, x_1SH: Tensor) -> Tensor:
-        """Store the states of the current tokens that the neighbours' encoder reads. Return the
-        states of the chunks that end, including earlier tokens: [1, C x m, H]."""
+        """Store the current tokens' hidden states, which the encoder attends to. Return the hidden
+        states of the chunks that end, including those of earlier tokens: [1, C x m, H]."""
         ...
 
     def by_chunk(self, x_1TH: Tensor | None) -> Sequence[Tensor]:
-        """Split the states of all chunks that end, [1, C x n, H], into one [1, n, H] per chunk:
-        results computed one by one do not depend on the others. None (no chunk ends) yields
-        nothing."""
+        """Split the hidden states of all chunks that end, [1, C x n, H], into one [1, n, H] per
+        chunk, so that each chunk is computed separately and its results do not depend on the
+        others. Return an empty sequence if no chunk ends."""
         ...
 
     def attend(
@@ -68,8 +68,9 @@ class NeighborStore(Protocol):
         scores: AttentionScoring,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        """[1, S, N, D] of a block's attention to the neighbours of the last chunk that has ended,
-        with the token itself, and zeros before there is one. The encoder's output is that for the
-        chunks that end, [1, C x E, H], and None without any; the function gives its keys and values
-        [1, ..., K, D]."""
+        """Return a block's attention [1, S, N, D] of each token to the neighbours of the last
+        chunk that has ended by then, including at this token. It is zero before the first chunk
+        has ended. ``encoder_1TH`` is the encoder's output for the chunks that end now, [1, C x
+        E, H], or None if none does. ``keys_and_values`` computes keys and values [1, ..., K, D]
+        from it."""
         ...

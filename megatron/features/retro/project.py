@@ -1,5 +1,5 @@
-"""The folder of a retrieval project: its configuration, its files, its database and neighbours; and
-what a Retro's run takes from it: data, sizes and numbers of samples."""
+"""Folder of a retrieval project: its configuration, data files, database and neighbours. It
+determines the data, sequence length and numbers of samples of a RETRO run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.config import FLAG_FIELDS, ConfigError, Setting, Settings, Tokeniz
 from megatron.config.data import SOURCE_FIELDS
 from megatron.config.features import kind_classes
 from megatron.config.flags import build, check_value
-from megatron.data.indexed.dataset import idx_path
+from megatron.data.indexed import idx_path
 from megatron.data.pipeline import open_indexed
 from megatron.data.samples import Documents
 from megatron.features.retro.chunks import ChunkDatabase, NeighborTable
@@ -31,11 +31,11 @@ from megatron.util.processes import is_main_process
 
 CONFIG_FILE = "config.json"
 OLD_CONFIG_FILE = "args.json"
-"""Its name in 2023."""
+"""Name of the configuration file as written in 2023."""
 GPT = "retro_gpt_"
-"""The begin of the names of the settings of the GPT's data."""
+"""Prefix of the settings for the GPT's data."""
 _COMPARED = 64
-"""Documents of a dataset whose tokens are compared."""
+"""Number of documents per dataset whose tokens are hashed to detect a change."""
 _CHUNK_LENGTH = "retro_gpt_chunk_length"
 PATHS = frozenset({"data_path", "train_data_path", "valid_data_path", "test_data_path"})
 TOKENIZER_FIELDS = frozenset(field.name for field in dataclasses.fields(TokenizerConfig))
@@ -55,16 +55,15 @@ logger = logging.getLogger(__name__)
 
 
 class RetroProject:
-    """A project folder of ``tools/retro/preprocess_data.py``. ``object_storage`` is a folder for
-    what is fetched of data at URLs. ConfigError if it has no configuration, or one that cannot be
-    read, or names data at URLs without that folder."""
+    """Project folder of ``tools/retro/preprocess_data.py``. ``object_storage`` is a folder that
+    caches data from URLs. Raises ConfigError if the configuration is missing or cannot be read."""
 
     def __init__(self, folder: str | Path, object_storage: str | None = None) -> None:
         self.folder, self._object_storage = Path(folder), object_storage
         self.database_folder = self.folder / "db"
         self.database_file = self.database_folder / "merged" / "train.hdf5"
         self.datasets_file = self.database_folder / "indexed_dataset_infos.json"
-        self.data_folder = self.folder / "data"  # data that belong to the project
+        self.data_folder = self.folder / "data"  # data files stored in the project
         self.index_folder = self.folder / "index"
         self.query_folder = self.folder / "query"
         self.config_file = self.folder / CONFIG_FILE
@@ -77,7 +76,7 @@ class RetroProject:
         return any((folder / name).is_file() for name in (CONFIG_FILE, OLD_CONFIG_FILE))
 
     def record(self, values: Mapping[str, Any]) -> None:
-        """Adds values to the configuration; of several processes the main one writes it."""
+        """Add values to the configuration in memory. Only the main process updates the file."""
         before = dict(self.settings)
         self.settings |= values
         if self.settings != before and is_main_process():
@@ -92,8 +91,9 @@ class RetroProject:
         return self._length("retro_gpt_seq_length")
 
     def database(self, eod: int | None = None) -> ChunkDatabase:
-        """The chunks of the training documents, padded with the end-of-document token ``eod``, by
-        default the project tokenizer's. Raises ConfigError if db-build has not run."""
+        """Return the database, whose short chunks are padded with ``eod``, by default the
+        end-of-document token of the project's tokenizer. Raises ConfigError if db-build has not
+        run, or if a dataset has changed since."""
         if not self.database_file.is_file():
             raise ConfigError(
                 f"--retro-project-dir {self.folder} has no database ({self.database_file}); run "
@@ -110,7 +110,7 @@ class RetroProject:
         return ChunkDatabase(table, datasets, self.chunk_length, eod, sources)
 
     def dataset_infos(self) -> list[dict[str, Any]]:
-        """The datasets of the database. ValueError if their list cannot be read."""
+        """Return the database's list of datasets. Raises ConfigError if it cannot be read."""
         try:
             infos = parse_json(self.datasets_file.read_bytes(), str(self.datasets_file))
         except (OSError, ValueError) as error:
@@ -124,8 +124,9 @@ class RetroProject:
         return infos
 
     def neighbors(self, part: str) -> NeighborTable:
-        """The neighbours of the samples of a part: ``train``, ``valid`` or ``test``. ConfigError if
-        they have not been searched for, or were so several times and nothing says which to take."""
+        """Return the neighbours of a split's samples: ``train``, ``valid`` or ``test``. Raises
+        ConfigError if query-neighbors has not run for this split, or if it has run several times
+        and the configuration does not select a result."""
         every = self.settings.get("retro_neighbor_dirs") or {}
         named = every.get(part) if isinstance(every, dict) else every
         if not isinstance(named, str | None):
@@ -136,7 +137,8 @@ class RetroProject:
         folders = []
         if named is not None:
             folders = [self.query_folder / Path(named).name]
-        elif "retro_neighbor_dirs" not in self.settings:  # a project of 2023, which names none
+        # Projects of 2023 have no folder names in their configuration, so search for the folder.
+        elif "retro_neighbor_dirs" not in self.settings:
             folders = sorted(self.query_folder.glob(f"{part}_*"))
         if not folders:
             raise ConfigError(
@@ -153,12 +155,12 @@ class RetroProject:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The GPT's tokenizer."""
+        """Tokenizer for the GPT's text."""
         return build_tokenizer(build(TokenizerConfig, self.data_settings()))
 
     def data_settings(self) -> Settings:
-        """The settings of a run that the project decides, by field name: data, tokenizer, sizes of
-        samples and batches, and the numbers of samples."""
+        """Return the run settings that the project determines, by field name: data, tokenizer,
+        sequence length, batch size and numbers of samples."""
         settings, known = {}, sample_fields() | TOKENIZER_FIELDS | {_CHUNK_LENGTH}
         for key, value in self.settings.items():
             name = key if key == _CHUNK_LENGTH else key.removeprefix(GPT)
@@ -179,7 +181,8 @@ class RetroProject:
         return settings
 
     def data_path(self, prefix: str) -> str:
-        """A word of --data-path, whose prefixes may be relative to the project's folder of data."""
+        """Resolve a --data-path prefix, which may be relative to the project's data folder. Raises
+        ConfigError for a URL, unless there is a cache folder for data from URLs."""
         if "://" in prefix and self._object_storage is None:
             raise ConfigError(
                 f"--retro-project-dir {self.folder} names data at {prefix:.200}, and no connection "
@@ -190,13 +193,13 @@ class RetroProject:
         return inside if idx_path(inside).is_file() else prefix
 
     def data_word(self, prefix: str) -> str:
-        """The word that :meth:`data_path` makes this prefix of."""
+        """Return the --data-path prefix that :meth:`data_path` resolves to this prefix."""
         inside = Path(prefix).is_relative_to(self.data_folder)
         return str(Path(prefix).relative_to(self.data_folder)) if inside else prefix
 
     def check_unchanged(self, documents: Documents, info: Mapping[str, Any]) -> None:
-        """Raises ConfigError if a dataset differs from the database's, described by ``info``, its
-        entry in the list of datasets."""
+        """Check that a dataset is the one from which the database was built. Raises ConfigError if
+        it differs from ``info``, its entry in the list of datasets."""
         for name, value in dataset_identity(documents).items():
             if info.get(name, value) != value:
                 raise ConfigError(
@@ -219,13 +222,14 @@ class RetroProject:
 
 
 def sample_fields() -> frozenset[str]:
-    """Fields, besides the tokenizer's, that determine a GPT's samples and their number."""
+    """Return the names of the fields that determine a GPT's samples and their number, without the
+    tokenizer's fields."""
     kinds: list[Any] = [cls for cls in kind_classes().values() if cls is not RetroDataConfig]
     return _SAMPLE_FIELDS.union(field.name for cls in kinds for field in dataclasses.fields(cls))
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes or replaces a file atomically."""
+    """Write or replace a JSON file atomically."""
     write_whole(path, json_bytes(content))
 
 
@@ -234,8 +238,8 @@ def json_bytes(content: Any) -> bytes:
 
 
 def dataset_identity(documents: Documents) -> dict[str, str]:
-    """Digests that differ between versions of a dataset: of all lengths, and of the tokens of some
-    documents."""
+    """Return digests that identify a dataset's version: one of all document lengths, and one of the
+    tokens of evenly spaced documents."""
     count = len(documents)
     some = [i * count // _COMPARED for i in range(_COMPARED)] if count else []
     tokens = (documents.get(i).astype(np.int64).data for i in dict.fromkeys(some))
@@ -261,9 +265,9 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def retro_settings(settings: Settings) -> Settings:
-    """The settings of a Retro's run, in which its project's settings replace the flags. A program
-    that trains Retros trains a GPT without ``--retro-add-retriever``, on the same samples.
-    ConfigError if flags contradict the project, or it has no configuration."""
+    """Return the settings of a RETRO run, in which the project's settings override the flags.
+    Without ``--retro-add-retriever``, the family becomes a GPT that trains on the same samples.
+    Raises ConfigError if flags contradict the project, or if its configuration is missing."""
     folder = settings.get("retro_project_dir")
     if folder is not None:
         settings = _with_project(settings, project_of(settings, folder.value))
@@ -283,13 +287,13 @@ def retro_settings(settings: Settings) -> Settings:
 
 
 def project_of(settings: Settings, folder: str) -> RetroProject:
-    """A project that may name data at URLs if the settings say where to keep what is fetched."""
+    """Return the project in a folder. With ``--object-storage-cache-path``, data may be at URLs."""
     cache = settings.get("object_storage_cache_path")
     return RetroProject(folder, None if cache is None else cache.value)
 
 
 def without_project() -> ConfigError:
-    """The error of a run whose samples need neighbours and that names no project."""
+    """Return the error for a run that needs neighbours but has no project."""
     return ConfigError(
         "--retro-add-retriever needs --retro-project-dir, a folder of "
         "tools/retro/preprocess_data.py (or --mock-data)"
@@ -297,8 +301,8 @@ def without_project() -> ConfigError:
 
 
 def _with_project(settings: Settings, project: RetroProject) -> Settings:
-    """Return the settings of a run, some replaced by its project's; the log reports contradictions.
-    ConfigError if flags name other data."""
+    """Return the settings with the project's settings in place of the flags. Differences are
+    logged. Raises ConfigError if flags select data other than the project's."""
     taken = project.data_settings()
     for name in ("mock_data", *SOURCE_FIELDS):
         given = settings.get(name)
@@ -332,7 +336,8 @@ def _with_project(settings: Settings, project: RetroProject) -> Settings:
 
 
 def _cyclic_settings(settings: Settings) -> Settings:
-    """The settings of a run of ``--retro-cyclic-train-iters``, where that has an effect."""
+    """Convert ``--retro-cyclic-train-iters`` to the run's length. Without --dataloader-type cyclic,
+    the flag is ignored, which is logged."""
     iters, order = settings.get("retro_cyclic_train_iters"), settings.get("dataloader_type")
     if iters is None or iters.value is None:
         return settings
@@ -347,8 +352,9 @@ def _cyclic_settings(settings: Settings) -> Settings:
 
 
 def project_counts(project: RetroProject) -> tuple[int, int, int]:
-    """The numbers of samples for training, validation and test for which a project has neighbours:
-    a run with its settings reads as many. Raises ConfigError if one is missing."""
+    """Return the numbers of training, validation and test samples that a run with the project's
+    settings reads; the project has neighbours for these. Raises ConfigError if the project lacks a
+    setting for them."""
     taken = project.data_settings()
     names = ("train_samples", "global_batch_size", "eval_interval", "eval_iters")
     missing = [f"retro_gpt_{name}" for name in names if name not in taken]

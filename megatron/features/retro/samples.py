@@ -1,8 +1,7 @@
-"""The data of a run whose samples have neighbours: samples, batches, and the pipeline that makes
-them from a GPT's samples.
+"""Data of a RETRO run: samples with neighbours, batches, and the data pipeline.
 
-Shape suffixes: B micro batch, S sequence, L chunks of a sample, K neighbours of a chunk, R tokens
-of a neighbour with its continuation, D documents of a sample, 2 the dataset and document of each.
+Shape suffixes: B micro batch, S sequence, L chunks per sample, K neighbours per chunk, R tokens per
+neighbour with its continuation, D documents per sample, 2 dataset and document.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from megatron.features.retro.project import RetroProject, project_counts, withou
 
 
 class RetroSample(NamedTuple):
-    """A sample of text, the tokens of its neighbours, their numbers in the database (-1 where there
-    are fewer; None without a database), and the documents of the text, if they are asked for."""
+    """Text sample with its neighbours' tokens, their chunk indices in the database (padded with -1;
+    None without a database), and the documents of the text, if requested."""
 
     text: Any
     neighbors_LKR: npt.NDArray[np.int64]
@@ -54,13 +53,13 @@ class RetroSample(NamedTuple):
 
 
 class RetroBatch(NamedTuple):
-    """A batch of text with its neighbours.
+    """Batch of text with its neighbours.
 
     Attributes:
-        neighbors_BLKR: tokens of the neighbours of every chunk, int64; where there are fewer, or a
-            document ends early, the end-of-document token.
-        documents_BD2: of each sample, int64: the number of the dataset in the database, -1 where it
-            is not in it, and that of the document there; both -1 after the last one. None unless
+        neighbors_BLKR: tokens of each chunk's neighbours, int64. The end-of-document token pads
+            missing neighbours and the text after the end of a document.
+        documents_BD2: documents of each sample, int64: index of the dataset in the database (-1 if
+            it is not there) and of the document in the dataset. Padded with -1. None without
             --retro-return-doc-ids.
     """
 
@@ -70,7 +69,7 @@ class RetroBatch(NamedTuple):
 
     @classmethod
     def alone(cls, text: Any) -> RetroBatch:
-        """Text without neighbours, whose model attends to none: the paper's Retro[Off]."""
+        """Return a batch without neighbours to attend to, the paper's Retro[Off]."""
         return cls(text, torch.empty(text.tokens_BS.shape[0], 0, 0, 0, dtype=torch.int64))
 
     @property
@@ -92,8 +91,8 @@ class RetroBatch(NamedTuple):
         )
 
     def shortened(self, seq_length: int) -> RetroBatch:
-        """The first ``seq_length`` tokens of every sample, which are whole chunks, and their
-        neighbours."""
+        """Return the batch with only the first ``seq_length`` tokens of every sample, and the
+        neighbours of their chunks. ``seq_length`` must be a multiple of the chunk length."""
         chunk_length = self.tokens_BS.shape[1] // self.neighbors_BLKR.shape[1]
         assert seq_length % chunk_length == 0, (seq_length, chunk_length)
         neighbors_BLKR = self.neighbors_BLKR[:, : seq_length // chunk_length].contiguous()
@@ -102,7 +101,7 @@ class RetroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class RetroCollator:
-    """Batches samples with their neighbours; ``collate`` batches their text."""
+    """Collate function for samples with neighbours. ``collate`` is the one for their text."""
 
     collate: Callable[[Sequence[Any]], Any]
 
@@ -122,10 +121,10 @@ class RetroCollator:
 
 @dataclass(frozen=True)
 class RetroSamples:
-    """The first ``count`` samples of a dataset of text, each with the ``neighbors`` (K) nearest
-    neighbours of its chunks. Samples after the last of the table have none. ``retrieved`` chunks of
-    text are read of each neighbour: itself and what follows it. ``identified`` samples record their
-    documents.
+    """First ``count`` samples of a text dataset, each with the ``neighbors`` (K) nearest neighbours
+    of its chunks. Samples that ``table`` does not contain have none. ``retrieved`` chunks are read
+    for each neighbour: the neighbour and its continuation. If ``identified``, samples include the
+    indices of their documents.
     """
 
     text: SampleDataset[Any]
@@ -153,8 +152,8 @@ class RetroSamples:
         return self.text.origin(index)
 
     def chunks(self, index: int) -> npt.NDArray[np.int64]:
-        """Numbers of the neighbours of a sample's chunks in the database, [L, K], nearest first;
-        -1 where there are fewer."""
+        """Return the database indices of the neighbours of a sample's chunks, [L, K], nearest first
+        and padded with -1."""
         if index >= len(self.table):
             return np.full((self.table.chunks_per_sample, self.neighbors), -1, np.int64)
         return self.table.rows(index)[:, : self.neighbors]
@@ -172,8 +171,8 @@ def neighbor_texts(
     retrieved: int,
     detokenize: Callable[[list[int]], str],
 ) -> list[NeighborText]:
-    """The neighbours of a sample's chunks, numbers [L, K], human-readable: where they are from, and
-    the text of ``retrieved`` chunks of each, which is what a model reads."""
+    """Return the neighbours of a sample's chunks, with their origin and readable text.
+    ``chunks_LK`` has database indices. Each text has ``retrieved`` chunks, as a model reads it."""
     texts = []
     for (chunk, rank), number in np.ndenumerate(chunks_LK):
         if number < 0:
@@ -187,8 +186,9 @@ def neighbor_texts(
 
 @dataclass(frozen=True)
 class MockRetroSamples:
-    """Samples of ``--mock-data`` with neighbours from no database: like the samples they count
-    upwards (modulo the vocabulary) from random tokens, a function of (seed, part, index) alone."""
+    """Samples of ``--mock-data`` with artificial neighbours. As in the text, token ids count
+    upwards (modulo the vocabulary size) from a random one, which depends only on the seed, split
+    and index."""
 
     text: SampleDataset[Any]
     shape_LKR: tuple[int, int, int]
@@ -211,8 +211,8 @@ class MockRetroSamples:
 
 
 class RetroData(DataPipeline):
-    """The data of a Retro's run: ``text``, as for a GPT, with the neighbours of its chunks.
-    ConfigError if flags contradict each other or the project, or something of it is missing."""
+    """Data pipeline of a RETRO run: a GPT's pipeline, ``text``, with the neighbours of each chunk.
+    Raises ConfigError if there is no project, or if another data kind moves the text of samples."""
 
     flags = frozenset({"retro"})
 
@@ -243,7 +243,7 @@ class RetroData(DataPipeline):
         return MockRetroSamples(text, shape_LKR, self.tokenizer.vocab_size, self.seed, part)
 
     def view(self, sample: RetroSample, length: int) -> SampleView:
-        """See `DataPipeline.view`; with the neighbours of its chunks."""
+        """Implement `DataPipeline.view`. The result includes the neighbours of each chunk."""
         view = self.text.view(sample.text, length)
         if sample.chunks_LK is None:
             return view
@@ -271,7 +271,7 @@ class RetroData(DataPipeline):
     def _unordered(self, sample_counts: tuple[int, int, int]) -> Datasets:
         if self.config.data.mock_data:
             return super()._unordered(sample_counts)
-        # The order of samples depends on their number, so the project's is used.
+        # The order of samples depends on their number, so it must be the number in the project.
         known = project_counts(self.project)
         texts = super()._unordered(known)
         needed = dict(zip(PARTS, zip(known, sample_counts, strict=True), strict=True))
@@ -295,8 +295,9 @@ class RetroData(DataPipeline):
     def _with_neighbors(
         self, part: str, text: SampleDataset[Any], known: int, needed: int
     ) -> SampleDataset[RetroSample]:
-        """The samples of a part with their neighbours, ``needed`` of them at least; the project has
-        searched neighbours for the first ``known``, or for all as upstream."""
+        """Return at least ``needed`` samples of a split with their neighbours. A run with the
+        project's config.json reads ``known`` samples. As in Megatron, the project may have
+        neighbours for these or for all samples. Raises ConfigError if it has too few."""
         table, retrieval = self.project.neighbors(part), self.config.model.part(RetrievalConfig)
         where = f"--retro-project-dir {self.project.folder}"
         if table.kept < retrieval.retro_num_neighbors:

@@ -1,1 +1,1 @@
-"""Checkpoints continued with other RoPE scaling or longer sequences."""
+"""Checks of runs that continue a checkpoint with other RoPE scaling or longer sequences."""

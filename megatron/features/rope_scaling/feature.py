@@ -1,4 +1,4 @@
-"""Checkpoints that are continued with other RoPE scaling or longer sequences."""
+"""Feature that checks runs continuing a checkpoint with other RoPE scaling or longer sequences."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checkpoints that are continued with other RoPE scaling or longer sequences: what cannot be right
-is refused, the rest is said."""
+"""Checks for checkpoints that are continued with other RoPE scaling or longer sequences. Wrong
+settings are refused; questionable ones are reported."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megatron.config.positions import PositionsConfig
 
 
 def check_scaling(before: ModelConfig, now: ModelConfig, where: str) -> None:
-    """Raises ConfigError, which names flag, value and remedy, if a model of RoPE ``now`` scales
-    positions otherwise than ``before``, in the checkpoint ``where``, and not as far as its
-    sequences need, or from another length than the checkpoint's."""
+    """Check a RoPE model ``now`` that scales positions differently from ``before``, the model of
+    the checkpoint ``where``. Raises ConfigError, with flag, value and remedy, if the scaling does
+    not reach the run's sequence length, or assumes another original length."""
     old, new = before.positions, now.positions
     scaling, length = new.rope_scaling, now.seq_length
     same = (
@@ -46,7 +46,7 @@ def check_scaling(before: ModelConfig, now: ModelConfig, where: str) -> None:
 
 
 def trained_length(positions: PositionsConfig) -> int:
-    """The length of a model's sequences before any scaling."""
+    """Return the sequence length that a model was trained with before any scaling."""
     scaling = positions.rope_scaling
     if scaling.original_max_position_embeddings is not None:
         return scaling.original_max_position_embeddings
@@ -55,9 +55,9 @@ def trained_length(positions: PositionsConfig) -> int:
 
 
 def dynamic_base(model: ModelConfig, trained: int) -> float:
-    """Return the RoPE base that gives the frequencies of dynamic scaling for sequences of
-    ``model.seq_length``: base (F n / M - (F - 1))^(D / (D - 2)) of n positions, M ``trained`` ones
-    and D rotated channels (transformers' ``_compute_dynamic_ntk_parameters``)."""
+    """Return the RoPE base with the frequencies of dynamic scaling at ``model.seq_length``: base
+    (F n / M - (F - 1))^(D / (D - 2)) for n positions, factor F, M = ``trained`` positions and D
+    rotated channels (transformers' ``_compute_dynamic_ntk_parameters``)."""
     positions = model.positions
     rotated = model.rotated
     factor = positions.rope_scaling.factor
@@ -67,7 +67,8 @@ def dynamic_base(model: ModelConfig, trained: int) -> float:
 
 
 def unscaled_note(before: ModelConfig, now: ModelConfig) -> tuple[str, ...]:
-    """A line if sequences are longer than the checkpoint's and the rotation is the same."""
+    """Return a note if sequences are longer than those of the checkpoint and RoPE is not
+    rescaled."""
     old, new = before.positions, now.positions
     same = (new.rope_scaling, new.rotary_base) == (old.rope_scaling, old.rotary_base)
     if new.position_embedding_type != "rope" or not same:

@@ -1,1 +1,1 @@
-"""The record of each start of a run, so that a person can repeat it."""
+"""Record of each start of a run, which makes the run repeatable."""

@@ -1,12 +1,13 @@
-"""The record of a start of a run, ``run/001`` and so on in the folder of its checkpoints:
+"""Record of each start of a run, in the folders ``run/001`` and so on in the checkpoint folder:
 
-- ``record.json``: command, listed variables, versions, git, data, hosts, and how it ended;
-- ``config.json``: the completed configuration, by its sections, and ``deepspeed.json``;
-- ``requirements.txt``: the packages; ``command.sh``: the same command again;
-- ``changes.patch``: changes of git's files, and new modules that the run imports, if any.
+- ``record.json``: command, listed environment variables, versions, git, data, hosts, and how the
+  start ended;
+- ``config.json``: the completed configuration by section; ``deepspeed.json``: that of DeepSpeed;
+- ``requirements.txt``: the installed packages; ``command.sh``: a script that repeats the command;
+- ``changes.patch``: changes of files tracked by git, and new modules that the run imports, if any.
 
-Variables, flags and files are recorded if they are listed; no secrets are in them. It appears
-whole.
+Only listed variables, flags and files are recorded, without secrets. The folder appears only once
+it is complete.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 FOLDER = "run"
-"""In the folder of checkpoints."""
+"""Folder for the records, relative to the checkpoint folder."""
 
 
 class StartRecord:
-    """The folder of this start, in the folder ``save`` of checkpoints; ``places`` lists all ranks,
-    in order. Raises OSError if it cannot be written."""
+    """Record of this start, written to a new folder in the checkpoint folder ``save``. ``places``
+    has the place of each rank, by rank. Raises OSError if the record cannot be written."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class StartRecord:
         self._redactor = Redactor(environment)
         starts = save / FOLDER
         starts.mkdir(parents=True, exist_ok=True)
-        for left in starts.glob("*.partial-*"):  # by a process that was killed
+        for left in starts.glob("*.partial-*"):  # left by a killed process
             shutil.rmtree(left, ignore_errors=True)
         taken = [int(path.name) for path in starts.iterdir() if path.name.isdigit()]
         number = 1 + max(taken, default=0)
@@ -101,7 +102,7 @@ class StartRecord:
         self._publish(self._files(run, tree))
 
     def end(self, iteration: int, reason: str) -> None:
-        """Adds when and why the run ended, after which iteration."""
+        """Add when and why the start ended, and its last iteration."""
         self._record |= {
             "ended": _now(),
             "end": self._redactor.text(reason),
@@ -151,7 +152,8 @@ class StartRecord:
 
 
 def named_paths(config: RunConfig) -> set[Path]:
-    """The paths that a configuration names, as far as a text may be one: data, models, outputs."""
+    """Return the real paths of all strings in a configuration, since any can be a path to data,
+    models or outputs. URLs are skipped."""
     waiting: list[Any] = [config.to_dict()]
     paths = set()
     while waiting:
@@ -170,13 +172,13 @@ def _now() -> str:
 
 
 def _as_json(value: object) -> bytes:
-    """Human-readable JSON: indented, in the order given."""
+    """Return indented JSON for human readers, with keys in the given order."""
     return json.dumps(value, indent=1, default=str).encode() + b"\n"
 
 
 class RunRecorder(Callback):
-    """Writes the record of this start on the main process, for a run that saves. A folder that
-    cannot be written does not end a run; that is said."""
+    """Callback that writes the record of this start, on the main process of a run that saves
+    checkpoints. If the record cannot be written, the run continues with a warning."""
 
     def __init__(
         self,

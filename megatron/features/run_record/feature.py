@@ -1,4 +1,4 @@
-"""A record of every start of a run."""
+"""Feature that records every start of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class StartRecords(Feature):
     needs = ("agreement",)
 
     def ready(self, context: Any) -> None:
-        """Say where the ranks of a run are; record its start, if it saves."""
+        """Log the places of a run's ranks, and record the start if the run saves checkpoints."""
         several, saves = context.mesh.world.size > 1, bool(context.config.checkpoint.save)
         if not several and not saves:
             return

@@ -1,5 +1,5 @@
-"""The state of the source tree that a run computes with, as git sees it, and its patch without the
-values of secret names, such as ``password = ...`` in a file of settings."""
+"""State of the git working tree that a run uses, with its changes as a patch. In the patch, values
+of names that look secret are hidden, such as ``password = ...`` in a settings file."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from typing import Any
 from megatron.util.secrets import HIDDEN, is_secret
 
 _SECONDS = 10.0
-"""For a command of git: a run must not wait longer for a slow file system."""
+"""Timeout for a git command, in seconds, so that a run does not wait for a slow file system."""
 _MOST_PATCH = 4 << 20
 _CODE = tuple(".py .pyi .pyx .c .cc .cpp .cu .cuh .h .hpp .js .rs".split())
 _DATA = tuple(".arrow .bin .csv .idx .jsonl .npy .npz .parquet .pt .safetensors .tsv".split())
 _MOST_CODE, _MOST_TEXT = 1 << 20, 64 << 10
-"""Bytes of the change of a file: a larger one is data."""
+"""Maximum size in bytes of one file's patch, for code and for other files. Files with larger ones
+are treated as data, and left out."""
 
 
 @dataclass(frozen=True)
 class SourceTree:
-    """A working tree of git.
+    """State of a git working tree.
 
     Attributes:
-        patch: the input with which ``git apply`` gives the commit to have the code of this tree:
-        changes of
-            files that git has, and new modules that this process has imported; empty without any.
-        left_out: changed files that the patch does not have.
+        patch: input for ``git apply`` that turns the commit into the code of this tree: changes of
+            tracked files, and new modules that this process has imported. Empty if nothing changed,
+            or if all changes are left out.
+        left_out: changed files that are not in the patch.
     """
 
     commit: str
@@ -43,7 +44,7 @@ class SourceTree:
     left_out: tuple[str, ...]
 
     def state(self) -> dict[str, Any]:
-        """JSON values for the record."""
+        """Return the state without the patch, as JSON values for the record."""
         return {
             "commit": self.commit,
             "branch": self.branch,
@@ -54,14 +55,15 @@ class SourceTree:
 
 
 def source_tree(folder: Path, private: Collection[Path] = ()) -> SourceTree | None:
-    """The working tree that contains a folder; None outside of one or without git. Files in
-    ``private`` folders are not read, nor those whose names begin with such a path."""
+    """Return the state of the working tree that contains a folder, or None without a working tree
+    or git. The patch leaves out files in a ``private`` folder, and files named like a private path
+    with a suffix."""
     try:
         told = _git(folder, "rev-parse", "--show-toplevel", "HEAD", "--abbrev-ref", "HEAD")
-        # A name of a folder may have line breaks.
+        # split from the right, since the folder's name may contain line breaks
         place, commit, branch = told.decode().rstrip("\n").rsplit("\n", 2)
         root = Path(place)
-        # Whoever edits files meanwhile changes a later start.
+        # Files that are edited during these calls have no effect on this process any more.
         pieces, left_out = {}, list[str]()
         for name, piece in (*_changes(root), *_new_modules(root)):
             if _is_source(name, piece) and not _is_private(root / name, root, private):
@@ -81,19 +83,19 @@ def source_tree(folder: Path, private: Collection[Path] = ()) -> SourceTree | No
 
 
 def _changes(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Files of git that have changed, each with its part of a patch. ValueError if another program
-    changes files meanwhile."""
+    """Yield (name, patch) for each changed file that git tracks. Raises ValueError if files are
+    changed at the same time."""
     options = ("--no-renames", "--no-ext-diff", "--no-textconv", "--ignore-submodules")
     names = _git(root, "diff", "HEAD", "--name-only", "-z", *options).split(b"\0")[:-1]
     patch = _git(root, "diff", "HEAD", *options) if names else b""
-    # Every line of a change begins with another character.
+    # Only headers match, since the lines of a change begin with "+", "-" or a space.
     pieces = re.split(rb"^(?=diff --git )", patch, flags=re.M)[1:]
     yield from zip(map(os.fsdecode, names), pieces, strict=True)
 
 
 def _new_modules(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Modules that this process has imported and git does not have or ignore, as patches; installed
-    packages are not source, wherever their environment is."""
+    """Yield (name, patch) for each module that this process has imported and that git neither
+    tracks nor ignores. Installed packages are left out, wherever their environment is."""
     files = {getattr(module, "__file__", None) for module in tuple(sys.modules.values())}
     installed = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib"))
     named = (
@@ -104,7 +106,7 @@ def _new_modules(root: Path) -> Iterator[tuple[str, bytes]]:
     start = os.path.join(root, "")
     own = [path.removeprefix(start) for path in _real_paths(named) if path.startswith(start)]
     listed = b""
-    for first in range(0, len(own), 500):  # a command line has its limit
+    for first in range(0, len(own), 500):  # limits the length of the command line
         some = (f":(literal){name}" for name in own[first : first + 500])
         listed += _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *some)
     for name in sorted({os.fsdecode(name) for name in listed.split(b"\0") if name}):
@@ -115,7 +117,7 @@ def _new_modules(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _real_paths(files: Iterable[str]) -> Iterator[str]:
-    """Paths without links. Modules are hundreds of files in few folders."""
+    """Yield the real paths of files. Resolved folders are cached, since few are distinct."""
     real_folder = functools.cache(os.path.realpath)
     for file in files:
         folder, name = os.path.split(file)
@@ -129,8 +131,9 @@ def _is_source(name: str, piece: bytes) -> bool:
 
 
 def _is_private(path: Path, root: Path, private: Collection[Path]) -> bool:
-    """True if a path is below one of the private ones, or has its name with an ending, as files of
-    data have. Private paths that contain the whole tree, or packages of Python, are ignored."""
+    """Return whether a path is in or equal to a private path, or is one plus a suffix, as data
+    files are. Private paths that contain the whole tree, or that are Python packages, are
+    ignored."""
     for each in private:
         if root.is_relative_to(each) or (each / "__init__.py").is_file():
             continue
@@ -141,9 +144,9 @@ def _is_private(path: Path, root: Path, private: Collection[Path]) -> bool:
 
 
 def _git(folder: Path, *arguments: str, ends: int = 0) -> bytes:
-    """Return the output of a command. It takes no lock, so that another git in the folder is not
-    disturbed, and starts no program that the folder's settings name. ``ends``: its exit status, if
-    not 0."""
+    """Return the output of a git command. It takes no optional locks, which could disturb other git
+    processes, and does not run a file system monitor from the repository's settings. ``ends`` is an
+    exit code that is accepted in addition to 0."""
     done = subprocess.run(
         ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments],
         stdin=subprocess.DEVNULL,
@@ -158,13 +161,14 @@ def _git(folder: Path, *arguments: str, ends: int = 0) -> bytes:
 
 
 _EXPRESSIONS = tuple(".c .cc .cpp .cu .cuh .go .h .hpp .java .js .py .pyi .pyx .rs .ts".split())
-"""Files in which a word without quotes is an expression, which is no secret."""
+"""Suffixes of code files, in which an unquoted word is an expression and not a secret."""
 _JSON = (".ipynb", ".json", ".jsonl")
 _WORDS = tuple(".bash .md .rst .sbatch .sh .txt .zsh Dockerfile Makefile".split())
-"""Files in which a value without quotes is one word. In all others it is the rest of the line."""
+"""Suffixes of files in which an unquoted value ends with the word. In others it extends to the end
+of the line."""
 
 _HINT = r"(?=[\w.-]*(?:auth|cookie|cred|jwt|key|pass|pat|pwd|secret|sig|token))"
-"""Part of every secret name: no time is spent on others."""
+"""Lookahead for a substring that every secret name contains, to skip other names quickly."""
 _NAME = rf"(?<![\w$.-])(?P<opened>[\"']?){_HINT}(?P<name>-{{0,3}}[a-z_][\w.-]{{0,100}})(?P=opened)"
 _ANNOTATION = r"(?::[\w.\[\]| \t]{1,60}(?==))?"
 _QUOTED = r"""(?P<quote>"{3}|'{3}|["'])(?P<quoted>(?:\\.|(?!(?P=quote))[^\\\n])*)"""
@@ -177,7 +181,8 @@ _CODE_NAME, _ANY_NAME = (
         r"(?:=>|:=|:[-=]|:(?!\?)|=(?!=)|(?<=[ \t])(?![-=:]))",
     )
 )
-"""Names up to their values. That of a flag may be without "="."""
+"""Patterns that match from a name to the start of its value, in code and in other files. In the
+latter, a space instead of "=" is enough, as after a flag."""
 _CODE_VALUE, _JSON_VALUE, _WORD, _LINE = (
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -192,19 +197,20 @@ _NO_SECRET = re.compile(
     r"|\$(?:\w+|[{(].*)|[{\[](?:.*[}\],])?|\{[\w.]+\}|<\w+>|%\(\w+\)s",
     re.IGNORECASE,
 )
-"""Values that say nothing, or where the secret is."""
+"""Values that are not secret, or that only refer to a secret stored elsewhere."""
 _KEY_OF_CODE = re.compile(r"(?=.*\d)[\w+/=.-]{16,}")
-"""A secret in ``key = "..."`` of code, where most keys are names of something."""
+"""Values that count as secret after the names key, pat and token in code, where most such values
+are dictionary keys or the like."""
 
 
 def without_values(patch: str) -> str:
-    """A patch of git with ``***`` instead of the values of secret names: quoted ones, and in files
-    other than code unquoted ones too."""
+    """Return a git patch with the values of secret names replaced by ``***``. In code only quoted
+    values are replaced, and in other files also unquoted ones."""
     return "".join(map(_section, re.split(r"^(?=diff --git )", patch, flags=re.M)))
 
 
 def _section(section: str) -> str:
-    """The part for one file, which begins with its name."""
+    """Return one file's section of the patch, from its ``diff --git`` line on, without secrets."""
     title = section.partition("\n")[0].rstrip('"')
     text, binary, rest = section.partition("\nGIT binary patch\n")
     code = title.endswith(_EXPRESSIONS)
@@ -230,7 +236,7 @@ def _has_value(match: re.Match[str]) -> bool:
 
 
 def _is_known(name: str, value: re.Match[str], code: bool) -> bool:
-    """Return True for a value that may be seen."""
+    """Return whether a value is harmless and need not be hidden."""
     quoted = value["quote"] is not None
     text = value["quoted"] if quoted else value["bare"]
     if code and name.lower() in ("key", "pat", "token") and not _KEY_OF_CODE.fullmatch(text):

@@ -1,7 +1,8 @@
-"""Start of a process: its command line, variables of the environment, packages. Only
-what is listed here is recorded.
+"""Environment of a process: its command line, environment variables, packages, and the places of a
+run's ranks.
 
-Places of the ranks of a run: hosts, their devices, processors and memory.
+Only the variables that are listed in this file are recorded. A place is a host with its devices,
+processors and memory.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ import torch
 
 from megatron.config.command_line import parsed_words
 from megatron.util.json_text import parse_json
-from megatron.util.secrets import Redactor, is_secret_variable
+from megatron.util.secrets import HIDDEN, Redactor, is_secret, is_secret_variable
 
 _MOST_LINES = 64
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Place of a rank. ``device`` is the name of its accelerator, or of its processor; ``number``
-    counts the accelerators of its host as :mod:`torch` does, None without one."""
+    """Place where a rank runs. ``device`` is the name of its accelerator, or of its processor if it
+    has none. ``number`` is the accelerator's index on the host, as in :mod:`torch`, or None."""
 
     host: str
     device: str
@@ -56,7 +57,8 @@ def own_place(device: torch.device) -> RankPlace:
 
 
 def rank_map(places: Sequence[RankPlace]) -> list[str]:
-    """Return a line for each host, for the log; the last hosts of very many are only counted."""
+    """Return a line for each host and its ranks, for the log. Hosts beyond a maximum number of
+    lines are only counted."""
     lines = []
     for host in by_host(places):
         devices = Counter(host["devices"])
@@ -67,7 +69,7 @@ def rank_map(places: Sequence[RankPlace]) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return words: rank 5, ranks 0 to 3, ranks 0, 2, 4."""
+    """Describe ranks in words: rank 5, ranks 0 to 3, ranks 0, 2, 4."""
     first, last = ranks[0], ranks[-1]
     if first == last:
         return f"rank {first}"
@@ -109,7 +111,7 @@ _PREFIXES = tuple(
     NCCL_ NVTE_ OMP_ ONEDNN_ ONEFLOW_ PYTORCH_ RCCL_ RDMAV_ ROCM_ ROCR_ TORCH TRITON_
     UCX_""".split()
 )
-"""Variables of the libraries that compute and communicate."""
+"""Prefixes of environment variables that configure computation and communication libraries."""
 _NAMES = frozenset(
     """GROUP_RANK GROUP_WORLD_SIZE LANG LC_ALL LD_LIBRARY_PATH LD_PRELOAD LOCAL_RANK LOCAL_SIZE
     LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NODE_RANK NVIDIA_TF32_OVERRIDE NVIDIA_VISIBLE_DEVICES
@@ -119,18 +121,18 @@ _NAMES = frozenset(
     SLURM_NODEID SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_PROCID SLURM_RESTART_COUNT
     TOKENIZERS_PARALLELISM WANDB_MODE WORLD_SIZE""".split()
 )
-"""Variables of launchers, schedulers and Python."""
+"""Environment variables of launchers, schedulers and Python."""
 _OF_A_LAUNCHER = tuple(
     """GROUP_ LOCAL_ MASTER_ NODE_RANK OMPI_COMM_ PMI_ RANK ROLE_ SLURM_ TORCHELASTIC_
     WORLD_SIZE""".split()
 )
-"""Variables that a launcher sets for each process."""
+"""Prefixes of variables that a launcher sets for each process."""
 _OWN_LAUNCHER = ("--num-gpus-per-node", "--num-nodes")
 
 
 def recorded_variables(environment: Mapping[str, str], redactor: Redactor) -> dict[str, str]:
-    """Variables that change what a run computes, in the order of names, without secrets in their
-    values. No name of a secret is among them."""
+    """Return the environment variables that affect what a run computes, sorted by name. Variables
+    with secret names are left out, and secrets in values are hidden."""
     return {
         name: redactor.text(environment[name])
         for name in sorted(environment)
@@ -138,22 +140,39 @@ def recorded_variables(environment: Mapping[str, str], redactor: Redactor) -> di
     }
 
 
+def without_secret_words(words: Sequence[str], redactor: Redactor) -> list[str]:
+    """Return the words of a command line with the secrets hidden."""
+    shown: list[str] = []
+    hide = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        flag = is_secret(name) and bool(re.fullmatch(r"-{1,2}[\w-]+|\w+", name))
+        if hide and not word.startswith("--"):
+            shown.append(HIDDEN)
+        elif flag and equals:
+            shown.append(f"{name}={HIDDEN}")
+        else:
+            shown.append(redactor.text(word))
+        hide = flag and not equals and word.startswith("--")
+    return shown
+
+
 def own_command(redactor: Redactor) -> list[str]:
-    """Python, the program and the flags that it has parsed, without secrets."""
+    """Return this process's command with the flags that it has parsed. Secrets are hidden."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["-m", spec.name] if spec else [sys.argv[0]]
     python = os.path.basename(sys.executable) or "python"
-    return [python, *program, *redactor.arguments(parsed_words())]
+    return [python, *program, *without_secret_words(parsed_words(), redactor)]
 
 
 def launched_command(command: Sequence[str], hosts: int, processes: int) -> list[str] | None:
-    """The command that starts all processes of a run on one host; None where ``command`` does so
-    itself, or each host needs its own."""
+    """Return the command that starts all processes of a run on one host. Return None if ``command``
+    does so itself, or if there are several hosts, each of which needs its own command."""
     starts_them = any(word.partition("=")[0] in _OWN_LAUNCHER for word in command)
     if processes == 1 or hosts > 1 or starts_them:
         return None
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    # DeepSpeed's launcher gives each process its own.
+    # DeepSpeed's launcher adds this flag to the command of each process.
     words = [word for word in command[1:] if not re.fullmatch(r"--local[_-]rank=\d+", word)]
     return [command[0], *launcher, *words]
 
@@ -161,8 +180,8 @@ def launched_command(command: Sequence[str], hosts: int, processes: int) -> list
 def shell_script(
     title: str, folder: str, environment: Mapping[str, str], command: Sequence[str]
 ) -> str:
-    """A script that starts the same command in the same folder, with the same Python and the
-    variables that no launcher sets."""
+    """Return a script that starts the same command in the same folder, with the same Python and the
+    same environment variables, except those that a launcher sets."""
     lines = [f"export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH"]
     for name, value in environment.items():
         if not name.startswith(_OF_A_LAUNCHER):
@@ -173,8 +192,8 @@ def shell_script(
 
 @functools.cache
 def installed_packages() -> list[str]:
-    """Lines for pip, as ``pip freeze`` writes them, from the names of folders: to read the
-    description of each package takes a second."""
+    """Return the installed packages as requirement lines, like ``pip freeze``. They are derived
+    from folder names, because reading the metadata of all packages takes a second."""
     lines: dict[str, str] = {}
     for folder in dict.fromkeys(sys.path):
         with contextlib.suppress(OSError):
@@ -187,7 +206,8 @@ def installed_packages() -> list[str]:
 
 
 def _requirement(name: str, version: str, folder: Path) -> str:
-    """Return a line with the origin of a package, if that was an address or a folder (PEP 610)."""
+    """Return a package's requirement line. It has the package's origin (PEP 610) if that is a URL
+    or folder, and otherwise its version."""
     try:
         origin = parse_json((folder / "direct_url.json").read_text(), "direct_url.json")
         url = origin["url"]

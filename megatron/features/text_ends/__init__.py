@@ -1,1 +1,1 @@
-"""Settings of generation in checkpoints."""
+"""Generation settings and end-of-text tokens in checkpoints."""

@@ -1,5 +1,5 @@
-"""Checkpoints record the end tokens of their model's texts and its generation settings, as far as
-its base or examples define them."""
+"""Feature that records a model's end-of-text tokens and generation settings in its checkpoints, as
+far as the base model or the training examples define them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tiers of memory for what ZeRO partitions: the device, main memory and files."""
+"""Memory tiers for ZeRO's partitioned states: device memory, host memory and files."""

@@ -1,4 +1,4 @@
-"""Tiers of memory: keys of the DeepSpeed JSON that say where partitioned states are."""
+"""Feature that moves partitioned states between memory tiers, as the DeepSpeed JSON requests."""
 
 from __future__ import annotations
 

@@ -1,24 +1,23 @@
-"""Moves DeepSpeed's tensors in host memory to files, or back to the device.
+"""Relocation of DeepSpeed's tensors from host memory to files, or back to the device.
 
-Only the memory of tensors changes: DeepSpeed's optimizer, torch's AdamW and checkpoints find them
-as before. With files the main weights, moments and gradients of ``offload_optimizer``, and the
-parts of the weights of ``offload_param``, are in them. With a ratio the first sub-groups of weights
-are on the device with their gradients and moments (Twin-Flow; DeepSpeed's rule): the one optimizer
-updates each where it is, at the rates of the step.
+Only the storage of tensors changes: DeepSpeed's optimizer, torch's AdamW and checkpoints use them
+as before. Files can hold the main weights, moments and gradients of ``offload_optimizer``, and the
+partitioned weights of ``offload_param``. With a ratio, the main weights, gradients and moments of
+the first sub-groups are on the device (Twin-Flow, with DeepSpeed's rule). A single optimizer
+updates each group where it is, with the step's learning rates.
 
-Tensors in files: memory of the system that it may write to a disk whenever it needs the room.
+Tensors in files are memory that the operating system may write to disk whenever it needs room. A
+tensor is mapped from a file (mmap, shared), so that every operation reads and writes it like any
+other tensor, with the same bits. No code needs to be compiled or adapted. The pages are not
+anonymous memory: the system drops pages that it has written, and reads them again when needed.
 
-A tensor is mapped from a file (mmap, shared), so that every operation reads and writes it as it
-does others, with the same bits; nothing has to be compiled, and nothing knows of it. The pages are
-not anonymous memory: the system drops those that it has written, and reads them again.
+Files have no name. They disappear when the process ends, however it ends, so that a killed run
+leaves nothing behind, and any number of runs can share a folder. Their space is reserved when they
+are created, so that a full disk is an error at the start instead of in a step.
 
-Files have no name: they are gone when the process ends, however it ends, so that a killed run
-leaves nothing, and any number of runs share a folder. Their room is reserved when they are made: a
-disk that is full is an error at the start, not in a step.
-
-A disk that fails later is not seen by the program that writes to memory: the system forgets the
-pages that it could not write, and reads old ones again. So the files are synchronised before they
-become a checkpoint, which tells of every such page since the last time.
+A program that writes to memory does not notice a disk that fails later: the system discards pages
+that it could not write, and reads old ones again. Therefore the files are synchronized before a
+checkpoint is saved, which reports all pages lost since the last time.
 """
 
 from __future__ import annotations
@@ -49,22 +48,25 @@ from megatron.util.errors import FaultError
 from megatron.util.processes import is_main_process, return_freed_memory
 
 _MEASURED = 2**28
-"""Bytes of the first file for which writing is timed."""
+"""Maximum number of bytes whose writing is timed to estimate the disk's speed."""
 
 _MS_SYNC = 4
-"""Flag of Linux's msync: return when the disk has the pages."""
+"""Flag for Linux's msync: return only once the pages are on disk."""
 
 
 class MappedFiles:
-    """Tensors in files without names of a folder.
+    """Tensors stored in unnamed files in a folder.
 
     Args:
-        path: an existing folder. Raises ConfigError, which names ``key`` of the DeepSpeed JSON,
-            where it is not a folder that this process can write to.
+        path: an existing folder.
+        key: key in the DeepSpeed JSON that names the folder, for messages.
 
     Attributes:
-        bytes: size of the files.
-        speed: bytes per second at which the disk took the first bytes; 0 before.
+        bytes: total size of the files.
+        speed: bytes per second at which the disk accepted the first bytes; 0 before that.
+
+    Raises:
+        ConfigError: the path is not a folder in which this process can write.
     """
 
     def __init__(self, path: str, key: str) -> None:
@@ -84,8 +86,8 @@ class MappedFiles:
             raise ConfigError(f"{key} {path}: {reason}") from None
 
     def empty(self, size: int) -> Tensor:
-        """Return a uint8 tensor of this many bytes, zeros, in a separate file. Raises ConfigError
-        where the disk has no room for it."""
+        """Return a zeroed uint8 tensor of ``size`` bytes, stored in its own file. Raises
+        ConfigError if the disk has too little space."""
         with tempfile.TemporaryFile(dir=self.path) as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, size)
@@ -98,8 +100,8 @@ class MappedFiles:
         return tensor
 
     def sync(self) -> None:
-        """Wait until the disk has all pages. Raises OSError, once, where it has lost some since the
-        last call; their numbers may be old ones by now."""
+        """Wait until all pages are on disk. Raises OSError, once, if pages have been lost since the
+        last call; tensors may then contain old values."""
         for mapped, address, size in self._mapped:
             if mapped() is not None:
                 _sync(address, size)
@@ -116,12 +118,12 @@ class MappedFiles:
         )
 
     def zeros_like(self, like: Tensor) -> Tensor:
-        """A tensor of zeros of that shape and dtype."""
+        """Return a tensor of zeros with the same shape and dtype, stored in a file."""
         return self.empty(like.numel() * like.element_size()).view(like.dtype).view(like.shape)
 
     def move(self, tensors: Iterable[Tensor]) -> None:
-        """Move the memory of tensors to files, with all of the views of it that are among them;
-        other views would not follow."""
+        """Move the storage of tensors to files, in place. ``tensors`` must include all views of a
+        storage, because other views would keep the old memory."""
         sharing: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.untyped_storage().nbytes():
@@ -142,7 +144,7 @@ class MappedFiles:
 
 
 def _sync(address: int, size: int) -> None:
-    """Call msync without Python's lock, which ``mmap.flush`` keeps. Raises OSError."""
+    """Call msync without holding Python's GIL, unlike ``mmap.flush``. Raises OSError on failure."""
     library = ctypes.CDLL(None, use_errno=True)
     if library.msync(ctypes.c_void_p(address), ctypes.c_size_t(size), _MS_SYNC):
         number = ctypes.get_errno()
@@ -150,16 +152,17 @@ def _sync(address: int, size: int) -> None:
 
 
 _ACCUMULATED = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-"""Stage 3's name of the views of its buffer of gradients, by parameter."""
+"""Attribute of DeepSpeed's stage 3 optimizer: views of its gradient buffer, by parameter."""
 
 STEP_BYTES = 28
-"""Bytes that a step reads and writes of each weight in float32: the main weight and two moments in
-both directions, and the gradient once."""
+"""Bytes that a step reads and writes per float32 weight: the main weight and two moments are read
+and written, and the gradient is only read."""
 
 
 def move_to_files(engine: TrainEngine, zero: Mapping[str, Any]) -> None:
-    """Move to files what the sections with device ``nvme`` offload, on every rank, which prints a
-    line about it. Raises ConfigError on all ranks where one has no folder or no room."""
+    """Move to files the states of the offload sections with device ``nvme``, and print a line for
+    each section on the main process. Collective: every rank must call it. Raises ConfigError on all
+    ranks if any rank has no such folder or too little space."""
     reason, moved = None, []
     try:
         for key in OFFLOADS:
@@ -184,8 +187,8 @@ _FILES: WeakKeyDictionary[TrainEngine, list[MappedFiles]] = WeakKeyDictionary()
 
 
 def check_of(engine: TrainEngine, newest: Callable[[], str]) -> Callable[[int], None]:
-    """Return a check of the files of an engine before a state is saved: it raises FaultError, on
-    all ranks, where a disk has lost pages. ``newest``: the newest checkpoint, in words."""
+    """Return a function to call, on all ranks, before a state is saved. It raises FaultError on all
+    ranks if a disk has lost pages. ``newest`` describes the newest checkpoint, for the message."""
 
     def check(iteration: int) -> None:
         lost = None
@@ -211,7 +214,7 @@ def _line(key: str, files: MappedFiles) -> str:
     line += " MiB/s"
     if key != OFFLOADS[0] or not files.speed:
         return line
-    # Main weights, gradients and moments are 16 bytes of a weight, or a little more.
+    # Main weights, gradients and moments take about 16 bytes per weight.
     slowest = files.bytes / 16 * STEP_BYTES / files.speed
     return f"{line}: where main memory caches none of it, a step waits for {slowest:,.1f} s"
 
@@ -221,7 +224,7 @@ def _move(engine: TrainEngine, key: str, files: MappedFiles) -> None:
         files.move(_partitioned_weights(engine))
         return
     files.move(_main_weights_and_gradients(engine))
-    if engine.stage < 3:  # views of both that DeepSpeed made
+    if engine.stage < 3:  # renew DeepSpeed's views of main weights and gradients
         engine.optimizer_wrapper._link_all_hp_params()
     name = engine.config.optimizer.optimizer
     for holder in holders(engine):
@@ -252,14 +255,14 @@ def _partitioned_weights(engine: TrainEngine) -> Iterator[Tensor]:
 
 
 def groups_on_device(groups: int, share: float) -> int:
-    """Number of sub-groups, the first ones, that are updated on the device where a ``share`` is
-    updated in main memory: DeepSpeed's rule."""
+    """Return the number of leading sub-groups that are updated on the device, by DeepSpeed's rule.
+    ``share`` is the fraction that is updated in host memory."""
     return int((1 - share) * groups)
 
 
 def move_to_device(engine: TrainEngine, share: float) -> None:
-    """Move the main weights of the first sub-groups to the device, with their gradients; the
-    optimizer makes their moments where they are."""
+    """Move the first sub-groups' main weights and gradients to the device. The optimizer creates
+    their moments there."""
     mains = holders(engine)
     moved = mains[: groups_on_device(len(mains), share)]
     for main in moved:

@@ -1,12 +1,13 @@
-"""Values of the keys of offloading and ZeRO++, and the ones left to DeepSpeed. DeepSpeed has its
-own Adam for CPUs, which it compiles, and needs it for an optimizer that is partly on the device
-(Twin-Flow, ``ratio``), for SuperOffload and for ZenFlow. Files (``nvme``) it reads and writes by
-libaio, compiled too. The trainer's step is torch's AdamW, and needs neither: DeepSpeed offloads to
-main memory, and :mod:`megatron.features.tiers.places` moves it from there.
+"""Checks of the keys for offloading and ZeRO++ in the DeepSpeed JSON.
 
-With an Adam in float32 a weight has 12 bytes of main weight and moments. DeepSpeed keeps two copies
-of gradients next to them: those of the update, in float32, and those that it accumulates (stage 3)
-or, at stages 1 and 2, the updated weights on their way to the device.
+DeepSpeed compiles its own Adam for CPUs, and needs it for an optimizer that is partly on the device
+(Twin-Flow, ``ratio``), for SuperOffload and for ZenFlow. It reads and writes files (``nvme``) with
+libaio, which it compiles too. This trainer updates with torch's AdamW and needs neither: DeepSpeed
+offloads to host memory, and :mod:`megatron.features.tiers.places` moves the tensors from there.
+
+With float32 Adam, each weight has 12 bytes of main weight and moments. In addition DeepSpeed keeps
+the float32 gradients for the update, and a second buffer: the gradients that it accumulates (stage
+3) or the updated weights on their way to the device (stages 1 and 2).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ QUANTISED = {
     "zero_quantized_nontrainable_weights": "frozen weights are kept in 8 bits",
     "zero_quantized_gradients": "gradients travel in 4 bits between the ranks of several nodes",
 }
-"""Keys of ZeRO++ that round, and what they round."""
+"""Keys of ZeRO++ that quantise, with a description of what they make inexact."""
 
 _REMOVED = {
     "super_offload": (
@@ -41,25 +42,25 @@ _INSTEAD = '"offload_optimizer": {"device": "cpu"} with a "ratio" divides the st
 
 
 def section_of(zero: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a section of ``zero_optimization``, empty if missing."""
+    """Return the section ``key`` of ``zero_optimization``, or an empty one if it is missing."""
     section = zero.get(key)
     return section if isinstance(section, dict) else {}
 
 
 def on_disk(zero: Mapping[str, Any], key: str) -> bool:
-    """True if what ``key`` offloads is in files."""
+    """Return whether the section ``key`` offloads states to files."""
     return section_of(zero, key).get("device") == "nvme"
 
 
 def ratio(zero: Mapping[str, Any]) -> float:
-    """Share of the sub-groups of weights that are updated in main memory; 1 for all."""
+    """Return the fraction of weight sub-groups that is updated in host memory, 1 by default."""
     section = section_of(zero, OFFLOADS[0])
     share = section.get("ratio")
     return 1.0 if share is None or section.get("device") in (None, "none") else float(share)
 
 
 def check_offload(content: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuse sections of offloading that contradict the run. Raises ConfigError."""
+    """Raise ConfigError if the offload sections are wrong, or contradict the run's flags."""
     path = config.engine.deepspeed_config
     zero = content.get(ZERO) or {}
     device = section_of(zero, OFFLOADS[0]).get("device")
@@ -112,7 +113,7 @@ def _check_ratio(zero: Mapping[str, Any], config: RunConfig) -> None:
 
 
 def check_zero_plus(content: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuse keys of ZeRO++ that contradict the layout. Raises ConfigError."""
+    """Raise ConfigError if keys of ZeRO++ contradict the ZeRO stage or the parallel layout."""
     zero, parallel = content.get(ZERO) or {}, config.parallel
     path, stage = config.engine.deepspeed_config, config.engine.zero_stage
     size = zero.get("zero_hpz_partition_size") or 1
@@ -139,7 +140,7 @@ def check_zero_plus(content: Mapping[str, Any], config: RunConfig) -> None:
 
 
 def notes(content: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """Lines for the user about what the keys change."""
+    """Return notes for the user about the effects of the keys."""
     zero, lines = content.get(ZERO) or {}, []
     if config.engine.cpu_optimizer:
         lines.append(
@@ -153,7 +154,7 @@ def notes(content: Mapping[str, Any], config: RunConfig) -> list[str]:
 
 
 def check_device(settings: Mapping[str, Any], on_cpu: bool) -> None:
-    """Refuse what needs kernels for GPUs. Raises ConfigError."""
+    """Raise ConfigError if keys need GPU kernels but the run is on a CPU."""
     zero = settings.get(ZERO) or {}
     for key in QUANTISED:
         if on_cpu and zero.get(key):
@@ -164,7 +165,8 @@ def check_device(settings: Mapping[str, Any], on_cpu: bool) -> None:
 
 
 def leave_to_us(settings: dict[str, Any]) -> None:
-    """Make DeepSpeed keep in main memory what goes elsewhere from there."""
+    """Edit DeepSpeed's settings in place so that it keeps states in host memory, from which this
+    feature moves them."""
     zero = settings.get(ZERO) or {}
     for key in OFFLOADS:
         section = zero.get(key)
@@ -176,21 +178,21 @@ def leave_to_us(settings: dict[str, Any]) -> None:
 
 
 ADAM = 12
-"""Bytes of a main weight and two moments."""
+"""Bytes per weight of Adam's main weights and two moments."""
 
 
 def gradient_bytes(layout: Layout) -> int:
-    """Bytes of gradients and copies per offloaded main weight."""
+    """Return the bytes per offloaded main weight of the gradients and the second buffer."""
     size = 4 if layout.precision == "fp32" else 2
     return 4 + (4 if layout.zero == 3 and layout.grads_in_fp32 else size)
 
 
 def moved_bytes(layout: Layout, elements: float) -> float:
-    """Return the bytes that ``offload_optimizer`` moves for a partition of this many weights,
-    padding included: bytes of a rank's files with device ``nvme``, of host memory with ``cpu``."""
+    """Return the bytes that ``offload_optimizer`` moves for a partition of ``elements`` weights,
+    including padding: to a rank's files with device ``nvme``, to host memory with ``cpu``."""
     return (ADAM + gradient_bytes(layout)) * elements
 
 
 def weight_bytes(layout: Layout, elements: float) -> float:
-    """Return the bytes that ``offload_param`` moves for a partition of this many weights."""
+    """Return the bytes that ``offload_param`` moves for a partition of ``elements`` weights."""
     return (4 if layout.precision == "fp32" else 2) * elements

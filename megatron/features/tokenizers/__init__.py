@@ -1,1 +1,1 @@
-"""Tokenizers of other projects' files, chat templates, and their training."""
+"""Tokenizers that read other projects' file formats, and training of new tokenizers."""

@@ -1,29 +1,65 @@
-"""Vocabularies of published models in a folder, as downloads leave them there."""
+"""Vocabulary files of published models, in a cache folder that an earlier download has filled."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.tokenizer.base import FileNames, PublishedFiles
 from megatron.util.json_text import parse_json
 
+FileNames = tuple[tuple[str, tuple[str, ...]], ...]
+"""For each configuration field, the possible names of its file. `{}` is replaced by the model's
+name."""
+
+
+class PublishedFiles(NamedTuple):
+    """Published model whose vocabulary files may be in `--cache-dir`.
+
+    Attributes:
+        model: the model to use without `--tokenizer-model-type`.
+        files: the possible names of its files.
+        by_name: whether `--tokenizer-model-type` may be another model's name or a file's path.
+    """
+
+    model: str
+    files: FileNames
+    by_name: bool = False
+
+
+_BPE = (
+    ("vocab_file", ("{}-vocab.json", "vocab.json")),
+    ("merge_file", ("{}-merges.txt", "merges.txt")),
+)
+_WORDPIECE = (("vocab_file", ("{}-vocab.txt", "vocab.txt")),)
+_PUBLISHED = {
+    "GPT2BPETokenizer": PublishedFiles("gpt2", _BPE),
+    "BertWordPieceCase": PublishedFiles("bert-large-cased", _WORDPIECE, by_name=True),
+    **dict.fromkeys(
+        ("BertWordPieceLowerCase", "BertWordPieceTokenizer"),
+        PublishedFiles("bert-large-uncased", _WORDPIECE, by_name=True),
+    ),
+}
+"""Published models by tokenizer type."""
 _OWNERS = ("", "openai-community--", "google-bert--")
 """Prefixes of the models' names in Hugging Face's cache."""
 
 
 _LONGEST_NOTE = 1 << 16
-"""Bytes of a file that says where another was downloaded from."""
+"""Maximum size in bytes of a JSON file that records the URL of a download."""
 
 
-def with_cached_files(config: TokenizerConfig, published: PublishedFiles) -> TokenizerConfig:
-    """The configuration with the file that --tokenizer-model-type is the path of, or with files of
-    --cache-dir where none are given, and without that folder. Raises ConfigError if it does not
-    have them, FileNotFoundError."""
+def with_cached_files(config: TokenizerConfig) -> TokenizerConfig:
+    """Return the configuration with its vocabulary files filled in, and without the cache folder.
+    They are the file at the path in --tokenizer-model-type or, if no files are given, those in
+    --cache-dir. Raises ConfigError if the cache folder lacks them, and FileNotFoundError if the
+    path does not exist."""
     completed = dataclasses.replace(config, cache_dir=None)
+    published = _PUBLISHED.get(config.tokenizer_type or "")
+    if published is None:
+        return completed
     model, files, by_name = published
     named = config.tokenizer_model_type
     if named and by_name:
@@ -52,15 +88,17 @@ def with_cached_files(config: TokenizerConfig, published: PublishedFiles) -> Tok
 
 
 def _is_path(named: str, is_searched: bool) -> bool:
-    """True if a path is named, as 2019's loader accepted, and not a model: a folder may have the
-    name of one, but not where the model is searched for elsewhere."""
+    """Return whether --tokenizer-model-type is a path, which the loader of 2019 accepted, instead
+    of the name of a model. A folder may be called like a model, but if a cache folder is searched,
+    the name means the model."""
     if "/" in named or named.endswith(".txt"):
         return True
     return not (is_searched and named.startswith("bert-")) and Path(named).exists()
 
 
 def _file_at(path: Path) -> str:
-    """The vocabulary that is a path, or is in the folder of that path."""
+    """Return the path of a vocabulary, given the file or its folder. Raises FileNotFoundError if it
+    does not exist."""
     names = [path, path / "vocab.txt", path / f"{path.name}-vocab.txt"]
     file = next((file for file in names if file.is_file()), None)
     if file is None:
@@ -74,13 +112,15 @@ def _file_at(path: Path) -> str:
 
 
 def _model_at(path: str) -> str:
-    """A published model with the case, cased or uncased, that the last two names of a path say."""
+    """Return a published model that is cased or uncased like the vocabulary at a path, judging by
+    the last two names in the path."""
     names = "/".join(Path(path).parts[-2:])
     return "bert-large-cased" if "-cased" in names or "chinese" in names else "bert-large-uncased"
 
 
 def _places(folder: Path, model: str) -> Iterator[Path]:
-    """Folders of the model's name, the snapshots of Hugging Face's cache, and the folder itself."""
+    """Yield the folders to search: those with the model's name, its snapshots in Hugging Face's
+    cache, and the cache folder itself."""
     for parent in (folder, folder / "hub"):
         yield parent / model
         for owner in _OWNERS:
@@ -94,7 +134,8 @@ def _first(place: Path, names: tuple[str, ...], model: str) -> str | None:
 
 
 def _downloaded(folder: Path, files: FileNames, model: str) -> dict[str, Any]:
-    """Files as the downloads of 2019 named them: by a digest, with the address in DIGEST.json."""
+    """Return the files that a loader of 2019 downloaded, by configuration field. It named them by a
+    digest and stored the URL in DIGEST.json."""
     files_by_field: dict[str, Any] = {field: None for field, _ in files}
     for note in sorted(folder.glob("*.json")):
         if not note.is_file() or note.stat().st_size > _LONGEST_NOTE:

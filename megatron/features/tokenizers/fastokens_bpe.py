@@ -1,9 +1,10 @@
-"""Batches of text on fastokens, if it is requested: the ids of tiktoken, in a fraction of the time.
+"""Optional encoding of text batches with fastokens, which returns tiktoken's ids in a fraction of
+the time.
 
-fastokens keeps the words it has seen, in tables of bounded size: on OpenWebText it is twelve times
-as fast as tiktoken where it knows the words. Building the tables costs as much time as tiktoken
-needs for some megabytes of text, so batches begin with tiktoken, and stay there if fastokens
-fails. Some texts are encoded by both as long as it is used.
+fastokens caches the words it has seen in tables of bounded size. On OpenWebText, it encodes cached
+words twelve times as fast as tiktoken. Building its tables takes as long as encoding some megabytes
+of text with tiktoken, so encoding starts with tiktoken, and stays with it if fastokens fails. While
+fastokens is used, some texts are encoded by both and compared.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from megatron.config import ConfigError
 from megatron.tokenizer.base import TokenIds
 from megatron.util.errors import rust_errors
 
-# Characters that one tokenizer encodes with tiktoken before fastokens is built: a fifth to a third
-# of the time that building takes, for 50,000 merges.
+# Number of characters that a tokenizer encodes with tiktoken before it builds fastokens. This takes
+# a fifth to a third of the time for building fastokens with 50,000 merges.
 WORTH_BUILDING = 2_000_000
 
 
 _COMPARED_EVERY = 64
-"""Interval of batches in which one text is also encoded by tiktoken."""
+"""Number of batches after which one text is encoded with tiktoken too, to compare the ids."""
 
 
 def require_fastokens() -> None:
-    """Raises ConfigError if fastokens is not installed."""
+    """Check that fastokens is installed. Raises ConfigError if it is not."""
     if importlib.util.find_spec("fastokens") is None:
         raise ConfigError(
             "--bpe-library fastokens is not installed: run pip install -e '.[fast]' in the "
@@ -39,12 +40,14 @@ def require_fastokens() -> None:
 
 
 class FastEncoding:
-    """Encodes with fastokens; its ids, the ranks, are mapped to the vocabulary's ids."""
+    """Encoder that uses fastokens and maps its ids (merge ranks) to the vocabulary's ids."""
 
     def __init__(self, description: str, id_of_rank: TokenIds) -> None:
-        """`description` is a tokenizer.json; raises ImportError if fastokens is not installed."""
-        # Read once, when the first text is encoded. Processes are the parallelism, and a process
-        # that has no threads can be forked, as torch's loader does.
+        """Build the encoder from `description`, a tokenizer.json as text. `id_of_rank` has the
+        vocabulary's id of each rank. Raises ImportError if fastokens is not installed."""
+        # fastokens reads this variable once, when it encodes the first text. Processes already work
+        # in
+        # parallel, and only a process without threads can safely be forked by torch's data loader.
         os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
         import fastokens
 
@@ -55,7 +58,8 @@ class FastEncoding:
         return FastEncoding, (self._description, self._id_of_rank)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Ids of each text, as views of one array; UnicodeEncodeError for a lone surrogate."""
+        """Return each text's ids as views of one array. A lone surrogate raises
+        UnicodeEncodeError."""
         ranks, ends = self._tokenizer.encode_batch_flat(list(texts))
         ids = self._id_of_rank[np.frombuffer(ranks, "<u4")]
         bounds = np.frombuffer(ends, "<u8").tolist()
@@ -63,7 +67,8 @@ class FastEncoding:
 
 
 class BatchEncoder:
-    """Encodes batches with another encoding, and from some amount of text on with fastokens."""
+    """Encoder of text batches that starts with a given slow encoder and switches to fastokens after
+    `WORTH_BUILDING` characters."""
 
     def __init__(
         self,
@@ -72,17 +77,19 @@ class BatchEncoder:
         special: str | None,
         id_of_rank: TokenIds,
     ) -> None:
-        """`tokens` in the order of their ranks, `special` after them; `id_of_rank` of all."""
+        """Store the vocabulary. `tokens` are ordered by rank and followed by the token `special`.
+        `id_of_rank` has the id of each, including `special`."""
         self._made_from = (tokens, merges, special)
         self._id_of_rank = id_of_rank
         self._fast: FastEncoding | None = None
-        # Characters until fastokens is built; None: it is not to be used.
+        # Number of characters left until fastokens is built. None once it was built or has failed.
         self._to_go: int | None = WORTH_BUILDING
         self._batches = 0
 
     def encode(self, texts: Sequence[str], slowly: Callable[[str], TokenIds]) -> list[TokenIds]:
-        """Ids of each text; `slowly` encodes one text, and raises what cannot be encoded. Raises
-        ValueError if fastokens gives other ids than before."""
+        """Return the ids of each text. `slowly` encodes one text and raises an error for text
+        that cannot be encoded. Raises ValueError if its ids and those of fastokens are found to
+        differ."""
         if self._fast is not None:
             try:
                 with rust_errors("fastokens"):
@@ -115,7 +122,8 @@ class BatchEncoder:
             )
 
     def _build(self, texts: Sequence[str], wanted: list[TokenIds]) -> None:
-        """Builds fastokens, and keeps it if it gives the wanted ids for the texts."""
+        """Build fastokens, and use it from now on if its ids for `texts` equal `wanted`. Otherwise
+        warn and stay with the slow encoder."""
         try:
             with rust_errors("fastokens"):
                 fast = FastEncoding(_description(*self._made_from), self._id_of_rank)

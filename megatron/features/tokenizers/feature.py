@@ -1,32 +1,35 @@
-"""Tokenizers of WordPiece, SentencePiece, tiktoken and Hugging Face, and a faster encoder of
-GPT-2's BPE."""
+"""Feature that adds WordPiece, SentencePiece, tiktoken, Hugging Face and byte-level tokenizers, and
+a faster encoder for GPT-2's BPE."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron.config.features import Feature
-
-_VOCABULARY = (("vocab_file", ("{}-vocab.txt", "vocab.txt")),)
+from megatron.features.tokenizers.flags import TikTokenFlags
 
 
 class TokenizersFeature(Feature):
+    flag_parts = {"tokenizer": TikTokenFlags}
     tokenizers = (
         *("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer"),
         *("GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer", "Llama3Tokenizer"),
-        "BertWordPieceTokenizer",  # a name of 2019
+        "BertWordPieceTokenizer",  # its name in 2019
         *("HFTokenizer", "HuggingFaceTokenizer"),
+        *("ByteLevelTokenizer", "ByteLevel", "CharacterLevelTokenizer"),
     )
 
     def tokenizer(self, name: str) -> Any:
-        from megatron.tokenizer.base import PublishedFiles, TokenizerType
+        from megatron.tokenizer.base import TokenizerType
 
         if name.startswith("Bert"):
             from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
 
-            case = "cased" if name == "BertWordPieceCase" else "uncased"
-            published = PublishedFiles(f"bert-large-{case}", _VOCABULARY, by_name=True)
-            return TokenizerType(WordPieceTokenizer.from_config, published=published)
+            return TokenizerType(WordPieceTokenizer.from_config)
+        if name.startswith(("Byte", "Character")):
+            from megatron.features.tokenizers.byte_level import ByteLevelTokenizer
+
+            return TokenizerType(ByteLevelTokenizer.from_config)
         if name.startswith("H"):
             from megatron.features.tokenizers.huggingface import HFTokenizer
 
@@ -43,10 +46,10 @@ class TokenizersFeature(Feature):
             return TokenizerType(make)
         return TokenizerType(make, sized=True, train=train_missing_model)
 
-    def tokenizer_files(self, config: Any, published: Any) -> Any:
+    def tokenizer_files(self, config: Any) -> Any:
         from megatron.features.tokenizers.cached_files import with_cached_files
 
-        return with_cached_files(config, published)
+        return with_cached_files(config)
 
     def batch_encoder(self) -> Any:
         from megatron.features.tokenizers.fastokens_bpe import BatchEncoder, require_fastokens

@@ -1,4 +1,4 @@
-"""Any tokenizer of `transformers`, from a local folder."""
+"""Tokenizers of `transformers`, loaded from a local folder."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import models
 
 from megatron.config import TokenizerConfig
+from megatron.features.tokenizers.pieces import byte_of_piece, sentinel_ids
 from megatron.formats.tokenizer_json import WatchedNormalizer
 from megatron.formats.transformers_folder import load_as_written
 from megatron.tokenizer.base import (
@@ -21,29 +22,28 @@ from megatron.tokenizer.base import (
     TokenIds,
     Tokenizer,
     WordStarts,
-    byte_of_piece,
     offsets_of,
     refuse_extra_ids,
     required,
-    sentinel_ids,
 )
 from megatron.tokenizer.gpt2_bpe import token_bytes
 from megatron.util.errors import rust_errors
 
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 _SPACES = frozenset("\u2581 \t\n\v\f\r\u0120\u0109\u010a\u010b\u010c\u010d")
-"""First characters of tokens that begin a word: SentencePiece's mark for a space, white space, and
-the byte alphabet's characters for white space (gpt2_bpe.py)."""
+"""First characters of tokens that begin a word: SentencePiece's space symbol, white space, and
+white space as written in the byte-level alphabet (gpt2_bpe.py)."""
 
 
 class HFTokenizer(Tokenizer):
-    """The tokenizer of a folder, with its own settings. Ids come from its tokenizer.json, or
-    without one from `AutoTokenizer.from_pretrained(folder)(text)`: if the folder sets a
-    beginning-of-sequence token at the start of texts (Llama), it is added here too."""
+    """Tokenizer loaded from a local folder with the folder's own settings. Ids are those of its
+    tokenizer.json or, without this file, of `AutoTokenizer.from_pretrained(folder)(text)`. If the
+    folder's tokenizer adds a beginning-of-sequence token to texts (Llama), this one does too."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Loads the folder, and nothing from the network. Raises FileNotFoundError; ValueError if
-        `transformers` cannot read it as a tokenizer."""
+        """Load the tokenizer from the folder without accessing the network. Raises
+        FileNotFoundError if the folder does not exist, and ValueError if `transformers` cannot read
+        it as a tokenizer."""
         directory = Path(directory)
         if not directory.is_dir():
             problem = "is a file" if directory.exists() else "does not exist"
@@ -53,7 +53,8 @@ class HFTokenizer(Tokenizer):
             )
         self._tokenizer: Any = load_as_written(directory)
         self._watched: WatchedNormalizer | None = None
-        if self._tokenizer.is_fast:  # what transformers sets before each of its own calls
+        # transformers resets the truncation and padding settings before each call; do it here, once
+        if self._tokenizer.is_fast:
             backend = self._tokenizer.backend_tokenizer
             backend.no_truncation()
             backend.no_padding()
@@ -77,11 +78,12 @@ class HFTokenizer(Tokenizer):
 
     @property
     def transformers_tokenizer(self) -> Any:
-        """The tokenizer of `transformers`, for features only it has, such as a chat template."""
+        """The `transformers` tokenizer, for features that only it has, such as chat templates."""
         return self._tokenizer
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Ids of each text; fast tokenizers use all cores unless TOKENIZERS_PARALLELISM=false."""
+        """Return the ids of each text. Fast tokenizers use all cores unless the environment
+        variable TOKENIZERS_PARALLELISM is false."""
         return [np.array(ids, np.int32) for ids in self._ids(texts)]
 
     def tokenize_sentences(self, texts: Sequence[str]) -> list[TokenIds]:
@@ -103,7 +105,7 @@ class HFTokenizer(Tokenizer):
         try:
             self._tokenizer.save_pretrained(directory)
         except Exception as error:
-            # The Rust library raises a bare Exception: "No space left on device (os error 28)".
+            # Rust raises a bare Exception, such as "No space left on device (os error 28)".
             if type(error) is not Exception or "os error" not in str(error):
                 raise
             raise OSError(f"{directory}: the tokenizer cannot be written: {error}") from error
@@ -115,7 +117,8 @@ class HFTokenizer(Tokenizer):
         for token, i in vocab.items():
             marks[i] = not token.startswith("##") if pieces else token[:1] in _SPACES
         ids = self.special_ids
-        unknown = {self._tokenizer.unk_token_id} - {ids.bos, ids.eos}  # one token, in GPT-2
+        # in GPT-2 unk, bos and eos are one token
+        unknown = {self._tokenizer.unk_token_id} - {ids.bos, ids.eos}
         for i, added in self._tokenizer.added_tokens_decoder.items():
             marks[i] |= added.special and (pieces or i not in unknown)
         return marks
@@ -145,7 +148,7 @@ class HFTokenizer(Tokenizer):
         return frozenset(i for token, i in vocab.items() if _BYTE_PIECE.fullmatch(token))
 
     def _decoders(self) -> set[str]:
-        """Names of the steps by which `tokenizers` makes a text of tokens."""
+        """Return the types of the decoder steps in the fast tokenizer's tokenizer.json."""
         decoder = json.loads(self._tokenizer.backend_tokenizer.to_str())["decoder"] or {}
         return {step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step}
 
@@ -158,11 +161,12 @@ class HFTokenizer(Tokenizer):
         return self.tokenize_batch([text])[0]
 
     def _ids(self, texts: Sequence[str], template: bool = True) -> list[list[int]]:
-        """`template` puts the special tokens around each text that the folder has for them."""
+        """Return the ids of each text. With ``template``, add the special tokens that the folder's
+        tokenizer adds to a text."""
         if not texts:
             return []
         with self._refusing(texts):
-            if self._tokenizer.is_fast:  # without masks, offsets and warnings
+            if self._tokenizer.is_fast:  # encode without masks, offsets and warnings
                 encoded = self._tokenizer.backend_tokenizer.encode_batch_fast(
                     list(texts), add_special_tokens=template
                 )
@@ -173,9 +177,11 @@ class HFTokenizer(Tokenizer):
 
     @contextmanager
     def _refusing(self, texts: Sequence[str]) -> Iterator[None]:
-        """Around a call of the library; ValueError if it cannot encode the texts, or must not."""
+        """Check the texts, then convert errors of a library call inside the ``with`` block. Raises
+        ValueError if a text cannot or must not be encoded."""
         for text in texts:
-            text.encode()  # a lone surrogate raises a clear ValueError, not a TypeError
+            # raises a clear ValueError for a lone surrogate, instead of a later TypeError
+            text.encode()
             if self._watched is not None:
                 self._watched.check(text)
         with rust_errors(f"{self.source} cannot encode a text"):

@@ -1,4 +1,4 @@
-"""SentencePiece models: Megatron's two ways of using them, and Llama 2's."""
+"""SentencePiece tokenizers: Megatron's two ways to use a model file, and Llama 2's."""
 
 from __future__ import annotations
 
@@ -16,35 +16,34 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from megatron.config import TokenizerConfig
+from megatron.features.tokenizers.pieces import byte_of_piece, sentinel_ids, sentinel_names
 from megatron.formats.tokenizer_json import check_charsmap, check_pieces
 from megatron.tokenizer.base import (
     SpecialIds,
     TokenIds,
     Tokenizer,
     WordStarts,
-    byte_of_piece,
     read_vocabulary_file,
     refuse_extra_ids,
     required,
-    sentinel_ids,
-    sentinel_names,
     write_pretrained,
     write_text,
 )
 
 SPACE = "\u2581"
-"""SentencePiece's mark for a space."""
+"""SentencePiece's symbol for a space."""
 UNIGRAM, BPE, CHAR = 1, 2, 4
-"""Algorithms of a model (`trainer.model_type`)."""
+"""Values of `trainer.model_type`, the model's algorithm."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-"""Kinds of pieces (`piece.type`)."""
+"""Values of `piece.type`."""
 
 
 class Model(NamedTuple):
-    """Messages of sentencepiece_model.proto, whose classes are made at run time."""
+    """Parsed SentencePiece model: messages of sentencepiece_model.proto, whose classes are
+    generated at run time."""
 
     pieces: Any
-    """A sequence of messages with `piece`, `score` and `type`, by id."""
+    """Messages with `piece`, `score` and `type`, indexed by id."""
     trainer: Any
     normalizer: Any
 
@@ -56,9 +55,9 @@ def read_model(processor: sentencepiece.SentencePieceProcessor) -> Model:
 
 
 def check_kind(processor: sentencepiece.SentencePieceProcessor) -> None:
-    """Refuses a model that `transformers` cannot run, before anything is trained with it. Raises
-    ValueError if the model is of words, marks spaces after words, or replaces characters by texts
-    that no normalization has."""
+    """Check that `transformers` can run a model, so that no training is wasted on one that it
+    cannot. Raises ValueError if the model's pieces are whole words, if it marks spaces after words,
+    or if it replaces characters with text that no normalization produces."""
     pieces, trainer, normalizer = read_model(processor)
     check_charsmap(normalizer.precompiled_charsmap, "the model")
     if trainer.model_type not in (UNIGRAM, BPE, CHAR):
@@ -77,7 +76,8 @@ def as_tokenizers(
     specials: Mapping[str, int],
     begin: int | None,
 ) -> tokenizers.Tokenizer:
-    """The model with its normalization, the special tokens, and `begin` before each text."""
+    """Convert a SentencePiece model to a `tokenizers.Tokenizer` with the same normalization.
+    `specials` maps special tokens to ids. `begin` is the id of a token to put before each text."""
     model = read_model(processor)
     trainer, normalizer = model.trainer, model.normalizer
     tokenizer = tokenizers.Tokenizer(_model(model, specials, processor.unk_id()))
@@ -89,11 +89,13 @@ def as_tokenizers(
             normalizers.Replace(Regex(" +"), " "),
             normalizers.Replace(Regex("^ | $"), ""),
         ]
-    if normalizer.add_dummy_prefix:  # not of Metaspace, which adds none before a space
+    # pre_tokenizers.Metaspace would not add it to a text that begins with a space
+    if normalizer.add_dummy_prefix:
         steps.append(normalizers.Prepend(" "))
     steps.append(normalizers.Replace(" ", SPACE))
     tokenizer.normalizer = normalizers.Sequence(steps)
-    if trainer.model_type == UNIGRAM and not _crosses_spaces(model):  # words by themselves: faster
+    # encoding word by word is faster
+    if trainer.model_type == UNIGRAM and not _crosses_spaces(model):
         tokenizer.pre_tokenizer = pre_tokenizers.Split(SPACE, "merged_with_next")
     tokenizer.decoder = _decoder(normalizer.add_dummy_prefix)
     for i, piece in enumerate(model.pieces):
@@ -133,8 +135,9 @@ def _crosses_spaces(model: Model) -> bool:
 
 
 def _merges(model: Model) -> list[tuple[str, str]]:
-    """All pairs whose concatenation is a piece, the piece of the highest score first. SentencePiece
-    merges any such pair; `tokenizers` merges those listed, the earliest first."""
+    """Return all (left, right) pairs of pieces whose concatenation is a piece, sorted by descending
+    score of the concatenation. SentencePiece may merge any such pair; `tokenizers` merges only
+    listed pairs, the earliest first."""
     score = {p.piece: p.score for p in model.pieces if p.type == NORMAL}
     merges = []
     for piece in sorted(score, key=lambda p: (-score[p], -len(p))):
@@ -159,37 +162,42 @@ def _add(tokenizer: tokenizers.Tokenizer, token: str, i: int, special: bool) -> 
 _SPLIT = " *[^ ]+| +"
 
 
-# A byte-pair encoding of SentencePiece on tiktoken, which is several times faster. Both merge again
-# and again the two neighbours whose concatenation is the best token, the leftmost on a tie;
-# SentencePiece starts from characters and takes the highest score, tiktoken starts from bytes and
-# takes the lowest rank. Let ranks be: all bytes, then the beginnings of characters of several
-# bytes, then characters, then pieces in the order of their scores. Both agree on every text when
+# SentencePiece's byte-pair encoding, computed by tiktoken, which is several times faster. Both
+# repeatedly merge the two neighbours whose concatenation is the best token, and the leftmost of
+# equally good ones. SentencePiece starts from characters and prefers the highest score. tiktoken
+# starts from bytes and prefers the lowest rank. Assign ranks in this order: all bytes, then the
+# prefixes of multi-byte characters, then characters, then pieces by descending score. The ids then
+# agree for every text under these conditions:
 #
-# 1. the text is changed in nothing but its spaces (no normalization, white space kept, a space put
-#    in front), so that it is known what SentencePiece encodes,
-# 2. each character of a piece is a piece, so a character that is no piece never merges,
-# 3. what is no piece becomes bytes (byte fallback),
-# 4. no two pieces have the same score, but for runs of spaces (see below),
-# 5. no piece has a space after another character: no merge crosses the place before a space, and
-#    each word can be encoded by itself,
-# 6. SentencePiece encodes each piece that begins with a space as that piece: tiktoken does not
-#    merge a word that is a token.
+# 1. Only the text's spaces change (no normalization, white space kept, a space put in front), so
+#    that the text that SentencePiece encodes is known.
+# 2. Each character of a piece is a piece, so a character that is not a piece never merges.
+# 3. Characters without a piece become bytes (byte fallback).
+# 4. No two pieces have the same score, except for runs of spaces (see below).
+# 5. No piece has a space after another character. No merge crosses the position before a space,
+#    and each word can be encoded separately.
+# 6. SentencePiece encodes each piece that begins with a space as that piece, because tiktoken looks
+#    up a word that is a token, without merging.
 #
-# Bytes merge to characters first, whatever their neighbours: beginnings of characters rank before
-# all else, and no token begins with a byte from a character's middle. The rest of a character that
-# is no piece is bytes and beginnings, which become byte pieces.
+# Bytes merge to characters first, whatever their neighbours are: prefixes of characters have the
+# lowest ranks, and no token begins with a byte from the middle of a character. A character that is
+# not a piece remains as bytes and prefixes, which are then replaced by byte pieces.
 #
-# A space is U+2581 in a piece, three bytes; here it is one, which saves two merges a word. Llama 2
-# gives the runs of 2 to n spaces one score, the lowest. SentencePiece then merges leftmost first,
-# so it lengthens the run at the left until that has n; ranking longer runs first does the same.
+# In a piece, a space is U+2581, which takes three bytes. Ranks use a one-byte space, which saves
+# two
+# merges per word. Llama 2 gives all runs of 2 to n spaces the same, lowest score. SentencePiece
+# then
+# merges from the left and extends the leftmost run until it has n spaces. Ranking longer runs first
+# has the same effect.
 
 
 class RankedPieces:
-    """Encodes with tiktoken; its ranks are mapped to the ids of pieces."""
+    """Encoder that uses tiktoken and maps its ranks to ids of SentencePiece pieces."""
 
     def __init__(self, pieces: list[str], ids: dict[str, int], byte_ids: list[int]) -> None:
-        """`pieces` have several characters, the best one first; `ids` has these and all characters
-        that are pieces. In both, a space is " "."""
+        """Build the encoder. `pieces` are the pieces of two or more characters, the best one first.
+        `ids` maps these and all single-character pieces to ids. In both arguments, a space is " "
+        instead of U+2581."""
         characters = [piece for piece in ids if len(piece) == 1]
         tokens = [bytes([byte]) for byte in range(256)]
         beginnings = {c.encode()[:n] for c in characters for n in range(2, len(c.encode()))}
@@ -214,7 +222,7 @@ class RankedPieces:
         )
 
     def encode(self, text: str) -> TokenIds:
-        """Ids of a text that is valid Unicode."""
+        """Return the ids of a text, which must be valid Unicode."""
         if not text:
             return np.zeros(0, np.int32)
         text = " " + text.replace(SPACE, " ")
@@ -230,7 +238,7 @@ class RankedPieces:
 
 
 def ranked_pieces(processor: sentencepiece.SentencePieceProcessor) -> RankedPieces | None:
-    """The fast encoding of a model, None where it would not be exact."""
+    """Return the fast encoder for a model, or None if its ids might differ from SentencePiece's."""
     pieces, trainer, normalizer = read_model(processor)
     plain = (
         trainer.model_type == BPE
@@ -268,8 +276,9 @@ def ranked_pieces(processor: sentencepiece.SentencePieceProcessor) -> RankedPiec
 
 
 def _no_ties(words: dict[str, float], runs: dict[int, float]) -> bool:
-    """True if all scores differ, also between runs of spaces (by length); or if these share one
-    score, below all others, and no length from 2 to the longest is missing."""
+    """Return whether no two pieces have equal scores. `words` has the scores of pieces that are not
+    only spaces; `runs` has those of runs of spaces, by length. Equal scores of all runs are allowed
+    if they are below all others and if the runs have all lengths from 2 to the longest."""
     if len({*words.values(), *runs.values()}) == len(words) + len(runs):
         return True
     if len(set(words.values())) < len(words) or len(set(runs.values())) != 1:
@@ -279,9 +288,9 @@ def _no_ties(words: dict[str, float], runs: dict[int, float]) -> bool:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Gives the ids of `sentencepiece.SentencePieceProcessor.encode`. With `specials`, these keep
-    their ids in a text, and the text between them is encoded separately; without, no text contains
-    a special token, and detokenizing leaves them out."""
+    """Tokenizer with the ids of `sentencepiece.SentencePieceProcessor.encode`. Tokens in `specials`
+    keep their ids in a text, and the text between them is encoded separately. Without `specials`,
+    control symbols in a text are ordinary text, and detokenizing omits their ids."""
 
     def __init__(
         self,
@@ -291,8 +300,9 @@ class SentencePieceTokenizer(Tokenizer):
         add_bos: bool = False,
         source: str = "the SentencePiece model",
     ) -> None:
-        """`specials` are ids of tokens that texts may contain; `source` names the model. `add_bos`
-        puts the beginning of text before each text."""
+        """Wrap a SentencePiece model, called `source` in messages. `specials` maps the special
+        tokens that texts may contain to ids. `add_bos` adds the beginning-of-text token to each
+        text."""
         self._processor, self._specials = processor, specials or {}
         self._name_of_special = {i: token for token, i in self._specials.items()}
         vocab_size = 1 + max([len(processor) - 1, *self._specials.values()])
@@ -305,12 +315,12 @@ class SentencePieceTokenizer(Tokenizer):
 
     @classmethod
     def from_file(cls, path: str | Path, extra_ids: int = 0) -> SentencePieceTokenizer:
-        """Megatron's SentencePieceTokenizer: appends special tokens that the model lacks.
+        """Return Megatron's SentencePieceTokenizer, which appends special tokens to the model.
 
-        In this order: `<CLS>`, `<SEP>`, `<EOD>`, `<MASK>`, then `<PAD>`, `<BOS>` and `<EOS>` where
-        the model names no such id, then `<extra_id_0>`, `<extra_id_1>` and on.
-
-        Raises FileNotFoundError; ValueError if it is not a SentencePiece model.
+        The order is: `<CLS>`, `<SEP>`, `<EOD>`, `<MASK>`, then `<PAD>`, `<BOS>` and `<EOS>` if the
+        model has no such id, then `<extra_id_0>`, `<extra_id_1>` and so on. Tokens that the model
+        has are not appended. Raises FileNotFoundError if the file is missing, and ValueError if it
+        is not a SentencePiece model.
         """
         processor = load_processor(path)
         vocab = {processor.id_to_piece(i): i for i in range(len(processor))}
@@ -329,20 +339,21 @@ class SentencePieceTokenizer(Tokenizer):
 
     @classmethod
     def gpt_from_file(cls, path: str | Path, add_bos: bool = False) -> SentencePieceTokenizer:
-        """The model unchanged; a document ends with its end of text. Raises FileNotFoundError;
-        ValueError if it is not a SentencePiece model, or lacks what `add_bos` needs."""
+        """Return the tokenizer for a model without added tokens. The model's end-of-text token ends
+        a document. Raises FileNotFoundError if the file is missing, and ValueError if it is not a
+        SentencePiece model or lacks the token for `add_bos`."""
         processor, source = load_processor(path), f"--tokenizer-model {path}"
         return cls(processor, _own_ids(processor), add_bos=add_bos, source=source)
 
     @classmethod
     def gpt_from_model(cls, model: bytes) -> SentencePieceTokenizer:
-        """As `gpt_from_file`, from the content of a valid file."""
+        """Return the tokenizer of :meth:`gpt_from_file` for the content of a valid model file."""
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         return cls(processor, _own_ids(processor))
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> SentencePieceTokenizer:
-        """From --tokenizer-model; each text of Llama2Tokenizer begins with `<s>`."""
+        """Return the tokenizer of --tokenizer-model. Llama2Tokenizer adds `<s>` to each text."""
         if config.tokenizer_type == "SentencePieceTokenizer":
             return cls.from_file(model_path(config), config.vocab_extra_ids)
         refuse_extra_ids(config)
@@ -351,7 +362,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         for text in texts:
-            text.encode()  # a lone surrogate raises a clear ValueError, not a RuntimeError
+            # raises a clear ValueError for a lone surrogate, instead of a later RuntimeError
+            text.encode()
         if not self._specials and not len(self._begin):
             return self._pieces(texts)
         split = [self._find_specials.split(text) for text in texts]
@@ -369,8 +381,8 @@ class SentencePieceTokenizer(Tokenizer):
         return rows
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of ids. With `specials`, these are put between spaces; without, control symbols give
-        no text, as with `sentencepiece`."""
+        """Return the text of ids. Tokens in `specials` are surrounded by spaces. Without
+        `specials`, control symbols are omitted, as in `sentencepiece`."""
         self._check_ids(ids)
         parts: list[str] = []
         pending: list[int] = []
@@ -384,9 +396,9 @@ class SentencePieceTokenizer(Tokenizer):
         return " ".join(part for part in parts if part) if len(parts) > 1 else parts[0]
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes tokenizer.model, the model itself, and tokenizer.json, which `transformers` reads.
-        In transformers' own library ids are the same but for rare characters that it normalizes in
-        another way (docs/guides/tokenizers.md)."""
+        """Write the model as tokenizer.model, and as tokenizer.json for `transformers`. Both give
+        the same ids, except for rare characters that the `tokenizers` library normalizes
+        differently (docs/guides/tokenizers.md)."""
         directory = Path(directory)
         begin = self.bos if len(self._begin) else None
         encoding = as_tokenizers(self._processor, self._specials, begin)
@@ -447,8 +459,8 @@ def _own_ids(processor: sentencepiece.SentencePieceProcessor) -> SpecialIds:
 
 
 def load_processor(path: str | Path) -> sentencepiece.SentencePieceProcessor:
-    """Reads the model of --tokenizer-model. Raises FileNotFoundError; ValueError if it is not a
-    SentencePiece model that `transformers` can run."""
+    """Read the model of --tokenizer-model. Raises FileNotFoundError if it is missing, and
+    ValueError if it is not a SentencePiece model that `transformers` can run."""
     path = Path(path)
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "is no ordinary file"
@@ -459,7 +471,7 @@ def load_processor(path: str | Path) -> sentencepiece.SentencePieceProcessor:
         )
     content = read_vocabulary_file(path, "--tokenizer-model")
     try:
-        # From no bytes the library silently makes a model without pieces.
+        # From empty content the library silently creates a model without pieces.
         processor = sentencepiece.SentencePieceProcessor(model_proto=content or b"?")
         processor.encode("a")
         for i in range(len(processor)):
@@ -475,8 +487,8 @@ def load_processor(path: str | Path) -> sentencepiece.SentencePieceProcessor:
 
 
 def model_path(config: TokenizerConfig, new: bool = False) -> str:
-    """The path of --tokenizer-model, or the same with `.model` appended, as in 2019. Where neither
-    exists it is the path as given; with `new`, the one to write a model to."""
+    """Return the path of --tokenizer-model, with `.model` appended if only that file exists, as in
+    2019. If neither file exists, return the path as given or, with `new`, the path to write."""
     path = required(config, "tokenizer_model", "a SentencePiece model")
     with_ending = f"{path.removesuffix('.model')}.model"
     if Path(path).exists():

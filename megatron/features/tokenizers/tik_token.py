@@ -1,4 +1,4 @@
-"""tiktoken's byte-pair encodings: Llama 3's file of ranks, and Megatron's JSON vocabulary."""
+"""Byte-pair encodings computed by tiktoken, from Llama 3's ranks or Megatron's JSON vocabulary."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from megatron.config import ConfigError, TokenizerConfig
+from megatron.features.tokenizers.flags import TikTokenFlags
+from megatron.features.tokenizers.pieces import sentinel_ids
 from megatron.tokenizer.base import (
     SpecialIds,
     TokenIds,
@@ -22,7 +24,6 @@ from megatron.tokenizer.base import (
     read_text,
     refuse_extra_ids,
     required,
-    sentinel_ids,
     write_pretrained,
 )
 from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE, starts_with_space
@@ -30,10 +31,11 @@ from megatron.util.json_text import parse_json
 
 Ranks = dict[bytes, int]
 
-# How text is split before it is encoded. The first two are Llama 3's and Megatron's v1 and v2 but
-# except that all that needs no look-ahead is in one group, which the regex engine compiles to an
-# automaton instead of backtracking; and after `\s+(?!\S)`, which matches all white space but the
-# last, `\s` matches as much as `\s+`.
+# Patterns that split a text before encoding: Llama 3's, and Megatron's v1 and v2. They match the
+# same substrings as the originals, but all alternatives without look-ahead are in one group, which
+# the regex engine compiles to an automaton instead of backtracking. After `\s+(?!\S)`, which
+# matches
+# all white space except the last character, `\s` matches as much as `\s+`.
 _LLAMA3_SPLIT = (
     r"(?:(?i:'(?:[sdmt]|ll|ve|re))|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+)|\s+(?!\S)|\s"
@@ -52,12 +54,12 @@ _JSON_SPLITS = {
 _NONE: set[str] = set()
 _JSON_LIMIT = 2**17
 _LONGEST_TOKEN = 1 << 10
-"""Bytes. The time for the merges of a token grows with the square."""
+"""Maximum length of a token in bytes. The time for merging a token grows quadratically."""
 _JSON_SPECIALS = ("<unk>", "<s>", "</s>")
 
 
 class TikTokenizer(Tokenizer):
-    """Gives the ids of `tiktoken.Encoding` over the same ranks."""
+    """Tokenizer with the ids of `tiktoken.Encoding` for the same ranks."""
 
     joins_bytes = True
 
@@ -70,9 +72,9 @@ class TikTokenizer(Tokenizer):
         specials_in_text: bool,
         source: str = "the vocabulary",
     ) -> None:
-        """`ranks` are ids by token; `split` is a regular expression of the parts of a text that are
-        encoded by themselves; with `specials_in_text`, a special token's name in a text becomes
-        that token."""
+        """Build the tokenizer. `ranks` maps tokens to ids, and `split` is a regular expression
+        whose matches are encoded separately. With `specials_in_text`, a special token's name in a
+        text becomes that token."""
         super().__init__(source, 1 + max([*ranks.values(), *specials.values()]), ids)
         self._ranks, self._split, self._specials = ranks, split, dict(specials)
         self._allowed = set(specials) if specials_in_text else set()
@@ -83,9 +85,9 @@ class TikTokenizer(Tokenizer):
 
     @classmethod
     def llama3_from_file(cls, path: str | Path) -> TikTokenizer:
-        """Llama 3's tokenizer.model: lines of a token in base64 and its rank. Its 256 special
-        tokens follow. `<|end_of_text|>` ends a document. Raises FileNotFoundError; ValueError if it
-        is malformed."""
+        """Return the tokenizer for Llama 3's tokenizer.model. Each line has a token in base64 and
+        its rank; 256 special tokens follow these ids. `<|end_of_text|>` ends a document. Raises
+        FileNotFoundError if the file is missing, and ValueError if it is malformed."""
         ranks = read_ranks(str(path))
         specials = {name: len(ranks) + n for n, name in enumerate(_llama3_specials())}
         end = specials["<|end_of_text|>"]
@@ -101,11 +103,13 @@ class TikTokenizer(Tokenizer):
         num_special_tokens: int = 1000,
         vocab_size: int | None = None,
     ) -> TikTokenizer:
-        """Megatron's JSON: a list of objects with rank, token_bytes (base64) and token_str.
+        """Return the tokenizer for Megatron's JSON vocabulary, a list of objects with the keys
+        rank, token_bytes (base64) and token_str.
 
-        Special tokens have the ids from 0: those given, then `<SPECIAL_N>`; text never stands for
-        one. `</s>` ends a document. `pattern` is "v1" or "v2"; `vocab_size` includes specials, by
-        default all up to 131,072. Raises FileNotFoundError; ValueError if it is malformed, or too
+        Special tokens have the lowest ids: first `special_tokens`, then `<SPECIAL_N>`. In a text,
+        their names are ordinary text. `</s>` ends a document. `pattern` is "v1" or "v2".
+        `vocab_size` includes special tokens; by default all tokens are used, but at most 131,072.
+        Raises FileNotFoundError if the file is missing, and ValueError if it is malformed or too
         small.
         """
         names = _json_specials(special_tokens, num_special_tokens)
@@ -127,23 +131,24 @@ class TikTokenizer(Tokenizer):
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> TikTokenizer:
-        """From --tokenizer-model; a JSON vocabulary by the flags --tiktoken-*, too."""
+        """Return the tokenizer for --tokenizer-model. The --tiktoken-* flags apply only to JSON."""
         refuse_extra_ids(config)
         path = required(
             config, "tokenizer_model", "Llama 3's file of ranks, or Megatron's JSON vocabulary"
         )
         if not is_json(path):
             return cls.llama3_from_file(path)
-        if config.tiktoken_pattern is None:
+        flags = TikTokenFlags.of(config)
+        if flags.tiktoken_pattern is None:
             raise ConfigError(
                 f"--tiktoken-pattern is missing: --tokenizer-model {path} is a JSON vocabulary, "
                 "whose text is split by v1 or v2, as it was when it was trained"
             )
         return cls.json_from_file(
             path,
-            config.tiktoken_pattern,
-            config.tiktoken_special_tokens,
-            config.tiktoken_num_special_tokens,
+            flags.tiktoken_pattern,
+            flags.tiktoken_special_tokens,
+            flags.tiktoken_num_special_tokens,
             config.vocab_size,
         )
 
@@ -177,14 +182,14 @@ class TikTokenizer(Tokenizer):
         return [tokens.get(i, b"") for i in range(self._vocab_size)]
 
     def _encode(self, text: str) -> TokenIds:
-        allowed = self._allowed if "<" in text else _NONE  # all begin with it
+        allowed = self._allowed if "<" in text else _NONE  # every special token begins with <
         try:
             ids = self._encoding.encode_to_numpy(
                 text, allowed_special=allowed, disallowed_special=()
             )
         except UnicodeEncodeError:
             raise
-        except ValueError:  # a run of white space that is too long for the regex engine
+        except ValueError:  # a run of white space was too long for the regex engine
             text.encode()
             ids = np.array(self._definition.encode(text).ids)
         return ids.astype(np.int32)
@@ -235,14 +240,15 @@ def _json_specials(given: Sequence[str], number: int) -> list[str]:
 
 
 def is_json(path: str) -> bool:
-    """True if --tokenizer-model is JSON. Raises FileNotFoundError; ValueError if it is not
-    UTF-8."""
+    """Return whether --tokenizer-model is a JSON file. Raises FileNotFoundError if it is missing,
+    and ValueError if it is not UTF-8."""
     return read_text(path, "--tokenizer-model").lstrip()[:1] in ("[", "{")
 
 
 def read_ranks(path: str) -> Ranks:
-    """Reads lines of a token in base64, a space and its rank, 0, 1, 2 and on. Raises
-    FileNotFoundError; ValueError if a line is not that, or one of the 256 bytes is missing."""
+    """Read a file whose lines have a token in base64, a space and the token's rank. Ranks count
+    from 0. Raises FileNotFoundError if the file is missing, and ValueError if a line is malformed
+    or one of the 256 bytes has no token."""
     ranks: Ranks = {}
     for number, line in enumerate(read_text(path, "--tokenizer-model").splitlines(), 1):
         if not line:
@@ -261,8 +267,9 @@ def read_ranks(path: str) -> Ranks:
 
 
 def read_json_ranks(path: str) -> list[bytes]:
-    """Reads a list of objects with `rank` (0, 1, 2 and on) and `token_bytes` (base64). Raises
-    FileNotFoundError; ValueError if it is not that, or one of the 256 bytes is missing."""
+    """Read a JSON list of objects with `rank`, which counts from 0, and `token_bytes` (base64).
+    Raises FileNotFoundError if the file is missing, and ValueError if it is malformed or one of the
+    256 bytes has no token."""
     where = f"--tokenizer-model {path}"
     entries = parse_json(read_text(path, "--tokenizer-model"), where, lenient=True)
     if not isinstance(entries, list):

@@ -1,4 +1,4 @@
-"""Trains vocabularies on text."""
+"""Training of tokenizers on text."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 
 KINDS = ("unigram", "bpe", "char")
 _LONGEST_SENTENCE = 4000
-"""Characters. SentencePiece leaves out sentences that are longer than its limit, in bytes."""
+"""Maximum length, in characters, of a sentence for training. SentencePiece skips sentences above a
+limit of its own, in bytes."""
 _THREADS = 16
-"""Threads of SentencePiece's trainer. The model depends on it (the order of sums), so it is
-fixed."""
+"""Number of threads of SentencePiece's trainer. It is fixed, since the order of floating-point sums
+affects the model."""
 _MOST_CHARACTERS = 1000
 _LEAST_WORDPIECES = 32
 
@@ -40,7 +41,7 @@ TRAINED_FILES = {
     "BertWordPieceCase": "vocab.txt",
     "SentencePieceTokenizer": "tokenizer.model",
 }
-"""For each --tokenizer-type that can be trained, the files of its vocabulary."""
+"""Names of the vocabulary files that training writes, by --tokenizer-type."""
 
 
 def train_tokenizer(
@@ -51,7 +52,8 @@ def train_tokenizer(
     sentence_piece_kind: str,
     byte_fallback: bool,
 ) -> Tokenizer:
-    """Trains a tokenizer; the last two arguments as in `train_sentencepiece_model`."""
+    """Train a tokenizer. `sentence_piece_kind` and `byte_fallback` are passed to
+    `train_sentencepiece_model`."""
     if tokenizer_type == "GPT2BPETokenizer":
         return train_byte_level_bpe(texts(), vocab_size, min_frequency)
     if tokenizer_type == "SentencePieceTokenizer":
@@ -64,12 +66,12 @@ def train_tokenizer(
 def train_byte_level_bpe(
     texts: Iterable[str], vocab_size: int, min_frequency: int
 ) -> GPT2BPETokenizer:
-    """Learns a byte-level byte-pair encoding in GPT-2's form.
+    """Train a byte-level byte-pair encoding in GPT-2's format.
 
-    Ids: the 256 bytes in GPT-2's order, the merged tokens in the order they were learned,
-    `<|endoftext|>` last. The same texts give the same vocabulary. It may come out smaller than
-    `vocab_size`, when no more pairs occur `min_frequency` times. Raises ValueError if `vocab_size`
-    is too small for the bytes and `<|endoftext|>`.
+    Ids are ordered as follows: the 256 bytes in GPT-2's order, the merged tokens in the order in
+    which they were learned, and `<|endoftext|>`. Equal texts give equal vocabularies. The
+    vocabulary is smaller than `vocab_size` if no further pair occurs `min_frequency` times. Raises
+    ValueError if `vocab_size` is too small for the bytes and `<|endoftext|>`.
     """
     if vocab_size < 257:
         raise ValueError(
@@ -92,12 +94,12 @@ def train_byte_level_bpe(
 def train_wordpiece(
     texts: TextSource, vocab_size: int, min_frequency: int, lower_case: bool
 ) -> WordPieceTokenizer:
-    """Learns a vocabulary in the form of BERT's vocab.txt; `texts` is called twice.
+    """Train a vocabulary in the format of BERT's vocab.txt. `texts` is called twice.
 
-    Ids: [PAD], [UNK], [CLS], [SEP], [MASK], the characters, each again with `##`, then longer
-    pieces in the order they were learned. The characters are the most frequent ones, at most 1,000
-    and a quarter of the vocabulary; ValueError if `vocab_size` is too small for them. The same
-    texts give the same vocabulary.
+    Ids are ordered as follows: [PAD], [UNK], [CLS], [SEP], [MASK], the characters, each of them
+    again with `##`, and longer pieces in the order in which they were learned. Only the most
+    frequent characters are included, at most 1,000 and at most a quarter of the vocabulary. Equal
+    texts give equal vocabularies. Raises ValueError if `vocab_size` is too small.
     """
     if vocab_size < _LEAST_WORDPIECES:
         raise ValueError(
@@ -108,7 +110,8 @@ def train_wordpiece(
     counts: Counter[str] = Counter()
     for text in texts():
         counts.update(normalizer.normalize_str(text))
-    # tokenizers limits the characters itself, but keeps arbitrary ones among equally frequent ones.
+    # tokenizers could limit the number of characters, but chooses arbitrarily among equally
+    # frequent ones.
     by_frequency = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))
     characters = sorted(by_frequency[: min(_MOST_CHARACTERS, (vocab_size - 5) // 4)])
 
@@ -118,7 +121,7 @@ def train_wordpiece(
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
-        # Left to itself, the trainer numbers ##characters in a random order.
+        # By default the trainer numbers ##characters in a random order.
         special_tokens=[*SPECIAL_TOKENS.values(), *characters, *(f"##{c}" for c in characters)],
         initial_alphabet=characters,
         limit_alphabet=len(characters),
@@ -132,10 +135,9 @@ def train_wordpiece(
 
 
 def train_missing_model(config: TokenizerConfig, texts: TextSource) -> None:
-    """Trains the model of --tokenizer-model, with its pieces in a .vocab next to it, unless it
-    exists; other processes wait. Raises
-    ConfigError if a flag is missing, or --tokenizer-model-type is unknown; ValueError if no model
-    can be learned from the texts."""
+    """Train the model of --tokenizer-model unless it exists, and write its pieces to a .vocab file
+    next to it. Other processes wait for the file. Raises ConfigError if --vocab-size is missing or
+    --tokenizer-model-type is unknown, and ValueError if no model can be trained on the texts."""
     path, vocab_size = Path(model_path(config, new=True)), config.vocab_size
     if path.exists():
         return
@@ -155,8 +157,8 @@ def train_missing_model(config: TokenizerConfig, texts: TextSource) -> None:
 
 
 def _pieces(model: bytes) -> str:
-    """The pieces of a model with their scores, a line each, as SentencePiece writes them next to a
-    model; people read them, programs do not."""
+    """Return a model's pieces with their scores, one per line, in the format of SentencePiece's
+    .vocab file. Nothing reads this file; it is for people."""
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
     numbers = range(pieces.get_piece_size())
     return "".join(f"{pieces.id_to_piece(i)}\t{pieces.get_score(i):g}\n" for i in numbers)
@@ -165,14 +167,16 @@ def _pieces(model: bytes) -> str:
 def train_sentencepiece_model(
     texts: Iterable[str], kind: str, vocab_size: int, byte_fallback: bool = False
 ) -> bytes:
-    """The file content of a model of the kind unigram, bpe or char.
+    """Train a model of the kind unigram, bpe or char, and return the content of its file.
 
-    Ids: `<unk>` 0, `<s>` 1, `</s>` 2, `<pad>` 3, with `byte_fallback` the 256 bytes, then pieces.
-    The same texts give the same model. It may come out smaller than `vocab_size`. With
-    `byte_fallback`, as Llama 2's, text is not normalized and its spaces are kept, digits are pieces
-    of their own, and characters that are no piece become bytes. Without, text is normalized to
-    NFKC, runs of white space are one space, and such characters become `<unk>`. Raises ConfigError
-    for another kind; ValueError if no model can be learned from the texts.
+    Ids are ordered as follows: `<unk>` 0, `<s>` 1, `</s>` 2, `<pad>` 3, with `byte_fallback` the
+    256 bytes, and then pieces. Equal texts give equal models. A model may be smaller than
+    `vocab_size`.
+
+    With `byte_fallback`, as in Llama 2, text is not normalized, spaces are kept, each digit is a
+    piece, and characters without a piece become bytes. Otherwise text is normalized to NFKC, runs
+    of white space become one space, and characters without a piece become `<unk>`. Raises
+    ConfigError for another kind, and ValueError if no model can be trained on the texts.
     """
     lossless: dict[str, Any] = {
         "byte_fallback": True,
@@ -208,8 +212,8 @@ def train_sentencepiece_model(
 
 
 class _Sentences:
-    """Lines of the texts, cut where they are too long. SentencePiece does not report an error of
-    its iterator, so it is kept until the end."""
+    """Iterator over the lines of texts, which divides long lines. SentencePiece does not report
+    errors of its iterator, so an error is stored and raised by :meth:`check`."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts

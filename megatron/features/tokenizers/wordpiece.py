@@ -1,4 +1,4 @@
-"""BERT's WordPiece, from any vocab.txt."""
+"""BERT's WordPiece tokenizer, for any vocab.txt."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from megatron.config import ConfigError, TokenizerConfig
+from megatron.features.tokenizers.pieces import sentinel_ids, sentinel_names
 from megatron.tokenizer.base import (
     Offsets,
     SpecialIds,
@@ -21,8 +22,6 @@ from megatron.tokenizer.base import (
     offsets_of,
     read_text,
     required,
-    sentinel_ids,
-    sentinel_names,
     write_pretrained,
     write_text,
 )
@@ -43,11 +42,13 @@ _MOST_PARTS, _LONGEST_PART = 1 << 17, 64
 
 
 class WordPieceTokenizer(Tokenizer):
-    """Gives the ids of `transformers.BertTokenizer` over the same file, without [CLS] and [SEP].
+    """Tokenizer with the ids of `transformers.BertTokenizer` for the same file, without [CLS] and
+    [SEP].
 
-    As there, the special tokens in a text keep their ids. With `extra_ids`, [BOS], [EOS] and
-    `<extra_id_0>`, `<extra_id_1>`, ... follow the vocabulary in this order, as in Megatron (which
-    appends [BOS] and [EOS] without them, too). A document ends with [EOS], else with [SEP].
+    Special tokens in a text keep their ids, as in BertTokenizer. With `extra_ids`, the vocabulary
+    is followed by [BOS], [EOS] and `<extra_id_0>`, `<extra_id_1>`, ..., in this order, as in
+    Megatron (which also appends [BOS] and [EOS] without them). A document ends with [EOS] if the
+    vocabulary has it, otherwise with [SEP].
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class WordPieceTokenizer(Tokenizer):
         extra_ids: int = 0,
         source: str = "the vocabulary",
     ) -> None:
-        """`vocab` has the ids 0, 1, ... in this order; `source` names it in messages. Raises
-        ValueError if the vocabulary lacks [UNK]."""
+        """Build the tokenizer. `vocab` is ordered by id, from 0; `source` is its name in messages.
+        Raises ValueError if the vocabulary lacks [UNK]."""
         if UNKNOWN not in vocab:
             raise ValueError(f"{source} lacks the token {UNKNOWN}; it must be BERT's vocab.txt")
         self._file_tokens, self._lower_case = list(vocab), lower_case
@@ -74,14 +75,15 @@ class WordPieceTokenizer(Tokenizer):
     def from_file(
         cls, vocab_file: str | Path, lower_case: bool, extra_ids: int = 0
     ) -> WordPieceTokenizer:
-        """Reads a vocab.txt. Raises FileNotFoundError; ValueError if it is malformed."""
+        """Read a vocab.txt. Raises FileNotFoundError, or ValueError if the file is malformed."""
         vocab = read_wordpieces(str(vocab_file))
         return cls(vocab, lower_case, extra_ids, source=f"--vocab-file {vocab_file}")
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> WordPieceTokenizer:
-        """From --vocab-file and --vocab-extra-ids. BertWordPieceTokenizer of 2019 has the case of
-        the model in --tokenizer-model-type."""
+        """Return the tokenizer for --vocab-file and --vocab-extra-ids. 2019's
+        BertWordPieceTokenizer lower-cases text if the model in --tokenizer-model-type is
+        uncased."""
         lower_case = config.tokenizer_type == "BertWordPieceLowerCase"
         if config.tokenizer_type == "BertWordPieceTokenizer":
             name = config.tokenizer_model_type or "bert-large-uncased"
@@ -96,7 +98,8 @@ class WordPieceTokenizer(Tokenizer):
         return cls.from_file(path, lower_case, config.vocab_extra_ids)
 
     def _encode(self, text: str) -> TokenIds:
-        text.encode()  # a lone surrogate raises a clear ValueError, not a TypeError
+        # raises a clear ValueError for a lone surrogate, instead of a later TypeError
+        text.encode()
         return self._cached.encode(text)
 
     def tokenize_with_offsets(self, text: str) -> tuple[TokenIds, Offsets]:
@@ -104,14 +107,14 @@ class WordPieceTokenizer(Tokenizer):
         return offsets_of(self._encoding.encode(text, add_special_tokens=False))
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Words with a space between, special tokens included; the text's own spaces are lost."""
+        """Return words and special tokens, joined by spaces. The text's own spacing is lost."""
         self._check_ids(ids)
         return self._encoding.decode(list(ids), skip_special_tokens=False)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes vocab.txt, tokenizer.json and tokenizer_config.json, of a BertTokenizer. It puts
-        [CLS] before a text and [SEP] after it, as BERT models there expect, unless it is called
-        with add_special_tokens=False."""
+        """Write vocab.txt, tokenizer.json and tokenizer_config.json for
+        `transformers.BertTokenizer`. That tokenizer adds [CLS] before a text and [SEP] after it, as
+        BERT models expect, unless it is called with add_special_tokens=False."""
         directory = Path(directory)
         named = {f"{name}_token": t for name, t in SPECIAL_TOKENS.items() if t in self._vocab}
         appended = self._token_of_id[len(self._file_tokens) :]
@@ -137,8 +140,9 @@ class WordPieceTokenizer(Tokenizer):
 
 
 def read_wordpieces(path: str) -> Vocabulary:
-    """Reads the vocab.txt of --vocab-file: a token a line, ids from 0. Raises FileNotFoundError;
-    ValueError if it is not UTF-8, or a line is empty or given twice."""
+    """Read the vocab.txt of --vocab-file, whose lines are the tokens with ids 0, 1 and so on.
+    Raises FileNotFoundError if it is missing, and ValueError if it is not UTF-8 or if a line is
+    empty or repeated."""
     vocab: Vocabulary = {}
     lines = read_text(path, "--vocab-file").removesuffix("\n").split("\n")
     for number, line in enumerate(lines, 1):
@@ -163,7 +167,7 @@ def _special_ids(vocab: Vocabulary) -> SpecialIds:
 
 
 def _encoding(vocab: Vocabulary, lower_case: bool) -> tokenizers.Tokenizer:
-    """BERT's encoding as `transformers` sets it up."""
+    """Return a `tokenizers.Tokenizer` that encodes like BERT's in `transformers`."""
     encoding = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=UNKNOWN))
     encoding.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
     encoding.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -182,12 +186,14 @@ def _encoding(vocab: Vocabulary, lower_case: bool) -> tokenizers.Tokenizer:
 
 
 class _CachedWordPiece:
-    """Gives the ids of `encoding.encode(text, add_special_tokens=False)`, at twice the speed.
+    """Encoder with the ids of `encoding.encode(text, add_special_tokens=False)`, at twice the
+    speed.
 
-    BERT's encoding treats what is between spaces, tabs and line ends by itself: its normalization
-    changes characters one by one, it never merges across white space, and no special token contains
-    any. So the ids of a text are joined from its parts, and each part is encoded only once. Other
-    white space stays inside of parts: some of it is dropped, not a boundary.
+    BERT's encoding processes substrings between spaces, tabs and line ends independently: its
+    normalization changes single characters, it never merges across white space, and no special
+    token contains white space. So a text is split there, each distinct substring is encoded only
+    once, and the ids are concatenated. Other white space does not split the text, because BERT
+    drops some of it without ending a word.
     """
 
     def __init__(
@@ -201,7 +207,7 @@ class _CachedWordPiece:
         self._ids_of_part: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> TokenIds:
-        """Ids of a text that is valid Unicode."""
+        """Return the ids of a text, which must be valid Unicode."""
         parts = text.translate(_BOUNDARIES).split(" ")
         known = self._ids_of_part
         if len(known) > _MOST_PARTS:
@@ -216,7 +222,8 @@ class _CachedWordPiece:
         return np.fromiter(chain.from_iterable(rows), np.int32)
 
     def _encode_part(self, part: str) -> list[int]:
-        # In ASCII, words are runs of letters and digits, and single other characters.
+        # Printable ASCII without a special token consists of words, which are runs of letters and
+        # digits, and other single characters.
         if not (part.isascii() and part.isprintable()) or any(c in part for c in self._heads):
             return self._encoding.encode(part, add_special_tokens=False).ids
         ids: list[int] = []

@@ -1,1 +1,1 @@
-"""Programs for experiments that a run reports to."""
+"""Experiment trackers that a run reports to."""

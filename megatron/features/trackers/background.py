@@ -1,5 +1,5 @@
-"""Writers between a run and a tracker: one keeps the tracker's failures away from the run, and one
-calls a program that may be slow in a thread, for which training does not wait."""
+"""Writers between a run and an experiment tracker. ``LastingWriter`` protects the run from the
+tracker's failures. ``BackgroundWriter`` calls a slow tracker in a background thread."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ from megatron.training.registry import WrittenTexts
 from megatron.training.writers import Values, Writer
 
 MOST_WAITING = 10_000
-"""Rows that wait for a program."""
+"""Maximum number of calls queued for a tracker."""
 SECONDS_TO_OPEN = 30.0
-"""Longest wait of a new run for a program; it may open later, or fail then."""
+"""Seconds that a new run waits for a tracker to open. After that the run starts, and the tracker
+may still open or fail."""
 SECONDS_TO_CLOSE = 30.0
-"""Longest wait of the end of a run for the last rows."""
+"""Seconds that a run waits at its end for the tracker to accept the last calls."""
 
 logger = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Calls a writer in a thread, in the order of the calls here. Its errors are raised by the next
-    call here, as is an error if too many calls wait.
+    """Writer that forwards calls to another writer in a background thread, in the same order. After
+    an error in the thread, the next call raises it. Raises TimeoutError if too many calls are
+    queued.
 
     Args:
-        open: makes the writer, in the thread.
-        wait: whether to wait for ``open`` and raise its errors, for a limited time.
-        seconds: to wait for the last calls in :meth:`close`, by default ``SECONDS_TO_CLOSE``.
+        open: creates the other writer, in the thread.
+        wait: whether to wait for ``open``, for a limited time, and raise its errors.
+        seconds: time that :meth:`close` waits for the last calls; ``SECONDS_TO_CLOSE`` by
+            default.
     """
 
     def __init__(
         self, open: Callable[[], Writer], wait: bool, seconds: float | None = None
     ) -> None:
         self.taken: int | None = None
-        """The last step that the program took."""
+        """Last step that the tracker has accepted; None before the first."""
         self._calls: queue.Queue[tuple[int, Callable[[Writer], None]] | None] = queue.Queue(
             MOST_WAITING
         )
         self._error: Exception | None = None
         self._opened, self._seconds = threading.Event(), seconds
-        # A daemon: a program that answers no more must not keep the process.
+        # A daemon thread, so that a tracker that hangs does not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(open,), name="tracker", daemon=True)
         self._thread.start()
         if wait:
@@ -58,7 +61,8 @@ class BackgroundWriter:
         self._put((step, lambda to: to.texts(written, samples=samples, tokens=tokens)))
 
     def close(self) -> None:
-        """Waits for the last calls; raises TimeoutError after some seconds."""
+        """Wait for the queued calls, and raise the thread's error, if any. Raises TimeoutError if
+        they take too long."""
         self._put(None)
         seconds = SECONDS_TO_CLOSE if self._seconds is None else self._seconds
         self._thread.join(seconds)
@@ -88,21 +92,22 @@ class BackgroundWriter:
                 call(writer)
                 self.taken = step
             writer.close()
-        except Exception as error:  # each library has its own classes
+        except Exception as error:  # each library has its own error classes
             self._error = error
 
 
 class LastingWriter:
-    """Passes everything to a writer that may fail, and tries to open another one a minute later.
+    """Writer that forwards calls to another writer. If that one fails, calls are dropped, and after
+    ``pause`` seconds the next call opens a new one.
 
     Args:
-        name: of the output, for messages.
-        open: makes a writer; its arguments are the last iteration and number of samples before what
-            it gets. The errors of the first one are raised, except in a run that is resumed.
-        iteration: the last before the run; above 0 in a run that is resumed.
-        samples: consumed before the run.
-        pause: seconds after a failure until the next attempt.
-        clock: seconds.
+        name: name of the output in messages.
+        open: creates a writer, given the last iteration and number of samples before its first row.
+            Errors of the first call are raised, except in a resumed run.
+        iteration: last iteration before the run; above 0 in a resumed run.
+        samples: number of samples consumed before the run.
+        pause: seconds from a failure to the next attempt.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -138,7 +143,8 @@ class LastingWriter:
         )
 
     def went_back(self, iteration: int, samples: int) -> None:
-        """Closes the writer, and opens another one, which drops the later steps."""
+        """Continue after ``iteration``, which the run has returned to. A new writer replaces the
+        current one and drops later steps."""
         self._close()
         self._written = iteration, samples
         try:
@@ -178,13 +184,13 @@ class LastingWriter:
                 self._begin_again(step)
             assert self._writer is not None
             write(self._writer)
-        except Exception as error:  # each library has its own classes
+        except Exception as error:  # each library has its own error classes
             self._failed(error)
         self._written = step, samples
 
     def _failed(self, error: Exception) -> None:
-        """Closes the writer for a while; its rows before the error may still have been in
-        memory."""
+        """Record a failure, drop the writer, and set the time of the next attempt. Rows before the
+        error may be lost too, since the tracker may still have buffered them."""
         if self._writer is not None or not self._failures:
             since = self._written[0]
             if isinstance(self._writer, BackgroundWriter):

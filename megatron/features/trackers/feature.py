@@ -1,4 +1,4 @@
-"""Programs for experiments: TensorBoard, Weights & Biases, MLflow, Trackio."""
+"""Feature that reports metrics to TensorBoard, Weights & Biases, MLflow and Trackio."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Trackers(Feature):
     def writers(
         self, logging: Any, configuration: Mapping[str, Any], iteration: int, samples: int
     ) -> Sequence[Any]:
-        """The writers of the trackers that the flags name. The errors of a new run are raised;
-        training continues without a tracker that fails later."""
+        """Return writers for the trackers that the flags select. In a new run, errors on opening
+        them are raised. If a tracker fails later, training continues without it."""
         if not logging.trackers:
             return ()
         from megatron.features.trackers.background import LastingWriter
@@ -39,7 +39,7 @@ class Trackers(Feature):
                 opener(name, logging, shown),
                 iteration,
                 samples,
-                # Weights & Biases waits for its server for minutes when it starts.
+                # No retries for Weights & Biases, which may wait for its server for minutes.
                 pause=math.inf if name == "wandb" else 60.0,
             )
             for name in logging.trackers

@@ -1,4 +1,4 @@
-"""Flags of the programs for experiments, and of norms that are computed for them."""
+"""Flags for experiment trackers, and for values that are computed for them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.config.features import FlagPart
 from megatron.config.flags import ConfigResolver, Need, needs_value, option
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-"""Programs for experiments, by the names of ``--report-to``."""
+"""Names of the experiment trackers, as in ``--report-to``."""
 
 
 def _reports_to(*names: str) -> Need:
-    """To one of these programs."""
+    """Return a flag's condition that the run reports to at least one of these trackers."""
 
     def met(values: Mapping[str, Any]) -> bool:
         flags = ("report_to", "tensorboard_dir", "wandb_project")
@@ -33,28 +33,28 @@ _TRACKER = _reports_to("wandb", "mlflow", "trackio")
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerFlags(FlagPart):
-    """Programs that metrics are reported to next to the log."""
+    """Options for experiment trackers, to which metrics are reported in addition to the log."""
 
     report_to: tuple[str, ...] = option(())
-    """Where metrics are also reported, several separated by commas: tensorboard, wandb, mlflow,
-    trackio; none for none of them, also where --tensorboard-dir or --wandb-project is given."""
+    """Experiment trackers that metrics are also reported to, separated by commas: tensorboard,
+    wandb, mlflow, trackio. none disables all, even with --tensorboard-dir or --wandb-project."""
     tracker_project: str = option("megatron", needs=_TRACKER)
-    """Project of the run in Weights & Biases and trackio, its experiment in MLflow."""
+    """Project of the run in Weights & Biases and Trackio, or its experiment in MLflow."""
     run_name: str | None = option(None, needs=_TRACKER)
-    """Name of the run in these programs, in which a resumed run is one more of that name."""
+    """Name of the run in the trackers. A resumed run appears as another run with the same name."""
     tensorboard_dir: str | None = option(
         None, derived="tensorboard in --save, with --report-to tensorboard"
     )
-    """Folder for TensorBoard; turns its writer on."""
+    """Folder for TensorBoard files. Setting it enables TensorBoard."""
     tensorboard_log_interval: int = option(1, needs=_TENSORBOARD)
     """Number of iterations between TensorBoard points."""
     tensorboard_queue_size: int = option(1000, needs=_TENSORBOARD)
-    """Number of TensorBoard events that are buffered before a write."""
+    """Number of TensorBoard events that are buffered in memory before they are written."""
     log_timers_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
-    """Write iteration times to TensorBoard, and those of --timing-log-level."""
+    """Write iteration times, and the times that --timing-log-level measures, to TensorBoard."""
     timing_log_level: int = option(0, choices=(0, 1, 2), needs=_TIMERS)
-    """1 or 2: write the seconds of forward and backward passes and of the optimizer, too, on the
-    first process; 2 is the same as 1."""
+    """Level of additional timing. 1 and 2 are the same: write the duration, in seconds, of forward
+    and backward passes and of the optimizer, measured on the first process."""
     log_batch_size_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
     """Write the global batch size to TensorBoard."""
     log_learning_rate_to_tensorboard: bool = option(
@@ -63,7 +63,7 @@ class TrackerFlags(FlagPart):
         flag="--log-learning-rate-to-tensorboard",
         needs=_TENSORBOARD,
     )
-    """Write the learning rate to TensorBoard (one spelling of the off flag is Megatron's)."""
+    """Write the learning rate to TensorBoard ("learnig" in the off flag is Megatron's spelling)."""
     log_loss_scale_to_tensorboard: bool = option(
         True,
         off="--no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard",
@@ -74,18 +74,19 @@ class TrackerFlags(FlagPart):
     log_validation_ppl_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
     """Write validation perplexity to TensorBoard."""
     log_memory_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
-    """Write memory use to TensorBoard: of torch's allocator on a GPU, of the process on a CPU."""
+    """Write memory use to TensorBoard: torch's allocations on a GPU, the process's memory on a
+    CPU."""
     log_world_size_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
     """Write the number of processes to TensorBoard."""
     log_optimizer_states_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
-    """Write norms of momentum, variance, its root, and weights to TensorBoard: each l2, l1 and
-    abs_max."""
+    """Write the L2 norm, L1 norm and largest magnitude of the momentum, the variance, its square
+    root and the weights to TensorBoard."""
     log_params_norm: bool = option(False)
-    """Log the 2-norm of all trained weights, in float32."""
+    """Log the L2 norm of all trained weights, computed in float32."""
     log_num_zeros_in_grad: bool = option(False)
     """Log the number of zeros in the gradients, averaged over data-parallel ranks."""
     wandb_project: str | None = option(None)
-    """Project in Weights & Biases; turns its writer on."""
+    """Weights & Biases project. Setting it enables Weights & Biases."""
     wandb_exp_name: str | None = option(None, needs=_WANDB)
     """Name of the run in Weights & Biases."""
     wandb_save_dir: str | None = option(None, needs=_WANDB)
@@ -97,7 +98,7 @@ class TrackerFlags(FlagPart):
         derived="mlflow.db in --save, or MLFLOW_TRACKING_URI in the environment",
         needs=_MLFLOW,
     )
-    """Store or server of MLflow, such as sqlite:////folder/mlflow.db or https://host:5000."""
+    """MLflow tracking store or server, such as sqlite:////folder/mlflow.db or https://host:5000."""
 
     @property
     def trackers(self) -> tuple[str, ...]:
@@ -114,7 +115,8 @@ def _names(values: Sequence[str]) -> list[str]:
 
 
 def resolve_trackers(flags: Any, save: str | None, resolver: ConfigResolver) -> Any:
-    """Completes the trackers of a ``LoggingConfig`` of a run with checkpoints in ``save``."""
+    """Return the flags with the trackers' default folders filled in. ``save`` is the run's
+    checkpoint folder. Problems are reported to ``resolver``."""
     names = _names(flags.report_to)
     unknown = [name for name in names if name not in (*TRACKERS, "none")]
     near = [*(get_close_matches(name, TRACKERS, 1) for name in unknown), []][0]

@@ -1,7 +1,7 @@
-"""Weights & Biases, MLflow and Trackio, each of which is called in a thread.
+"""Writers for Weights & Biases, MLflow and Trackio, which run in a background thread.
 
-All show TensorBoard's tags. A resumed process is a new run in the group of the run's name, so that
-no curve has a step twice. The environment variables of each program apply, such as
+They use TensorBoard's tags. A resumed process creates a new run in the group with the run's name,
+so that no curve has a step twice. Each tracker's environment variables apply, such as
 ``WANDB_MODE=offline``, ``MLFLOW_TRACKING_URI`` and ``TRACKIO_DIR``.
 """
 
@@ -30,23 +30,22 @@ _VARIABLES = {
         "WANDB_FINISH_TIMEOUT_RAISES": "true",
     },
 }
-"""Variables that a package reads at the import or later. Without the first ones it tells its makers
-of its use or errors, also where a run reports to files only; without the others the process would
-wait for W&B's server indefinitely when it ends."""
+"""Environment variables to set by default before a package is imported. Some disable usage and
+error reports to the package's makers, even if a run only reports to files. The others keep the
+process from waiting indefinitely for W&B's server at its end."""
 _NOT_IN_NAMES = re.compile(r"[^\w. :/-]", re.ASCII)
-"""Characters that MLflow accepts in no name of a metric or parameter."""
+"""Characters that MLflow does not allow in metric and parameter names."""
 _MOST_PARAMS = 100
-"""In one request of MLflow."""
+"""Maximum number of parameters in one request to MLflow."""
 _LONGEST_PARAM = 500
-"""Characters of a parameter that every version and store of MLflow accepts."""
+"""Maximum length of a parameter value that every version and store of MLflow accepts."""
 
 
 def opener(
     name: str, logging: TrackerFlags, configuration: Mapping[str, Any]
 ) -> Callable[[int, int], Writer]:
-    """Return a function that opens the writer of a tracker, given the iteration and number of
-    samples before what it gets. A new training waits for the program and raises its errors; one
-    that was resumed continues meanwhile."""
+    """Return a function that opens a tracker's writer, given the iteration and number of samples
+    before its first row. Only a new run waits for the tracker and raises its errors."""
     if name == "tensorboard":
         from megatron.features.trackers.tensorboard import TensorBoardWriter
 
@@ -60,14 +59,15 @@ def opener(
 
 
 def package(name: str, flag: str, remedy: str) -> Any:
-    """Return the module of a tracker. Raises ValueError, naming the flag that asked for it and the
-    remedy, if it is not installed."""
+    """Import a tracker's package. Raises ValueError if it is not installed. The message names
+    ``flag``, which requested the tracker, and ``remedy``."""
     for variable, value in _VARIABLES.get(name, {}).items():
         os.environ.setdefault(variable, value)
     try:
         module = import_module(name)
         spec = module.__spec__
-        if spec is not None and spec.origin is None:  # a folder of this name, as wandb makes
+        # a namespace package: a folder of this name, such as wandb creates
+        if spec is not None and spec.origin is None:
             raise ImportError(f"{name} is a folder")
     except ImportError as error:
         raise ValueError(
@@ -78,8 +78,9 @@ def package(name: str, flag: str, remedy: str) -> Any:
 
 
 class MlflowWriter:
-    """MLflow: a database in the run's folder, or a server. Runs with the same name share it as
-    their tag ``group``. Raises ValueError if it is not installed or does not start."""
+    """Writer for MLflow, which stores runs in a database in the run's folder or on a server. The
+    run name is also the tag ``group``. Raises ValueError if MLflow is not installed or does not
+    start."""
 
     def __init__(
         self, logging: TrackerFlags, configuration: Mapping[str, Any], iteration: int
@@ -112,7 +113,7 @@ class MlflowWriter:
             ]
             for at in range(0, len(params), _MOST_PARAMS):
                 self._client.log_batch(self._run, params=params[at : at + _MOST_PARAMS])
-        except Exception as error:  # it has many classes
+        except Exception as error:  # MLflow has many error classes
             hide = Redactor(os.environ)
             raise ValueError(
                 f"--report-to mlflow: MLflow does not start with {hide.text(where)} ("
@@ -133,7 +134,7 @@ class MlflowWriter:
             )
 
     def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
-        """Writes an artifact, ``samples/iteration-N.md``."""
+        """Write the texts as an artifact, ``samples/iteration-N.md``."""
         text = "\n\n---\n\n".join(map(as_markdown, written.texts))
         self._client.log_text(self._run, text, f"samples/iteration-{written.iteration}.md")
 
@@ -142,8 +143,8 @@ class MlflowWriter:
 
 
 def _prepare_folder(uri: str) -> str | None:
-    """Make the folder of a database in a file. Return the folder for the files of runs next to it;
-    None where the store decides."""
+    """Create the folder of a file database. Return the folder next to it for the runs' artifacts,
+    or None if the store chooses it."""
     if not uri.startswith("sqlite:///"):
         return None
     database = Path(uri.removeprefix("sqlite:///"))
@@ -156,8 +157,8 @@ def _mlflow_name(tag: str) -> str:
 
 
 class TrackioWriter:
-    """Trackio: databases in a folder of the user, or a Space of Hugging Face. Raises ValueError if
-    it is not installed or does not start."""
+    """Writer for Trackio, which stores runs in the user's Trackio folder or in a Hugging Face
+    Space. Raises ValueError if Trackio is not installed or does not start."""
 
     def __init__(
         self, logging: TrackerFlags, configuration: Mapping[str, Any], iteration: int
@@ -171,11 +172,11 @@ class TrackioWriter:
                 group=name,
                 config=flat(configuration),
                 embed=False,
-                # They have separate steps, and the log contains the memory.
+                # Trackio would log GPU metrics under its own step numbers. The log has memory use.
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
-        except Exception as error:  # it has many classes
+        except Exception as error:  # Trackio has many error classes
             raise ValueError(
                 f"--report-to trackio: trackio does not start ({' '.join(str(error).split())[:300]}"
                 "); see TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL in the environment"
@@ -194,8 +195,8 @@ class TrackioWriter:
 
 
 class WandbWriter:
-    """Weights & Biases; log lines also under Megatron-DeepSpeed's keys ``loss/...`` and
-    ``throughput/...``. Raises ValueError if it is not installed or does not start."""
+    """Writer for Weights & Biases. Log lines are also written under Megatron-DeepSpeed's keys
+    ``loss/...`` and ``throughput/...``. Raises ValueError if wandb is missing or does not start."""
 
     def __init__(
         self, logging: TrackerFlags, configuration: Mapping[str, Any], iteration: int = 0
@@ -205,7 +206,7 @@ class WandbWriter:
         remedy = "leave out wandb, --wandb-project and the other --wandb-* flags"
         self._wandb = package("wandb", flag, remedy)
         if logging.wandb_save_dir is not None:
-            # Without the folder wandb would only warn and use a temporary one.
+            # If the folder does not exist, wandb only warns and uses a temporary one.
             Path(logging.wandb_save_dir).mkdir(parents=True, exist_ok=True)
         self._layout = configuration.get("parallel", {})
         name = logging.wandb_exp_name or logging.run_name
@@ -218,7 +219,7 @@ class WandbWriter:
                 dir=logging.wandb_save_dir,
                 config=dict(configuration),
             )
-        except Exception as error:  # it has many classes
+        except Exception as error:  # wandb has many error classes
             raise ValueError(
                 f"{flag}: Weights & Biases does not start ({' '.join(str(error).split())}); run "
                 "`wandb login`, or set WANDB_MODE=offline"
@@ -241,7 +242,7 @@ class WandbWriter:
 
 
 def with_groups(values: Values, layout: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the losses and rates of a log line by Megatron-DeepSpeed's keys."""
+    """Yield (key, value) for a log line's losses and rates, under Megatron-DeepSpeed's keys."""
     several = [name for name in values if name.endswith(" loss")]
     losses = {name: name for name in several} or {"loss": "lm loss"}
     keys = {f"loss/{shown}": values.get(name) for name, shown in losses.items()}

@@ -1,31 +1,47 @@
-"""Names of the values of a run in the trackers, and human-readable texts in them."""
+"""Tags under which a run's values appear in the trackers, and texts in Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.training.registry import METRICS, TAG_ORDER, WrittenText
+from megatron.training.registry import METRICS, WrittenText
 from megatron.training.writers import STEP, Values
 
+_ORDER = (
+    *("loss", "grad_norm", "num_zeros", "params_norm", "learning_rate", "weight_decay"),
+    *("global_batch_size", "loss_scale", "seconds_per_iteration", "samples_per_second"),
+    *("tokens_per_second_per_device", "tflops_per_device", "mfu", "hfu"),
+    *("memory_allocated_bytes", "memory_reserved_bytes"),
+    *("experts_max_over_mean", "experts_entropy", "experts_dropped_share", "experts_idle"),
+    *("energy_joules", "co2_grams", "cost", "cost_left", "seconds_left"),
+    *("slowest_rank", "own_seconds_slowest", "own_seconds_median", "own_seconds_fastest"),
+)
+
 TAGS: dict[str, dict[str, str]] = {
-    "train": {name: tag for name in TAG_ORDER if (tag := METRICS[name].tracker_tag)},
+    "train": {
+        name: tag or name.replace("_", "-")
+        for name in _ORDER
+        if (tag := METRICS[name].tag) is not None
+    },
     "validation": {"loss": "lm loss validation", "perplexity": "lm loss validation ppl"},
     "test": {"loss": "lm loss test", "perplexity": "lm loss test ppl"},
 }
-"""Tags of TensorBoard and Weights & Biases by kind and value; Megatron's, where it has one."""
+"""Tags for TensorBoard and Weights & Biases, by kind of row and name of the value. They are
+Megatron's tags where these exist."""
 
 _GROUPS = {"task": "tasks", "experts": "experts"}
-"""Group of all values of rows of these kinds."""
+"""Tag group for kinds of rows whose values all belong to one group."""
 
 
 def tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
-    """Return the values of a row by tag, without values that are None or have no tag."""
+    """Yield (tag, value) for each value in a row. Values without a tag, and None, are skipped."""
     if kind == STEP:
         return
-    kind, _, dataset = kind.partition(" ")  # one of several validation sets, or a task
+    # the name of a task, or of one of several validation sets
+    kind, _, dataset = kind.partition(" ")
     if kind in _GROUPS:
-        # The part before the slash is a group in both programs.
+        # TensorBoard and Weights & Biases group tags by what precedes the slash.
         for name, value in values.items():
             if value is not None:
                 words = f"{dataset} {name.replace('_', ' ')}".lstrip()
@@ -34,10 +50,10 @@ def tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
     tags = TAGS.get(kind, {})
     after = "" if kind == "train" else f" {kind}"
     if any(name.endswith(" loss") for name in values):
-        # A run with several losses: their sum is not its "lm loss".
+        # With several losses, their sum is not the "lm loss".
         tags = tags | {"loss": f"loss{after}"}
-    # Losses and the like have names with spaces, or with a group before a slash; other numbers of
-    # training may be recorded without a place in the table.
+    # Loss names contain a space, or a group before a slash. Other training values may be recorded
+    # without a tag.
     for name in values:
         if set(name) & set(" /"):
             tags = tags if name.endswith(" PPL") else tags | {name: f"{name}{after}"}
@@ -50,14 +66,14 @@ def tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
 
 
 def evaluation_tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
-    """The losses of a validation or test, and their perplexities, by Megatron-DeepSpeed's tags,
-    followed by the name of the data set where there are several."""
+    """Yield (tag, value) for the losses and perplexities of a validation or test, with
+    Megatron-DeepSpeed's tags. With several data sets, each tag ends with its data set's name."""
     what, _, dataset = kind.partition(" ")
     for name, value in values.items():
         loss, ending = name, ""
         if name in ("loss", "perplexity"):
             if name == "loss" and any(other.endswith(" loss") for other in values):
-                continue  # the sum of several
+                continue  # the sum of several losses has no tag
             loss = "lm loss"
         if name == "perplexity" or name.endswith(" PPL"):
             loss, ending = loss.removesuffix(" PPL"), " ppl"
@@ -66,7 +82,7 @@ def evaluation_tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
 
 
 def as_markdown(text: WrittenText) -> str:
-    """As blocks of code, in which nothing is markup."""
+    """Return a text as Markdown code blocks, so that none of it is interpreted as Markdown."""
 
     def block(content: str) -> str:
         return "".join(f"    {line}\n" for line in content.splitlines() or [""])
@@ -79,7 +95,7 @@ def as_markdown(text: WrittenText) -> str:
 
 
 def flat(configuration: Mapping[str, Any]) -> dict[str, str]:
-    """The values of a configuration by their dotted names, as texts."""
+    """Flatten a nested configuration. Return its values as strings, by dotted name."""
     texts: dict[str, str] = {}
     for name, value in configuration.items():
         if isinstance(value, Mapping):

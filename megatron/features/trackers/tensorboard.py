@@ -1,8 +1,8 @@
-"""TensorBoard's files of events, and the numbers of single steps that it shows.
+"""TensorBoard event files, and the per-step values that they contain.
 
-Numbers over all trained parameters of a model: norms of weights and optimizer states, and zeros
-in gradients. Every element counts once, whatever the layout: tensors that tensor-parallel ranks,
-pipeline stages or data-parallel ranks have in common are counted on one of them.
+Some values are computed over all trained parameters: norms of weights and optimizer states, and
+zeros in gradients. Every element counts once, whatever the layout: a tensor that is replicated
+across tensor-parallel ranks, pipeline stages or data-parallel ranks is counted on one of them.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ from megatron.training.trainer import Callback, Step, Trainer
 from megatron.training.writers import STEP, RunWriter, Values
 
 KINDS = ("variance", "variance_sqrt", "momentum", "weight")
-"""Kinds of tensors that have norms; see :func:`state_norms`."""
+"""Kinds of tensors whose norms are computed; see :func:`state_norms`."""
 
 MEASURES = ("l2", "l1", "abs_max")
-"""Root of the sum of squares, sum of absolute values, largest absolute value."""
+"""Measures of a tensor: root of the sum of squares, sum of magnitudes, largest magnitude."""
 
 _NAMES = {"exp_avg": "momentum", "momentum_buffer": "momentum", "exp_avg_sq": "variance"}
-"""From torch.optim's names of states."""
+"""Kind of each optimizer state, by its name in torch.optim."""
 
 _MOST_ON_CPU, _MOST_ON_DEVICE = 2**15, 2**24
-"""Number of elements copied to float64 at a time: on a CPU the copy stays in its cache."""
+"""Number of elements converted to float64 at a time. On a CPU the copy fits into the cache."""
 
 
 @torch.no_grad()
 def state_norms(engine: TrainEngine, kinds: Sequence[str] = KINDS) -> dict[str, Tensor]:
-    """``KIND_MEASURE`` for each of ``kinds``: the weights in float32, the first moment (of Adam, or
-    the buffer of SGD), Adam's second moment and its root. Float64 scalars on the device; 0 of
-    states that do not exist. Every rank must call it; it does not wait for the device."""
+    """Return ``KIND_MEASURE`` for each of ``kinds``: ``weight`` (in float32), ``momentum`` (Adam's
+    first moment or SGD's momentum buffer), ``variance`` (Adam's second moment) and its square root.
+    Values are float64 scalars on the device, 0 for missing states. Collective: every rank must call
+    it. It does not synchronize with the device."""
     totals = torch.zeros(len(kinds), 3, dtype=torch.float64, device=engine.device)
     for piece in owned_slices(engine):
         if not _counts(engine, piece):
@@ -76,9 +77,9 @@ def state_norms(engine: TrainEngine, kinds: Sequence[str] = KINDS) -> dict[str, 
 
 @torch.no_grad()
 def zeros_in_gradients(engine: TrainEngine) -> Tensor:
-    """Number of elements of the gradients, averaged over the replicas, that are zero; a float64
-    scalar on the device. Every rank must call it, between the backward pass and the update. Rows
-    that pad the vocabulary do not count."""
+    """Return the number of zeros in the gradients, averaged over data-parallel ranks, as a float64
+    scalar on the device. Padding rows of the vocabulary do not count. Collective: every rank must
+    call it, between the backward pass and the update."""
     zeros = torch.zeros((), dtype=torch.float64, device=engine.device)
     for piece, grad in owned_gradients(engine):
         if _counts(engine, piece):
@@ -89,13 +90,14 @@ def zeros_in_gradients(engine: TrainEngine) -> Tensor:
 
 
 def _counts(engine: TrainEngine, piece: OwnedSlice) -> bool:
-    """True if no other rank counts this slice. From stage 1 on replicas have different parts."""
+    """Return whether this rank counts a slice. From ZeRO stage 1 on, data-parallel ranks have
+    different slices, which all count."""
     return owned(piece.param, engine.mesh, MODEL if engine.stage else AXES)
 
 
 def _measured(kind: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Return sum of squares, sum of absolute values and their maximum, float64 [3], of each part;
-    also of a variance's root."""
+    """Yield (kind, [sum of squares, sum of absolute values, largest absolute value]), float64 [3],
+    for each chunk of ``values``. For a variance, also yield ``variance_sqrt``."""
     for part in values.split(_MOST_ON_CPU if values.device.type == "cpu" else _MOST_ON_DEVICE):
         wide = part.double()
         squares, absolute = torch.dot(wide, wide), wide.abs_()
@@ -106,20 +108,22 @@ def _measured(kind: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 class TensorBoardWriter:
-    """TensorBoard events under Megatron's and Megatron-DeepSpeed's tags, over iterations, samples
-    and tokens. The tags ``... vs samples`` go to the run ``vs_samples`` inside the folder, the tags
-    ``... vs tokens`` to ``vs_tokens``, as a resume purges a whole run from one step on."""
+    """Writer for TensorBoard events, with the tags of Megatron and Megatron-DeepSpeed. A resume
+    purges everything after a step from a TensorBoard run. Tags ``... vs samples`` and ``... vs
+    tokens`` count other steps, so they are in separate runs, ``vs_samples`` and ``vs_tokens`` in
+    the folder."""
 
     def __init__(
         self, logging: TrackerFlags, resume_iteration: int = 0, resume_samples: int = 0
     ) -> None:
         assert logging.tensorboard_dir is not None
-        # Imported late: it takes seconds, and only one process of a run needs it.
+        # Importing takes seconds, and only one process needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         _say_no_more_of_threads()
         check_writable(logging.tensorboard_dir, "--tensorboard-dir")
-        if re.search("[\ud800-\udfff]", logging.tensorboard_dir):  # bytes that are no text
+        # surrogates: the path has bytes that are not UTF-8
+        if re.search("[\ud800-\udfff]", logging.tensorboard_dir):
             raise ConfigError(
                 f"--tensorboard-dir {logging.tensorboard_dir}: TensorBoard writes below names in "
                 "UTF-8 only; give another folder"
@@ -127,15 +131,16 @@ class TensorBoardWriter:
         self._interval = logging.tensorboard_log_interval
         self._left_out = _values_left_out(logging)
         folder, queue = Path(logging.tensorboard_dir), logging.tensorboard_queue_size
-        # For new runs too: TensorBoard takes the first session start in a folder for the beginning,
-        # and purges only at later ones.
+        # Set purge_step in new runs too: TensorBoard takes the first session start in a folder as
+        # the
+        # beginning, and purges only at later ones.
         self._by_iteration: Any = SummaryWriter(
             str(folder), purge_step=resume_iteration + 1, max_queue=queue
         )
         self._by_samples: Any = SummaryWriter(
             str(folder / "vs_samples"), purge_step=resume_samples + 1, max_queue=queue
         )
-        # The first row after a resume tells the number of tokens before it.
+        # The number of tokens before a resume is only known from the first row after it.
         self._open_by_tokens = lambda tokens: SummaryWriter(
             str(folder / "vs_tokens"),
             purge_step=tokens + 1 if resume_iteration else 1,
@@ -166,8 +171,8 @@ class TensorBoardWriter:
             self._over_all("iteration-time/iteration-time", seconds, step, samples, tokens)
 
     def _point(self, step: int, values: Values, samples: int, tokens: int) -> None:
-        """Write a step's values, without an axis of samples and tokens where Megatron-DeepSpeed has
-        none."""
+        """Write a step's values by iteration, and by samples and tokens those that
+        Megatron-DeepSpeed also shows by them."""
         for axis, place, writer in (
             ("samples", samples, self._by_samples),
             ("tokens", tokens, self._by_tokens),
@@ -202,8 +207,8 @@ class TensorBoardWriter:
 
 
 def _say_no_more_of_threads() -> None:
-    """Leaves out Python's traceback of an error in a thread of TensorBoard's, which raises it again
-    where the next value is written."""
+    """Suppress the traceback that Python prints for an error in a TensorBoard thread. The next
+    write raises the error again."""
     before = threading.excepthook
     if getattr(before, "__module__", None) == __name__:
         return
@@ -237,10 +242,10 @@ class _Point(NamedTuple):
 
 
 class StepPoints(Callback):
-    """The numbers of a run's steps; every rank has one. They are TensorBoard's points under
-    Megatron-DeepSpeed's tags, every ``--tensorboard-log-interval`` steps, and the norms and counts
-    of ``--log-params-norm`` and ``--log-num-zeros-in-grad``, which log lines have too. Tensors stay
-    on the device until the next log line, so that no step waits for it."""
+    """Callback on all ranks that measures single steps. Every ``--tensorboard-log-interval`` steps
+    it collects a point for TensorBoard, with Megatron-DeepSpeed's tags. It also computes the values
+    of ``--log-params-norm`` and ``--log-num-zeros-in-grad``, which log lines show too. Tensors stay
+    on the device until the next log line, so that steps do not synchronize."""
 
     def __init__(self, config: RunConfig, plan: TrainingPlan, report: Reporter) -> None:
         self._config, self._plan, self._report = config, plan, report
@@ -249,7 +254,8 @@ class StepPoints(Callback):
         report.after_line.append(self.write)
 
     def before_step(self, trainer: Trainer) -> None:
-        """Lets the engine count zeros where the step shows them."""
+        """Make the engine count zeros in gradients, and measure times, if the next step's values
+        will be logged or written."""
         logging, following = self._flags, trainer.iteration + 1
         counted = logging.log_num_zeros_in_grad and self._shown(following)
         trainer.engine.count_zeros = zeros_in_gradients if counted else None
@@ -257,7 +263,7 @@ class StepPoints(Callback):
         trainer.engine.timed = timed and self._is_point(following)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """Measures what the step shows; communicates with the other ranks."""
+        """Measure the values to log or write for this step. Collective: norms are all-reduced."""
         logging, point = self._flags, self._is_point(step.iteration)
         norms: Mapping[str, Tensor] = {}
         if point and logging.log_optimizer_states_to_tensorboard:
@@ -279,16 +285,17 @@ class StepPoints(Callback):
             self._points.append(_Point(step.iteration, samples, tokens, values, marks))
 
     def write(self, writer: RunWriter) -> None:
-        """Writes the points since the last call."""
+        """Write the points collected since the last call."""
         points, self._points = self._points, []
         for iteration, samples, tokens, values, marks in points:
             read = dict(zip(values, numbers(list(values.values())), strict=True))
-            between = map(_seconds, marks, marks[1:])  # after the device has been waited for
+            # the device has synchronized by now, so that this does not wait
+            between = map(_seconds, marks, marks[1:])
             read |= dict(zip(("forward-backward-time", "optimizer-time"), between, strict=False))
             writer.scalars(STEP, iteration, read, samples=samples, tokens=tokens)
 
     def went_back(self, trainer: Trainer) -> None:
-        """Forgets points of steps that are void."""
+        """Drop the points of steps that the run will repeat."""
         self._points = []
 
     def _is_point(self, iteration: int) -> bool:
@@ -337,7 +344,7 @@ def _seconds(begin: Any, end: Any) -> float:
 
 
 def _memory(device: torch.device) -> Iterator[tuple[str, float]]:
-    """Memory in use: by torch's allocator on a GPU, by the whole process on a CPU."""
+    """Yield the memory in use: by torch's allocator on a GPU, by the whole process on a CPU."""
     if device.type != "cuda":
         yield "mem-allocated-bytes", psutil.Process().memory_info().rss
         return

@@ -1,1 +1,1 @@
-"""Settings that a run takes over from a checkpoint."""
+"""Settings that a run takes from a checkpoint instead of flags."""

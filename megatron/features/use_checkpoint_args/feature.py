@@ -1,6 +1,6 @@
-"""Settings that a run takes over from its checkpoint: ``--use-checkpoint-args`` and
-``--use-checkpoint-opt_param-scheduler``. The folder's name sorts after other features that complete
-settings."""
+"""Feature for settings that a run takes from its checkpoint: ``--use-checkpoint-args`` and
+``--use-checkpoint-opt_param-scheduler``. The folder's name sorts after those of other features that
+complete settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of the settings that a run takes over from its checkpoint."""
+"""Flags that select settings to take from the checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.config.flags import needs_value, option
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointArgsFlags(FlagPart):
-    """Settings that are not given again."""
+    """Settings to take from the checkpoint."""
 
     before: ClassVar[Mapping[str, str]] = {"use_checkpoint_opt_param_scheduler": "finetune"}
 
@@ -22,7 +22,7 @@ class CheckpointArgsFlags(FlagPart):
         aliases=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
         needs=needs_value("load"),
     )
-    """Use the learning rate, the weight decay and their schedules of the loaded checkpoint's run
+    """Use the learning rate, weight decay and their schedules of the loaded checkpoint's run,
     instead of those of the flags."""
     use_checkpoint_args: bool = option(False)
-    """Use the model and tokenizer values of the checkpoint at --load where no flag is given."""
+    """Use the checkpoint's model and tokenizer settings (--load) for flags that are not given."""

@@ -1,4 +1,4 @@
-"""Values of a checkpoint for flags that are not given."""
+"""Values that a checkpoint provides for flags that are not given."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from megatron.families import family_of
 from megatron.training.resume import check_family, find_origin
 
 _FILES = {"vocab_file", "merge_file", "tokenizer_model"}
-"""Flags with files of a tokenizer."""
+"""Flags that name tokenizer files."""
 
 
 _SCHEDULE = names_of("schedule", OptimizerFlags)
 
 
 def with_checkpoint(settings: Settings) -> Settings:
-    """Adds the checkpoint's values for --use-checkpoint-args (model and tokenizer values that
+    """Add the checkpoint's values for --use-checkpoint-args (model and tokenizer values that
     nothing else sets) and --use-checkpoint-opt_param-scheduler (all values of the schedules).
-    Raises ConfigError if no checkpoint is named or found, or it does not have the values. Raises
-    CheckpointError if the checkpoint is damaged or of another family than the settings name."""
+    Raises ConfigError if no checkpoint is named or found, or it does not have the values, and
+    CheckpointError if it is damaged or of another family than the settings."""
     arguments = "use_checkpoint_args" in settings
     schedules = "use_checkpoint_opt_param_scheduler" in settings
     if not arguments and not schedules:
@@ -49,7 +49,8 @@ def with_checkpoint(settings: Settings) -> Settings:
         return settings
     family = settings["family"].value if "family" in settings else None
     if arguments and family and origin.found.family not in family_of(family).starts_from:
-        # Else the values taken over can decide which of the two is trained; `locate` checks it.
+        # Families in ``starts_from`` are checked by `locate`, once the values show which is
+        # trained.
         check_family(origin, family)
     source = origin.found.open(verify=False)
     if arguments:
@@ -61,8 +62,8 @@ def with_checkpoint(settings: Settings) -> Settings:
 
 
 def _arguments(source: Source, own: bool) -> Settings:
-    """The values of model and tokenizer; with ``own`` the tokenizer in the folder of the checkpoint
-    where files of its run's have gone."""
+    """Return the checkpoint's model and tokenizer values. With ``own``, use the tokenizer in the
+    checkpoint folder if files of its run's tokenizer no longer exist."""
     settings, tokenizer = _settings(source.model.flags(), source), source.tokenizer
     if tokenizer is not None:
         copied = tokenizer_in(source.folder) if own else None
@@ -86,7 +87,7 @@ def _schedules(source: Source) -> Settings:
 
 
 def _settings(part: Any, source: Source) -> Settings:
-    """The values of a part's flags that are not the defaults."""
+    """Return the values of flags in ``part`` that differ from their defaults."""
     return {
         field.name: _setting(getattr(part, field.name), source)
         for field in dataclasses.fields(part)

@@ -1,1 +1,2 @@
-"""Learning rates and initial weights that stay right as a model becomes wider or deeper."""
+"""Maximal update parametrisation (muP): scale learning rates and initial weights with the model's
+width and depth."""

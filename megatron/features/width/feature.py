@@ -1,4 +1,5 @@
-"""muP: hyperparameters of a narrow model for a wide one."""
+"""Feature for maximal update parametrisation (muP): a narrow model's hyperparameters for a wide
+one."""
 
 from __future__ import annotations
 

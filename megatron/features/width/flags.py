@@ -1,4 +1,4 @@
-"""Flags of the maximal update parametrisation, and the multipliers of a network under it."""
+"""Flags for maximal update parametrisation, and the multipliers that it sets in a network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.config.flags import POSITIVE, ConfigResolver, Need, option
 
 _MUP = Need("--use-mup", lambda values: values["use_mup"])
 RULES = frozenset({"adam", "sgd", "muon", "lion"})
-"""Values of --optimizer whose updates have a rule in rules.py."""
+"""Values of --optimizer for which rules.py has an update rule."""
 
 
 @dataclass(frozen=True)
@@ -22,49 +22,52 @@ class WidthConfig(FlagSection):
     after: ClassVar[str] = "optimizer"
 
     use_mup: bool = option(False)
-    """Scale initial weights, learning rates and the network's multipliers with its width relative
-    to a base (muP), so that --lr and --init-method-std that are best there are best here."""
+    """Scale initial weights, learning rates and multipliers with the network's width relative to a
+    base model (muP). The --lr and --init-method-std that are best for the base model are then best
+    for this one."""
     mup_base_hidden_size: int | None = option(
         None, derived="hidden-size", bounds=POSITIVE, needs=_MUP
     )
-    """Hidden size of the base, at which nothing is scaled."""
+    """Hidden size of the base model, for which nothing is scaled."""
     mup_base_ffn_hidden_size: int | None = option(
         None, derived="as wide relative to ffn-hidden-size", bounds=POSITIVE, needs=_MUP
     )
-    """MLP width of the base; that of experts has the same ratio."""
+    """MLP width of the base model. The width of experts is scaled by the same ratio."""
     mup_base_num_attention_heads: int | None = option(
         None, derived="as wide as the hidden size is", bounds=POSITIVE, needs=_MUP
     )
-    """Number of attention heads of the base, of --mup-base-head-dim channels each."""
+    """Number of attention heads in the base model, with --mup-base-head-dim channels each."""
     mup_base_head_dim: float | None = option(None, bounds=POSITIVE, needs=_MUP)
-    """Size of one attention head of the base; attention scores are multiplied by its square root,
-    so that they are unscaled where heads have this size."""
+    """Head size of the base model. Attention scores are multiplied by its square root, so that
+    heads of this size are unaffected."""
     mup_base_num_layers: int | None = option(
         None, derived="num-layers", bounds=POSITIVE, needs=_MUP
     )
-    """Number of layers of the base: residual branches are multiplied by its ratio to --num-layers,
-    and initial weights follow it (CompleteP, Dey et al. 2025, arXiv:2505.01618, alpha 1)."""
+    """Number of layers in the base model. Residual branches are multiplied by its ratio to
+    --num-layers, and initial weights are scaled accordingly (CompleteP, Dey et al. 2025,
+    arXiv:2505.01618, alpha 1)."""
     mup_embedding_mult: float = option(1.0, bounds=POSITIVE, needs=_MUP)
-    """Factor of the token embeddings."""
+    """Factor by which token embeddings are multiplied."""
     mup_output_mult: float = option(1.0, bounds=POSITIVE, needs=_MUP)
-    """Factor of the logits; 1 is the base's hidden size divided by --hidden-size, and other values
-    are used as they are, as in Megatron-LM."""
+    """Factor by which logits are multiplied. 1 selects the base model's hidden size divided by
+    --hidden-size; other values are used as given, as in Megatron-LM."""
     mup_attn_scale_power: float = option(1.0, bounds=POSITIVE, needs=_MUP)
-    """Attention scores are divided by the size of a head to this power."""
+    """Exponent p: attention scores are divided by the head size to the power p."""
     mup_scale_weight_decay: bool = option(False, needs=_MUP)
-    """Multiply the weight decay of matrices by their ratio of widths, so that learning rate times
-    decay stays, as the authors' package and CompleteP do; Megatron-LM does not."""
+    """Multiply the weight decay of matrices by the ratio of widths, so that the product of learning
+    rate and weight decay stays constant, as in the authors' package and CompleteP but not in
+    Megatron-LM."""
 
     def ratio(self, model: Any) -> float:
-        """Hidden size divided by that of the base."""
+        """Return the hidden size divided by the base model's."""
         return model.hidden_size / (self.mup_base_hidden_size or model.hidden_size)
 
     def depth(self, model: Any) -> float:
-        """Number of layers divided by that of the base."""
+        """Return the number of layers divided by the base model's."""
         return model.num_layers / (self.mup_base_num_layers or model.num_layers)
 
     def multipliers(self, model: Any) -> dict[str, float | None]:
-        """The network's multipliers, by the flags of a model that have them."""
+        """Return the network's multipliers, by the names of the model flags that set them."""
         width, power = model.attention.kv_channels, self.mup_attn_scale_power
         logits = self.ratio(model) if self.mup_output_mult == 1.0 else 1 / self.mup_output_mult
         factors = {
@@ -74,13 +77,13 @@ class WidthConfig(FlagSection):
         }
         return {
             **{name: None if value == 1.0 else value for name, value in factors.items()},
-            # The root of this divides the scores: sqrt(base) / width**power.
+            # Attention divides scores by the root of this, which is width**power / sqrt(base).
             "query_pre_attn_scalar": width ** (2 * power) / (self.mup_base_head_dim or 1),
         }
 
     def of_network(self, model: Any, resolver: ConfigResolver) -> Any:
-        """Return the network with its multipliers. Raises ConfigError if a flag contradicts
-        them."""
+        """Return the model configuration with muP's multipliers. Contradictory flags are reported
+        to ``resolver``."""
         for name, instead in self._contradictions(model):
             given = resolver.values[name] and resolver.origins[name].startswith("flag ")
             resolver.check(
@@ -98,7 +101,7 @@ class WidthConfig(FlagSection):
         )
 
     def _contradictions(self, model: Any) -> Iterator[tuple[str, str]]:
-        """Flags that muP replaces, and what to do instead."""
+        """Yield (flag, reason or flag to use instead) for given flags that muP would override."""
         yield "embedding_multiplier", "has --mup-embedding-mult"
         yield "logits_scaling", "has --mup-output-mult"
         yield "query_pre_attn_scalar", "has --mup-attn-scale-power and --mup-base-head-dim"
@@ -108,8 +111,8 @@ class WidthConfig(FlagSection):
             yield name, "says how values depend on the width; leave one of them out"
 
     def check(self, config: Any, resolver: ConfigResolver) -> None:
-        """Refuse runs that muP has no rule for, and note values that differ from the publications.
-        Raises ConfigError."""
+        """Report runs for which muP has no rule, and note values that differ from the
+        publications."""
         model, optimizer = config.model, config.optimizer
         resolver.check(
             not resolver.values.get("lora"),
@@ -142,7 +145,7 @@ class WidthConfig(FlagSection):
 
 
 def base_ratios(flags: WidthConfig, model: Any) -> Mapping[str, float]:
-    """Ratios of the network's widths to the base's, by their names in rules.py."""
+    """Return the ratios of the network's widths to the base model's, by their names in rules.py."""
     attention, hidden = model.attention, flags.ratio(model)
     ffn = flags.mup_base_ffn_hidden_size
     heads, channels = flags.mup_base_num_attention_heads, attention.kv_channels

@@ -1,10 +1,11 @@
-"""Rules of the maximal update parametrisation for each parameter (Yang et al. 2022,
-arXiv:2203.03466, table 8; in depth CompleteP, Dey et al. 2025, arXiv:2505.01618, table 1).
+"""Rules of maximal update parametrisation for each parameter (Yang et al. 2022, arXiv:2203.03466,
+table 8; for depth CompleteP, Dey et al. 2025, arXiv:2505.01618, table 1).
 
-A linear layer whose inputs are r times as wide as the base's starts with weights 1 / sqrt(r) as
-large. Adam and Lion change each by about the learning rate, so that it is divided by r; Muon's
-updates have the right size by themselves. SGD's follow the gradient: outputs / inputs. The logits
-are divided by r in the network, and their weights keep the base's scale.
+For a linear layer whose input is r times as wide as in the base model, initial weights are
+multiplied by 1 / sqrt(r). Adam and Lion change each weight by about the learning rate, so their
+learning rate is divided by r. Muon's updates already have the right size. SGD's updates scale with
+the gradient, so its learning rate is multiplied by the outputs' ratio divided by the inputs' ratio.
+The network divides the logits by r, and the output layer is initialised as in the base model.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LAYERS = {
     "shared_gate": ("fixed", "hidden"),
     "coefficient": ("fixed", "hidden"),
     "merge": ("hidden", "hidden"),
-    # Latent attention, whose ranks do not grow with the model.
+    # Latent attention, whose latent sizes do not grow with the model.
     "q": ("heads", "hidden"),
     "q_down": ("fixed", "hidden"),
     "q_up": ("heads", "fixed"),
@@ -45,19 +46,19 @@ LAYERS = {
     "k_norm": ("fixed", "fixed"),
     "kv_norm": ("fixed", "fixed"),
 }
-"""Widths of outputs and inputs that a layer's weights depend on, by the layer's last name."""
+"""Names of the (output, input) widths by which a layer is scaled, by its last name component."""
 _TO_RESIDUAL = ("proj", "down")
 _OUTPUT = "output_layer"
 
 
 @dataclass(frozen=True)
 class Role:
-    """A parameter's place in the parametrisation.
+    """Properties of a parameter that determine how it is scaled.
 
     Attributes:
-        layer: last name of its layer.
-        matrix: whether it multiplies the layer's inputs; vectors are biases, norms and the like.
-        outputs, inputs: ratios of the widths to the base's.
+        layer: last component of the layer's name.
+        matrix: True if it multiplies the layer's inputs; False for biases, norms and other vectors.
+        outputs, inputs: ratios of the layer's widths to the base model's.
     """
 
     layer: str
@@ -67,8 +68,8 @@ class Role:
 
     @classmethod
     def of(cls, name: str, param: nn.Parameter, ratios: Mapping[str, float]) -> Role:
-        """Return the role of a parameter with a canonical name. Raises ConfigError if there is no
-        rule for it."""
+        """Return the role of a parameter by canonical name. Raises ConfigError if no rule covers
+        it."""
         *_, layer, _kind = name.split(".")
         matrix = shard_of(param).decays
         if layer not in LAYERS and matrix:
@@ -80,10 +81,12 @@ class Role:
         return cls(layer, matrix, ratios[outputs], ratios[inputs])
 
     def factors(self, rule: str, depth: float, keep_decay: bool) -> Factors:
-        """Return the factors of its learning rate, decay and epsilon under an update rule."""
+        """Return the factors for learning rate, weight decay and epsilon under an update rule.
+        ``depth`` is the ratio of the numbers of layers."""
         if rule == "sgd":
             if self.layer == _OUTPUT and self.matrix:
-                return Factors(self.inputs)  # the logits' divisor is in the gradient, too
+                # the gradient already contains the divisor of the logits
+                return Factors(self.inputs)
             return Factors(self.outputs / (self.inputs if self.matrix else 1.0))
         if rule == "muon" or not self.matrix or self.layer == _OUTPUT:
             return Factors()
@@ -91,8 +94,9 @@ class Role:
         return Factors(1 / self.inputs, self.inputs if keep_decay else 1.0, 1 / epsilon)
 
     def std_factor(self, depth: float) -> float:
-        """Return the factor of the standard deviation of its initial weights, which the core has
-        divided by the root of the network's depth for outputs of residual branches."""
+        """Return the factor for the standard deviation of the initial weights. In output
+        projections of residual branches, the core has already divided by the root of the network's
+        depth; the factor changes that to the root of the base model's depth."""
         width = 1.0 if self.layer == _OUTPUT else self.inputs**-0.5
         return width * (depth**0.5 if self.layer in _TO_RESIDUAL else 1.0)
 
@@ -100,7 +104,7 @@ class Role:
 def update_factors(
     config: RunConfig, names: Mapping[nn.Parameter, str], rules: Mapping[nn.Parameter, str]
 ) -> dict[nn.Parameter, Factors]:
-    """Return the factors of every parameter; empty at the size of the base."""
+    """Return the factors of every parameter; empty if the model has the base model's size."""
     flags, model = config.section(WidthConfig), config.model
     if not _differs(flags, model):
         return {}
@@ -114,8 +118,8 @@ def update_factors(
 
 
 def with_initial_weights(spec: ModelSpec, config: RunConfig) -> ModelSpec:
-    """Return the model with the initial weights of its width. Raises ConfigError if a layer has no
-    rule."""
+    """Return the specification with initial weights scaled for its width. Raises ConfigError, when
+    a layer is built, if no rule covers one of its parameters."""
     flags, model = config.section(WidthConfig), config.model
     if not _differs(flags, model):
         return spec

@@ -1,1 +1,1 @@
-"""z-loss: a penalty of the logits' scale."""
+"""z-loss: a penalty on the scale of the logits."""

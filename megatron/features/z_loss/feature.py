@@ -1,5 +1,5 @@
-"""z-loss: the squared logarithm of the softmax's denominator, in the fused head (Chowdhery et al.
-2022, arXiv:2204.02311, section 5)."""
+"""z-loss: the squared logarithm of the softmax's denominator, computed in the fused head (Chowdhery
+et al. 2022, arXiv:2204.02311, section 5)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class ZLossConfig(FlagSection):
     after: ClassVar[str] = "training"
 
     z_loss_coeff: float = option(0.0, bounds=NOT_NEGATIVE)
-    """Add to the loss this times the mean of log(Z)^2 over its tokens, where Z is the denominator
-    of the softmax: it keeps logits from drifting (1e-4 in PaLM, 1e-5 in OLMo 2)."""
+    """Add this value times the mean of log(Z)^2 over the tokens to the loss, where Z is the
+    denominator of the softmax. This keeps logits from drifting (1e-4 in PaLM, 1e-5 in OLMo 2)."""
 
     def check(self, config: Any, resolver: ConfigResolver) -> None:
-        """Refuse models and runs with their own losses. Raises ConfigError."""
+        """Raise ConfigError for models and runs that define their own losses."""
         shown = resolver.show("z_loss_coeff")
         model = config.model
         resolver.check(

@@ -1,4 +1,4 @@
-"""The losses of tokens with a z-loss, from one pass over the logits."""
+"""Cross entropy with a z-loss, from a single pass over the logits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Z_LOSS = "z loss"
 
 
 class ChunksWithZ(LogitChunks):
-    """Chunks of a head with ``z_coeff``, whose second number is the mean over the tokens whose mask
-    is 1 of the squared logarithm of the softmax's denominator."""
+    """Loss chunks of a head with ``z_coeff``. The second result is the mean, over tokens whose mask
+    is 1, of the squared logarithm of the softmax's denominator."""
 
     def losses(self) -> tuple[Tensor, ...]:
         self.log_T = torch.empty_like(self.mask_T)
@@ -31,22 +31,23 @@ class ChunksWithZ(LogitChunks):
 def linear_loss_and_z(
     x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The cross entropy of :func:`~megatron.parallel.cross_entropy.linear_cross_entropy`, and the
-    number of :class:`ChunksWithZ`. The gradient of the first is that of the sum of the two, the
-    second times ``z_coeff`` of the head: one pass over the logits has both."""
+    """Return the cross entropy of :func:`~megatron.parallel.cross_entropy.linear_cross_entropy`,
+    and the z-loss of :class:`ChunksWithZ`. The gradient of the first is that of the cross entropy
+    plus ``z_coeff`` times the z-loss, so that one pass over the logits computes both."""
     loss, z = chunked_losses(ChunksWithZ, x_BSH, weight, targets, head, bias)
     return loss, z
 
 
 class ZLoss:
-    """The cross entropy of a head's targets, and their z-loss: both have the first one's gradient,
-    which is exact only for losses added with the weights ``losses``."""
+    """Objective that computes the cross entropy and the z-loss of a head's targets. The gradient of
+    both flows through the cross entropy, so it is exact only if the losses are added with the
+    weights ``losses``."""
 
     def __init__(self, coeff: float) -> None:
         self.losses: Mapping[str, float] = {LM_LOSS: 1.0, Z_LOSS: coeff}
 
     def __call__(self, inputs: HeadInput, batch: Any) -> dict[str, Tensor]:
-        """Scalars by name, the same on every tensor-parallel rank."""
+        """Return scalar losses by name, the same on every tensor-parallel rank."""
         head = replace(inputs.head, z_coeff=self.losses[Z_LOSS])
         loss, z = linear_loss_and_z(
             inputs.x_BPH, inputs.weight_VH, inputs.targets, head, inputs.bias_V
@@ -55,8 +56,7 @@ class ZLoss:
 
 
 def with_z_loss(spec: ModelSpec, coeff: float) -> ModelSpec:
-    """Return the model with a z-loss of this coefficient, which evaluations report and leave out of
-    their loss."""
+    """Return the model with a z-loss of this coefficient. Evaluations report it separately."""
     objective = ZLoss(coeff)
     others = {name: weight for name, weight in spec.losses.items() if name != LM_LOSS}
 

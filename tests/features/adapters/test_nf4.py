@@ -8,12 +8,8 @@ from megatron.features.adapters import nf4
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.adapters.layers import Addition, add_adapters
 from megatron.features.adapters.nf4 import bytes_of, quantise, quantise_layer, quantised_weights
-from megatron.parallel.layers import (
-    ColumnParallelLinear,
-    KVParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from megatron.features.cross_attention.layers import KeyValueLinear
+from megatron.parallel.layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from megatron.parallel.mesh import Group
 from megatron.parallel.shard import Init, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -95,7 +91,7 @@ def test_memory_is_that_of_the_formula(double):
 LAYERS = {
     "column": lambda tp: ColumnParallelLinear(128, [96, 160], bias=True, init=Init(0.1), tp=tp),
     "qkv": lambda tp: QKVParallelLinear(128, 8, 2, 16, bias=False, init=Init(0.1), tp=tp),
-    "kv": lambda tp: KVParallelLinear(128, 2, 16, bias=False, init=Init(0.1), tp=tp),
+    "kv": lambda tp: KeyValueLinear(128, (32, 32), bias=False, init=Init(0.1), tp=tp, heads=2),
     "row": lambda tp: RowParallelLinear(160, 96, bias=True, init=Init(0.1), tp=tp),
 }  # fmt: skip
 

@@ -13,10 +13,10 @@ from deepspeed.runtime.data_pipeline.data_sampling import variable_batch_size_an
 from megatron.config import ConfigError
 from megatron.data.index_cache import IndexCache
 from megatron.data.sampler import SkippedSamples
-from megatron.data.samples import MadeSamples
 from megatron.features.curriculum.flags import CurriculumConfig
 from megatron.features.curriculum.packing.data import BinCollator, PackedLengths, StepsOfBins, pack
 from megatron.features.curriculum.packing.section import SamplePacking, packed, packing_of, picked
+from megatron.features.evaluation.checkpoints import MadeSamples
 from megatron.features.masked.batch import BertSample, collate_bert
 
 PACKING = SamplePacking(

@@ -7,8 +7,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser
-from megatron.data.indexed import IndexedDatasetWriter
 from megatron.run.run import run_data, run_of
 
 MODEL = (

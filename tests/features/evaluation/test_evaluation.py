@@ -46,5 +46,5 @@ def test_an_evaluation_is_the_mean_of_its_batches():
     engine = object.__new__(ModelEngine)
     engine.spec = SimpleNamespace(evaluated=measure)
     engine.mesh, engine.device = Mesh(), torch.device("cpu")
-    engine._measured = lambda batches, count, by: [torch.tensor([x]).double() for x in batches]
+    engine.measured = lambda batches, count, by: [torch.tensor([x]).double() for x in batches]
     assert engine.evaluate(iter([1.0, 3.0, 8.0]), 3) == {"loss": 4.0}

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from configs import model_config
 
 from megatron.families import build_model
+from megatron.features.evaluation.scoring import TEXT_SCORES
 from megatron.features.experts.exchange import ExpertRanks
 from megatron.model.layer_list import LayerState, initialise
-from megatron.model.spec import TEXT_SCORES
 from megatron.parallel.loss_head import Targets
 from megatron.parallel.mesh import Group
 from megatron.parallel.shard import Init

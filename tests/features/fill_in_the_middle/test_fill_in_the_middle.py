@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 from megatron.features.fill_in_the_middle.flags import FimConfig
 from megatron.features.fill_in_the_middle.kind import FimDataset, FimRecipe, FimTokens
 from megatron.features.raw_text.encoder import TextEncoder, TextSettings

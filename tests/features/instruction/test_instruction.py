@@ -16,9 +16,9 @@ from megatron.data.samples import PackedSample
 from megatron.families import build_model, trained_spec
 from megatron.features.instruction.batches import ExampleCollator, Padding, example_lengths
 from megatron.features.instruction.flags import InstructionConfig
+from megatron.features.instruction.objective import EmbeddingNoise
 from megatron.features.keep_best.callback import BestEvaluation
 from megatron.formats.huggingface.source import HuggingFaceFolder
-from megatron.model.layer_list import EmbeddingNoise
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel

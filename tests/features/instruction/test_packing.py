@@ -186,7 +186,8 @@ def test_answer_at_the_very_end(gpt2: Built, write) -> None:
 
 
 def test_other_documents_are_refused(tmp_path: Path) -> None:
-    from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+    from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
+    from megatron.data.indexed import IndexedDataset
 
     with IndexedDatasetWriter(tmp_path / "a", "uint16") as writer:
         writer.add_document([[1, 2, 3]])
@@ -233,7 +234,8 @@ def test_padding_token() -> None:
 
 def test_blend_with_text_elsewhere(gpt2: Built, write, tmp_path: Path) -> None:
     """In another process, blended with samples of plain text."""
-    from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+    from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
+    from megatron.data.indexed import IndexedDataset
 
     with IndexedDatasetWriter(tmp_path / "text", "uint16") as writer:
         for n in range(50):

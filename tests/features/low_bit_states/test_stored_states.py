@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from flat_partitions import first_ranks, flat_partitions, set_gradients
+from flat_partitions import flat_partitions, set_gradients
 from torch import Tensor, nn
 
 from megatron.config.layouts import StateDtypes
@@ -49,12 +49,12 @@ class Stored:
     def __init__(self, name: str, most: int = 1 << 20) -> None:
         self.form, params = StoredStates(DTYPES[name]), parameters()
         self.wrapper, self.optimizer = flat_partitions(params, padding=3)
-        self.form.take_main_weights(self.wrapper, self.optimizer, first_ranks(self.wrapper))
-        keys = {param: 10**6 * n for n, param in enumerate(p for group in params for p in group)}
+        self.form.take_main_weights(self.wrapper, self.optimizer)
+        self.form.keys = {
+            param: 10**6 * n for n, param in enumerate(p for group in params for p in group)
+        }
         kernel = ElementwiseAdam(self.form, BETAS, EPS, compiled=False)
-        self.update = PartitionUpdate(
-            self.wrapper, self.optimizer, first_ranks(self.wrapper), self.form, kernel, most, keys
-        )
+        self.update = PartitionUpdate(self.wrapper, self.optimizer, self.form, kernel, most)
 
     def step(self, number: int, held: bool = False) -> None:
         draw = torch.Generator().manual_seed(number)

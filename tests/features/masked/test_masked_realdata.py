@@ -9,8 +9,9 @@ import pytest
 import sentencepiece
 from samples import sampled
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 from megatron.features.masked.bert import BertRecipe
 from megatron.features.masked.flags import MaskedDataConfig
 from megatron.features.masked.t5 import T5Recipe

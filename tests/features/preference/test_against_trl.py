@@ -7,11 +7,11 @@ import torch
 
 from megatron.data.gpt_batch import GPTBatch
 from megatron.families import build_model, spec_of
+from megatron.features.evaluation.scoring import TEXT_SCORES
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.objective import with_preference
 from megatron.features.preference.samples import PreferenceBatch
 from megatron.formats.huggingface.source import HuggingFaceFolder
-from megatron.model.spec import TEXT_SCORES
 from megatron.parallel.shard import shard_of
 
 pytestmark = pytest.mark.proof

@@ -13,12 +13,12 @@ from megatron.config import ConfigError
 from megatron.data.gpt_batch import GPTBatch
 from megatron.data.texts import ScoredText
 from megatron.families import build_model, spec_of
+from megatron.features.evaluation.scoring import TEXT_SCORES
 from megatron.features.masked.batch import T5Batch
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.objective import compare_ahead, with_preference
 from megatron.features.preference.samples import PreferenceBatch
 from megatron.model.layer_list import initialise
-from megatron.model.spec import TEXT_SCORES
 from megatron.parallel.shard import Init
 
 VOCAB, LENGTH = 31, 12

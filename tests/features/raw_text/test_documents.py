@@ -16,12 +16,13 @@ import torch
 from configs import run_config
 from torch.utils.data import DataLoader
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.apps.corpus.preprocessing.inputs import PreprocessConfig
 from megatron.apps.corpus.preprocessing.preprocess import preprocess
 from megatron.config import DataConfig, TokenizerConfig
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 from megatron.data.sources import parts_of
 from megatron.features.raw_text.documents import (
     RawTextDocuments,

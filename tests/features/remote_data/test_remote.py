@@ -15,9 +15,10 @@ import fsspec
 import numpy as np
 import pytest
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 from megatron.data.pipeline import check_vocabulary, open_indexed
 from megatron.features.remote_data import dataset as remote
 from megatron.features.remote_data import hosts as remote_hosts

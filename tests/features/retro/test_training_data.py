@@ -11,8 +11,8 @@ from upstream_retro import EOD, WrittenProject, small_project
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, Setting
 from megatron.data.loader import MicroBatches
-from megatron.data.samples import MadeSamples
 from megatron.features.curriculum.analysis import fingerprint, sample_tokens
+from megatron.features.evaluation.checkpoints import MadeSamples
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.project import retro_settings
 from megatron.run.run import Run, run_data, run_of

@@ -5,10 +5,11 @@ import shutil
 import pytest
 
 from megatron.features.tokenizers.huggingface import HFTokenizer
+from megatron.features.tokenizers.pieces import sentinel_ids
 from megatron.features.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron.features.tokenizers.tik_token import TikTokenizer
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
-from megatron.tokenizer.base import SpecialIds, Tokenizer, sentinel_ids
+from megatron.tokenizer.base import SpecialIds, Tokenizer
 from megatron.tokenizer.plain import NullTokenizer
 
 NAMES = ("cls", "sep", "pad", "mask", "bos", "eos", "eod")

@@ -118,7 +118,7 @@ def test_notes_of_downloads_that_are_none(tmp_path):
 
 
 def test_a_sentinel_of_many_digits_is_none():
-    from megatron.tokenizer.base import sentinel_ids
+    from megatron.features.tokenizers.pieces import sentinel_ids
 
     names = {"<extra_id_0>": 7, f"<extra_id_{'9' * 5000}>": 8, "<extra_id_\u0661>": 9}
     assert sentinel_ids(names) == (7,)

@@ -5,10 +5,11 @@ import shutil
 
 import pytest
 
+from megatron.apps.corpus.indexed_files import common_mark
 from megatron.config import TokenizerConfig
-from megatron.data.indexed.dataset import read_mark
+from megatron.data.indexed import read_mark
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.mark import TokenizerMark, common_mark, mark_of, parsed_mark
+from megatron.tokenizer.mark import TokenizerMark, mark_of, parsed_mark
 
 
 def config_of(kind: str, folder, wordpiece_file) -> TokenizerConfig:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import sampled
 
+from megatron.features.tokenizers.pieces import sentinel_names
 from megatron.features.tokenizers.sentence_piece import SentencePieceTokenizer
-from megatron.tokenizer.base import sentinel_names
 
 
 def reference_of(path) -> sentencepiece.SentencePieceProcessor:

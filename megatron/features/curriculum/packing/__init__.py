@@ -1,1 +1,1 @@
-"""Steps of bins: samples packed by their tokens, from the section of the JSON to the step."""
+"""Steps of bins, which contain samples packed by their number of tokens."""

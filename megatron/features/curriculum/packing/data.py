@@ -1,11 +1,10 @@
-"""Samples in bins of about the same number of tokens, and their use in a run.
+"""Packing of samples into bins of about the same number of tokens, and training on bins.
 
-An item of the training data is a bin: its number is its place in the order of the run, so that
-sampler, resume and ``--skip-samples`` count bins. Micro batches have ``--micro-batch-size`` bins,
-whose samples are their rows. They differ in their tokens: each loss of a step is the mean over all
-tokens that count in it, on all data-parallel ranks.
-
-Steps of bins: losses that are means over whole steps, and learning rates by samples.
+An item of the training data is a bin. Its number is its position in the order of the run, so the
+sampler, resume and ``--skip-samples`` count bins. A micro batch has ``--micro-batch-size`` bins,
+whose samples are its rows. Since micro batches differ in their number of tokens, each loss of a
+step is the mean over all tokens of the step that count, on all data-parallel ranks, and the
+learning rate depends on the number of samples.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ from megatron.util.json_text import parse_json
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-"""Part of the cache entries' names: raise it when the bins change."""
+"""Version of the packing, part of each cache key. Increment it whenever the bins change."""
 
 
 class Bin(NamedTuple):
-    """The samples of an item."""
+    """Samples of one item of the training data."""
 
     samples: list[Any]
 
 
 class PackedSamples:
-    """The bins of a dataset. ``index`` has its samples' numbers, the ends of the bins in them, and
-    the tokens before each end."""
+    """Bins of a dataset. ``index`` has the sample numbers of all bins, concatenated; the end of
+    each bin in them; and the number of tokens up to each end."""
 
     def __init__(self, dataset: SampleDataset[Any], index: StoredArrays) -> None:
         self.dataset, self._index = dataset, index
@@ -73,7 +72,8 @@ class PackedSamples:
         return [piece for number in self._numbers(index) for piece in self.dataset.origin(number)]
 
     def before(self, items: int) -> tuple[int, int]:
-        """Samples and tokens of the first ``items``, which go over all bins again and again."""
+        """Return the number of samples and of tokens in the first ``items`` items. After the last
+        bin, items repeat from the first."""
         passes, rest = divmod(items, len(self))
         columns = self._index["ends"], self._index["tokens"]
         samples, tokens = (
@@ -83,9 +83,9 @@ class PackedSamples:
 
 
 def needed(packing: SamplePacking, seq_length: int, items: int) -> int:
-    """Return the number of samples to pack into bins: the number in the files of lengths, or
-    without files enough to fill the bins with whole samples. Raises FileNotFoundError or ValueError
-    for files that cannot be used."""
+    """Return the number of samples to pack into bins: the number in the files of lengths or,
+    without such files, enough full-length samples to fill the bins. Raises FileNotFoundError or
+    ValueError if the files are missing or damaged."""
     if packing.metrics_path is not None:
         return len(_metric_lengths(packing.metrics_path))
     each = packing.max_tokens // seq_length
@@ -118,8 +118,8 @@ def pack(
     items: int,
     cache: IndexCache,
 ) -> SampleDataset[Any]:
-    """The ``items`` that a run may consume. Raises FileNotFoundError or ValueError if the files of
-    their lengths are missing or of other samples, or the samples do not make a step."""
+    """Return the ``items`` bins that a run may consume. Raises FileNotFoundError or ValueError if
+    the files of lengths are missing or made of other samples, or if the bins are too few."""
     known = fingerprint(dataset)
     if packing.metrics_path is not None:
         values = _metric_lengths(packing.metrics_path)
@@ -176,8 +176,9 @@ def _check_metric(folder: Path, values: int, samples: int, known: str) -> None:
 
 @dataclass(frozen=True)
 class BinCollator:
-    """Collates the samples of bins with ``collate``. Where padding can be trimmed, rows are as long
-    as the longest sample, rounded up to ``multiple``. Other items are collated unchanged."""
+    """Collator that applies ``collate`` to the samples of bins. If ``multiple`` is given and the
+    batch allows it, rows are as long as the longest sample, rounded up to ``multiple``. Items that
+    are not bins are collated as usual."""
 
     collate: Callable[[Sequence[Any]], Any]
     multiple: int | None
@@ -195,11 +196,11 @@ class BinCollator:
 
 
 class PackedLengths(SequenceLengths):
-    """Lengths of a run whose items are bins: their tokens without padding, once they are known;
-    until then ``seq_length`` tokens per item."""
+    """Token counts of a run whose items are bins: ``seq_length`` per item until the bins are known,
+    then the number of tokens without padding."""
 
     consumed: Callable[[int], int] | None = None
-    """Returns the tokens of the first items."""
+    """Function that returns the number of tokens in a number of first items."""
 
     def tokens(self, consumed_samples: int) -> int:
         if self.consumed is None:
@@ -209,8 +210,8 @@ class PackedLengths(SequenceLengths):
 
 def _weighed(forward: Callable[[Any, LayerState], LayerState] | None, module: Any, state: LayerState
              ) -> LayerState:  # fmt: skip
-    """The last layer. In training it multiplies the losses of a micro batch by its share of the
-    step's tokens or samples."""
+    """Run the last layer. In training, multiply each loss of a micro batch by the micro batch's
+    share of the step's tokens or samples."""
     batch = state.batch
     state = module(state) if forward is None else forward(module, state)
     if not module.training or not state.losses:
@@ -226,7 +227,7 @@ def _weighed(forward: Callable[[Any, LayerState], LayerState] | None, module: An
 
 
 def with_weights(spec: ModelSpec) -> ModelSpec:
-    """The model whose losses are means over the tokens and samples of whole steps."""
+    """Return a model whose losses are means over the tokens or samples of a whole step."""
 
     def started(batch: Any) -> LayerState:
         return spec.begin(batch).changed(batch=batch)
@@ -239,7 +240,7 @@ def with_weights(spec: ModelSpec) -> ModelSpec:
 
 
 class StepsOfBins(Callback):
-    """Sets the learning rate of every step by the samples in its bins, and counts their tokens."""
+    """Callback that scales learning rates by the number of samples, and counts tokens."""
 
     def __init__(self, packing: SamplePacking, context: Any) -> None:
         self.packing, self._context, self._samples = packing, context, 0
@@ -257,7 +258,7 @@ class StepsOfBins(Callback):
             plan.lengths.consumed = lambda items: self._before(items)[1]
 
     def _before(self, items: int) -> tuple[int, int]:
-        """Samples and tokens of the first items of the run."""
+        """Return the number of samples and of tokens in the first ``items`` items of the run."""
         assert self._bins is not None
         reached = position(self._skipped, items)
         samples, tokens = self._bins.before(reached)

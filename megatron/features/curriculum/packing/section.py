@@ -1,10 +1,11 @@
-"""Batches of samples with about the same number of tokens: ``data_sampling.dynamic_batching``.
+"""Section ``data_sampling.dynamic_batching``: batches of about the same number of tokens.
 
-The meaning of each key, the batches and the factors of the learning rate are from DeepSpeed 0.19's
-``variable_batch_size_and_lr``, which its engine does not call: an item of ``--global-batch-size``
-is a bin, consecutive samples of at most ``max_tokens`` tokens together, and the rate of a step
-follows the number of samples in its bins. DeepSpeed leaves out the last sample of the order, and
-all samples after one that cannot be in a bin of ``min_batch_size``. Here only that one is left out.
+The keys, the batches and the learning-rate factors follow ``variable_batch_size_and_lr`` of
+DeepSpeed 0.19, whose engine does not call it. An item of ``--global-batch-size`` is a bin:
+consecutive samples with at most ``max_tokens`` tokens in total. The learning rate of a step depends
+on the number of samples in its bins. If a sample does not fit into a bin of ``min_batch_size``
+samples, only that sample is omitted; DeepSpeed also omits all samples after it, and the last sample
+of the order.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ PATH = "data_efficiency.data_sampling.dynamic_batching"
 
 @dataclass(frozen=True)
 class SamplePacking:
-    """The section ``dynamic_batching``; ``equal``: all bins of a step have the same number of
-    samples, as pipelines need."""
+    """Settings of the section ``dynamic_batching``. With ``equal``, all bins of a step have the
+    same number of samples, as pipelines require."""
 
     max_tokens: int
     min_samples: int
@@ -48,16 +49,17 @@ class SamplePacking:
     equal: bool = False
 
     def rate_factor(self, samples: int, bins: int) -> float:
-        """Return the learning-rate factor of a step with ``samples`` samples in its bins: Goyal et
-        al. 2017 (arXiv:1706.02677), or Krizhevsky 2014 (arXiv:1404.5997) with ``sqrt``."""
+        """Return the learning-rate factor of a step with ``samples`` samples in ``bins`` bins:
+        ``linear`` as in Goyal et al. 2017 (arXiv:1706.02677), ``sqrt`` as in Krizhevsky 2014
+        (arXiv:1404.5997)."""
         if self.scaling == "none":
             return 1.0
         return samples / bins if self.scaling == "linear" else math.sqrt(samples / bins)
 
 
 def packing_of(config: CurriculumConfig, equal: bool = False) -> SamplePacking | None:
-    """The packing of a run; None where batches have a number of samples. Raises ConfigError if the
-    section is wrong."""
+    """Return the packing of a run, or None if batches have a fixed number of samples. Raises
+    ConfigError if the section is invalid."""
     sections = sampling_sections(config)
     if sections is None:
         return None
@@ -93,8 +95,8 @@ def packing_of(config: CurriculumConfig, equal: bool = False) -> SamplePacking |
 
 
 class Bins(NamedTuple):
-    """Samples in bins: all sample numbers, bin by bin, int64[n]; the end of each bin in them,
-    int64[bins]; and the number of samples in no bin."""
+    """Samples in bins: sample numbers of all bins, concatenated, int64 [n]; the end of each bin in
+    them, int64 [bins]; and the number of omitted samples."""
 
     numbers: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
@@ -102,7 +104,7 @@ class Bins(NamedTuple):
 
 
 def picked(lengths: _Lengths, packing: SamplePacking) -> npt.NDArray[np.int64]:
-    """The numbers of the samples in the order in which they are packed."""
+    """Return the sample numbers in the order of packing."""
     if packing.order == "seqlen":
         return np.argsort(lengths, kind="stable").astype(np.int64)
     order = list(range(len(lengths)))
@@ -112,8 +114,8 @@ def picked(lengths: _Lengths, packing: SamplePacking) -> npt.NDArray[np.int64]:
 
 
 def packed(lengths: _Lengths, packing: SamplePacking, bins_of_step: int) -> Bins:
-    """The bins of one pass over samples with these lengths, a multiple of ``bins_of_step``. Raises
-    ValueError if there are fewer."""
+    """Pack samples of these lengths into a multiple of ``bins_of_step`` bins. Raises ValueError if
+    they do not fill the bins of one step."""
     order = picked(lengths, packing)
     order = order[lengths[order] <= packing.max_tokens]
     together = bins_of_step if packing.equal else 1
@@ -141,7 +143,7 @@ def packed(lengths: _Lengths, packing: SamplePacking, bins_of_step: int) -> Bins
 
 
 class _Sums:
-    """Running sums of lengths, of every ``together``-th sample."""
+    """Cumulative sums of sample lengths, each over every ``together``-th sample."""
 
     def __init__(self, lengths: _Lengths, together: int) -> None:
         self.together = together
@@ -149,12 +151,12 @@ class _Sums:
         rows = -(-len(padded) // together)
         table = np.zeros(rows * together, np.int64)
         table[: len(padded)] = padded
-        # sums[i + together] - sums[i] is the length of sample i.
+        # The length of sample i is sums[i + together] - sums[i].
         self.sums = table.reshape(rows, together).cumsum(0).reshape(-1)
         self.count = len(lengths)
 
     def most(self, start: int, packing: SamplePacking) -> int:
-        """The most samples that each of the next bins can have."""
+        """Return the number of samples that fit into each of the next ``together`` bins."""
         longest = min((self.count - start) // self.together, packing.max_tokens)
         if packing.max_samples is not None:
             longest = min(longest, packing.max_samples)
@@ -166,12 +168,12 @@ class _Sums:
 
 
 def lengths_of(values: Sequence[int] | _Lengths) -> _Lengths:
-    """Lengths as an array; of no tokens as of one, so that no bin is endless."""
+    """Return lengths as an array. An empty sample counts as one token, so that bins are finite."""
     return np.maximum(np.asarray(values, np.int64), 1)
 
 
 def check(config: RunConfig, packing: SamplePacking) -> None:
-    """Raises ConfigError for a run with flags that bins contradict."""
+    """Raise ConfigError if a flag cannot be combined with bins."""
     family = config.model.family
     if family not in ("gpt", "bert"):
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""Architectures of `transformers` with experts."""
+"""Mixture-of-experts architectures of `transformers`."""

@@ -1,7 +1,7 @@
-"""Experts as DeepSeek-V3 has them (arXiv:2412.19437, section 2.1.2) next to attention without
-latents: GLM-4.5, dots.llm1 and Solar Open. The first blocks can be dense. A sigmoid scores each
-expert, a correction is added in the choice and not in the weights, and only experts of the best
-groups are chosen. All tokens share further experts, which are one MLP."""
+"""Architectures with DeepSeek-V3's experts (arXiv:2412.19437, section 2.1.2) but without latent
+attention: GLM-4.5, dots.llm1 and Solar Open. The first blocks can be dense. A sigmoid scores each
+expert. A correction is added to the score when choosing, but not to the weight, and only experts of
+the best groups are chosen. All tokens also use shared experts, which are one MLP."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ from megatron.formats.huggingface.entries import norm
 from megatron.formats.huggingface.llama import QK_NORMS
 
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-"""Fields of a router whose scores are corrected sigmoids."""
+"""Flags of a router with sigmoid scores and a score correction."""
 FP32 = {"moe_router_dtype": "fp32"}
-"""The dtype in which `transformers` computes the logits of weights of any dtype."""
+"""Dtype in which `transformers` computes the router's logits, whatever the dtype of the weights."""
 OF_GROUP = 2
-"""Experts of a group whose sum is its value: a constant in `transformers`, here choices divided by
+"""Number of a group's best experts whose scores are summed into the group's score. `transformers`
+has it as a constant; this project uses the number of choices divided by the number of chosen
 groups."""
 
 
 def shared_number(model: ModelConfig) -> int:
-    """Number of shared experts as wide as the others."""
+    """Return the number of shared experts, each as wide as the others."""
     part = model.part(ExpertsConfig)
     return (part.moe_shared_expert_intermediate_size or 0) // (part.moe_ffn_hidden_size or 1)
 
@@ -99,21 +100,21 @@ CORRECTED = (
     WHOLE_SHARED,
     HAS_SHARED,
 )  # fmt: skip
-"""Requirements of corrected sigmoids."""
+"""Requirements of architectures with sigmoid scores and a score correction."""
 
 
 def read_dense_first(given: HFConfigReader, layers: int) -> list[bool]:
-    """For each block, True if it has experts."""
+    """Return, for each block, whether it has experts."""
     dense = natural(given, "first_k_dense_replace")
     if dense >= layers:
         given.refuse("first_k_dense_replace", dense, f"of {layers} blocks none has experts")
-    # A key of the authors' code, which transformers does not read.
+    # A key of the authors' own code, which transformers ignores.
     given.only("moe_layer_freq", (1, None), "all blocks after the dense ones must have experts")
     return [n >= dense for n in range(layers)]
 
 
 def read_scale(given: HFConfigReader) -> float | None:
-    """The factor of the weights of a token's experts; None for 1."""
+    """Return the scaling factor of a token's expert weights, or None if it is 1."""
     factor = given.number("routed_scaling_factor")
     if factor <= 0:
         given.refuse("routed_scaling_factor", factor, "expected a positive number")
@@ -121,7 +122,8 @@ def read_scale(given: HFConfigReader) -> float | None:
 
 
 def read_groups(given: HFConfigReader, top: int) -> dict[str, Any]:
-    """Groups of experts, only some of which are chosen; None for one group."""
+    """Return the flags for the number of groups and the number of groups per token. Both are None
+    if there is only one group."""
     groups, kept = given.optional_whole("n_group"), given.optional_whole("topk_group")
     if groups in (None, 1):
         groups = kept = None
@@ -134,17 +136,17 @@ def read_groups(given: HFConfigReader, top: int) -> dict[str, Any]:
 
 
 NUMBER = ("n_routed_experts", "num_local_experts", "num_experts")
-"""Names of the number of experts."""
+"""Possible config.json keys for the number of experts."""
 
 
 def read_corrected(
     given: HFConfigReader, fields: dict[str, Any], sparse: Sequence[bool] | None = None
 ) -> dict[str, Any]:
-    """The flags of corrected sigmoids; ``sparse``: as :func:`read_dense_first`, which is the
-    default."""
+    """Return the flags of a router with sigmoid scores and a score correction. ``sparse`` tells
+    which blocks have experts; the default is :func:`read_dense_first`."""
     if sparse is None:
         sparse = read_dense_first(given, fields["num_layers"])
-    # Keys of the authors' code, which transformers does not read.
+    # Keys of the authors' own code, which transformers ignores.
     given.only("scoring_func", ("sigmoid", "noaux_tc", None), "scores are always sigmoids")
     given.only("topk_method", ("noaux_tc", None), "expected a choice by corrected scores, noaux_tc")
     return {
@@ -158,7 +160,7 @@ def read_corrected(
 
 
 def write_choice(model: ModelConfig) -> dict[str, Any]:
-    """The keys of groups, normalisation and factor of the chosen experts' weights."""
+    """Return the keys for the groups, normalisation and scaling of the chosen experts' weights."""
     part = model.part(ExpertsConfig)
     normalize, several = part.moe_router_normalize, part.moe_router_topk != 1
     return {
@@ -170,7 +172,7 @@ def write_choice(model: ModelConfig) -> dict[str, Any]:
 
 
 def write_corrected(model: ModelConfig) -> dict[str, Any]:
-    """The inverse of :func:`read_corrected`."""
+    """Return the keys that :func:`read_corrected` reads."""
     return {
         **write_experts(model, "n_routed_experts", coefficient=None),
         **write_choice(model),
@@ -214,7 +216,7 @@ GLM4_MOE = relative(
     rewards=False,
     ahead=DEEPSEEK_AHEAD,
 )
-"""GLM-4.5 to 4.7. A part of each head is rotated."""
+"""GLM-4.5 to 4.7. RoPE rotates a part of each head."""
 
 
 def _read_dots(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -249,7 +251,7 @@ DOTS1 = relative(
     write=_write_dots,
     rewards=False,
 )
-"""Qwen3's attention."""
+"""dots.llm1, with Qwen3's attention."""
 
 
 def _write_solar(model: ModelConfig) -> dict[str, Any]:
@@ -273,7 +275,7 @@ SOLAR_OPEN = relative(
     write=_write_solar,
     rewards=False,
 )
-"""GLM-4.5 with experts in every block; whole heads are rotated."""
+"""Solar Open: GLM-4.5 with experts in every block. RoPE rotates whole heads."""
 
 
 ARCHITECTURES = (GLM4_MOE, DOTS1, SOLAR_OPEN)

@@ -1,5 +1,5 @@
-"""Llama with experts instead of its MLP: Mixtral, Qwen2-MoE, Qwen3-MoE, Mellum, OLMoE, FlexOlmo and
-Granite-MoE."""
+"""Llama-like architectures with experts instead of the MLP: Mixtral, Qwen2-MoE, Qwen3-MoE, Mellum,
+OLMoE, FlexOlmo and Granite-MoE."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _NUMBER = ("num_experts", "num_local_experts")
 
 
 def _write_alike(model: ModelConfig, number: str) -> dict[str, Any]:
-    """The keys of a model with experts, of width ``intermediate_size``, in all blocks."""
+    """Return the keys of a model with experts of width ``intermediate_size`` in all blocks."""
     inner = model.part(ExpertsConfig).moe_ffn_hidden_size
     return {"intermediate_size": inner, **write_experts(model, number)}
 
@@ -69,7 +69,7 @@ def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_mixtral(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    # Theirs is noise of the experts' inputs too; ours of the router's alone.
+    # transformers applies the noise to the experts' inputs too, this project only to the router's.
     noise = given.number("router_jitter_noise")
     return {
         **read_experts(given, fields, _NUMBER[::-1]),
@@ -96,11 +96,11 @@ MIXTRAL = relative(
     write=_write_mixtral,
     endings={"block_sparse_moe.gate.weight": "mlp.gate.weight"},
 )
-"""Mistral with experts; the weights of a token's experts sum up to 1."""
+"""Mixtral: Mistral with experts. The weights of a token's experts add up to 1."""
 
 
 def read_pattern(given: HFConfigReader, fields: dict[str, Any]) -> list[bool]:
-    """For each block of a Qwen, True if it has experts."""
+    """Return, for each block of a Qwen model, whether it has experts."""
     layers, every = fields["num_layers"], given.whole("decoder_sparse_step")
     dense = given.content.get("mlp_only_layers") or []
     given.unused("mlp_only_layers")
@@ -203,8 +203,7 @@ QWEN2_MOE = relative(
     read=_read_qwen2_moe,
     write=_write_qwen2_moe,
 )  # fmt: skip
-"""Qwen2 with experts, and next to them one of all tokens whose output has a gate. A window is in
-all blocks or in none."""
+"""Qwen2 with experts and a gated shared expert. Either all blocks have a sliding window or none."""
 
 _QWEN3_ENTRIES = relative_entries(
     QK_NORMS, mlp=(*DENSE, *router("mlp.gate.weight"), *LLAMA_EXPERTS)
@@ -222,11 +221,11 @@ QWEN3_MOE = relative(
     read=_read_qwen_moe,
     write=_write_qwen_moe,
 )
-"""Qwen3 with experts. A window is in all blocks or in none."""
+"""Qwen3 with experts. Either all blocks have a sliding window or none."""
 
 
 _BASES = {FULL: {"rope_theta": 500_000.0}, SLIDING: {"rope_theta": 10_000.0}}
-"""RoPE of a Mellum's config.json that does not say it."""
+"""Default RoPE parameters of a Mellum config.json without rope_parameters."""
 
 
 def _read_mellum(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -287,7 +286,7 @@ MELLUM = relative(
     rewards=False,
     predicting=lambda model: r"mtp\..*",
 )
-"""Qwen3-MoE with windows and experts in any blocks; RoPE has another base where a window is."""
+"""Mellum: Qwen3-MoE with experts and sliding windows (with their own RoPE base) in any blocks."""
 
 
 def _write_olmo(model: ModelConfig) -> dict[str, Any]:
@@ -315,7 +314,7 @@ OLMOE = relative(
     write=_write_olmo,
     rewards=False,
 )
-"""Llama with experts, and a norm over all queries, and one over all keys."""
+"""OLMoE: Llama with experts. One norm spans all query heads, and one all key heads."""
 
 FLEX_OLMO = relative(
     "FlexOlmo",
@@ -338,7 +337,7 @@ FLEX_OLMO = relative(
     write=_write_olmo,
     rewards=False,
 )
-"""OLMoE with norms after attention and experts instead of before them."""
+"""FlexOlmo: OLMoE with norms after attention and experts instead of before them."""
 
 
 def _read_granite(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -377,8 +376,8 @@ GRANITE_MOE = relative(
         "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
     },
 )
-"""Llama with experts in two tensors, whose embeddings, residual sums, scores and logits have
-factors."""
+"""Granite-MoE: Llama with experts stored in two tensors per block, and with multipliers for
+embeddings, residual connections, attention scores and logits."""
 
 
 ARCHITECTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, MELLUM, OLMOE, FLEX_OLMO, GRANITE_MOE)

@@ -1,7 +1,8 @@
-"""The text model of Llama 4: one expert of each token, whose weight multiplies its input, next to
-a shared one; most blocks have RoPE and attention within chunks, the others neither.
+"""Text model of Llama 4. Each token uses one routed expert, whose weight multiplies the expert's
+input, and one shared expert. Most blocks have RoPE and chunked attention; the others have no RoPE
+and full attention.
 
-Experts are [E, inputs, outputs] in files, and RoPE rotates neighbouring channels there.
+In checkpoint files, experts are [E, inputs, outputs], and RoPE rotates neighbouring channels.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megatron.formats.huggingface.entries import INTERLEAVED_QKV, TRANSPOSED, En
 
 
 def _numbers(given: HFConfigReader, name: str, allowed: range, count: int | None) -> list[int]:
-    """A list of numbers in a range, ``count`` of them; empty where it is null or absent."""
+    """Return a list of ``count`` numbers in a range. It is empty if the key is null or absent."""
     value = given.content.get(name) or []
     given.unused(name)
     if (
@@ -47,7 +48,8 @@ def _numbers(given: HFConfigReader, name: str, allowed: range, count: int | None
 
 
 def _attention(given: HFConfigReader, layers: int) -> dict[str, Any]:
-    """Flags of the blocks: which have RoPE, which chunks, and how the others scale queries."""
+    """Return the attention flags: which blocks have RoPE, which are chunked, and how blocks without
+    RoPE scale their queries."""
     every = given.whole("no_rope_layer_interval")
     rotates = _numbers(given, "no_rope_layers", range(2), layers)
     rotates = rotates or [int((n + 1) % every != 0) for n in range(layers)]
@@ -100,7 +102,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "moe_layers": [n for n in layers if experts_in(model, n)],
         "no_rope_layers": [int(positions.rotates(n)) for n in layers],
         "layer_types": [FULL if window is None else CHUNKED for window in model.windows],
-        # Their code requires one even where no block has chunks.
+        # transformers requires a chunk size even if no block is chunked.
         "attention_chunk_size": model.attention.attention_chunk_size
         or positions.max_position_embeddings,
         "attn_temperature_tuning": scale is not None,
@@ -160,5 +162,5 @@ LLAMA4 = relative(
     write=_write,
     rewards=False,
 )  # fmt: skip
-"""Scout and Maverick. Heads have no norm with weights: queries and keys are divided by their root
-mean square where they are rotated, and queries elsewhere multiplied by a factor of the position."""
+"""Llama 4 Scout and Maverick. Heads have no norm with weights. Where RoPE is applied, queries and
+keys are divided by their root mean square; elsewhere, queries are scaled by their position."""

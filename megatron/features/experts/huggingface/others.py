@@ -1,8 +1,8 @@
 """Further architectures with experts: MiniMax-M2, ERNIE 4.5, HunYuan, Phi-3.5-MoE and gpt-oss.
 
 Experts of gpt-oss are [inputs, outputs], with biases and a clamped gate whose channels alternate
-with up channels; MXFP4 is read (:mod:`megatron.formats.huggingface.packed.mxfp4`), and written as
-numbers of the dtype. Its attention has sinks, and a window in every other block.
+with the up channels. MXFP4 weights are read (:mod:`megatron.formats.huggingface.packed.mxfp4`) but
+written in the model's dtype. Attention has sinks, and every other block has a sliding window.
 
 Shapes: E experts, F inner width of an expert, H hidden size.
 """
@@ -74,7 +74,8 @@ def _inner(model: ModelConfig) -> int | None:
 
 
 def _read_noise(given: HFConfigReader, name: str) -> dict[str, Any]:
-    """Noise in training: on the inputs of experts and router in theirs, of the router in ours."""
+    """Return the flag for the noise in training. transformers applies it to the inputs of the
+    experts and the router, this project only to the router's."""
     return {"moe_input_jitter_eps": given.number(name) or None}
 
 
@@ -94,7 +95,7 @@ def _read_minimax(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
     given.only("qk_norm_type", ("per_layer", None), "all heads must be normalised together")
     given.only("shared_intermediate_size", (0, None), "such models have no shared expert")
     given.only("attn_type_list", ([1] * layers, None), "all blocks must have softmax attention")
-    # The layers of multi-token prediction are not in the files.
+    # Checkpoint files do not contain the multi-token prediction layers.
     given.unused("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
     share = 1.0 if rotated is None else rotated / width
     return {
@@ -142,17 +143,18 @@ MINIMAX_M2 = relative(
         "block_sparse_moe.e_score_correction_bias": "mlp.e_score_correction_bias",
     },
 )
-"""Corrected sigmoids as in DeepSeek-V3, without groups; a part of each head is rotated, and a norm
-is over all queries, and one over all keys."""
+"""MiniMax-M2: sigmoid scores with a correction as in DeepSeek-V3, without groups. RoPE rotates only
+some channels of each head. One norm spans all query heads, and one all key heads."""
 
 
 def _sparse(layers: int, first: int, last: int, every: int) -> list[bool]:
-    """For each block of an ERNIE, True if it has experts."""
+    """Return, for each block of an ERNIE model, whether it has experts."""
     return [first <= n <= last and (n + 1) % every == 0 for n in range(layers)]
 
 
 def _bounds(model: ModelConfig) -> tuple[int, int, int] | None:
-    """First and last block of an ERNIE with experts, and the interval; None if others have."""
+    """Return the first and last block of an ERNIE model with experts, and the interval between
+    them, or None if the blocks with experts have no such pattern."""
     layers = model.num_layers
     sparse = [bool(experts_in(model, n)) for n in range(layers)]
     if not any(sparse):
@@ -173,7 +175,7 @@ def _read_ernie(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]
     given.only("moe_norm_min", (1e-12, None), "the least sum of a token's weights must be 1e-12")
     given.only("moe_gate", ("topk", None), "a token must go to its best experts")
     given.only("moe_gate_act", ("softmax", None), "scores must be a softmax")
-    # Keys of the first trainer, and of layers of multi-token prediction.
+    # Keys of the original trainer, and of multi-token prediction layers.
     given.unused("moe_use_aux_free", "moe_capacity", "num_nextn_predict_layers")
     shared = natural(given, "moe_num_shared_experts")
     return {
@@ -238,12 +240,12 @@ ERNIE4_5_MOE = relative(
     },
     predicting=lambda model: r".*\bmtp_.*",
 )
-"""The softmax over all experts is corrected in the choice, and divided by the sum of the chosen
-ones. Neighbouring channels of a head are rotated together."""
+"""ERNIE 4.5: scores are a softmax over all experts, with a correction when choosing. The weights of
+the chosen experts are divided by their sum. RoPE rotates neighbouring channels of a head."""
 
 
 def _alike(given: HFConfigReader, name: str, layers: int) -> int:
-    """A number that may be a list with one for each block."""
+    """Return a number that may be given as a list with one equal entry per block."""
     value = given.content.get(name)
     if isinstance(value, list) and len(value) == layers and len(set(map(str, value))) == 1:
         given.content = given.content | {name: value[0]}
@@ -305,7 +307,7 @@ HUNYUAN_V1_MOE = relative(
         "intermediate_size": _inner(model),
     },
 )
-"""One shared expert; queries and keys are normalised after they are rotated."""
+"""HunYuan with one shared expert. Queries and keys are normalised after RoPE."""
 
 
 _LONGROPE = {
@@ -363,14 +365,14 @@ PHIMOE = relative(
     },
     endings={"block_sparse_moe.gate.weight": "mlp.router.weight"},
 )
-"""LayerNorm; SparseMixer chooses two experts, whose weights do not add up to 1."""
+"""Phi-3.5-MoE with LayerNorm. SparseMixer's two weights per token do not add up to 1."""
 
 
 ARCHITECTURES = (MINIMAX_M2, ERNIE4_5_MOE, HUNYUAN_V1_MOE, PHIMOE)
 
 
 def _alternating(values_EX: Tensor) -> Tensor:
-    """Gate and up channels in turn, from [E, 2F, ...] with all gates first."""
+    """Interleave gate and up channels of [E, 2F, ...], in which all gate channels come first."""
     return values_EX.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
@@ -411,7 +413,7 @@ _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-"""RoPE scaling of a config.json that has none."""
+"""Default RoPE scaling of a config.json without one."""
 
 
 def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -437,7 +439,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "intermediate_size": model.part(ExpertsConfig).moe_ffn_hidden_size,
         "attention_bias": True,
         "swiglu_alpha": 1.702,
-        # Their code requires one even where no block has a window.
+        # transformers requires a window even if no block has one.
         "sliding_window": model.attention.sliding_window or model.positions.max_position_embeddings,
         "layer_types": layer_types(model),
     }

@@ -1,9 +1,9 @@
-"""Parts of the tables of Hugging Face's architectures with experts: entries of routers and experts,
-and their keys in config.json.
+"""Common code of the Hugging Face architectures with experts: weight mappings of routers and
+experts, and their keys in config.json.
 
-`transformers` 4 has one tensor for each projection of each expert; in memory `transformers` 5 has
-one for all experts, gate and up together, and writes either. A folder is read in both ways, and
-written in the first.
+`transformers` 4 has one tensor for each projection of each expert. `transformers` 5 keeps all
+experts in one tensor in memory, with gate and up fused, and writes either form. Both forms are
+read; checkpoints are written in the form of `transformers` 4.
 
 Shapes: E experts, F inner width of an expert, H hidden size.
 """
@@ -35,33 +35,33 @@ UP, DOWN = "mlp.experts.up.weight", "mlp.experts.down.weight"
 
 
 def experts_in(model: ModelConfig, n: int) -> int:
-    """Number of experts of a block; 0 where its MLP is dense."""
+    """Return the number of experts of a block; 0 if its MLP is dense."""
     return model.part(ExpertsConfig).experts_of(n)
 
 
 def dense_in(model: ModelConfig, n: int) -> int:
-    """1 for a block whose MLP is dense, in a model with experts."""
+    """Return 1 if a block has a dense MLP, else 0."""
     return not experts_in(model, n)
 
 
 def has_dense(model: ModelConfig) -> bool:
-    """True if the MLP of some block is dense."""
+    """Return whether some block has a dense MLP."""
     return model.part(ExpertsConfig).layers < model.num_layers
 
 
 def router(theirs: str) -> tuple[Entry, ...]:
-    """The router's weight [E, H]."""
+    """Return the entry of the router's weight [E, H]."""
     return (Entry("mlp.router.weight", (theirs,), at=experts_in),)
 
 
 def correction(theirs: str, form: Reordering = SAME) -> tuple[Entry, ...]:
-    """The corrections [E] of the experts' scores in the choice, float32."""
+    """Return the entry of the float32 corrections [E] that scores get when choosing experts."""
     return (Entry("mlp.router.expert_bias", (theirs,), form, at=experts_in, exact=True),)
 
 
 def fused_experts(up: str, down: str, module: str) -> tuple[Entry, ...]:
-    """Experts in two tensors, gate and up [E, 2F, H] and down [E, H, F]; ``module`` has them in
-    models of `transformers` 5."""
+    """Return the entries of experts stored in two tensors, gate and up [E, 2F, H] and down [E, H,
+    F]. ``module`` is the path of their module in `transformers` 5."""
     return (
         Entry(UP, (up,), at=experts_in, parameter=f"{module}.gate_up_proj"),
         Entry(DOWN, (down,), at=experts_in, parameter=f"{module}.down_proj"),
@@ -71,7 +71,8 @@ def fused_experts(up: str, down: str, module: str) -> tuple[Entry, ...]:
 def experts(
     prefix: str, gate: str, up: str, down: str, fused: str = "mlp.experts"
 ) -> tuple[Entry, ...]:
-    """Experts in three tensors each, below ``prefix``; or in two, below ``fused``."""
+    """Return the entries of experts stored as three tensors each under ``prefix``. The alternative
+    form, two tensors for all experts under ``fused``, is accepted too."""
     forms = ((gate, up), GATE_AND_UP), ((down,), SAME)
     whole = fused_experts(f"{fused}.gate_up_proj", f"{fused}.down_proj", fused)
     return tuple(
@@ -87,26 +88,26 @@ def experts(
 
 
 LLAMA_EXPERTS = experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
-"""Experts whose projections have the names of Llama's MLP."""
+"""Experts whose projections are named as in Llama's MLP."""
 
 
 def mlp_weights(ours: str, theirs: str, **fields: Any) -> tuple[Entry, ...]:
-    """The weights of an MLP in some blocks."""
+    """Return the entries of an MLP's weights, which may exist in some blocks only."""
     entries = (entry for entry in gated_mlp(ours, theirs) if entry.ours.endswith("weight"))
     return tuple(dataclasses.replace(entry, **fields) for entry in entries)
 
 
 DENSE = mlp_weights("mlp", "mlp", at=dense_in, when=has_dense)
-"""The MLP of blocks without experts."""
+"""MLP of blocks without experts."""
 
 
 def shared_experts(theirs: str, when: Condition = always) -> tuple[Entry, ...]:
-    """The MLP of all tokens next to the experts."""
+    """Return the entries of the shared experts, one MLP for all tokens."""
     return mlp_weights("mlp.shared", theirs, at=experts_in, when=when)
 
 
 def natural(given: HFConfigReader, name: str, least: int = 0) -> int:
-    """An integer that can be zero, or ``least``."""
+    """Return an integer that is at least ``least``. Raises CheckpointError if it is not."""
     value = given.content.get(name, given.default(name))
     given.unused(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -121,18 +122,19 @@ def read_experts(
     sparse: Sequence[bool] = (),
     coefficient: str | None = "router_aux_loss_coef",
 ) -> dict[str, Any]:
-    """The flags of the experts that a config.json describes.
+    """Return the flags of the experts that a config.json describes.
 
-    `transformers` computes one balancing loss from the tokens of all layers together, which is K at
-    perfect balance, the number of choices of a token. Ours is a loss of each layer, 1 at perfect
-    balance, and they are added up: for a gradient of the same size its coefficient is K times
-    theirs, divided by the number of layers with experts.
+    `transformers` computes one balancing loss from the tokens of all layers together. At perfect
+    balance it is K, the number of choices of a token. This project adds up one loss per layer, each
+    of which is 1 at perfect balance. For a gradient of the same size, the coefficient in
+    `transformers` is multiplied by K and divided by the number of layers with experts.
 
     Args:
-        fields: other fields, ``moe_router_topk`` included.
+        fields: other fields, including ``moe_router_topk``.
         number: the key of the number of experts.
-        sparse: for each block, True if it has experts; empty if all have.
-        coefficient: the key of the balancing loss's coefficient; None without such a loss.
+        sparse: for each block, True if it has experts; empty if all blocks do.
+        coefficient: the key of the balancing loss's coefficient; None if the model has no such
+            loss.
     """
     count, top = given.whole(number), fields["moe_router_topk"]
     if count == 1:
@@ -157,7 +159,8 @@ def read_experts(
 def write_experts(
     model: ModelConfig, number: str, coefficient: str | None = "router_aux_loss_coef"
 ) -> dict[str, Any]:
-    """The inverse of :func:`read_experts`; other balancing losses have no key."""
+    """Return the keys that :func:`read_experts` reads. Of the balancing losses, only aux_loss has a
+    key."""
     part = model.part(ExpertsConfig)
     if coefficient is None:
         return {number: max(part.layer_experts)}
@@ -170,8 +173,8 @@ def write_experts(
 
 
 def read_mlp_kinds(given: HFConfigReader, default: list[str]) -> list[bool]:
-    """For each block, True if it has experts, by ``mlp_layer_types``; ``default`` where a file
-    lacks it. Raises CheckpointError if it is another list."""
+    """Return, for each block, whether it has experts, as given by ``mlp_layer_types`` or
+    ``default`` if the key is absent. Raises CheckpointError if the list is not valid."""
     kinds = given.names("mlp_layer_types") or default
     if len(kinds) != len(default) or not {"sparse"} <= {*kinds} <= {"dense", "sparse"}:
         given.refuse(
@@ -182,7 +185,7 @@ def read_mlp_kinds(given: HFConfigReader, default: list[str]) -> list[bool]:
 
 
 def write_mlp_kinds(model: ModelConfig) -> dict[str, Any]:
-    """The inverse of :func:`read_mlp_kinds`."""
+    """Return the key that :func:`read_mlp_kinds` reads."""
     kinds = ["sparse" if experts_in(model, n) else "dense" for n in range(model.num_layers)]
     return {"mlp_layer_types": kinds}
 
@@ -190,8 +193,9 @@ def write_mlp_kinds(model: ModelConfig) -> dict[str, Any]:
 def read_normalisation(
     given: HFConfigReader, fields: dict[str, Any], summing: bool | None = None
 ) -> dict[str, Any]:
-    """True if the weights of a token's experts sum up to 1, by ``norm_topk_prob`` unless it is
-    known. Then their softmax over all experts, divided by their sum, is that over the chosen ones.
+    """Return the flag for the normalisation of weights. ``summing`` is True if the weights of a
+    token's experts add up to 1; None reads ``norm_topk_prob``. A softmax over all experts that is
+    divided by the sum of the chosen weights equals a softmax over the chosen experts.
     """
     summing = given.flag("norm_topk_prob") if summing is None else summing
     if summing and fields["moe_router_topk"] == 1:
@@ -203,7 +207,7 @@ def read_normalisation(
 
 
 def normalised(model: ModelConfig) -> bool:
-    """True if the weights of a token's experts sum up to 1."""
+    """Return whether the weights of a token's experts add up to 1."""
     part = model.part(ExpertsConfig)
     if part.moe_router_normalize is not None:
         return part.moe_router_normalize
@@ -214,23 +218,22 @@ _ANY = {
     "num_experts", "moe_layer_freq", "expert_interval", "moe_ffn_hidden_size", "moe_router_topk",
     "moe_router_pre_softmax", "moe_router_normalize", "moe_router_dtype", "moe_input_jitter_eps",
 }  # fmt: skip
-"""Flags that each architecture reads or has a requirement for, or that change no logits but by
-rounding."""
+"""Flags that all architectures read or require, or that change logits only by rounding."""
 
 
 _PLAIN = {"moe_gate": "megatron", "moe_min_capacity": 0}
-"""Values of models without the flags, where these are derived."""
+"""Values of derived fields in models that do not use the flags."""
 
 
 def requirements(
     *allowed: str, dense: bool = False, summing: bool = False
 ) -> tuple[Requirement, ...]:
-    """Requirements on the flags of experts.
+    """Return the requirements of an architecture on the flags of experts.
 
     Args:
-        allowed: flags that the architecture has and others do not.
-        dense: True if blocks may have an MLP instead of experts.
-        summing: True if the weights of a token's experts always sum up to 1.
+        allowed: fields that this architecture supports and others do not.
+        dense: True if blocks may have a dense MLP instead of experts.
+        summing: True if the weights of a token's experts always add up to 1.
     """
 
     def plain(field: dataclasses.Field[Any]) -> Requirement:

@@ -1,1 +1,1 @@
-"""Operators that cast to 8 bits, with a Triton kernel for GPUs and the same formula in torch."""
+"""Operators that cast to 8 bits: Triton kernels for GPUs, and the same formulas in torch."""

@@ -1,8 +1,9 @@
-"""Casts of matrices to 8-bit floating point, by rows and by columns in one reading.
+"""Casts of matrices to 8-bit floating point, by rows and by columns in a single read.
 
-A GEMM in 8 bits reads both factors along the dimension that it sums over, so that a matrix [R, C]
-has two copies: ``rows``, and ``columns``, its transpose. Compilers that fuse the transposed copy
-into the kernel of a norm store it byte by byte, scattered; an operator is left as it is.
+An 8-bit GEMM reads both factors along the dimension that it sums over, so that a matrix [R, C] has
+two copies: ``rows``, and ``columns``, its transpose. If a compiler fused the transposed copy into
+the kernel of a norm, that kernel would write scattered single bytes. A custom operator prevents
+this fusion.
 
 Shapes: R rows, C columns.
 """
@@ -16,10 +17,10 @@ from megatron.kernels.operators import define
 from megatron.kernels.switches import uses
 
 BLOCK = 128
-"""Edge of a block that shares a scale: 1 x 128 numbers of a line, or a square."""
+"""Edge length of the blocks that share a scale: 1 x 128 values of a row or column, or a square."""
 
 SMALLEST = 1e-12
-"""Lower bound of a largest magnitude, so that a tensor of zeros has a scale."""
+"""Lower bound on amax, so that a tensor of zeros has a finite scale."""
 
 Pair = tuple[Tensor, Tensor]
 
@@ -32,16 +33,8 @@ def cast_both(
     clamp: bool = False,
     measure: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a matrix times factors in 8 bits: rows [R, C], columns [C, R], and its largest
-    magnitude.
-
-    Args:
-        rows_factor: float32 [], or [R] with one for each row; without it ``rows`` is empty.
-        columns_factor: float32 [], or [C]; without it ``columns`` is empty. Where both are there,
-            both have one number or one for each line.
-        clamp: larger products than the largest number of ``dtype`` become that number. NaN stays.
-        measure: the third result is the largest magnitude of ``x_RC``, float32 [], NaN if there is
-            one. Without it the third result is empty.
+    """Scale a matrix and quantise it to 8 bits. Return the quantised matrix [R, C], its transpose
+    [C, R] and its amax.
     """
     run = _CAST_BOTH if uses("casts", x_RC) else cast_formula
     return run(x_RC, dtype, rows_factor, columns_factor, clamp, measure)  # type: ignore[no-any-return]
@@ -50,32 +43,30 @@ def cast_both(
 def cast_blocks(
     x_RC: Tensor, dtype: torch.dtype, squares: bool, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return a matrix in 8 bits with a power of two as the scale of each block: rows [R, C] and
-    their scales, columns [C, R] and theirs; empty without ``rows`` or ``columns``.
+    """Return a matrix in 8 bits, with a power of two as the scale of each block: rows [R, C], their
+    scales, columns [C, R], and their scales. Layouts that are not requested are empty.
 
-    Blocks are 128 x 128 with ``squares``: scales [R / 128, C / 128] and [C / 128, R / 128], the
-    last dimension padded with zeros to a multiple of 4. Otherwise they are 128 numbers of a row and
-    of a column: [C / 128, R] and [R / 128, C].
+    With ``squares``, blocks are 128 x 128. The scales are [R / 128, C / 128] and [C / 128, R /
+    128], with the last dimension zero-padded to a multiple of 4. Otherwise blocks are 128 values of
+    a row or column, and the scales are [C / 128, R] and [R / 128, C].
     """
     run = _CAST_BLOCKS if uses("casts", x_RC) else _cast_blocks
     return run(x_RC, dtype, squares, rows, columns)  # type: ignore[no-any-return]
 
 
 def largest_of_lines(x_RC: Tensor) -> Pair:
-    """Return the largest magnitudes of rows [R] and of columns [C], float32, NaN where there is
-    one."""
+    """Return the amax of each row [R] and each column [C], in float32. NaN propagates."""
     run = _LARGEST_OF_LINES if uses("casts", x_RC) else _largest_of_lines
     return run(x_RC)  # type: ignore[no-any-return]
 
 
 def largest_of(x: Tensor, dim: int | tuple[int, ...] = 1, keepdim: bool = False) -> Tensor:
-    """Return the largest magnitudes along dimensions, float32, NaN where there is one."""
+    """Return the amax along dimensions, in float32. It is NaN if any value is NaN."""
     return torch.linalg.vector_norm(x, torch.inf, dim=dim, keepdim=keepdim, dtype=torch.float32)
 
 
 def transposed(x_RC: Tensor, source: Tensor) -> Tensor:
-    """Return the transpose [C, R] of an 8-bit matrix, contiguous; ``source`` is the matrix before
-    the cast."""
+    """Return the contiguous transpose [C, R] of an 8-bit matrix that was cast from ``source``."""
     if not uses("casts", source):
         return x_RC.t().contiguous()
     return _TRANSPOSED(x_RC.view(torch.uint8)).view(x_RC.dtype)  # type: ignore[no-any-return]
@@ -89,14 +80,14 @@ def cast_formula(
     clamp: bool,
     measure: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of :func:`cast_both`, in torch."""
+    """Return the results of :func:`cast_both`, computed in torch."""
     limit, empty = torch.finfo(dtype).max, x_RC.new_empty(0, dtype=dtype)
 
     def rounded(factor: Tensor) -> Tensor:
         values_RC = x_RC.float() * factor
         return (values_RC.clamp(-limit, limit) if clamp else values_RC).to(dtype)
 
-    # Along the rows first: a compiler computes that where it computes the rows, as in a norm.
+    # Reduce along rows first, which a compiler can fuse with a row-wise producer such as a norm.
     largest = largest_of(x_RC).amax() if measure else x_RC.new_empty(0, dtype=torch.float32)
     rows = columns = empty
     if rows_factor is not None:
@@ -135,21 +126,22 @@ def _cast_blocks(
 
 
 def _power_of_two(largest: Tensor, dtype: torch.dtype) -> Pair:
-    """Return the largest power of two that may multiply these numbers, and its inverse."""
+    """Return the largest powers of two that keep these amax values in range, and their inverses."""
     ratio = torch.finfo(dtype).max / largest.clamp(min=SMALLEST)
-    exponent = ratio.view(torch.int32) & 0x7F800000  # of a float32, without the bits behind it
+    # exponent bits of a float32, with the mantissa cleared
+    exponent = ratio.view(torch.int32) & 0x7F800000
     factor = exponent.view(torch.float32)
     return factor, 1.0 / factor
 
 
 def _padded(scale: Tensor) -> Tensor:
-    # cuBLAS reads the scales of a row of squares in groups of 16 bytes.
+    # cuBLAS reads each row of square scales in groups of 16 bytes.
     return torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
 
 
 def padded_squares(scale: Tensor, across: int) -> Tensor:
-    """Return the scales of squares of the transposed matrix, from those of a matrix with ``across``
-    squares in a row."""
+    """Return the square scales of the transposed matrix, padded. ``across`` is the number of
+    squares in a row of the original matrix."""
     return _padded(scale[:, :across].t())
 
 
@@ -162,7 +154,7 @@ def _transposed(x_RC: Tensor) -> Tensor:
 
 
 def empty_or(x: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
-    """Return a new tensor of a shape, or an empty one."""
+    """Return a new tensor of the given shape, or an empty one if ``shape`` is None."""
     return x.new_empty((0,) if shape is None else shape, dtype=dtype)
 
 

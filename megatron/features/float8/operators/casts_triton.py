@@ -1,5 +1,5 @@
-"""Triton kernels of :mod:`megatron.features.float8.operators.casts`: a tile of a matrix is read
-once, and written from registers by rows and, transposed through shared memory, by columns."""
+"""Triton kernels for :mod:`megatron.features.float8.operators.casts`. Each tile of a matrix is read
+once. Rows are written from registers, and columns after a transposition in shared memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron.kernels.magnitude_triton import magnitude_bits, raise_largest
 
 TILE = 64
 BYTES = 128
-"""Edges of a tile of 16 or 32 bit numbers, and of one of bytes."""
+"""Edge lengths of tiles: ``TILE`` for 16- or 32-bit values, ``BYTES`` for bytes."""
 BLOCK = 128
 SMALLEST = tl.constexpr(1e-12)
 
 
 @triton.jit
 def places_of(R, C, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    """Row and column numbers of a program's tile, and which of its places are in the matrix."""
-    # In 64 bits: a matrix may have more than 2^31 numbers.
+    """Return the row and column indices of a program's tile, and a mask of those in range."""
+    # 64-bit indices, since a matrix may have more than 2^31 elements
     down = tl.program_id(1).to(tl.int64) * DOWN + tl.arange(0, DOWN)
     across = tl.program_id(0).to(tl.int64) * ACROSS + tl.arange(0, ACROSS)
     return down, across, (down[:, None] < R) & (across[None, :] < C)
@@ -87,7 +87,8 @@ def _power_of_two(bits, LIMIT: tl.constexpr):
     ratio = tl.div_rn(tl.full(largest.shape, LIMIT, tl.float32), largest)
     factor = (ratio.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.full(largest.shape, 1.0, tl.float32), factor)
-    # That of NaN is infinite. GPUs round infinity to the largest number, NaN to NaN.
+    # Keep NaN, whose exponent bits are those of infinity: GPUs would round infinite products to the
+    # largest 8-bit number.
     return tl.where(ratio != ratio, ratio, factor), scale
 
 
@@ -136,7 +137,7 @@ def cast_both(
     columns: Tensor,
     largest: Tensor,
 ) -> None:
-    """Fills the results of ``casts.cast_both`` that are not empty."""
+    """Write the results of ``casts.cast_both`` to the tensors that are not empty."""
     first = columns_factor if rows_factor is None else rows_factor
     assert first is not None
     if largest.numel():
@@ -159,9 +160,9 @@ def cast_blocks(
     columns: Tensor,
     columns_scale: Tensor,
 ) -> None:
-    """Fills the results of ``casts.cast_blocks`` that are not empty."""
+    """Write the results of ``casts.cast_blocks`` to the tensors that are not empty."""
     for scale in (rows_scale, columns_scale) if squares else ():
-        scale.zero_()  # behind the last square
+        scale.zero_()  # clears the padding after the last square
     cast_blocks_kernel[grid_of(x_RC.shape, BLOCK, BLOCK)](
         x_RC, rows, columns, rows_scale, columns_scale, *x_RC.shape,
         *(scale.shape[1] if scale.numel() else 0 for scale in (rows_scale, columns_scale)),
@@ -171,7 +172,7 @@ def cast_blocks(
 
 
 def largest_of_lines(x_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """The results of :func:`megatron.features.float8.operators.casts.largest_of_lines`."""
+    """Implement :func:`megatron.features.float8.operators.casts.largest_of_lines`."""
     rows, columns = (x_RC.new_zeros(size, dtype=torch.int32) for size in x_RC.shape)
     measure_tiles_kernel[grid_of(x_RC.shape, BYTES, BYTES)](
         x_RC, rows, columns, *x_RC.shape, TILE=BYTES, num_warps=8
@@ -180,7 +181,7 @@ def largest_of_lines(x_RC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def transposed(x_RC: Tensor) -> Tensor:
-    """The transpose [C, R] of a matrix of bytes."""
+    """Return the transpose [C, R] of a matrix of bytes."""
     out = x_RC.new_empty(x_RC.shape[1], x_RC.shape[0])
     transpose_tiles_kernel[grid_of(x_RC.shape, BYTES, BYTES)](
         x_RC, out, *x_RC.shape, TILE=BYTES, num_warps=8
@@ -189,6 +190,6 @@ def transposed(x_RC: Tensor) -> Tensor:
 
 
 def grid_of(shape: Sequence[int], down: int, across: int) -> tuple[int, int]:
-    """The programs that cover a matrix with tiles."""
+    """Return the grid of programs that covers a matrix with tiles."""
     rows, columns = shape
     return triton.cdiv(columns, across), triton.cdiv(rows, down)

@@ -1,10 +1,10 @@
-"""Gated activations of MLPs, and their gradients, in 8 bits: cast where they are computed.
+"""Gated activations of MLPs, and their gradients, cast to 8 bits by the kernels that compute them.
 
-With a scale that is known, gate and up are read once and no activation is written in 16 bits. A
-layer's backward pass needs the activation's columns once more. They are computed there, where gate
-and up are read anyway, and not kept.
+If the scale is known, gate and up are read only once, and no activation is written in 16 bits. A
+layer's backward pass also needs the activation's columns. It recomputes them, since it reads gate
+and up anyway, so that they need not be saved.
 
-Kinds of activation and the formula are those of :mod:`megatron.kernels.swiglu`.
+The kinds of activation and their formulas are those of :mod:`megatron.kernels.swiglu`.
 
 Shapes: T tokens, F inner width; gate and up are [T, 2F].
 """
@@ -107,9 +107,9 @@ activated = define(
     _activated_shapes,
     _activated_on_gpu,
 )
-"""Gated activation of gate and up [T, 2F] times ``factor``, float32 [], in 8 bits [T, F], and its
-largest magnitude, float32 []. Without a factor the first result is empty. With ``clamp`` larger
-products become the largest number of ``dtype``."""
+"""Operator that returns the gated activation of gate and up [T, 2F] times ``factor``, float32 [],
+in 8 bits [T, F], and its amax, float32 []. Without a factor the first result is empty. With
+``clamp``, products are limited to the range of ``dtype``."""
 
 differentiated = define(
     "differentiated_in_8_bits(Tensor x, Tensor grad, str kind, ScalarType forward_dtype, "
@@ -118,7 +118,8 @@ differentiated = define(
     _differentiated_shapes,
     _differentiated_on_gpu,
 )
-"""Gradient of gate and up, from them and from the gradient [T, F] of the activation: rows [T, 2F]
-and columns [2F, T] in ``dtype`` times ``factor``, clamped, and the largest magnitude. Without a
-factor the rows have the dtype of gate and up, and there are no columns. The last result is the
-columns [F, T] of the activation itself, times ``forward_factor``, clamped, in ``forward_dtype``."""
+"""Operator that returns the gradient of gate and up, given the activation's gradient [T, F], as
+rows [T, 2F] and columns [2F, T], multiplied by ``factor`` and clamped to ``dtype``, and its amax.
+Without a factor the rows have the dtype of gate and up, and the columns are empty. The last result
+is the activation as columns [F, T], multiplied by ``forward_factor`` and clamped to
+``forward_dtype``."""

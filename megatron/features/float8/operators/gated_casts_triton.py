@@ -1,4 +1,4 @@
-"""Triton kernels of :mod:`megatron.features.float8.operators.gated_casts`."""
+"""Triton kernels for :mod:`megatron.features.float8.operators.gated_casts`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.kernels.magnitude_triton import magnitude_bits, raise_largest
 from megatron.kernels.swiglu_triton import activation
 
 DOWN, ACROSS = 64, 32
-"""Tokens and channels of a program's tile: gate, up and gradient have tiles of this size."""
+"""Numbers of tokens and channels in a program's tile, for each of gate, up and gradient."""
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _activated(
     gate = tl.load(x + places, inside, other=0.0).to(tl.float32)
     up = tl.load(x + places + F, inside, other=0.0).to(tl.float32)
     value, _ = activation(gate, KIND)
-    # Rounded as an activation that is written.
+    # Round as if the activation were written to memory.
     values = (value * up).to(x.dtype.element_ty).to(tl.float32)
     raise_largest(largest, magnitude_bits(values))
     if ROWS:
@@ -69,7 +69,7 @@ def _differentiated(
 def activated(
     x_TG: Tensor, kind: str, factor: Tensor | None, clamp: bool, rows: Tensor, largest: Tensor
 ) -> None:
-    """Fills the results of ``activated_in_8_bits``."""
+    """Write the results of ``activated_in_8_bits`` to ``rows`` and ``largest``."""
     tokens, inner = x_TG.shape[0], x_TG.shape[1] // 2
     _activated[grid_of((tokens, inner), DOWN, ACROSS)](
         x_TG, rows, largest.zero_(), factor, tokens, inner,
@@ -89,7 +89,7 @@ def differentiated(
     largest: Tensor,
     activations: Tensor,
 ) -> None:
-    """Fills the results of ``differentiated_in_8_bits``."""
+    """Write the results of ``differentiated_in_8_bits`` to the last four tensors."""
     tokens, inner = grad_TF.shape
     _differentiated[grid_of((tokens, inner), DOWN, ACROSS)](
         x_TG, grad_TF, rows, columns, largest.zero_(), activations,

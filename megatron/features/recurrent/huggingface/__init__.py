@@ -1,1 +1,1 @@
-"""Hugging Face architectures with such layers."""
+"""Hugging Face architectures with recurrent layers."""

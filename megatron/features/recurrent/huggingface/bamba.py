@@ -1,7 +1,7 @@
-"""Bamba: Mamba-2 instead of attention in most blocks of a Llama, of which attention rotates half of
-each head; and the entries and keys of Mamba-2 in any architecture.
+"""Bamba: a Llama with Mamba-2 instead of attention in most blocks, whose attention applies RoPE to
+half of each head. Also the entries and keys of Mamba-2 that other architectures share.
 
-Shapes: C channels of a convolution, K tokens that it reads.
+Shapes: C channels of a convolution, K tokens of its kernel.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ CHANNELS = Reordering(
     "a channel by itself", 1, lambda values, _: (values.unsqueeze(1),),
     lambda parts, _: parts[0].squeeze(1),
 )  # fmt: skip
-"""Weights [C, K] of a convolution of each channel by itself as [C, 1, K]."""
+"""Depthwise convolution weights, [C, K] in this project and [C, 1, K] in checkpoint files."""
 
 
 def with_mixer(mixer: str) -> OfBlock:
-    """1 for the blocks that have a mixer."""
+    """Return a function that returns 1 for blocks with the mixer ``mixer``, and 0 for others."""
     return lambda model, n: int(model.part(PatternConfig).mixer(n) == mixer)
 
 
 def at(blocks: OfBlock, *entries: Entry) -> tuple[Entry, ...]:
-    """The entries of some blocks."""
+    """Restrict entries to the blocks for which ``blocks`` is not 0."""
     return tuple(replace(entry, at=blocks) for entry in entries)
 
 
@@ -53,7 +53,8 @@ def _projections_biased(model: ModelConfig) -> bool:
 
 
 def mamba_entries(theirs: str) -> tuple[Entry, ...]:
-    """The entries of Mamba-2 in the blocks that have it; ``theirs`` is the name of the module."""
+    """Return the entries of Mamba-2 layers. ``theirs`` is the name of the module in checkpoint
+    files."""
     entries = (
         *linear("attention.in_proj", f"{theirs}.in_proj", bias=_projections_biased),
         Entry("attention.conv.weight", (f"{theirs}.conv1d.weight",), CHANNELS),
@@ -73,7 +74,7 @@ def mamba_entries(theirs: str) -> tuple[Entry, ...]:
 
 
 def attention_entries(theirs: str, biased: Condition) -> tuple[Entry, ...]:
-    """Return the entries of attention in the blocks with attention."""
+    """Return the entries of attention layers. ``theirs`` is the name of the module in the files."""
     names = [f"{theirs}.{name}_proj" for name in "qkv"]
     return at(
         with_mixer(ATTENTION),
@@ -89,12 +90,12 @@ MAMBA_LAYERS = (
         lambda m: not m.part(MambaConfig).mamba_norm_before_gate, "no --mamba-norm-before-gate"
     ),
 )
-"""Requirements of architectures with Mamba-2."""
+"""Requirements of all architectures with Mamba-2."""
 
 
 def read_limit(given: HFConfigReader, key: str) -> tuple[float, float]:
-    """Return the bounds of steps: two numbers, the second of which can be infinite. Raises
-    CheckpointError."""
+    """Return the minimum and maximum step, (0, infinity) if the key is absent. Raises
+    CheckpointError if the value is not two ascending numbers."""
     value = given.content.get(key)
     given.unused(key)
     if value is None:
@@ -107,7 +108,8 @@ def read_limit(given: HFConfigReader, key: str) -> tuple[float, float]:
 
 
 def _listed(value: Any) -> list[Any]:
-    """A list; ``{"__float__": "Infinity"}`` in it, as transformers 5 writes, is the number."""
+    """Convert a value to a list. In it, ``{"__float__": "Infinity"}``, as written by transformers
+    5, becomes the text "Infinity"."""
     items = value if isinstance(value, list | tuple) else [value]
     return [each.get("__float__") if isinstance(each, dict) else each for each in items]
 

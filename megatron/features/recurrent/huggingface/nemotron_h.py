@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3: blocks of one sublayer each, which is Mamba-2, attention without
+"""Nemotron-H and Nemotron 3: each block has one sublayer, which is Mamba-2, attention without
 positions, an MLP or experts."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from megatron.formats.huggingface.llama import HEAD_DIM, KEYS, NO_BIASES
 
 _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _LETTERS = {kind: letter for letter, kind in _KINDS.items()} | {"mamba": "M", "attention": "*"}
-"""Letters of layers by their names in transformers 5 and in older files."""
+"""Letters of layer kinds, by their names in transformers 5 and in older files."""
 
 
 def _dense(model: ModelConfig, n: int) -> int:
@@ -302,6 +302,6 @@ NEMOTRON_H = Architecture(
     ),
     write=_write,
     read=_read,
-    beginnings={"backbone.": "model."},  # in the models of transformers 5
+    beginnings={"backbone.": "model."},  # prefix in models of transformers 5
     predicting=lambda model: r"mtp\..*",
 )  # fmt: skip

@@ -1,6 +1,5 @@
-"""Qwen3-Next, and the text models of Qwen3.5 with and without experts: Gated DeltaNet instead of
-attention in most blocks; in the others attention's output has a gate and part of each head is
-rotated.
+"""Qwen3-Next, and the text models of Qwen3.5 with and without experts. Most blocks have Gated
+DeltaNet. The others have attention with an output gate, and RoPE on some channels of each head.
 
 Shapes: K query and key heads, R value heads for each, D key width, V value width, H hidden size.
 """
@@ -66,14 +65,14 @@ LINEAR = "linear_attention"
 
 
 def _rows(model: ModelConfig) -> list[int]:
-    """Rows of queries, keys, values, gate, shares and decays in our projection."""
+    """Return the numbers of rows of queries, keys, values, gate, stored fractions and decays."""
     part = model.part(DeltaConfig)
     heads = part.linear_num_value_heads
     return [part.key_width, part.key_width, part.value_width, part.value_width, heads, heads]
 
 
 def _by_head(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
-    """The rows of several matrices, ordered by key head."""
+    """Interleave the rows of several matrices by key head."""
     heads = model.part(DeltaConfig).linear_num_key_heads
     return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 1)
 
@@ -85,7 +84,8 @@ def _from_heads(values: Tensor, rows: Sequence[int], model: ModelConfig) -> Tens
 
 
 def _of_rows(first: int, end: int) -> Reordering:
-    """The rows of some matrices of our projection, ordered by key head."""
+    """Return the reordering by key head of matrices ``first`` to ``end`` - 1 of the input
+    projection."""
     return Reordering(
         "by key head", 1,
         lambda values, model: (_by_head(values.split(_rows(model)[first:end]), model),),
@@ -130,12 +130,12 @@ BY_KEY_HEAD = Reordering(
 FOUR = Reordering(
     "q, k, v; z; b; a", 4, _to_four, lambda tensors, _: torch.cat(list(tensors)), modules=_four
 )
-"""Projections of Qwen3.5, in our order."""
+"""Projections of Qwen3.5, whose rows have the same order as in this project."""
 
 
 def delta_entries(theirs: str, form: Reordering, *names: str) -> tuple[Entry, ...]:
-    """The entries of Gated DeltaNet in the blocks that have it; ``theirs`` is the name of the
-    module, and ``names`` are its projections."""
+    """Return the entries of Gated DeltaNet layers. ``theirs`` is the name of the module in
+    checkpoint files, and ``names`` are its projections."""
     projections = tuple(f"{theirs}.{name}.weight" for name in names)
     return at(
         with_mixer(DELTA),
@@ -203,7 +203,7 @@ _LAYERS = (
         "with --mtp-num-layers attention in the last layer",
     ),
 )
-"""A block of multi-token prediction equals the last block, which has attention in such models."""
+"""Multi-token prediction blocks are like the last block, which has attention in these models."""
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
@@ -241,7 +241,8 @@ def _read_next(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_grids(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    """Flags as of :func:`_read`; the positions of text are the same in all grids of an image."""
+    """Return the flags of :func:`_read`. RoPE sections for images are dropped, because text has the
+    same position in each section."""
     rope = given.content.get("rope_parameters")
     if isinstance(rope, dict):
         of_images = ("mrope_section", "mrope_interleaved")
@@ -252,7 +253,8 @@ def _read_grids(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]
 
 
 def _text_part(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """The config.json of the text model within a model that sees images too."""
+    """Return the text model's config.json, extracted from that of a model that also reads
+    images."""
     text = content.get("text_config")
     if not isinstance(text, dict):
         return content
@@ -261,7 +263,7 @@ def _text_part(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
 
 
 def _read_sparse(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    given.unused("intermediate_size")  # of blocks without experts, which such models lack
+    given.unused("intermediate_size")  # size of dense MLPs, which these models lack
     return {
         **_read_grids(given, fields),
         **read_experts(given, fields, ("num_experts", "num_local_experts")),

@@ -1,1 +1,1 @@
-"""Checkpoints in the memory of the nodes."""
+"""Checkpoints in the host memory of the nodes."""

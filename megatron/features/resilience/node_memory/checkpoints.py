@@ -1,7 +1,7 @@
-"""Checkpoints in the memory of the nodes (``--non-persistent-save-interval``).
+"""Checkpoints in the host memory of the nodes (``--non-persistent-save-interval``).
 
-A node has the files of its own ranks, and copies of other nodes' files; index, manifest and the
-other JSON files are complete on each.
+Each node stores the files of its own ranks and copies of files of other nodes. The index, the
+manifest and the other JSON files are complete on every node.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from megatron.checkpoint.folder import step_of
 from megatron.checkpoint.writer import PROCESS
 from megatron.config import CheckpointConfig
 from megatron.engine.deepspeed_json import Json
-from megatron.engine.saving import CheckpointWriter, SaveJob, SaveResult
+from megatron.engine.saving import SaveJob, SaveResult
 from megatron.engine.train_engine import TrainEngine
+from megatron.features.async_save.writer import AsyncCheckpointWriter
 from megatron.features.resilience.flags import ResilienceConfig
 from megatron.features.resilience.node_memory.folders import (
     FileTransfer,
@@ -36,12 +37,12 @@ from megatron.training.resume import ResumeSource
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.phases import phase
 
-_SMALL_FILES_BYTES = 2**24  # for index, configuration and tokenizer of a checkpoint, roughly
+_SMALL_FILES_BYTES = 2**24  # rough size of a checkpoint's index, configuration and tokenizer
 
 
-class NodeWriter(CheckpointWriter):
-    """Writes checkpoints to the folders of the nodes; ``factor`` nodes keep what each rank saves.
-    The one before is deleted when the new one is whole on all."""
+class NodeWriter(AsyncCheckpointWriter):
+    """Writer of checkpoints to the in-memory folders of the nodes. ``factor`` nodes keep each
+    rank's files. The previous checkpoint is deleted once the new one is complete on all nodes."""
 
     def __init__(
         self,
@@ -56,17 +57,17 @@ class NodeWriter(CheckpointWriter):
         options = replace(
             engine.config.checkpoint,
             save=str(folders.folder),
-            async_save=True,
             save_universal=False,
             **retention,
         )
         super().__init__(engine, content, save_tokenizer, data, options, main=folders.leads)
         self.folders, self.factor = folders, factor
-        # The background thread's; training and startup have others.
+        # This copy is used in the background thread, so it needs the writer's own process group.
         self._in_thread = replace(folders, group=self._group)
 
     def check(self, job: SaveJob) -> None:
-        """Raises CheckpointError if the node has no room for its files and the copies."""
+        """Raise CheckpointError if the node lacks free memory for its own files and its copies of
+        other nodes' files. Collective: every rank must call this."""
         own = sum(each.nbytes for part in job.slices.tensors.values() for each in part.values())
         sizes, nodes = self._in_thread.gather(own), self.folders
         kept = [n for n in range(len(nodes.nodes)) if self._keeps(n)]
@@ -84,12 +85,12 @@ class NodeWriter(CheckpointWriter):
         self._together(lambda: self._copy_to_others(job))
 
     def _keeps(self, node: int) -> bool:
-        """True if this rank's node keeps what another node saves, or it is its own."""
+        """Return whether this rank's node keeps the files of ``node``. Its own files count too."""
         own = self.folders.node
         return node == own or own in self.folders.copies_of(node, self.factor)
 
     def _copy_to_others(self, job: SaveJob) -> None:
-        """Gives every node the lists of all ranks, and the files that it keeps copies of."""
+        """Send every node the file lists of all ranks, and the files of which it keeps copies."""
         folders, rank = self._in_thread, self.folders.rank
         texts = folders.gather((job.folder / PROCESS.format(rank)).read_text())
         transfers = [
@@ -108,15 +109,17 @@ class NodeWriter(CheckpointWriter):
 
 
 def _counterpart(folders: NodeFolders, source: int, node: int) -> int:
-    """The rank of a node that receives what a rank of another sends, so that all have a share."""
+    """Return the rank on ``node`` that receives the files of rank ``source``, balancing the
+    load."""
     place = folders.nodes[folders.node_of(source)].index(source)
     targets = folders.nodes[node]
     return targets[place % len(targets)]
 
 
 class NodeCheckpoints(Callback):
-    """The checkpoints in memory between those in ``--save``; every rank calls the same methods in
-    the same order. ``check`` raises an error, on every rank, if the state must not be saved."""
+    """Callback that saves checkpoints in memory between the checkpoints in ``--save``. Its methods
+    are collective: every rank must call them in the same order. ``check`` is called with the
+    iteration before a save, and raises an error on every rank if the state must not be saved."""
 
     def __init__(
         self, engine: TrainEngine, check: Callable[[int], None] = lambda iteration: None
@@ -135,12 +138,12 @@ class NodeCheckpoints(Callback):
         self._writer: NodeWriter | None = None
         self._samples: dict[int, int] = {}
         self._announced = self._failing = False
-        self._last = 0  # the iteration of the newest one
+        self._last = 0  # iteration of the newest checkpoint in memory
 
     def newest(self, origin: ResumeSource | None) -> ResumeSource | None:
-        """Return the newest checkpoint that is whole over the nodes, if it is newer than
-        ``origin``. Later checkpoints in memory are deleted, and all of them if the run does not
-        continue ``--save``."""
+        """Return the newest in-memory checkpoint that is complete across the nodes if it is newer
+        than ``origin``, else ``origin``. In-memory checkpoints of later iterations are deleted. If
+        the run does not continue the one in ``--save``, all of them are."""
         options = self.engine.config.checkpoint
         begins = -1
         if continues(options):
@@ -167,13 +170,14 @@ class NodeCheckpoints(Callback):
         return origin
 
     def discard_after(self, iteration: int) -> None:
-        """Deletes checkpoints that are later than this one; every rank must call it."""
+        """Delete in-memory checkpoints of later iterations. Collective: every rank must call
+        this."""
         self._finished(wait=True)
         self._last = min(self._last, iteration)
         self.folders.discard_after(iteration)
 
     def begin(self, checkpoints: CheckpointManager) -> None:
-        """Before the first step: the checkpoints in ``--save``, between which these are."""
+        """Create the writer before the first step. ``checkpoints`` manages those in ``--save``."""
         writer, factor = checkpoints.writer, self.options.replication_factor
         self._checkpoints = checkpoints
         self._writer = NodeWriter(
@@ -184,7 +188,7 @@ class NodeCheckpoints(Callback):
         every, now = self.engine.config.checkpoint.save_interval, trainer.iteration
         if now % self._interval or trainer.at_end or (every is not None and now % every == 0):
             return
-        trainer.settle()  # a step that was not finite is never saved
+        trainer.settle()  # so that the state after a non-finite step is never saved
         self._check(now)
         with phase("save", str(self.folders.folder)):
             self._finished(wait=True)
@@ -199,7 +203,7 @@ class NodeCheckpoints(Callback):
         for result in [] if self._writer is None else self._writer.close():
             self._show(result)
         newest = None if self._writer is None else self._checkpoints.newest
-        # A run that only evaluates leaves existing checkpoints untouched.
+        # A run that only evaluates has no writer and leaves existing checkpoints untouched.
         on_disk = 0 if newest is None else step_of(newest.name) or 0
         if error_type is None and on_disk >= self._last:
             self.folders.remove()
@@ -209,7 +213,7 @@ class NodeCheckpoints(Callback):
             self._show(result)
 
     def _show(self, result: SaveResult) -> None:
-        """Says when the first save succeeded, and when they begin to fail and succeed again."""
+        """Report a save. Only the first success, the first failure, and a recovery are printed."""
         report = self._checkpoints.report
         if result.error is not None:
             if not self._failing:
@@ -246,7 +250,7 @@ class NodeCheckpoints(Callback):
 
 
 def continues(options: CheckpointConfig) -> bool:
-    """True if a run continues the newest checkpoint of the folder that it saves in."""
+    """Return whether a run resumes from the newest checkpoint of the folder in which it saves."""
     other = (options.load_tag, options.finetune, options.reset_iteration)
     if options.load is None or options.save is None or any(other):
         return False

@@ -1,4 +1,4 @@
-"""The folders of a run in the memory of its nodes, and which ranks share one."""
+"""In-memory folders of a run on its nodes, and the exchange of files between the nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from megatron.checkpoint.folder import complete_tags, discard, iteration_of, rem
 from megatron.parallel.mesh import Group
 
 RUN_ID = ".run-id"
-"""File in ``--save`` with the name of the folders in memory; without it a run is another one."""
+"""File in ``--save`` that contains the name of the run's in-memory folders. A run whose ``--save``
+folder lacks this file is a new run and gets new folders."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 _FLAG = "--non-persistent-local-ckpt-dir"
@@ -31,12 +32,13 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 @dataclass(frozen=True)
 class NodeFolders:
-    """Folder of this node, and the ranks of every node, in the order of their first ones."""
+    """In-memory folder of this node, and the ranks of every node. Nodes are sorted by lowest
+    rank."""
 
     folder: Path
     nodes: tuple[tuple[int, ...], ...]
     rank: int
-    group: dist.ProcessGroup | None  # of all ranks, over gloo
+    group: dist.ProcessGroup | None  # gloo group of all ranks, None for a single rank
 
     @cached_property
     def node(self) -> int:
@@ -45,31 +47,33 @@ class NodeFolders:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks of this node."""
+        """Ranks of this node."""
         return self.nodes[self.node]
 
     @property
     def leads(self) -> bool:
-        """True if this rank does what one rank of each node does."""
+        """True on one rank per node, which does the work that is needed once per node."""
         return self.rank == self.members[0]
 
     def node_of(self, rank: int) -> int:
         return next(node for node, ranks in enumerate(self.nodes) if rank in ranks)
 
     def copies_of(self, node: int, factor: int) -> list[int]:
-        """The nodes that keep copies of a node's files, given the number of nodes with them."""
+        """Return the other nodes with copies of a node's files. ``factor`` includes the node
+        itself."""
         count = len(self.nodes)
         return [(node + further) % count for further in range(1, min(factor, count))]
 
     def gather(self, own: object) -> list:
-        """The values of all ranks."""
+        """Return the values of all ranks, by rank. Collective: every rank must call this."""
         parts = [own] * sum(map(len, self.nodes))
         if len(parts) > 1:
             dist.all_gather_object(parts, own, group=self.group)
         return parts
 
     def require(self, reason: str | None) -> None:
-        """Raises CheckpointError on every rank if one has a reason."""
+        """Raise CheckpointError on every rank if ``reason`` is not None on any rank. Collective:
+        every rank must call this."""
         for rank, reason_of_rank in enumerate(self.gather(reason)):
             if reason_of_rank is not None:
                 raise CheckpointError(f"rank {rank}: {reason_of_rank}")
@@ -87,7 +91,8 @@ class NodeFolders:
         )
 
     def discard_after(self, iteration: int) -> None:
-        """Deletes later checkpoints and what killed saves left; every rank must call it."""
+        """Delete checkpoints of iterations after ``iteration``, and the remains of interrupted
+        saves. Every rank must call this method."""
         if not self.leads or not self.folder.is_dir():
             return
         remove_incomplete(self.folder)
@@ -97,7 +102,7 @@ class NodeFolders:
                     discard(self.folder / name)
 
     def remove(self) -> None:
-        """Deletes the folder of this node, after the run."""
+        """Delete this node's folder at the end of the run."""
         if self.leads:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -105,9 +110,11 @@ class NodeFolders:
 def open_folders(
     given: str | None, save: Path, world: Group, group: dist.ProcessGroup | None
 ) -> NodeFolders:
-    """Makes the folder of the run on every node, below ``given`` or in the shared memory; every
-    rank must call it. Ranks that see each other's files there are a node. Raises CheckpointError on
-    every rank if one cannot write there, or the folder is another user's."""
+    """Create the folder of the run on every node, inside ``given`` or in shared memory. Collective:
+    every rank must call this.
+
+    Ranks that see each other's files in the folder form a node. Raises CheckpointError on every
+    rank if a rank cannot write to the folder, or if another user owns it."""
     alone = NodeFolders(Path(), (tuple(range(world.size)),), world.rank, group)
     reason, run = None, ""
     try:
@@ -138,12 +145,12 @@ def open_folders(
 
 
 def base_folder(given: str | None) -> Path:
-    """The folder of a user's runs on a node."""
+    """Return the folder that contains all of a user's runs on a node."""
     return Path(given) if given else _SHARED_MEMORY / f"megatron-{os.getuid()}"
 
 
 def _run_id(save: Path) -> str:
-    """The identity of the run that saves there, made at its first start."""
+    """Return the identifier of the run that saves in ``save``, created at the run's first start."""
     path = save / RUN_ID
     with contextlib.suppress(FileNotFoundError):
         run_id = path.read_text(errors="replace").strip()
@@ -154,8 +161,8 @@ def _run_id(save: Path) -> str:
 
 
 def _make_own(folder: Path) -> None:
-    """Makes a folder that only this user can write to. Raises CheckpointError if another user has
-    made it, or it is a link."""
+    """Create a folder that only this user can write to. Raises CheckpointError if the folder
+    belongs to another user or is a link."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
@@ -166,8 +173,8 @@ def _make_own(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the number of bytes that can be written to a folder of this node; in memory no more
-    than the node has left."""
+    """Return the number of bytes that can be written to a folder of this node. For an in-memory
+    folder this is limited by the free memory of the node and of this process's control groups."""
     free = shutil.disk_usage(folder).free
     if _type_of_file_system(folder) in _IN_MEMORY:
         free = min(free, *_memory_left())
@@ -175,7 +182,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def _memory_left() -> Sequence[int]:
-    """Bytes of memory that are left to the node and to the control groups of this process."""
+    """Return the free memory of the node and of each control group of this process, in bytes."""
     left = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -192,7 +199,8 @@ def _memory_left() -> Sequence[int]:
 
 
 def _type_of_file_system(folder: Path) -> str:
-    """As /proc names it; empty where that does not exist."""
+    """Return the file system type of a folder as in /proc/self/mounts, e.g. "tmpfs". Return an
+    empty string on systems without that file."""
     kind_of_place = (0, "")
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
@@ -203,11 +211,11 @@ def _type_of_file_system(folder: Path) -> str:
 
 
 _CHUNK_BYTES = 2**23
-"""Sent at a time. A rank needs two such buffers, whatever the size of the files."""
+"""Bytes sent at a time. A rank needs two buffers of this size, whatever the size of the files."""
 
 
 class FileTransfer(NamedTuple):
-    """A file that the rank ``source`` sends to the rank ``target``, with its size and SHA-256."""
+    """File that rank ``source`` sends to rank ``target``, with its size and SHA-256."""
 
     source: int
     target: int
@@ -217,7 +225,7 @@ class FileTransfer(NamedTuple):
 
     @classmethod
     def of(cls, source: int, target: int, name: str, facts: Facts) -> FileTransfer:
-        """With the facts of a file in a manifest."""
+        """Return the transfer of a file whose size and SHA-256 a manifest lists in ``facts``."""
         return cls(source, target, name, facts["bytes"], facts["sha256"])
 
 
@@ -228,12 +236,12 @@ def exchange(
     sent: Callable[[FileTransfer], Path],
     received: Callable[[FileTransfer], Path],
 ) -> list[tuple[FileTransfer, str]]:
-    """Sends and receives files; every rank of the group must call it with the same list.
+    """Send and receive files. Collective: all ranks of the group must call this with the same list.
 
-    A file appears under its name when it is complete and has its SHA-256. A rank that cannot read
-    or write sends zeros, or drops what it receives, since other ranks would wait. Return the files
-    that this rank did not receive whole, each with the reason. Raises RuntimeError if a rank has
-    ended.
+    A file gets its final name only when it is complete and its SHA-256 matches. A rank that cannot
+    read sends zeros, and one that cannot write drops the data, because the other ranks would wait
+    otherwise. Return the files that this rank did not receive intact, each with the reason. Raises
+    RuntimeError if another rank has ended.
     """
     out_buffer, in_buffer = (torch.empty(_CHUNK_BYTES, dtype=torch.uint8) for _ in range(2))
     failed = []
@@ -266,8 +274,8 @@ def exchange(
 
 
 def rounds(transfers: Iterable[FileTransfer]) -> Iterator[list[FileTransfer]]:
-    """Yield transfers that can run concurrently: a rank sends one file at most and receives one at
-    most."""
+    """Yield lists of transfers that can run concurrently: in each list, a rank sends at most one
+    file and receives at most one."""
     waiting = list(transfers)
     while waiting:
         now, later = list[FileTransfer](), list[FileTransfer]()
@@ -282,13 +290,13 @@ def rounds(transfers: Iterable[FileTransfer]) -> Iterator[list[FileTransfer]]:
 
 
 def remove_unreceived(folder: Path) -> None:
-    """Deletes what a killed process had received of files in a folder."""
+    """Delete the partial files that a killed process left while receiving."""
     for path in folder.glob(".*.incoming"):
         path.unlink(missing_ok=True)
 
 
 class _Outgoing(contextlib.ExitStack):
-    """A file that is sent; zeros where it cannot be read, whose digest the receiver finds wrong."""
+    """File being sent. If reading fails, zeros are sent, which fail the receiver's checksum."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -297,7 +305,7 @@ class _Outgoing(contextlib.ExitStack):
             self._file = self.enter_context(path.open("rb", buffering=0))
 
     def fill(self, chunk: torch.Tensor) -> None:
-        """Reads the next bytes of the file."""
+        """Fill ``chunk`` with the next bytes of the file, or zeros if they cannot be read."""
         place = chunk.numpy().data
         with contextlib.suppress(OSError):
             while self._file is not None and place:
@@ -309,7 +317,7 @@ class _Outgoing(contextlib.ExitStack):
 
 
 class _Incoming(contextlib.ExitStack):
-    """A file that is received under a hidden name until it is whole."""
+    """File being received. It has a hidden name until it is complete."""
 
     def __init__(self, path: Path, expected: FileTransfer) -> None:
         super().__init__()
@@ -328,7 +336,7 @@ class _Incoming(contextlib.ExitStack):
             self._error = self._error or f"{self._part}: {error.strerror}"
 
     def add(self, chunk: torch.Tensor) -> None:
-        """Writes the next bytes."""
+        """Append the next bytes to the file. Write errors are kept for :meth:`finish`."""
         block = chunk.numpy().data
         self._digest.update(block)
         with self._noting_errors():
@@ -336,7 +344,8 @@ class _Incoming(contextlib.ExitStack):
                 block = block[self._file.write(block) :]
 
     def finish(self) -> str:
-        """Gives the file its name, if it is what the sender was to send; else returns why not."""
+        """Rename the file if its SHA-256 matches, else delete it. Return the error, if any, or
+        ""."""
         if not self._error and self._digest.hexdigest() != self._expected.sha256:
             self._error = (
                 f"{self._expected.name} of rank {self._expected.source} is damaged: its SHA-256 "

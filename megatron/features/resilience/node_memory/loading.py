@@ -1,5 +1,5 @@
-"""Checkpoints in memory that the remaining nodes have complete, and the files that each node needs
-from others."""
+"""Loading of in-memory checkpoints: find those that the remaining nodes still have completely, and
+send each node the files that it lacks."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ _TENSORS = ".safetensors"
 
 
 class ComparedCheckpoint(FoundCheckpoint):
-    """A checkpoint whose files for a node's ranks are on the node, with verified checksums."""
+    """Checkpoint whose files have already been verified by checksum on this node."""
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Compares what it is based on."""
+        """Verify only the base checkpoint, if this checkpoint has one."""
         if self.form.on_base:
             check = self.form.verify_base  # type: ignore[attr-defined]
             check(self.folder, share, shares, **self._options)
@@ -62,11 +62,11 @@ class ComparedCheckpoint(FoundCheckpoint):
 
 @dataclass(frozen=True)
 class NodeCheckpoint:
-    """A checkpoint in the memory of the nodes.
+    """Checkpoint in the host memory of the nodes.
 
     Attributes:
-        files: files with tensors, by name.
-        held: names and facts of the files that nodes have, by the first rank of the node.
+        files: size and checksum of each tensor file of the whole checkpoint, by file name.
+        held: size and checksum of each file that a node has, by the lowest rank of the node.
     """
 
     iteration: int
@@ -75,13 +75,13 @@ class NodeCheckpoint:
 
     @property
     def missing(self) -> list[str]:
-        """Files that no node has."""
+        """Tensor files of the checkpoint that no node has."""
         return sorted(self.files.keys() - {name for names in self.held.values() for name in names})
 
 
 class _Held(NamedTuple):
-    """A node's part of one checkpoint; the ``digest`` of its tensors tells saves of one step
-    apart."""
+    """Files of one checkpoint that a node has. ``digest`` identifies the tensor files, because two
+    saves of the same iteration may differ."""
 
     iteration: int
     digest: str
@@ -90,7 +90,8 @@ class _Held(NamedTuple):
 
 
 def checkpoints_in(folders: NodeFolders) -> list[NodeCheckpoint]:
-    """Return the checkpoints of which any node has files, newest first; every rank must call it."""
+    """Return the checkpoints of which any node has files, newest first. Collective: every rank must
+    call this."""
     checkpoints: dict[tuple[int, str], NodeCheckpoint] = {}
     for rank, several in enumerate(folders.gather(_held(folders) if folders.leads else [])):
         for one in several:
@@ -105,7 +106,7 @@ def _held(folders: NodeFolders) -> list[_Held]:
     checkpoints = []
     for name in complete_tags(folders.folder):
         folder, iteration = folders.folder / name, iteration_of(name)
-        with contextlib.suppress(CheckpointError, OSError):  # else as if it were not there
+        with contextlib.suppress(CheckpointError, OSError):  # skip damaged checkpoints
             listed = manifest(folder)
             remove_unreceived(folder)
             tensors = {file: facts for file, facts in listed.items() if file.endswith(_TENSORS)}
@@ -124,9 +125,9 @@ def _held(folders: NodeFolders) -> list[_Held]:
 
 
 def fetch(engine: TrainEngine, folders: NodeFolders, wanted: NodeCheckpoint) -> FoundCheckpoint:
-    """Gives every node what its ranks read of a checkpoint; every rank must call it. A damaged copy
-    is deleted, and another node's is used. Raises CheckpointError on every rank if that is not
-    possible."""
+    """Send every node the files of a checkpoint that its ranks read. Collective: every rank must
+    call this. A damaged copy is deleted and replaced with another node's. Raises CheckpointError on
+    every rank if the checkpoint cannot be completed."""
     if wanted.missing:
         raise CheckpointError(
             f"no node has {wanted.missing[0]}"
@@ -149,9 +150,10 @@ def fetch(engine: TrainEngine, folders: NodeFolders, wanted: NodeCheckpoint) -> 
 
 
 def needed_files(engine: TrainEngine, folder: Path, files: Mapping[str, Facts]) -> set[str]:
-    """Return the files with tensors that this rank reads when it loads a checkpoint."""
+    """Return the names of the tensor files that this rank reads when it loads a checkpoint."""
     if (folder / BASE).is_file() or engine.quantised:
-        return set(files)  # additions are small, and read whole
+        # Adapters and other additions to a base are small, and are always read completely.
+        return set(files)
     index = read_index(folder, manifest(folder))
     rank = f"-{engine.mesh.world.rank:05d}"
     needed = {name for name in files if name.startswith(("float8-", f"{MORE_STATES}-"))}
@@ -177,20 +179,20 @@ def _working_range(engine: TrainEngine, param: nn.Parameter) -> tuple[int, int]:
 
 
 def _overlap(wanted: Slice, entry: IndexEntry) -> bool:
-    # One of another shape is refused when it is read.
+    # An entry with a different shape counts as overlapping, so that reading it reports the error.
     return wanted.shape != entry.slice.shape or wanted.overlap(entry.slice) is not None
 
 
 class _Fetch:
-    """The transfers of one checkpoint; every rank does the same in the same order."""
+    """File transfers of one checkpoint. All ranks plan the same transfers in the same order."""
 
     def __init__(self, folders: NodeFolders, folder: Path, wanted: NodeCheckpoint) -> None:
         self._folders, self._folder, self._wanted = folders, folder, wanted
         self._held = {rank: dict(files) for rank, files in wanted.held.items()}
-        self._needs: list[list[str]] = []  # of each rank
+        self._needs: list[list[str]] = []  # names of the files that each rank needs, by rank
 
     def copy_small_files(self) -> None:
-        """Gives nodes without this checkpoint its index, configuration and manifest."""
+        """Copy the index, configuration and manifest to nodes that lack this checkpoint."""
         folders, folder = self._folders, self._folder
         giver = next(iter(self._held))
         small = {
@@ -222,7 +224,7 @@ class _Fetch:
         self._held |= {rank: dict(small) for rank in without}
 
     def copy_tensors(self, needed: set[str]) -> None:
-        """Gives nodes the files that their ranks need, until each has undamaged ones."""
+        """Copy the tensor files that ranks need to their nodes, until all copies are undamaged."""
         self._needs = self._folders.gather(sorted(needed))
         while True:
             for rank, names in enumerate(self._folders.gather(self._damaged_here())):
@@ -240,12 +242,13 @@ class _Fetch:
                     self._of_node(each.target)[each.name] = self._wanted.files[each.name]
 
     def _of_node(self, rank: int) -> dict[str, Facts]:
-        """The files that the node of a rank has."""
+        """Return the files that the node of a rank has."""
         folders = self._folders
         return self._held[folders.nodes[folders.node_of(rank)][0]]
 
     def _damaged_here(self) -> list[str]:
-        """Delete and return damaged files that this node needs; its ranks share the work."""
+        """Delete damaged files that this node needs, and return their names. Each rank of the node
+        checks some of the files."""
         members, rank = self._folders.members, self._folders.rank
         needed = {name for member in members for name in self._needs[member]}
         names, bad = sorted(needed & self._of_node(rank).keys()), []
@@ -260,8 +263,8 @@ class _Fetch:
         return bad
 
     def _plan(self) -> list[FileTransfer]:
-        """Return what nodes need of other nodes, the same on every rank. Raises CheckpointError if
-        no node has a file."""
+        """Return the transfers that nodes still need from each other, identical on every rank.
+        Raises CheckpointError if no node has an undamaged copy of a file."""
         planned, nodes = [], self._folders.nodes
         for target in nodes:
             needed = {name for rank in target for name in self._needs[rank]}
@@ -287,8 +290,8 @@ class _Fetch:
         folders.require(reason)
 
     def _exchange(self, transfers: list[FileTransfer]) -> set[tuple[int, str]]:
-        """Return sender and name of files that were damaged. Raises CheckpointError on every rank
-        if one cannot write."""
+        """Run the transfers. Return the source rank and name of each file that arrived damaged on
+        any rank. Raises CheckpointError on every rank if any rank cannot write."""
         folders = self._folders
         failed = folders.exchange(transfers, sent=self._folder, received=self._folder)
         damaged = {(each.source, each.name) for each, reason in failed if "damaged" in reason}

@@ -1,1 +1,1 @@
-"""Ranks that are started again, by a guardian each or with fewer nodes."""
+"""Restart of failed ranks, by a guardian process per rank or with a smaller number of nodes."""

@@ -1,7 +1,8 @@
-"""Decides when the trainers of a run start, why they failed, and how many restart.
+"""Coordinator of in-process restarts: decides when the trainers of a run start, what made them
+fail, and how many restart.
 
-It runs in the guardian of rank 0 and never waits. Its clock is the guardian's loop: while a whole
-job is suspended it stands still.
+It runs in the guardian of rank 0 and never blocks. Its clock advances with the guardian's loop, so
+it stops while the whole job is suspended.
 """
 
 from __future__ import annotations
@@ -24,20 +25,27 @@ from megatron.util.processes import death
 
 logger = logging.getLogger(__name__)
 
-USER_MISTAKE = 2  # exit status after which another start ends in the same way
-GONE = -1  # status of a trainer whose guardian is gone, too
-JUDGING_SECONDS = 0.3  # the rank that fails first is not always the first that is heard of
-REPORT_SECONDS = 5.0  # for the reports of the other ranks, after one has found a hang
-STOP_SECONDS = 30.0  # within which a guardian has ended its trainer, or is lost
-REPLACE_SECONDS = 2 * UNANSWERED_MILLISECONDS / 1000  # until the guardian before is found gone
-MOST_ALIKE = {"error": 3, "signal": 10}  # same failures in a row at the same step
-MOST_WITHOUT_SAVE = 30  # failures in a row between which nothing was saved
+USER_MISTAKE = 2  # exit code for invalid flags or input: a restart would not help
+GONE = -1  # status of a trainer whose guardian is lost as well
+# delay before failures are judged: the first one reported may not be the first that happened
+JUDGING_SECONDS = 0.3
+REPORT_SECONDS = 5.0  # time for other ranks to write their reports after one has found a hang
+STOP_SECONDS = 30.0  # time limit for a guardian to end its trainer, after which it counts as lost
+# time within which the death of a guardian's predecessor is detected
+REPLACE_SECONDS = 2 * UNANSWERED_MILLISECONDS / 1000
+# number of consecutive identical failures at the same step before giving up
+MOST_ALIKE = {"error": 3, "signal": 10}
+MOST_WITHOUT_SAVE = 30  # consecutive failures without a new checkpoint before giving up
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The flags: restarts (None for any number), ranks with which the run continues (None for all),
-    and seconds to wait for all guardians at the start."""
+    """Restart limits set by flags.
+
+    Attributes:
+        restarts: maximum number of restarts; None for no limit.
+        least: minimum number of ranks to continue with; None if all ranks are required.
+        patience: seconds to wait at the start until all guardians have connected."""
 
     restarts: int | None = None
     least: int | None = None
@@ -46,13 +54,14 @@ class Rules:
 
 @dataclass(eq=False)
 class Member:
-    """A guardian, and its trainer.
+    """Guardian and its trainer.
 
     Attributes:
-        rank: from the launcher; its trainer may have a smaller one.
-        port: free on its host, where the trainers can meet.
-        barred: its trainers fail again and again, and it gets no more of them.
-        until: when it is refused if another guardian of its rank still lives.
+        rank: rank given by the launcher; the trainer may have a smaller one.
+        port: free port on the guardian's host, where the trainers can rendezvous.
+        barred: True if its trainers failed repeatedly, so that it gets no more of them.
+        until: time at which this guardian is refused if the previous guardian of its rank is still
+            alive.
     """
 
     peer: Peer
@@ -67,13 +76,18 @@ class Member:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Description for messages."""
         return f"rank {self.rank} ({self.host}, process {self.trainer or self.process})"
 
 
 @dataclass
 class _Layout:
-    """The layout that trainers have reported: 0 before."""
+    """Parallel layout reported by the trainers; all zero until they report.
+
+    Attributes:
+        replica: number of ranks in a model replica.
+        micro_batch: micro batch size.
+        global_batch: global batch size."""
 
     replica: int = 0
     micro_batch: int = 0
@@ -88,7 +102,7 @@ class _Layout:
 
 @dataclass
 class _Failures:
-    """The latest ones, to see whether restarts help."""
+    """Record of the latest failures, used to judge whether restarts help."""
 
     key: tuple[int, int] | None = None
     alike: int = 0
@@ -96,7 +110,8 @@ class _Failures:
     culprits: set[int] = field(default_factory=set)
 
     def add(self, status: int, iteration: int, rank: int, saved: bool) -> str | None:
-        """Counts one; why no restart will help, if it looks so."""
+        """Record a failure. ``saved`` is True if a checkpoint was saved since the previous failure.
+        Return the reason why another restart is unlikely to help, or None."""
         if (status, iteration) != self.key or saved:
             self.key, self.alike, self.culprits = (status, iteration), 0, set()
         self.alike += 1
@@ -110,35 +125,36 @@ class _Failures:
 
 
 class RunState(str, Enum):
-    """State of the guardians of a run."""
+    """State of a run, as seen by the coordinator."""
 
-    GATHERING = "gathering"  # they come, until all are there
-    RUNNING = "running"  # their trainers train
-    STOPPING = "stopping"  # they end their trainers, so that all start again
+    GATHERING = "gathering"  # guardians are still connecting
+    RUNNING = "running"  # trainers are training
+    STOPPING = "stopping"  # guardians are ending their trainers before a restart
     OVER = "over"
 
 
 class RunEvent(Enum):
-    """A message of a guardian, or an event of its connection or of time."""
+    """A message from a guardian, the loss of its connection, or the passing of time."""
 
     JOINED = auto()
     SIGNAL = auto()  # a stop was requested
-    ENDED = auto()  # a trainer has ended by itself
+    ENDED = auto()  # a trainer has exited, other than by its guardian's kill
     SAVED = auto()
-    LOST = auto()  # a guardian is gone, with a trainer that ran
+    LOST = auto()  # a guardian with a running trainer is lost
     TICK = auto()
 
 
 class Coordinator:
-    """The decisions of a run, listed in :data:`ACTIONS` by state and event. ``own`` is the
-    :func:`hello` of rank 0, whose guardian the others reach at ``address``."""
+    """State machine of a run, with its transitions in :data:`ACTIONS`. ``own`` is the :func:`hello`
+    of rank 0, and ``address`` the address at which other hosts reach rank 0's guardian."""
 
     def __init__(self, own: Message, address: str, rules: Rules) -> None:
         self.size: int = own["size"]
         self.address, self.rules = address, rules
         self.members: list[Member] = []
         self._own = own
-        self._waiting: list[Member] = []  # for the place of a guardian that may be gone
+        # guardians of a rank whose previous guardian may still be alive
+        self._waiting: list[Member] = []
         self.state = RunState.GATHERING
         self.generation = -1
         self.stopped_by: int | None = None
@@ -149,15 +165,15 @@ class Coordinator:
         self._iteration, self._saved, self._active = 0, False, 0
 
     def _handle(self, event: RunEvent, *facts: Any) -> None:
-        """Do what the table says; an event that it does not list in this state changes nothing."""
+        """Run the action listed for the current state and ``event``, if there is one."""
         if (action := ACTIONS.get((self.state, event))) is not None:
             action(self, *facts)
 
-    # What guardians say -------------------------------------------------------------------------
+    # Messages from guardians --------------------------------------------------------------------
 
     def joined(self, peer: Peer, hello: Message) -> Member | None:
-        """Return the guardian that has come; None if it cannot take part. Raises KeyError or
-        ValueError for what no guardian says."""
+        """Handle the ``hello`` of a new guardian. Return the guardian as a member, or None if it
+        cannot take part. Raises KeyError or ValueError if the message is malformed."""
         host = one_line(hello["host"])[:256]
         member = Member(peer, hello["rank"], host, hello["process"], hello["port"])
         size, begun = hello["size"], self.generation >= 0
@@ -187,7 +203,8 @@ class Coordinator:
         return None
 
     def received(self, member: Member, message: Message) -> None:
-        """Handle a message of a guardian, unless it belongs to an earlier generation."""
+        """Handle a message from a guardian. Messages of earlier generations are ignored, except for
+        requests to stop."""
         kind = message["kind"]
         if member in self._waiting:
             if kind == "stopping":
@@ -207,12 +224,13 @@ class Coordinator:
             if not message.get("killed"):
                 self._handle(RunEvent.ENDED, member, message["status"])
             elif state := message.get("state"):
-                # One that is stopped has held up the others; one that works was only slow.
+                # A suspended trainer has blocked the others; one that still ran was only slow to
+                # end.
                 tell = logger.warning if "stopped" in state else logger.info
                 tell(f"{member.name} {state}; it was killed, since it had not ended in time")
 
     def left(self, member: Member, how: str) -> None:
-        """The connection of a guardian has ended."""
+        """Handle the end of a guardian's connection. ``how`` describes it for the log."""
         member.peer.close()
         if member in self._waiting:
             self._waiting.remove(member)
@@ -223,15 +241,15 @@ class Coordinator:
             member.running = False
 
     def tick(self, seconds: float) -> None:
-        """Advance the time."""
+        """Advance the clock by ``seconds`` and handle what is due."""
         self._seconds += seconds
         self._replace()
         self._handle(RunEvent.TICK)
 
-    # Who takes part -----------------------------------------------------------------------------
+    # Membership ---------------------------------------------------------------------------------
 
     def _holder(self, rank: int) -> Member | None:
-        """The guardian of a rank whose connection has not ended."""
+        """Return the connected guardian of a rank, or None."""
         return next((member for member in self.members if member.rank == rank), None)
 
     def _admit(self, member: Member) -> None:
@@ -239,12 +257,12 @@ class Coordinator:
         self._handle(RunEvent.JOINED, member)
 
     def _refuse(self, member: Member, why: str) -> None:
-        """Ends a process that has no place in this run, and nothing else."""
+        """End a process that does not belong to this run. The run is not affected."""
         logger.warning(f"{member.name} wanted to join this run, and is refused: {why}")
         self._send(member, {"kind": "finish", "status": USER_MISTAKE, "why": why})
 
     def _replace(self) -> None:
-        """Admit restarted guardians whose predecessors are gone."""
+        """Admit restarted guardians whose predecessors are gone, and refuse overdue ones."""
         for member in list(self._waiting):
             holder = self._holder(member.rank)
             if holder is None:
@@ -287,7 +305,7 @@ class Coordinator:
         )
 
     def _grow(self) -> None:
-        """After a save: start again with ranks that are back."""
+        """After a save, restart with more ranks if lost ranks have come back."""
         self._saved = True
         more = self._usable()
         if more is not None and more > self._active:
@@ -302,7 +320,7 @@ class Coordinator:
             self._finish(0)
 
     def _report(self, member: Member, status: int, what: str) -> None:
-        """Note a failure, which is judged once others have had time to report theirs."""
+        """Record a failure. It is judged after other ranks have had time to report theirs."""
         if status < 0:
             self._deadline = self._seconds
         elif not self._reports:
@@ -310,7 +328,7 @@ class Coordinator:
         self._reports.append((member, status, what))
 
     def _judge(self) -> None:
-        """Finds which failure is the cause of the others, and what to do about it."""
+        """Find the failure that caused the others, and stop, restart or end the run."""
         if not self._reports or self._seconds < self._deadline:
             return
         member, status, what = min(self._reports, key=lambda report: _consequence(report[1]))
@@ -331,7 +349,8 @@ class Coordinator:
         return self._active > (self.rules.least or self._active) and not self._iteration
 
     def _hopeless(self, member: Member, status: int) -> str | None:
-        """Return why no restart helps, if it looks so. A rank that fails alone is barred."""
+        """Return the reason why a restart would not help, or None. If only one rank keeps failing
+        and the run can continue without it, the rank is barred instead."""
         why = self._failures.add(status, self._iteration, member.rank, self._saved)
         if why and self._failures.culprits == {member.rank} and self.rules.least:
             member.barred = True
@@ -341,7 +360,7 @@ class Coordinator:
         return why
 
     def _start_again(self) -> None:
-        """Once every trainer has ended, or its guardian is too late and is lost."""
+        """Restart once every trainer has ended. Guardians past the deadline count as lost."""
         late = [member for member in self.members if member.running]
         if late and self._seconds < self._deadline:
             return
@@ -364,7 +383,7 @@ class Coordinator:
     # Starting and ending ------------------------------------------------------------------------
 
     def _usable(self) -> int | None:
-        """Return the largest number of ranks that can train with the available ones, or None."""
+        """Return the largest usable world size, or None if too few ranks are available."""
         there = min(sum(not member.barred for member in self.members), self._most)
         if self.rules.least is None:
             return self.size if there == self.size else None
@@ -421,10 +440,10 @@ class Coordinator:
             self._send(member, {"kind": "finish", "status": status})
 
     def _address_of(self, member: Member) -> str:
-        """Address by which other trainers reach a guardian's trainer."""
+        """Return the address at which other trainers reach a guardian's trainer."""
         address = member.peer.address.removeprefix("::ffff:")
         if address == "::1" or address.startswith("127."):
-            return self.address  # on the same host as this one
+            return self.address  # the host of this coordinator
         return address
 
     def _send(self, member: Member, message: dict[str, Any]) -> None:
@@ -445,20 +464,20 @@ ACTIONS: dict[tuple[RunState, RunEvent], Callable[..., None]] = {
     (RunState.STOPPING, RunEvent.SIGNAL): Coordinator._stop_by_signal,
     (RunState.STOPPING, RunEvent.TICK): Coordinator._start_again,
 }
-"""Actions at an event. States change in ``_start``, ``_stop`` and ``_finish`` alone."""
+"""Action for each state and event. Only ``_start``, ``_stop`` and ``_finish`` change the state."""
 
 
 def _consequence(status: int) -> int:
-    """Rank failures by how likely they follow from another one: a signal hardly, a mistake of the
-    user, which all ranks report, most."""
+    """Return how likely a failure is to be a consequence of another, from 0 to 3: death by a signal
+    is the least likely, and a user mistake, which all ranks report, the most likely."""
     if status < 0:
         return 0
     return {RESTART_STATUS: 1, USER_MISTAKE: 3}.get(status, 2)
 
 
 def choose(members: Sequence[Member], size: int) -> list[Member]:
-    """Return the guardians that get a trainer, by rank: the fullest hosts come first, so that
-    tensor-parallel ranks stay together."""
+    """Return the ``size`` guardians that get a trainer, ordered by rank. Hosts with the most
+    available guardians are preferred, so that tensor-parallel ranks stay on one host."""
     able = [member for member in members if not member.barred]
     on_host = Counter(member.host for member in able)
     preferred = sorted(able, key=lambda member: (-on_host[member.host], member.rank))

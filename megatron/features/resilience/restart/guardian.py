@@ -1,9 +1,9 @@
-"""A process next to each rank that starts it again (``--inprocess-restart``).
+"""Guardian process of a rank, which restarts the rank's trainer (``--inprocess-restart``).
 
-The process that a launcher has started imports everything, and forks the trainer. When a rank is
-lost, all guardians end their trainers and fork again: nothing is left of broken communicators, of
-the device's memory or of DeepSpeed's globals, and nothing has to be imported. A process that forks
-must not have threads, nor a context of CUDA; so a guardian computes nothing.
+The process that the launcher has started imports everything, and forks the trainer. When a rank is
+lost, all guardians end their trainers and fork again. A new trainer thus has no broken
+communicators, device memory or DeepSpeed globals from before, and repeats no imports. A process
+that forks must not have threads or a CUDA context, so a guardian does no computation itself.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from megatron.util.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
 
-LOOP_SECONDS = 0.1  # how long a guardian sleeps at most; signals wait as long
-MOST_STRANGERS = 64  # connections that have not said yet whose they are, besides one for each rank
+LOOP_SECONDS = 0.1  # maximum sleep of the guardian's loop, and thus the maximum delay of a signal
+MOST_STRANGERS = 64  # unidentified connections allowed in addition to one per rank
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-FROM_TERMINAL = 0x80  # SI_KERNEL: all processes of the terminal's group have got the signal
+FROM_TERMINAL = 0x80  # si_code SI_KERNEL: the terminal signalled its whole process group
 
 
 def guard(rules: Rules, flags: Mapping[str, str], prepare: Callable[[], None]) -> int:
-    """Makes this process a guardian, which ends with the run, and returns in each of its trainers
-    the number of processes. Raises ConfigError if the guardians do not meet. ``prepare`` imports
-    what a trainer needs."""
+    """Make this process a guardian, which exits when the run ends. Return only in the trainers that
+    it forks, with their world size. ``prepare`` imports the modules that a trainer needs. Raises
+    ConfigError if the guardians cannot connect to each other."""
     if not sys.platform.startswith("linux"):
         raise ConfigError("--inprocess-restart needs Linux")
-    # Or else torch asks CUDA for GPUs, which then cannot be used in a forked process.
+    # Otherwise torch initialises CUDA to count the GPUs, which breaks CUDA in forked processes.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     prepare()
     with _interrupted_at_once():
         gc.collect()
-        gc.freeze()  # pages that the collector does not write stay shared
+        gc.freeze()  # the collector then writes to no memory pages, which stay shared
         guardian = Guardian(rules, flags)
     begin_generation(guardian.run())
     return int(os.environ["WORLD_SIZE"])
 
 
 class Guardian:
-    """One guardian; rank 0's has the coordinator, too."""
+    """Guardian of one rank. The guardian of rank 0 also runs the coordinator."""
 
     def __init__(self, rules: Rules, flags: Mapping[str, str]) -> None:
         self._rank = int(os.environ.get("RANK", "0"))
@@ -85,13 +85,14 @@ class Guardian:
         self._start: Message | None = None
         self._kill_at: float | None = None
         self._killed = self._late = False
-        self._state = ""  # what the trainer did when it was killed
+        self._state = ""  # state of the trainer when it was killed, for the log
         self._told, self._stopped_at = (0, 0), 0.0
 
-    # Meeting ------------------------------------------------------------------------------------
+    # Connecting ---------------------------------------------------------------------------------
 
     def _meet(self, rules: Rules, greeting: Message) -> Peer:
-        """Connects to the guardian of rank 0. Until then signals end the process."""
+        """Connect to the guardian of rank 0. Rank 0 also creates the coordinator. Until this
+        returns, signals end the process."""
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         port, store = int(os.environ.get("MASTER_PORT", "0")), None
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -120,7 +121,7 @@ class Guardian:
         end = time.monotonic() + rules.patience
         while True:
             if store is not None and self._rank:
-                # It may still name the address of an earlier start, where nothing listens.
+                # The store may still contain the address of an earlier start.
                 entry = store.get(key).decode()
                 address, _, text = entry.rpartition(" ")
                 port = int(text)
@@ -152,10 +153,10 @@ class Guardian:
             self._dismiss(self._strangers[0], "too many connections say nothing")
 
     def _introduced(self, peer: Peer) -> None:
-        """The first message of a guardian to the coordinator, and what has come with it."""
+        """Pass a new guardian's first message, and any that arrived with it, to the coordinator."""
         assert self._coordinator is not None
         if peer not in self._strangers:
-            return  # dismissed since the selector has named it
+            return  # dismissed after the selector returned it
         try:
             messages = peer.receive()
             if not messages:
@@ -175,7 +176,7 @@ class Guardian:
         self._hear(member, lambda: messages[1:])
 
     def _dismiss(self, peer: Peer, why: str = "") -> None:
-        """Ends the connection of a process that is not a guardian of this run."""
+        """Close the connection of a process that is not a guardian of this run."""
         if why:
             logger.warning(
                 f"a connection to the guardians' port {self._place} is refused: {one_line(why)}; "
@@ -201,10 +202,10 @@ class Guardian:
                 self._selector.unregister(member.peer)
             self._coordinator.left(member, how)
 
-    # The loop -----------------------------------------------------------------------------------
+    # Event loop ---------------------------------------------------------------------------------
 
     def run(self) -> RunGeneration:
-        """Guards until the run ends; returns in each trainer, and nowhere else."""
+        """Guard the trainer until the run ends. Returns only in a forked trainer."""
         before = time.monotonic()
         while True:
             for key, _ in self._selector.select(LOOP_SECONDS):
@@ -217,7 +218,7 @@ class Guardian:
             if self._kill_at is not None and now >= self._kill_at:
                 self._kill()
             if self._coordinator is not None:
-                # A process that was suspended has not waited.
+                # Time during which the process was suspended does not count as waiting.
                 self._coordinator.tick(min(now - before, 5 * LOOP_SECONDS))
                 self._forget_closed()
             before = now
@@ -234,7 +235,7 @@ class Guardian:
                 self._selector.unregister(key.fileobj)
 
     def _heard(self) -> None:
-        """Handle a message of the coordinator."""
+        """Handle messages from the coordinator. If the connection is lost, end this guardian."""
         try:
             messages = self._peer.receive()
         except (OSError, ValueError) as error:
@@ -258,7 +259,7 @@ class Guardian:
                 self._end(message["status"])
 
     def _stop(self, number: int, grace: float) -> None:
-        """Ends the trainer of a generation within a time, or does not start it."""
+        """End the trainer of generation ``number`` after ``grace`` seconds, or cancel its start."""
         if self._start is not None and self._start["generation"] == number:
             self._begin(self._start)
             self._stopped_at = time.monotonic()
@@ -300,24 +301,25 @@ class Guardian:
     # The trainer --------------------------------------------------------------------------------
 
     def _begin(self, start: Message) -> None:
-        """Begin a generation, without knowledge of its state."""
+        """Reset the state for a new generation."""
         self._start, self._kill_at, self._killed, self._late = None, None, False, False
         self._generation, self._told = start["generation"], (0, 0)
         self._progress = TrainerProgress.shared()
 
     def _fork(self, start: Message) -> RunGeneration | None:
-        """Starts a trainer, in which it returns what the trainer is."""
+        """Fork a trainer. Return its generation in the trainer, and None in the guardian."""
         self._begin(start)
         guardian = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, such as OpenBLAS's
+            # Python warns about forking a process that has threads, such as OpenBLAS's.
+            warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child:
             self._child = child
             with contextlib.suppress(OSError, AttributeError):
-                # Only to wake up immediately when the trainer ends.
+                # Wakes the loop as soon as the trainer ends. Without it, the loop polls.
                 handle = os.pidfd_open(child)
                 self._selector.register(handle, selectors.EVENT_READ, lambda: self._ended(handle))
             return None
@@ -374,14 +376,14 @@ class Guardian:
             os.kill(self._child, signal.SIGKILL)
 
     def _close(self) -> None:
-        """Close the guardian's resources. The port stays reserved: torch may bind it, too."""
+        """Close the guardian's sockets in the trainer, except the port reserved for torch."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, Peer | socket.socket):
                 key.fileobj.close()
         self._selector.close()
 
     def _end(self, status: int) -> NoReturn:
-        """Ends trainer and guardian."""
+        """Kill the trainer and exit this guardian with ``status``."""
         if self._child:
             os.kill(self._child, signal.SIGKILL)
             os.waitpid(self._child, 0)
@@ -393,8 +395,8 @@ class Guardian:
 
 @contextlib.contextmanager
 def _interrupted_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process also in torch's store, where Python's handler does not run, and in
-    the garbage collector, which drops what a handler raises."""
+    """Let Ctrl-C end the process immediately inside the block. Python's own handler does not run
+    inside torch's store, and the garbage collector drops exceptions that a handler raises."""
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
@@ -403,7 +405,7 @@ def _interrupted_at_once() -> Iterator[None]:
 
 
 def _reserve() -> socket.socket:
-    """A socket bound to a free port; it does not listen, so that the trainer can."""
+    """Return a socket bound to a free port. It does not listen, so the trainer can listen there."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("", 0))
@@ -411,7 +413,7 @@ def _reserve() -> socket.socket:
 
 
 def _own_address(other: str) -> str:
-    """By which hosts that reach another address reach this one."""
+    """Return the address at which hosts in the network of ``other`` reach this host."""
     with contextlib.suppress(OSError):
         own = address_towards(other)[1]
         return other if own.startswith("127.") or own == "::1" else own

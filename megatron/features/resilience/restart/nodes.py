@@ -1,4 +1,4 @@
-"""Nodes of a run over ssh: can they take part, and how are their processes asked to stop."""
+"""Checks over ssh whether nodes can take part in a run, and signals that end their processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 
-_NO_FOLDER, _NO_PYTHON, _NO_EXPORT = 41, 42, 43  # exit statuses of the question that a node answers
+_NO_FOLDER, _NO_PYTHON, _NO_EXPORT = 41, 42, 43  # exit codes of the command that checks a node
 
 
 @dataclass(frozen=True)
 class _Saying:
-    """Words of ssh, in small letters, and the remedy; ``gone`` if the machine may come back by
-    itself."""
+    """Phrase in ssh's error output, in lower case, and the remedy. ``gone`` is True if the node may
+    become reachable again without intervention."""
 
     words: str
     remedy: str
@@ -40,13 +40,13 @@ _SAYINGS = (
     _Saying("connection closed by", "see what its sshd says (journalctl -u ssh)", gone=True),
     _Saying("connection reset by", "see what its sshd says (journalctl -u ssh)", gone=True),
 )  # fmt: skip
-"""The first that fits counts."""
+"""Known ssh errors. The first one that matches applies."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason for which a node cannot take part, and the remedy; ``gone`` if it may come back by
-    itself."""
+    """Reason why a node cannot take part, and the remedy. ``gone`` is True if the node may come
+    back without intervention."""
 
     name: str
     reason: str
@@ -60,8 +60,9 @@ class Refusal:
 def ask(
     names: Sequence[str], folder: str, python: str, seconds: int, options: Sequence[str] = ()
 ) -> list[Refusal]:
-    """Check all nodes concurrently, and return those that cannot take part, in order. ``options``
-    are further words for ssh. Raises FileNotFoundError without ssh."""
+    """Check all nodes concurrently. Return a refusal for each node that cannot take part,
+    ordered like ``names``. ``options`` are additional ssh arguments. Raises FileNotFoundError
+    without ssh."""
     if shutil.which("ssh") is None:
         raise FileNotFoundError(
             "ssh is not installed here: install OpenSSH's client, by which the nodes are reached"
@@ -82,8 +83,8 @@ def ask(
 
 
 def stop(names: Sequence[str], launcher: str, seconds: int, options: Sequence[str] = ()) -> None:
-    """Sends SIGTERM to the processes of a run on all nodes, and does not wait. ``launcher`` is a
-    regular expression for the command line of their parent."""
+    """Send SIGTERM to the processes of a run on all nodes, without waiting. ``launcher`` is a
+    regular expression that matches the command line of their parent process."""
     script = f'for parent in $(pgrep -f "{launcher}"); do pkill -P $parent; done'
     _on_all(names, f"sh -c {shlex.quote(script)}", seconds, options)
 
@@ -102,7 +103,8 @@ def _on_all(
 
 
 def _question(folder: str, python: str) -> str:
-    """Set a variable as pdsh's launcher does, for any shell of the user."""
+    """Return the shell command that checks a node. It uses ``export``, as DeepSpeed's pdsh launcher
+    does, to find out whether the user's login shell supports it."""
     script = (
         f"cd {shlex.quote(folder)} || exit {_NO_FOLDER}; "
         f"command -v {shlex.quote(python)} || exit {_NO_PYTHON}; "
@@ -131,7 +133,7 @@ def _refusal(name: str, status: int, said: str, folder: str, python: str) -> Ref
 
 
 def keep_alive(variables: MutableMapping[str, str]) -> None:
-    """Makes pdsh notice within 16 s that a node is gone, unless the user's options say when."""
+    """Make pdsh detect a lost node within 16 seconds, unless the user's ssh options set a limit."""
     given = variables.get("PDSH_SSH_ARGS_APPEND", "")
     if "ServerAlive" not in given:
         ours = "-o ServerAliveInterval=4 -o ServerAliveCountMax=3 -o ConnectTimeout=10"

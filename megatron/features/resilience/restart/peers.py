@@ -1,4 +1,4 @@
-"""Messages between the guardians of a run: a JSON object a line, over TCP."""
+"""Messages between the guardians of a run: one JSON object per line, over TCP."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from megatron.util.json_text import parse_json
 Message = Mapping[str, Any]
 
 KEEP_ALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5))
-"""A host that does not answer for 15 s is gone; a process that is stopped is not."""
+"""TCP keep-alive settings. A host that does not answer for 15 seconds counts as lost. A suspended
+process does not, because its kernel still answers."""
 UNANSWERED_MILLISECONDS = 15_000
-LONGEST_MESSAGE = 2**20  # bytes; no guardian sends a longer one
+LONGEST_MESSAGE = 2**20  # bytes; guardians never send longer messages
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("rank", "size", "port", "process", "trainer", "generation"), (int,)),
     **dict.fromkeys(("iteration", "saves", "replica", "micro_batch", "global_batch"), (int,)),
@@ -29,12 +30,13 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("host", "folder", "kind", "address", "state", "why"), (str,)),
     **{"flags": (dict,), "killed": (bool,), "grace": (int, float), "failure": (str, type(None))},
 }
-"""Types of the values in a message, by name: any process of the machine can write to the port."""
+"""Expected types of message fields, by name. They are checked because any process on the machine
+can connect to the port."""
 _RETRY_SECONDS = 0.2
 
 
 class Peer:
-    """One end of a connection, which never waits: for a process that watches several."""
+    """Non-blocking TCP connection, for a process that polls several connections."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -47,7 +49,7 @@ class Peer:
         self.connection, self._rest = connection, b""
 
     def fileno(self) -> int:
-        """For ``select``."""
+        """Return the file descriptor, for ``select``."""
         return self.connection.fileno()
 
     @property
@@ -56,12 +58,12 @@ class Peer:
         return str(self.connection.getpeername()[0])
 
     def send(self, message: Message) -> None:
-        """Raises OSError if the other end is gone, or has not read for very long."""
+        """Send a message. Raises OSError if the peer is gone or has stopped reading."""
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that have come. Raises OSError if the other end is gone, and
-        ValueError if it is not a guardian."""
+        """Return the messages that have arrived, without blocking. Raises OSError if the peer is
+        gone, and ValueError if the data is not a guardian's message."""
         try:
             data = self.connection.recv(2**16)
         except BlockingIOError:
@@ -74,12 +76,12 @@ class Peer:
         return [_message(line) for line in lines]
 
     def close(self) -> None:
-        """Ends the connection; the other end learns it."""
+        """Close the connection. The peer detects this."""
         self.connection.close()
 
 
 def _message(line: bytes) -> dict[str, Any]:
-    """The message in a line. Raises ValueError if no guardian writes such a one."""
+    """Parse a line into a message. Raises ValueError if it is not a valid message."""
     message = parse_json(line, "a message")
     if not isinstance(message, dict):
         raise ValueError("a message is not an object")
@@ -90,7 +92,7 @@ def _message(line: bytes) -> dict[str, Any]:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket at which guardians are accepted. Raises OSError if the port is taken."""
+    """Return a non-blocking socket that accepts guardians. Raises OSError if the port is in use."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -105,7 +107,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def connect(address: str, port: int, seconds: float) -> Peer:
-    """Return a connection, retrying until it succeeds. Raises OSError after this many seconds."""
+    """Connect to a guardian, retrying for ``seconds``. Raises OSError if no attempt succeeds."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -119,7 +121,7 @@ def connect(address: str, port: int, seconds: float) -> Peer:
 def hello(
     rank: int, size: int, port: int, process: int, flags: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the first message of a guardian, which tells runs apart by digests of their flags."""
+    """Return the first message of a guardian. Digests of the flags identify the run."""
     save = flags.get("--save")
     return {
         "rank": rank,
@@ -133,8 +135,8 @@ def hello(
 
 
 def differences(one: Message, other: Message) -> list[str]:
-    """Return the names of flags that differ between two hellos; hosts may have different paths of
-    one folder."""
+    """Return the names of the flags that differ between two ``hello`` messages. The path of --save
+    is compared only on the same host, because hosts may mount one folder at different paths."""
     ours, theirs = one["flags"], other["flags"]
     names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
     if not names and one["host"] == other["host"] and one["folder"] != other["folder"]:
@@ -143,14 +145,14 @@ def differences(one: Message, other: Message) -> list[str]:
 
 
 class TrainerProgress(ctypes.Structure):
-    """Numbers in memory that a trainer shares with its guardian.
+    """Progress counters in memory that a trainer shares with its guardian.
 
     Attributes:
-        iteration: the last completed step.
+        iteration: last completed step.
         saves: number of checkpoints that this trainer has completed.
-        replica: processes of one replica of the model.
-        micro_batch: samples that a replica computes at a time.
-        global_batch: samples of a step.
+        replica: number of ranks in a model replica.
+        micro_batch: micro batch size.
+        global_batch: global batch size.
     """
 
     _fields_ = tuple(
@@ -165,22 +167,22 @@ class TrainerProgress(ctypes.Structure):
 
     @classmethod
     def shared(cls) -> TrainerProgress:
-        """Zeros that forked processes share."""
+        """Return counters, initially 0, in memory that forked processes share."""
         return cls.from_buffer(mmap.mmap(-1, ctypes.sizeof(cls)))
 
 
 @dataclass(frozen=True)
 class RunGeneration:
-    """The trainers of a run between one failure and the next.
+    """Trainers of a run between one failure and the next, as seen by one of them.
 
     Attributes:
-        number: counts from 0.
+        number: index of the generation, starting at 0.
         progress: progress reported by this trainer.
-        started: when the guardian began, by ``time.monotonic``.
-        failure: reason why the previous trainers ended; None for the first.
-        failed_at: when that was, by ``time.monotonic``.
-        lost_iteration: the last step that they had done.
-        batch: the global batch size of the first trainers; 0 where it is not known.
+        started: time at which the guardian started, from ``time.monotonic``.
+        failure: reason why the previous trainers ended; None for the first generation.
+        failed_at: time at which the previous trainers ended, from ``time.monotonic``.
+        lost_iteration: last step that the previous trainers completed.
+        batch: global batch size of the first trainers; 0 if it is not known.
     """
 
     number: int
@@ -197,10 +199,10 @@ class _Own:
 
 
 def current_generation() -> RunGeneration | None:
-    """Return the generation of this process; None where no guardian has started it."""
+    """Return the generation of this process, or None if it was not started by a guardian."""
     return _Own.generation
 
 
 def begin_generation(generation: RunGeneration) -> None:
-    """Says what this process is, once, when it begins."""
+    """Set the generation of this process. Called once, when the trainer starts."""
     _Own.generation = generation

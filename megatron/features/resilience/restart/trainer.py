@@ -1,4 +1,5 @@
-"""Messages of a trainer to the guardian that started it, and lines about a restart."""
+"""Restarts from the trainer's side: progress for the guardian that started it, the checkpoint to
+resume from, and messages about the restart."""
 
 from __future__ import annotations
 
@@ -24,20 +25,19 @@ _BEGINNINGS = (
     *("load_tag", "finetune", "reset_iteration", "load_lr_state", "load_optim", "load_rng"),
     "universal_checkpoint",
 )
-"""Settings of how a run begins, which does not begin again after a restart."""
+"""Settings that apply only at the beginning of a run, and are therefore dropped after a restart."""
 
 
 def from_own_checkpoint(settings: Settings) -> Settings:
-    """Settings of a restarted trainer: once the run has saved, it continues from that
-    checkpoint."""
+    """Return the settings with which a restarted trainer resumes from the run's own checkpoint."""
     generation, save = current_generation(), settings.get("save")
-    # Trainers that were built had found no checkpoint of another run in the folder.
+    # A known batch size means that a trainer was built, so any checkpoint in --save is this run's.
     built = generation is not None and generation.batch > 0
     if not built or save is None or save.value is None:
         return settings
     own = {"load": Setting(save.value, "--save of this run, which starts again")}
     if locate_checkpoint(save.value, others=True) is None:
-        # There may be one in memory. A run that begins with another checkpoint begins there again.
+        # There may be a checkpoint in memory. A run with its own --load starts from --load again.
         in_memory = "non_persistent_save_interval" in settings
         return own | settings if in_memory else settings
     kept = {name: setting for name, setting in settings.items() if name not in _BEGINNINGS}
@@ -47,8 +47,8 @@ def from_own_checkpoint(settings: Settings) -> Settings:
 def restarted(
     config: RunConfig, checkpoints: CheckpointManager, report: Reporter, begin: ResumePoint
 ) -> list[Callback]:
-    """Return the callback of a trainer under a guardian. Raises ConfigError for another global
-    batch size than the first trainer had."""
+    """Return the restart callback of a trainer with a guardian, or an empty list without one.
+    Raises ConfigError if the global batch size differs from that of the first trainer."""
     generation = current_generation()
     if generation is None:
         return []
@@ -62,13 +62,14 @@ def restarted(
     progress, layout = generation.progress, config.parallel
     progress.iteration = begin.iteration
     progress.micro_batch, progress.global_batch = config.training.micro_batch_size, batch
-    # The guardian reads the others once this one is not 0.
+    # Set last: the guardian reads the other fields as soon as ``replica`` is not 0.
     progress.replica = layout.world_size // layout.data_parallel_size
     return [Restarted(generation, checkpoints, report, begin.iteration)]
 
 
 class Restarted(Callback):
-    """Counts steps and checkpoints for the guardian; reports the cost of a restart after a step."""
+    """Callback that counts steps and checkpoints for the guardian, and reports the cost of a
+    restart after the first step."""
 
     def __init__(
         self,
@@ -82,14 +83,14 @@ class Restarted(Callback):
         self._told = generation.failure is None
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """Counts the step."""
+        """Record the step. After the first step, report the restart."""
         self._progress.saves = self._checkpoints.completed
         self._progress.iteration = step.iteration
         if not self._told:
             self._tell(step)
 
     def between_steps(self, trainer: Trainer) -> None:
-        """Counts checkpoints."""
+        """Record the number of checkpoints."""
         self._progress.saves = self._checkpoints.completed
 
     def _tell(self, step: Step) -> None:
@@ -112,12 +113,12 @@ _SIGNALS = frozenset(signal.Signals(number).name for number in STOP_SIGNALS)
 
 
 class NodeLeftError(FaultError):
-    """Another node leaves the run; the launcher starts this process again."""
+    """Another node has left the run, and the launcher should restart this process."""
 
 
 def is_elastic() -> bool:
-    """True if torchrun was started with ``--nnodes MIN:MAX`` (or ``PET_NNODES``), so that nodes may
-    leave."""
+    """Return whether torchrun was started with ``--nnodes MIN:MAX`` (or ``PET_NNODES``), so that
+    nodes may leave the run."""
     try:
         line = Path(f"/proc/{launcher_chain()[0]}/cmdline").read_text(errors="replace")
     except OSError:
@@ -126,10 +127,10 @@ def is_elastic() -> bool:
 
 
 def given_nodes(words: Sequence[str]) -> str | None:
-    """Return the value of ``--nnodes`` in a command line, as torchrun reads it, or None."""
+    """Return the value of torchrun's ``--nnodes`` in a command line, or None."""
     nodes = None
     for word, value in zip(words, [*words[1:], ""], strict=True):
-        if word.endswith(".py"):  # what follows is the program's
+        if word.endswith(".py"):  # arguments after the script belong to the script
             break
         if word == "--nnodes":
             nodes = value
@@ -139,17 +140,18 @@ def given_nodes(words: Sequence[str]) -> str | None:
 
 
 def is_range(nodes: str) -> bool:
-    """True if a number of nodes is ``MIN:MAX``."""
+    """Return whether a value of ``--nnodes`` has the form ``MIN:MAX``."""
     least, _, most = nodes.partition(":")
     return least.isdecimal() and most.isdecimal()
 
 
 class ElasticNodes(Callback):
-    """Ends the ranks of an elastic run that were not asked to leave as after a fault, so that their
-    launchers continue without the others."""
+    """Callback of elastic runs. When some ranks must leave, the others exit as after a fault, so
+    that their launchers restart them without the leaving ranks."""
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
-        """Raises NodeLeftError on ranks that continue, and SystemExit on those that leave."""
+        """If only some ranks leave, raise SystemExit on them and NodeLeftError on the others.
+        Collective: every rank must call this."""
         reasons: list[str | None] = [reason] * dist.get_world_size()
         dist.all_gather_object(reasons, reason)
         leaving = [n for n, why in enumerate(reasons) if why is not None and _is_leaving(why)]
@@ -165,7 +167,8 @@ class ElasticNodes(Callback):
 
 
 def _of_nodes(reason: str | None) -> bool:
-    """True if a reason to stop is not one of the run, such as its time limit or its end."""
+    """Return whether a rank stops because a node leaves, rather than because the run is complete or
+    has reached its time limit."""
     return reason is not None and (_is_leaving(reason) or reason == ASKED_ELSEWHERE)
 
 

@@ -1,1 +1,1 @@
-"""Steps that are judged: spikes, faulty ranks, slow ranks, copies that differ."""
+"""Checks of training steps: spikes, faulty ranks, stragglers and replicas that differ."""

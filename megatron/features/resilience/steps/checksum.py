@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bits, computed on the tensor's device."""
+"""Checksum of a tensor's bits, computed on the tensor's device."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_BLOCK = 2**14  # elements that share a table of factors: one that stays in a core's cache
+_BLOCK = 2**14  # elements per block; a table with a factor for each fits into a core's cache
 
 _ROWS = {"cpu": 4}
-"""Blocks per operation: on CPUs as many as stay in a cache, elsewhere 16 million elements."""
+"""Blocks per operation. They must fit into a CPU's cache. Other devices use 1024, or 16M
+elements."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """The bit patterns of a tensor as integers of its width, flat."""
+    """Return the bit patterns of a tensor as a flat tensor of integers of the same width."""
     return values.detach().reshape(-1).view(_BITS[values.element_size()])
 
 
 @torch.no_grad()
 def checksum(values: Tensor, start: int = 0) -> Tensor:
-    """Return an int64 scalar on the tensor's device: the sum, modulo 2**64, of every element's bits
-    times an odd number that depends on its place. ``start`` is the place of the first element: the
-    checksums of consecutive ranges add up to the checksum of the whole, and zeros add nothing."""
+    """Return the checksum of a tensor as an int64 scalar on the tensor's device.
+
+    It is the sum, modulo 2**64, of every element's bits times an odd factor that depends on the
+    element's position. ``start`` is the position of the first element. The checksums of consecutive
+    ranges add up to the checksum of the whole, and zeros add nothing."""
     bits = bits_of(values)
-    if bits.dtype == torch.int64:  # the factor of a sign would always be the same, 2**63
+    # An odd factor keeps a 64-bit sign bit at 2**63, so two flipped signs would cancel.
+    if bits.dtype == torch.int64:
         bits, start = bits.view(torch.int32), 2 * start
     count, place = bits.numel(), start % _BLOCK
     if not count:
@@ -55,7 +59,7 @@ def _of_places(device: torch.device) -> Tensor:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Odd numbers of 64 random-looking bits (the last steps of splitmix64), wrapping around."""
+    """Return odd 64-bit hashes of the numbers: splitmix64's last steps, in wrapping arithmetic."""
     x = (numbers + 1) * -0x61C8864680B583EB
     x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47
     x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15
@@ -63,5 +67,5 @@ def _mixed(numbers: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, places: int) -> Tensor:
-    """To the right, filled with zeros."""
+    """Shift right logically: vacated bits are filled with zeros."""
     return (x >> places) & ((1 << (64 - places)) - 1)

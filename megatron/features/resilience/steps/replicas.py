@@ -1,9 +1,10 @@
-"""Compares, bit by bit, what several ranks have copies of, and finds who differs.
+"""Bitwise comparison of the state that several ranks have copies of, to find a faulty rank.
 
-Which ranks have copies follows from the mesh, each parameter's ``Shard`` and the ZeRO stage: model
-weights over data-parallel ranks (stages 0 to 2), uncut ones over tensor-parallel ranks, tied layers
-over pipeline stages, and the optimizer's state of all these. Main weights are a copy too: rounded,
-they are the model's. A comparison reads every copy once and exchanges 24 bytes for each.
+The mesh, each parameter's ``Shard`` and the ZeRO stage determine which ranks have copies: model
+weights are replicated over data-parallel ranks (stages 0 to 2), unsharded parameters over
+tensor-parallel ranks, and tied layers over pipeline stages; so is the optimizer state of all these.
+Main weights are a copy too: rounded to the model's dtype, they equal its weights. A comparison
+reads every copy once and exchanges 24 bytes for each.
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ from megatron.util.errors import FaultError
 
 WEIGHT, GATHERED, MAIN = "weight", "gathered weight", "main weight"
 
-_SHOWN = 3  # differing tensors that a message describes
+_SHOWN = 3  # maximum number of differing tensors described in a message
 
 
 OTHERS_DIFFER, OWN_DIFFERS = 1, 2
-"""Marks of a rank's weights: they differ from the rounded main weights of all ranks, or from its
-own main weights."""
+"""Bits of ``Holder.mark``: the rank's weights differ from the main weights of all ranks, rounded to
+the model's dtype, or from its own."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A rank with a copy: its checksum, and the verdict of the main weights."""
+    """Rank that has a copy of a state. ``value`` is the copy's checksum, and ``mark`` the result of
+    the comparison with the main weights."""
 
     rank: int
     host: str
@@ -58,13 +60,13 @@ class Holder:
 
 @dataclass(frozen=True)
 class ReplicaVerdict:
-    """Ranks with a wrong copy.
+    """Ranks that have a wrong copy of a state.
 
     Attributes:
-        wrong: in the order of ranks.
-        right: those that it differs from; no rank if a rank's main weights differ from the weights
-            that it shares with all others.
-        sure: True if these are certainly the wrong ones: with two copies it is uncertain.
+        wrong: holders of wrong copies, ordered by rank.
+        right: holders of the correct copies. Empty if a rank's weights differ from its own main
+            weights, although all ranks have the same weights.
+        sure: False if the ranks in ``right`` may be the wrong ones, for example with two copies.
     """
 
     wrong: tuple[Holder, ...]
@@ -73,8 +75,8 @@ class ReplicaVerdict:
 
     @classmethod
     def of(cls, holders: Sequence[Holder], partitioned: bool) -> ReplicaVerdict:
-        """By the main weights, where there are any, else by the majority. ``partitioned``:
-        checksums are sums over ranks (ZeRO 3), so that a mark concerns all."""
+        """Judge by the main weights if any holder is marked, else by the majority. ``partitioned``
+        means that checksums are sums over ranks (ZeRO stage 3), so a mark concerns all of them."""
         values = [holder.value for holder in holders]
         marked = [holder for holder in holders if holder.mark]
         if marked:
@@ -91,17 +93,18 @@ class ReplicaVerdict:
 
     @property
     def of_main(self) -> bool:
-        """True if a rank differs from itself."""
+        """True if a rank's weights differ from its own main weights."""
         return not self.right
 
     def among(self, ranks: Collection[int]) -> ReplicaVerdict:
-        """The same about these ranks, where some of them are wrong."""
+        """Return the verdict restricted to ``ranks``. If that would remove all wrong ranks or all
+        right ranks, they are kept."""
         wrong = tuple(holder for holder in self.wrong if holder.rank in ranks)
         right = tuple(holder for holder in self.right if holder.rank in ranks)
         return replace(self, wrong=wrong or self.wrong, right=right or self.right)
 
     def words(self, how: str) -> str:
-        """Who differs from whom; ``how`` says in what."""
+        """Describe which ranks differ from which; ``how`` says in what they differ."""
         wrong, right = joined(self.wrong), joined(self.right)
         verb = "differs" if len(self.wrong) == 1 else "differ"
         how = f" {how}" if how else ""
@@ -112,15 +115,16 @@ class ReplicaVerdict:
 
 
 def joined(holders: Sequence[Holder]) -> str:
-    """The ranks in words, with their hosts."""
+    """Return the ranks and their hosts as a list in prose: "a, b and c"."""
     *first, last = map(str, holders) if holders else [""]
     return f"{', '.join(first)} and {last}" if first else last
 
 
 @dataclass(frozen=True)
 class Copied:
-    """Something that is the same on all ranks with its ``key``: the ``kind`` of state of ``param``,
-    or of the run. If it is ``summed``, data-parallel ranks have a part of it each."""
+    """State that must be identical on all ranks with the same ``key``: the ``kind`` of state of the
+    parameter ``param``, or of the run if ``param`` is None. If ``summed``, the state is partitioned
+    across data-parallel ranks, and their checksums are added."""
 
     key: str
     name: str
@@ -130,8 +134,8 @@ class Copied:
 
 
 class Replicas:
-    """Compares the copies of an engine's state. Every rank must make one, and call
-    :meth:`difference` at the same time."""
+    """Comparison of the replicated state of an engine. Collective: every rank must create one, and
+    call :meth:`difference` at the same step."""
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine, self._mesh, self._device = engine, engine.mesh, engine.device
@@ -152,7 +156,7 @@ class Replicas:
             or (replicated and not copied.summed)
             or (self._has_main and copied.kind == WEIGHT and copied.param in engine.trained)
         ]
-        """What exists once is left out."""
+        """State to compare. State that only one rank has is left out."""
         self._summed = [n for n, copied in enumerate(self._copies) if copied.summed]
         self._with_main = [
             n
@@ -165,13 +169,14 @@ class Replicas:
 
     @property
     def compares(self) -> bool:
-        """True if there is anything to compare: one process at stage 0 has one copy of all."""
+        """True if anything can be compared. One process at ZeRO stage 0 has no replicated state."""
         return bool(self._copies)
 
     @torch.no_grad()
     def difference(self) -> str | None:
-        """Return None if all copies are equal; else, the same on every rank, which tensors differ,
-        on which ranks. Waits for the device."""
+        """Describe the tensors and ranks that differ, or return None if all copies are equal.
+        The result is the same on every rank. Collective and synchronizing: every rank must call
+        this."""
         if not self.compares:
             return None
         if self._engine.switch is not None:
@@ -204,7 +209,7 @@ class Replicas:
             yield Copied(f"{key} {kind}", name, kind)
 
     def _others(self) -> Iterator[tuple[str, str, str, list[Tensor]]]:
-        """Return key, name and kind of state that belongs to no parameter, and its tensors."""
+        """Yield the key, name, kind and tensors of each state that belongs to no parameter."""
         engine = self._engine
         stage = f"pipeline {self._mesh.pipeline.rank}"
         names = list(engine.trained.values()) if engine.stage == 0 else None
@@ -228,13 +233,13 @@ class Replicas:
         return STATES[self._engine.config.optimizer.optimizer]
 
     def _cuts(self, shard: Shard) -> str:
-        """Return the name of this rank's share of a parameter."""
+        """Return a string that identifies this rank's shard of a parameter."""
         places = self._mesh.coordinates
         cuts = (f"{' x '.join(c.axes)} {c.of(places)[0] // c.copies}" for c in shard.cuts)
         return " ".join([shard.part, *cuts])
 
     def _value(self, copied: Copied) -> Tensor:
-        """The checksum of this rank's copy, or of its part of it, on the engine's device."""
+        """Return the checksum of this rank's copy, or partition of it, on the engine's device."""
         total = torch.zeros((), dtype=torch.int64)
         if copied.param is None:
             tensors = self._of_no_parameter[copied.key]
@@ -246,7 +251,8 @@ class Replicas:
         return total.to(self._device)
 
     def _parts(self, copied: Copied, param: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
-        """Return this rank's part of the flat values, and its start; nothing if it has none."""
+        """Yield this rank's partition of the flat values and the offset of its first element.
+        Yields nothing if the rank has no partition."""
         if copied.kind == GATHERED or (copied.kind == WEIGHT and self._engine.stage < 3):
             yield param.detach(), 0
         elif copied.kind == WEIGHT:
@@ -259,13 +265,13 @@ class Replicas:
                 yield own.get(kind), own.slice.start
 
     def _of_model(self, own: OwnedSlice) -> Tensor:
-        """The model's weights in the part that this rank updates."""
+        """Return the model's weights in the slice that this rank updates."""
         if self._engine.stage == 3:
             return own.param.ds_tensor[: own.count]  # type: ignore[attr-defined]
         return own.param.detach().view(-1)[own.slice.start : own.slice.start + own.count]
 
     def _add(self, values: Tensor, among: Sequence[int]) -> None:
-        """Adds the checksums of parts over the ranks that have them, in place."""
+        """Sum the checksums with indices ``among`` over the ranks with partitions, in place."""
         places: dict[Group, list[int]] = {}
         for n in among:
             shard = shard_of(self._copies[n].param)  # type: ignore[arg-type]
@@ -277,7 +283,8 @@ class Replicas:
                 values[here] = sums
 
     def _marks(self, values: Tensor) -> Tensor:
-        """Return the checksums of the main weights, rounded as the model's, for each copy."""
+        """Return the mark of each copy, int64 [N]: the result of comparing the checksum of the
+        weights with the checksum of the main weights, rounded to the model's dtype."""
         marks = torch.zeros_like(values)
         if not self._with_main:
             return marks
@@ -286,7 +293,8 @@ class Replicas:
             own = self._own.get(self._copies[n].param)  # type: ignore[arg-type]
             if own is not None:
                 start, rounded = own.slice.start, own.get(own.trained).to(own.param.dtype)
-                alone = self._mesh.replicas(shard_of(own.param)).size == 1  # its part is all
+                # True if this rank updates the whole parameter
+                alone = self._mesh.replicas(shard_of(own.param)).size == 1
                 mine[n] = values[n] if alone else checksum(self._of_model(own), start)
                 wanted[n] = checksum(rounded, start)
         marks += (mine != wanted) * OWN_DIFFERS
@@ -297,8 +305,8 @@ class Replicas:
         return marks
 
     def _bad(self, values: Tensor, marks: Tensor) -> Tensor:
-        """Return which copies differ on any of the ranks that have them; bool [N], the same on
-        those."""
+        """Return a mask of the copies that differ on any rank that has them, bool [N]. It is the
+        same on all of these ranks."""
         both = torch.stack([values, ~values, marks])
         replicas = self._mesh.group("data", "context")
         if replicas.size > 1:
@@ -328,7 +336,7 @@ class Replicas:
         verdicts = [
             (ReplicaVerdict.of(holders, partitioned), *what) for what, holders in held.items()
         ]
-        # Where the weights of the model differ, main weights that differ too are no news.
+        # If the model weights of a parameter differ, a message about its main weights adds nothing.
         weights = {name for _, name, kind, _ in verdicts if kind == WEIGHT}
         verdicts = [each for each in verdicts if each[2] != MAIN or each[1] not in weights]
         verdicts.sort(key=lambda each: not each[0].sure)
@@ -340,7 +348,8 @@ class Replicas:
         return "; ".join(said)
 
     def _in_words(self, verdict: ReplicaVerdict, copied: Copied | None) -> str:
-        """A tensor that differs; every rank must call it, with None if it has no copy."""
+        """Describe a tensor that differs. Collective: every rank must call this. ``copied`` is None
+        on ranks without a copy."""
         rank, wrong = self._mesh.world.rank, verdict.wrong[0].rank
         place: tuple[str, int] | None = None
         if verdict.of_main:
@@ -367,7 +376,7 @@ class Replicas:
         return verdict.among(having).words(words)
 
     def _whole(self, copied: Copied) -> Tensor:
-        """All values of a copy, flat; all of its replicas must call it."""
+        """Return all values of a copy, flat. Collective: all ranks that share it must call this."""
         assert copied.param is not None
         parts = list(self._parts(copied, copied.param))
         if not copied.summed:
@@ -379,7 +388,7 @@ class Replicas:
             whole[start : start + values.numel()] = values.view(-1)
         replicas = self._mesh.replicas(shard_of(copied.param))
         if replicas.size > 1:
-            # As bits of 32: NCCL adds no 16-bit integers, and NaN must stay what it is.
+            # Reduce bit patterns as int32: NCCL has no 16-bit integers, and NaN must keep its bits.
             bits = bits_of(whole).int()
             dist.all_reduce(bits, group=replicas.handle)
             whole = bits.to(bits_of(whole).dtype).view(dtype)
@@ -389,7 +398,7 @@ class Replicas:
 def _compared(
     mine: Tensor, other: Tensor, param: nn.Parameter | None, start: int
 ) -> tuple[str, int]:
-    """Return text with the number of differing elements and the place of the first."""
+    """Describe the differing elements, and return the flat index of the first one as well."""
     differ = (bits_of(mine) != bits_of(other.to(mine.device))).nonzero().view(-1)
     first = int(differ[0]) if len(differ) else 0
     place: tuple[int, ...] = (start + first,)
@@ -405,7 +414,8 @@ def _compared(
 
 
 class ReplicaCheck(Callback):
-    """Compares replicas before every save, and after every ``interval`` steps; never with 0."""
+    """Callback that compares replicas before every save, and after every ``interval`` steps. None
+    compares only before saves; 0 disables all comparisons."""
 
     def __init__(
         self,
@@ -418,16 +428,16 @@ class ReplicaCheck(Callback):
         self._equal_after: int | None = None
 
     def between_steps(self, trainer: Trainer) -> None:
-        """Compares if it is due."""
+        """Compare the replicas if the interval has passed."""
         if self._interval and trainer.iteration % self._interval == 0:
-            trainer.settle()  # a step that was not finite is named first
+            trainer.settle()  # so that a non-finite step is reported first
             self.check(trainer.iteration)
 
     def went_back(self, trainer: Trainer) -> None:
         self._equal_after = None
 
     def check(self, iteration: int) -> None:
-        """Raises FaultError, on every rank, if copies differ after this many steps; once each."""
+        """Compare the copies once per iteration. Raises FaultError on all ranks if they differ."""
         if self._interval == 0 or self._equal_after == iteration:
             return
         if self._replicas is None:

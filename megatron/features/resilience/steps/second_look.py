@@ -1,10 +1,10 @@
-"""``--rerun-on-anomaly``: a step whose loss or gradient norm is out of bounds is computed again,
-from the same state and before its update, to find the reason.
+"""Second look at anomalies (``--rerun-on-anomaly``): a step whose loss or gradient norm is out of
+bounds is computed again, from the same state and before its update, to find the reason.
 
-Another result the second time is a fault of the rank whose own numbers changed. The same result is
-compared with that of other ranks: data-parallel ranks exchange their micro batches, and a rank that
-computes other numbers than the others is faulty too. Else the step is what the model makes of this
-data: bad samples if few of them stand out, a training that diverges if most do.
+If the second result differs, the rank whose own numbers changed is faulty. If it is the same,
+data-parallel ranks exchange their micro batches, and a rank whose results differ from the others'
+is faulty too. Otherwise the anomaly is the model's response to this data. If a few samples stand
+out, the samples are bad; if most do, the training diverges.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from megatron.training.trainer import Callback, Trainer
 from megatron.util.errors import FaultError
 
 _SHOWN, _CHARACTERS = 4, 200
-"""Samples that are shown, and parts of documents and characters of each."""
+"""Maximum number of samples shown, of document spans per sample, and of characters per sample."""
 
 
 TOLERANCE = 1e-3
-"""Relative difference of two computations of one number: GPUs add up in orders that differ."""
+"""Relative difference allowed between two computations, since GPUs vary the summation order."""
 
 FAR, NEAR, TIMES = 0.5, 0.15, 6.0
-"""Distance of a micro batch's log loss from the usual value that stands out: more than :data:`NEAR`
-and :data:`TIMES` the distance of most of its step, or more than :data:`FAR`."""
+"""Limits on the distance of a micro batch's log loss from the usual value. A micro batch stands out
+if its distance exceeds both :data:`NEAR` and :data:`TIMES` times the median distance of the step.
+If that median exceeds :data:`FAR`, the limit is FAR."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ class Computed:
     """Results of one rank for the micro batches of one data-parallel rank.
 
     Attributes:
-        place: its pipeline stage, context and tensor-parallel rank.
-        of: the data-parallel rank whose micro batches they are.
-        losses: of each of them; empty on stages that compute none.
-        squares: sum of the squares of its gradients, before they are averaged over ranks.
+        place: pipeline, context-parallel and tensor-parallel rank.
+        of: data-parallel rank that the micro batches belong to.
+        losses: loss of each micro batch; empty on pipeline stages that compute no loss.
+        squares: sum of the squared gradients, before they are averaged over ranks.
     """
 
     rank: int
@@ -63,12 +64,12 @@ class Computed:
         return f"rank {self.rank} ({self.host})"
 
     def equals(self, other: Computed) -> bool:
-        """True if the numbers are equal up to the order of summation."""
+        """Return whether losses and squared gradients are equal up to the order of summation."""
         mine, its = (*self.losses, self.squares), (*other.losses, other.squares)
         return len(mine) == len(its) and all(map(_close, mine, its))
 
     def oddness(self, usual: float) -> float:
-        """Distance of the losses from the usual ones, as a logarithm."""
+        """Return the largest distance of a log loss from the logarithm of ``usual``."""
         return max((_off(loss, usual) for loss in self.losses), default=0.0)
 
 
@@ -81,20 +82,21 @@ def _close(a: float, b: float) -> bool:
 def _off(loss: float, usual: float) -> float:
     if not math.isfinite(loss) or loss <= 0 or usual <= 0:
         return 0.0 if loss == usual else math.inf
-    # If a model has memorised its data, noise of this size is meaningless.
+    # The offset keeps noise from counting when losses are near 0, as for memorised data.
     return abs(math.log((loss + 0.01) / (usual + 0.01)))
 
 
 def changed(first: Sequence[Computed], again: Sequence[Computed]) -> list[Computed]:
-    """The ranks whose second result of the same step is another one."""
+    """Return the first results of the ranks whose second results for the same step differ."""
     return [a for a, b in zip(first, again, strict=True) if not a.equals(b)]
 
 
 def wrong_ranks(
     own: Sequence[Computed], exchanged: Sequence[Computed], usual: float
 ) -> list[Computed]:
-    """Return the ranks that compute micro batches otherwise than other data-parallel ranks do. Of
-    two that differ, it is the one whose losses are farther from ``usual``, or both."""
+    """Return the ranks whose results for the same micro batches differ from other data-parallel
+    ranks'. If two ranks differ from each other, return the one whose losses are farther from
+    ``usual``, or both if that is unclear."""
     by = {(each.place, each.of): each for each in own}
     suspects: dict[int, int] = {}
     pairs = [(by[each.place, each.of], each) for each in exchanged]
@@ -119,8 +121,8 @@ def wrong_ranks(
 
 @dataclass(frozen=True)
 class OddBatches:
-    """Micro batches (data-parallel rank, number) with losses that stand out, and the median of
-    all."""
+    """Micro batches with losses that stand out, as (data-parallel rank, index). ``total`` counts
+    all micro batches of the step, and ``usual`` is the loss with which they were compared."""
 
     batches: tuple[tuple[int, int], ...]
     total: int
@@ -128,12 +130,13 @@ class OddBatches:
 
     @property
     def few(self) -> bool:
-        """True if they are a minority, so that the data is to blame."""
+        """True if the micro batches that stand out are a minority, which suggests bad data."""
         return 0 < 2 * len(self.batches) < self.total
 
 
 def odd_batches(computed: Sequence[Computed], usual: float | None) -> OddBatches:
-    """Return the batches whose loss is far from ``usual``, by default the median of this step."""
+    """Return the micro batches with a loss far from ``usual``, or from the step's median loss if
+    ``usual`` is None."""
     losses: Mapping[tuple[int, int], float] = {
         (each.of, number): loss for each in computed for number, loss in enumerate(each.losses)
     }
@@ -147,8 +150,7 @@ def odd_batches(computed: Sequence[Computed], usual: float | None) -> OddBatches
 
 
 class SecondLook(Callback):
-    """Computes steps that are anomalies several times, by ``rule`` or because they are not
-    finite."""
+    """Callback that recomputes anomalous steps: spikes by ``rule`` and non-finite results."""
 
     def __init__(
         self,
@@ -169,7 +171,7 @@ class SecondLook(Callback):
         engine.judge = self.compute
 
     def before_step(self, trainer: Trainer) -> None:
-        """Notes which step is computed next."""
+        """Record the iteration and sequence length of the next step."""
         self._iteration = trainer.iteration + 1
         self._seq_length = trainer.plan.lengths.at(trainer.iteration)
 
@@ -177,8 +179,8 @@ class SecondLook(Callback):
         self._usual = None
 
     def compute(self, batches: list[Any], seeds: list[int | None], consumed_samples: int) -> Tensor:
-        """Return the sums of a step's losses. Raises FaultError, on every rank, if one computes
-        wrongly."""
+        """Compute the gradients of a step, again if it is anomalous, and return the sums of its
+        losses. Raises FaultError on every rank if one rank computes incorrectly."""
         sums, own = self._attempt(batches, seeds)
         loss = self._engine.mean_losses(sums, len(batches))
         total = float(self._engine.spec.total(loss))
@@ -197,14 +199,15 @@ class SecondLook(Callback):
             return "the gradients are not finite"
         if self._rule is None:
             return None
-        # A step without a norm is given the expected one.
+        # For NaN, the rule judges only the loss.
         spike = self._rule.check(loss, math.nan if norm is None else norm, self._seq_length)
         return None if spike is None else str(spike)
 
     def _attempt(
         self, batches: list[Any], seeds: Sequence[int | None], of: int | None = None
     ) -> tuple[Tensor, Computed]:
-        """Forward and backward of micro batches, of this or of another data-parallel rank."""
+        """Run forward and backward passes of micro batches. ``of`` is the data-parallel rank to
+        which they belong; None means this rank."""
         mesh = self._engine.mesh
         self._squares.zero_()
         sums = self._engine.backend.accumulate(iter(batches), seeds)
@@ -227,7 +230,8 @@ class SecondLook(Callback):
         return self._attempt(batches, seeds, of)
 
     def _add_squares(self, grad: Tensor | None) -> None:
-        if grad is not None:  # None is followed by the gradient, which is added elsewhere
+        # None: a later call gets the gradient, which is accumulated outside of autograd
+        if grad is not None:
             self._squares += grad.detach().float().square().sum()
 
     def _explain(
@@ -238,7 +242,8 @@ class SecondLook(Callback):
         seeds: list[int | None],
         consumed_samples: int,
     ) -> None:
-        """Says what the reason is. Raises FaultError if it is a rank."""
+        """Recompute and explain an anomalous step. Raises FaultError if a faulty rank ends the
+        run."""
         what = f"iteration {self._iteration} is computed again before its update, since {why}"
         self._report.say(f"WARNING: {what}")
         first = self._engine.mesh.world.gathered(own)
@@ -264,8 +269,8 @@ class SecondLook(Callback):
         self._show(odd, consumed_samples)
 
     def _suspects(self, wrong: list[Computed], first: Sequence[Computed]) -> list[Computed]:
-        """The ranks of which one may compute wrongly: where ranks divide sequences, all of a model,
-        as each computes with the keys and the losses of the others."""
+        """Return the ranks that may be the faulty one. With context parallelism these are all ranks
+        of a model replica, because each computes with the keys and losses of the others."""
         if self._engine.mesh.group("context").size == 1:
             return wrong
         copies = {each.of for each in wrong}
@@ -291,7 +296,8 @@ class SecondLook(Callback):
     def _next_ranks(
         self, batches: list[Any], seeds: list[int | None]
     ) -> tuple[list[Any], list[int | None], int]:
-        """The micro batches and seeds of the next data-parallel rank, and its number."""
+        """Return the micro batches, seeds and number of the next data-parallel rank. Collective:
+        every data-parallel rank must call this."""
         data, device = self._engine.mesh.samples, self._engine.device
         mine = [mapped(batch, Tensor, lambda values: values.cpu()) for batch in batches], seeds
         number = (data.rank + 1) % data.size
@@ -318,7 +324,7 @@ class SecondLook(Callback):
         return f"no micro batch stands out by its loss, so that the gradients diverge; {act}"
 
     def _show(self, odd: OddBatches, consumed_samples: int) -> None:
-        """Numbers, documents, files and text of the samples that stand out."""
+        """Print the numbers, documents, files and text of the samples that stand out."""
         train, config = self._data.datasets.train, self._run.config
         if train is None or not self._report.main or not odd.batches:
             return

@@ -1,8 +1,8 @@
-"""Spikes: steps whose loss or gradient norm is far from the values of the steps before.
+"""Detection of spikes: steps whose loss or gradient norm is far from those of preceding steps.
 
-The rule works on logarithms, in which the noise of a loss is about as large at its end as at its
-beginning, and compares a step with the level and the trend of the few before it: a curve may fall
-fast, or rise slowly, without an alarm. How far off is far is learned from a window of steps.
+The rule works on logarithms, where a loss is about equally noisy throughout training. It compares a
+step with the level and trend of the last few steps, so that a curve may fall fast or rise slowly
+without an alarm. The allowed distance is learned from a window of steps.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ from megatron.training.trainer import Callback, GoBack, Step, Trainer
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
 
-LEVEL = 7  # steps whose median and trend the next one is compared with
+LEVEL = 7  # number of steps whose median and trend predict the next one
 
-PATIENCE = 10  # spikes in a row after which their level is the new one
+PATIENCE = 10  # spikes within a window after which the rule learns the new level
 
 _LEAST_LOSS = 0.01
-"""Added to losses before the logarithm, so that noise near 0 means nothing."""
+"""Offset added to losses before the logarithm, so that noise near 0 does not count."""
 
 TAIL = 2.0
-"""The largest distance times this is still no spike, which a skewed distribution needs."""
+"""Multiple of the largest distance so far within which a value is never a spike (losses are
+skewed)."""
 
 RARE = 3.5
-"""Treated as equal within this limit: one batch in 10,000 is unlike any before."""
+"""Larger multiple that replaces TAIL, but only up to the absolute limit ``rare`` of a range,
+because about one batch in 10,000 is unlike any before it."""
 
-FORGETS = 0.9999  # what remains of the largest distance after a step: half after 7,000
+FORGETS = 0.9999  # decay of the largest distance per step, which halves it in 7,000 steps
 
-MOST_KEPT = 3  # checkpoints that are kept since a spike followed them
+MOST_KEPT = 3  # maximum number of checkpoints kept because a spike followed them
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A step that is out of range; ``what`` is "loss" or "gradient norm"."""
+    """Value that is out of range. ``what`` is "loss" or "gradient norm"."""
 
     what: str
     value: float
@@ -61,16 +63,18 @@ class Spike:
 
 
 class _Range:
-    """The range of one number, learned from its past; :attr:`level` are the logarithms of the last
-    steps, :attr:`distances` how far the values of the window were from the expected ones.
+    """Expected range of a loss or gradient norm, learned from its past values.
+
+    :attr:`level` contains the logarithms of the last steps. :attr:`distances` contains the
+    distances of the window's values from the values that were expected.
 
     Args:
-        sigma: half of its width, in standard deviations.
-        window: number of steps from which the deviation is learned.
-        least: what is always within it, as a difference of logarithms.
-        rare: how far :data:`RARE` reaches, likewise.
-        offset: see :data:`_LEAST_LOSS`.
-        below: whether there is a lower end.
+        sigma: half the width of the range, in standard deviations.
+        window: number of steps from which the standard deviation is learned.
+        least: distance that is always in range, as a difference of logarithms.
+        rare: largest distance to which :data:`RARE` applies, as a difference of logarithms.
+        offset: added to a value before the logarithm; see :data:`_LEAST_LOSS`.
+        below: True if the range has a lower bound.
     """
 
     def __init__(
@@ -88,14 +92,15 @@ class _Range:
         return math.log(shifted) if math.isfinite(value) and shifted > 0 else None
 
     def find(self, value: float) -> tuple[float, float] | None:
-        """Return the range if the value is outside of it."""
+        """Return the bounds of the range if the value is outside; None if not, or too early to
+        tell."""
         at = self._scaled(value)
         if at is None or len(self.level) < LEVEL or len(self.distances) < self._armed_after:
             return None
         low, high = self._expected()
         off = max(low - at, at - high)
-        # In most steps the first comparison decides; the deviation takes longer.
-        # While few steps are known, as in the warm-up, in which norms rise, they say less.
+        # Check the cheap limit first, which most steps pass; the deviation takes longer. The range
+        # is wider while few steps are known, as in warm-up, when norms rise.
         unsure = max(1.0, self._window / len(self.distances))
         tail = max(TAIL * self.largest, min(RARE * self.largest, self._rare))
         width = unsure * max(self._least, tail)
@@ -108,11 +113,13 @@ class _Range:
         return max(least, 0.0), math.exp(high + width) - self._offset
 
     def _expected(self) -> tuple[float, float]:
-        """Range of the next logarithm: from no trend in the last steps to their trend."""
+        """Return the range expected for the next logarithm, between the median of the last steps
+        and that median plus their trend."""
         level = self.level
         middle = median(level)
-        # The middles of the first and the last steps are as far apart as the middle of all and the
-        # next step.
+        # The first three and the last three steps are, from median to median, as many steps apart
+        # as the
+        # middle of all steps and the next one: their difference is the change to expect.
         trend = median((level[-1], level[-2], level[-3])) - median((level[0], level[1], level[2]))
         return min(middle, middle + trend), max(middle, middle + trend)
 
@@ -120,7 +127,7 @@ class _Range:
         return math.sqrt(math.fsum(off * off for off in self.distances) / len(self.distances))
 
     def add(self, value: float) -> None:
-        """Learns from an ordinary step."""
+        """Learn from a value that was not a spike."""
         at = self._scaled(value)
         if at is None:
             return
@@ -134,7 +141,7 @@ class _Range:
         self.level.append(at)
 
     def state(self) -> dict[str, Any]:
-        """State of the rule, as JSON values."""
+        """Return the learned values as JSON-compatible data."""
         return {
             "level": list(self.level),
             "distances": list(self.distances),
@@ -142,34 +149,33 @@ class _Range:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state`, for a window of any length."""
+        """Restore the result of :meth:`state`. It may come from a run with a different window."""
         self.level = deque(map(float, state["level"]), LEVEL)
         self.distances = deque(map(float, state["distances"]), self.distances.maxlen)
         self.largest = float(state["largest"])
 
     def forget(self) -> None:
-        """Drops what it has learned."""
+        """Drop everything learned."""
         self.restore({"level": (), "distances": (), "largest": 0.0})
 
 
 class SpikeRule:
-    """Rule that tells spikes from other steps by the steps before them; the same numbers give the
-    same answers.
-
-    After a change of ``seq_length`` the next :data:`LEVEL` steps are not judged. After
-    :data:`PATIENCE` spikes in a window the rule learns from the next half of one.
+    """Rule that tells spikes from ordinary steps, based on the preceding steps. It is
+    deterministic. After a change of ``seq_length``, the next :data:`LEVEL` steps are not judged.
+    After :data:`PATIENCE` spikes within a window, the rule forgets what it has learned, and judges
+    again after half a window.
     """
 
     def __init__(self, sigma: float, window: int) -> None:
         self._window = window
-        # What is always ordinary: a fifth more or less of a loss, five times a gradient norm: it is
-        # clipped, and what hurts shows in the loss. A norm falls for good reasons, and has no lower
-        # end.
+        # Always in range: a loss up to a fifth larger or smaller, and a gradient norm up to five
+        # times as large, as norms are clipped and harm shows in the loss. Norms may fall without
+        # limit.
         self._loss = _Range(sigma, window, math.log(1.2), math.log(2.25), _LEAST_LOSS, below=True)
         self._norm = _Range(sigma, window, math.log(5.0), math.log(10.0), 1e-12, below=False)
         self._seq_length: int | None = None
         self._since: list[int] = []
-        """Steps since the spikes of the window, oldest first; 0 for the last step."""
+        """Number of steps since each spike of the window, oldest first; 0 for the last step."""
 
     @property
     def in_burst(self) -> bool:
@@ -177,7 +183,7 @@ class SpikeRule:
         return bool(self._since) and self._since[-1] == 0
 
     def check(self, loss: float, grad_norm: float, seq_length: int) -> Spike | None:
-        """True if the next step is a spike; it is not learned from."""
+        """Return the spike if the next step is one, else None. Does not learn from the step."""
         if self._seq_length not in (None, seq_length):
             return None
         for what, value, of in (
@@ -190,7 +196,7 @@ class SpikeRule:
         return None
 
     def add(self, loss: float, grad_norm: float, seq_length: int) -> Spike | None:
-        """Judges the next step and learns from it."""
+        """Judge the next step and learn from it. Return the spike, or None."""
         spike = self.check(loss, grad_norm, seq_length)
         self._since = [ago + 1 for ago in self._since if ago + 1 < self._window]
         if spike is not None:
@@ -209,7 +215,7 @@ class SpikeRule:
         return None
 
     def state(self) -> dict[str, Any]:
-        """State of the rule, as JSON values."""
+        """Return the state of the rule as JSON-compatible data."""
         return {
             "loss": self._loss.state(),
             "grad_norm": self._norm.state(),
@@ -218,8 +224,7 @@ class SpikeRule:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state`; an empty one, of an older checkpoint, means nothing
-        learned."""
+        """Restore the result of :meth:`state`. An empty state (old checkpoints) resets the rule."""
         self._loss.forget()
         self._norm.forget()
         self._seq_length, self._since = None, []
@@ -230,13 +235,15 @@ class SpikeRule:
 
 
 OnSpike = Callable[[Trainer, Step, Spike], None]
-"""Reaction to the first spike of a burst, on every rank; if it returns, the training continues."""
+"""Action at the first spike of a burst, called on every rank. If it returns, training continues."""
 
 
 class SpikeGuard(Callback):
-    """Judges steps as ``steps`` reads their numbers, and warns of spikes; ``act`` follows a
-    warning. The checkpoint before a spike is kept from ``--keep-last``, until :data:`MOST_KEPT`
-    later spikes."""
+    """Callback that judges each step once ``steps`` has read its loss and gradient norm, and warns
+    of spikes.
+
+    ``act`` is called after a warning. The checkpoint before a spike is exempt from ``--keep-last``
+    until :data:`MOST_KEPT` later spikes have occurred."""
 
     def __init__(
         self,
@@ -282,7 +289,8 @@ class SpikeGuard(Callback):
             self._act(trainer, step, spike)
 
     def _keep(self, iteration: int, text: str) -> str:
-        """Adds the checkpoint before the spike to the file KEPT; returns words about it."""
+        """Record the checkpoint before the spike in the file KEPT, so that it is not deleted.
+        Return a phrase for the warning."""
         save = self._checkpoints.writer.options.save
         before = self._checkpoints.saved_before(iteration)
         if before is None or save is None:
@@ -310,7 +318,7 @@ def _samples(step: Step) -> str:
 
 
 def stop_at_spike(checkpoints: CheckpointManager) -> OnSpike:
-    """For ``--on-spike stop``: ends the run. Nothing is saved after a spike."""
+    """Return the action for ``--on-spike stop``, which ends the run without saving."""
 
     def stop(trainer: Trainer, step: Step, spike: Spike) -> None:
         raise TrainingStopped(
@@ -323,12 +331,14 @@ def stop_at_spike(checkpoints: CheckpointManager) -> OnSpike:
 
 
 class Rollback(Callback):
-    """``--on-spike rollback``: back to the last checkpoint, without the samples of the spike. What
-    is skipped follows from the steps alone, so that a run that is killed and repeats them skips the
-    same samples.
+    """Action for ``--on-spike rollback``: return to the last checkpoint and skip the samples of the
+    spike.
+
+    The skipped samples depend only on the steps, so a run that is killed and repeats the steps
+    skips the same samples.
 
     Attributes:
-        origin: the checkpoint that the state of the run came from.
+        origin: checkpoint from which the current state of the run was loaded.
     """
 
     def __init__(
@@ -346,16 +356,17 @@ class Rollback(Callback):
         self._to: Path | None = None
         self._new = range(0)
         self._spikes: list[int] = []
-        """The iterations with spikes that led back to the same checkpoint, in turn."""
+        """Iterations of the spikes that caused rollbacks to the checkpoint ``_to``, in order."""
         checkpoints.counted[SKIPPED] = lambda: list(self._skipped)
 
     def __call__(self, trainer: Trainer, step: Step, spike: Spike) -> None:
-        """Raises GoBack, or TrainingStopped after too many rollbacks; returns without a
-        checkpoint."""
+        """Raise GoBack, or TrainingStopped after too many rollbacks to the same checkpoint. If no
+        checkpoint exists, print a warning and return."""
         newest = self._checkpoints.settled()
-        if newest is not None and not newest.is_dir():  # of an earlier run, and deleted
+        # An earlier run's checkpoint may have been deleted.
+        if newest is not None and not newest.is_dir():
             newest = None
-        # Where a save ended badly on one rank alone, the others know of another one.
+        # If a save failed on one rank only, the ranks have different newest checkpoints.
         newest = trainer.engine.mesh.world.shared(newest)
         report = self._checkpoints.report
         if newest is None:
@@ -398,7 +409,7 @@ class Rollback(Callback):
         )
 
     def went_back(self, trainer: Trainer) -> None:
-        """Records it next to the metrics, which begin at the checkpoint then."""
+        """Record the rollback in the metrics file, which has been truncated to the checkpoint."""
         values: dict[str, float | None] = {
             "spike_iteration": self._spikes[-1],
             "skipped_from": self._new.start,
@@ -408,7 +419,8 @@ class Rollback(Callback):
         report.event("rollback", trainer.iteration, trainer.consumed_samples, values)
 
     def _found(self, folder: Path) -> FoundCheckpoint:
-        """The checkpoint in a folder; every run has opened, or saved, it before."""
+        """Return the checkpoint in a folder that this run has loaded from or saved to. Raises
+        CheckpointError if it has been deleted."""
         if self._origin is not None and self._origin.found.folder == folder:
             return self._origin.found
         checkpoint = locate_checkpoint(folder)
@@ -418,8 +430,8 @@ class Rollback(Callback):
         return checkpoint._replace(base=base)
 
     def _first_skipped(self, step: Step, consumed_samples: int) -> int:
-        """Return the first sample to skip: the step's first, or one, three, seven steps earlier if
-        the steps around it were spikes before."""
+        """Return the first sample to skip. It is the first sample of the step, or of the step 1, 3,
+        7 ... steps earlier if preceding rollbacks were caused by spikes close to this one."""
         again = 0
         for one, next_one in zip(self._spikes[-2::-1], self._spikes[:0:-1], strict=True):
             if abs(next_one - one) > LEVEL:

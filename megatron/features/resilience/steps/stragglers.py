@@ -1,4 +1,5 @@
-"""The rank that the others wait for, judged by the time in which each computes and reads."""
+"""Detection of stragglers: ranks that the others wait for, judged by each rank's own time for
+computing and reading data."""
 
 from __future__ import annotations
 
@@ -32,27 +33,29 @@ from megatron.training.trainer import Callback, Trainer
 from megatron.util.phases import activity
 
 BLOCKS = 5
-"""Parts of a window; a rank must be slow in every one, so that a single pause names no rank."""
+"""Number of blocks in a window. A rank must be slow in each, so that a pause is not reported."""
 
 SECONDS = 60.0
-"""Seconds of steps in a window, at least: with fewer looks at the main thread equal ranks looked
-different once in a thousand windows."""
+"""Minimum duration of a window in seconds of steps. In shorter windows, which contain fewer samples
+of the main thread, one in a thousand reported a difference between equally fast ranks."""
 
 BUSY = 0.2
-"""Share of time without a processor above which the machine has too few of them."""
+"""Fraction of their own time for which the other ranks had no processor, as a median. Above this,
+the machines are overloaded, and a rank that lacks a processor is not reported."""
 
-LEAST_SHARE = 0.1  # of a step that a rank must be behind the median: less is hardly worth a message
+# minimum lag behind the median to be reported, as a fraction of a step
+LEAST_SHARE = 0.1
 
 
 class StepTimes(NamedTuple):
-    """Some steps, as one rank measured them; sums over the steps, in seconds.
+    """Times that one rank measured, in seconds, summed over some steps.
 
     Attributes:
-        wall: from the beginnings of the steps to their ends.
-        own: of that, without waiting for other ranks.
-        reading: of ``own``, waiting for the next batch.
-        unscheduled: of ``own``, stopped or without a processor.
-        device: of a product of matrices on the rank's GPU; 0 where that is not measured.
+        wall: time from the beginning of each step to its end.
+        own: time in ``wall`` that was not spent waiting for other ranks.
+        reading: time in ``own`` that was spent waiting for the next batch.
+        unscheduled: time in ``own`` during which the process was suspended or had no processor.
+        device: time of a matrix product on the rank's GPU; 0 if it was not measured.
     """
 
     wall: float
@@ -62,7 +65,7 @@ class StepTimes(NamedTuple):
     device: float = 0.0
 
     def plus(self, other: StepTimes) -> StepTimes:
-        """Both, one after the other; of the device what was faster."""
+        """Return the sums of two measurements, with the smaller of their measured device times."""
         both = self.device and other.device
         return StepTimes(
             self.wall + other.wall,
@@ -75,15 +78,15 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A rank that has become slow, or no longer is.
+    """Rank that has become slow, or is no longer slow.
 
     Attributes:
-        slow: True if it is.
-        own, others: its own seconds for a step, and the median rank's; with ``by_device`` of a
-            product of matrices on its GPU.
-        reason: what most of ``own`` is; empty if that is not known.
-        before: in a stage of a single rank, ``others`` is what it needed itself, in proportion to
-            the other stages.
+        slow: True if the rank is slow.
+        own, others: seconds per step of the rank itself, and of the median rank. With
+            ``by_device``, seconds of a matrix product on the GPU.
+        reason: cause of more than half of ``own``; empty if it is not known.
+        before: True for the only rank of a pipeline stage. Then ``others`` is derived from the
+            rank's own earlier time, relative to the other stages.
     """
 
     rank: int
@@ -109,22 +112,22 @@ class Change:
 
 @dataclass
 class _Stage:
-    """Ranks that do the same work."""
+    """Ranks of one pipeline stage, which do the same work."""
 
     ranks: Sequence[int]
     usual: list[float] = field(default_factory=list)
-    """Usual time of a single rank: its own time relative to the median of all, in its first
-    blocks."""
+    """Ratios of a single rank's own time to the median of all ranks, in its first blocks."""
 
 
 class StragglerRule:
-    """Finds ranks that are persistently slower than others of their pipeline stage.
+    """Rule that finds ranks that are persistently slower than others of their pipeline stage.
 
     Args:
-        stages: the ranks of each pipeline stage; only those of one do the same work. One that is
-            alone is compared with what it needed at first, relative to the other stages.
-        factor: multiple of the others' median time that is slow; 0 names no rank.
-        window: number of steps over which a rank must be; also :data:`SECONDS` at least.
+        stages: ranks of each pipeline stage, which do the same work. The only rank of a stage is
+            compared with its own earlier time, relative to the other stages.
+        factor: multiple of the others' median time that counts as slow; 0 disables the rule.
+        window: number of steps for which a rank must be slow. A window also lasts at least
+            :data:`SECONDS`.
     """
 
     def __init__(self, stages: Sequence[Sequence[int]], factor: float, window: int) -> None:
@@ -136,7 +139,8 @@ class StragglerRule:
         self._named: set[tuple[int, bool]] = set()
 
     def add(self, steps: int, pieces: Sequence[StepTimes]) -> list[Change]:
-        """Takes the same steps of every rank, in order; returns what changes with them."""
+        """Add the times of all ranks, ordered by rank, for the same ``steps`` steps. Return the
+        ranks that have become slow, or are no longer slow."""
         self._steps += steps
         sums = self._sums = [a.plus(b) for a, b in zip(self._sums, pieces, strict=True)]
         wall = max(piece.wall for piece in sums)
@@ -170,7 +174,7 @@ class StragglerRule:
         return [change for change in changes if self._is_new(change)]
 
     def _expected(self, stage: _Stage, rank: int, sums: Sequence[StepTimes]) -> float:
-        """Seconds that the rank should have needed."""
+        """Return the seconds that the rank is expected to need."""
         mates = stage.ranks if len(stage.ranks) > 1 else self._all
         usual = median(sums[other].own for other in mates if other != rank)
         if len(stage.ranks) > 1:
@@ -204,20 +208,22 @@ def _reason(piece: StepTimes) -> str:
 
 
 PERIOD = 0.3
-"""Seconds between looks at the main thread; one costs 0.1 ms of a processor."""
+"""Mean seconds between two samples of the main thread. A sample costs 0.1 ms of CPU time."""
 
-_LATE = 0.02  # seconds beyond the period that the thread may wake up late on a busy machine
+_LATE = 0.02  # seconds of delay that are normal when the thread wakes up on a busy machine
 
-_DEVICE_WAITS = "/torch/cuda/streams.py"  # where the main thread waits for its device
+# file whose functions make the main thread wait for its device
+_DEVICE_WAITS = "/torch/cuda/streams.py"
 
 
 class OwnTime(NamedTuple):
-    """Seconds of this process; the last two are parts of ``own``, and 0 where they are not known.
+    """Times of this process, in seconds.
 
     Attributes:
-        own: that were not spent waiting for other ranks.
-        reading: of them, waiting for the next batch.
-        unscheduled: of them, stopped, or ready to run on a processor that others had.
+        own: time not spent waiting for other ranks.
+        reading: time in ``own`` spent waiting for the next batch; 0 if unknown.
+        unscheduled: time in ``own`` during which the process was suspended, or ready to run while
+            other processes had the processor; 0 if unknown.
     """
 
     own: float = 0.0
@@ -226,37 +232,39 @@ class OwnTime(NamedTuple):
 
 
 class OwnTimeMeter:
-    """Measures :class:`OwnTime` in a thread, from :meth:`resume` to :meth:`pause`.
+    """Background thread that measures :class:`OwnTime` between :meth:`resume` and :meth:`pause`.
 
-    The thread looks at random intervals, since steps may be as long as a fixed one. Where it wakes
-    up late the process was stopped, had no processor, or held the interpreter's lock.
+    It samples at random intervals, because steps may be as long as a fixed interval. If it wakes up
+    late, the process was suspended, had no processor, or held the interpreter's lock.
     """
 
     def __init__(self, period: float = PERIOD) -> None:
         self._period, self._random = period, random.Random(0)
         self._counting = self._closed = False
         self._own = self._reading = self._late = 0.0
-        """Since the beginning; only the thread writes them."""
+        """Totals since the start in seconds, written only by the thread."""
         self._taken = OwnTime(0.0, 0.0, 0.0)
         self._run_delay = _run_delay()
-        self._looked = 0.0  # time of the last look
+        self._looked = 0.0  # time of the last sample of the main thread
         self._thread: threading.Thread | None = None
 
     def resume(self) -> None:
-        """A step begins."""
+        """Start measuring at the beginning of a step."""
         self._counting = True
-        if self._thread is None:  # after the processes that read data were forked
+        # Not started earlier, because data loader processes must be forked first.
+        if self._thread is None:
             lost = "this rank can no longer be found to be slow"
-            self._looked = time.monotonic()  # the thread itself may have to wait for the lock
+            # set here, because the new thread may have to wait for the interpreter's lock
+            self._looked = time.monotonic()
             self._thread = monitor_thread(self._look, "own time", lost)
             self._thread.start()
 
     def pause(self) -> None:
-        """The step has ended."""
+        """Stop measuring at the end of a step."""
         self._counting = False
 
     def take(self) -> OwnTime:
-        """Return the measurements since the last call."""
+        """Return the times measured since the last call."""
         total, before = OwnTime(self._own, self._reading, self._late), self._taken
         self._taken = total
         delay, self._run_delay = self._run_delay, _run_delay()
@@ -264,7 +272,7 @@ class OwnTimeMeter:
         return OwnTime(own, reading, min(own, max(late, self._run_delay - delay)))
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._closed = True
         if self._thread is not None:
             self._thread.join(timeout=5)
@@ -272,7 +280,7 @@ class OwnTimeMeter:
     def _look(self) -> None:
         while True:
             pause = self._period * self._random.uniform(0.5, 1.5)
-            time.sleep(pause)  # an event with a timeout costs a quarter more
+            time.sleep(pause)  # an event with a timeout would cost a quarter more CPU time
             if self._closed:
                 return
             now = time.monotonic()
@@ -289,7 +297,8 @@ class OwnTimeMeter:
 
 
 def _waits() -> bool:
-    """True if the main thread waits for ranks or its device; a function, as frames keep tensors."""
+    """Return whether the main thread waits for other ranks or for its device. This is a separate
+    function so that the frames, which keep tensors alive, are released at once."""
     frames = frames_of_others()
     main = frames[threading.main_thread().ident or 0]
     waits = where_it_waits(frames) is not None
@@ -297,7 +306,7 @@ def _waits() -> bool:
 
 
 def _run_delay() -> float:
-    """Seconds that the main thread was ready and had no processor, on Linux; else 0."""
+    """Return the seconds for which the main thread lacked a processor. Always 0 except on Linux."""
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -305,17 +314,17 @@ def _run_delay() -> float:
 
 
 _SIDE = 2048
-_PRODUCTS = 4  # together 69 GFLOP: a tenth of a millisecond on an H100, half of one on a V100
+_PRODUCTS = 4  # 69 GFLOP in total: 0.1 ms on an H100, 0.5 ms on a V100
 
 
 class DeviceProbe:
-    """Queues matrix products, and reads their times later; does nothing on a CPU."""
+    """Asynchronous timer of matrix products on the GPU. Does nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._factors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if device.type == "cuda":
-            # Not from the global random state, which a resumed run must find as it was.
+            # Use a separate generator: the global random state must not change, for exact resumes.
             generator = torch.Generator(device).manual_seed(0)
             shape = (_SIDE, _SIDE)
             one, other = (
@@ -324,12 +333,12 @@ class DeviceProbe:
             self._factors = one, other, torch.empty_like(one)
 
     def queue(self) -> None:
-        """Queues the products on the current stream."""
+        """Queue the matrix products on the current stream."""
         if self._factors is None:
             return
         one, other, product = self._factors
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.mm(one, other, out=product)  # the clock of a GPU that was idle rises with the first
+        torch.mm(one, other, out=product)  # warm-up: raises the clock of an idle GPU
         start.record()
         for _ in range(_PRODUCTS):
             torch.mm(one, other, out=product)
@@ -337,8 +346,8 @@ class DeviceProbe:
         self._events = start, end
 
     def seconds(self) -> float:
-        """Return the seconds of the products that were queued last; 0 if they are not done, and
-        before the first."""
+        """Return the seconds that the last queued products took. Return 0 if none were queued, or
+        if they have not finished."""
         if self._events is None or not self._events[1].query():
             return 0.0
         start, end = self._events
@@ -346,17 +355,17 @@ class DeviceProbe:
 
 
 _SECONDS = 2.0
-"""Seconds of steps between two exchanges, or a window of fast steps."""
+"""Target number of seconds between two exchanges. Fast steps exchange at least once per window."""
 
 _LEAST_LOOKS = 5
-"""In the steps of a log line that has the times of ranks; one look says all or nothing."""
+"""Minimum number of samples of the main thread for a log line to include the ranks' times."""
 
-_SAME_WORK = ("data", "context", "expert", "tensor")  # the axes along which ranks do the same work
+_SAME_WORK = ("data", "context", "expert", "tensor")  # mesh axes along which ranks do the same work
 
 
 class Stragglers(Callback):
-    """Exchanges the own times of all ranks every two seconds or so, without waiting for the device,
-    and tells ``report`` of ranks that become slow or no longer are. For several ranks only."""
+    """Callback that exchanges the own times of all ranks about every two seconds, without waiting
+    for the device, and reports ranks that become slow or recover. Needs more than one rank."""
 
     def __init__(
         self, config: ResilienceConfig, mesh: Mesh, device: torch.device, report: Reporter
@@ -370,15 +379,16 @@ class Stragglers(Callback):
         self._window = config.straggler_window
         self._meter, self._probe = OwnTimeMeter(), DeviceProbe(device)
         self._reads: DelayedReads[int] = DelayedReads.on(device)
-        """Records of the ranks' exchanges, with the number of steps."""
+        """Pending results of exchanges, each with the number of steps that it covers."""
         self._began, self._wall, self._steps = math.nan, 0.0, 0
         self._due: float | None = None
-        """Iteration after which the next exchange is; None before the first step."""
+        """Iteration of the next exchange; None before the first step."""
         self._arrived: float = math.inf
-        """Iteration after which the exchange is read, the same on every rank."""
+        """Iteration at which the pending exchange is read, the same on every rank; else
+        infinity."""
         self._shown = 0, [StepTimes(0.0, 0.0) for _ in mesh.world.ranks]
-        """Steps since the last log line with their sums, or the steps and sums of the line
-        before."""
+        """Number of steps since the last log line, and the sums of their times. They are reset at
+        the first exchange after a log line."""
         self._said = False
         report.at_line.append(self._times)
 
@@ -388,10 +398,11 @@ class Stragglers(Callback):
 
     @contextlib.contextmanager
     def paused(self, trainer: Trainer) -> Iterator[None]:
-        """Ends the step, and exchanges what was measured if that is due."""
+        """End the step, and exchange the measured times if an exchange is due."""
         self._meter.pause()
         self._wall, self._steps = self._wall + time.monotonic() - self._began, self._steps + 1
-        if self._due is None:  # the first step compiles, allocates, and starts processes
+        # The first step is not representative: it compiles, allocates and starts processes.
+        if self._due is None:
             self._begin(trainer)
         elif trainer.iteration >= self._due:
             self._exchange(trainer)
@@ -401,7 +412,7 @@ class Stragglers(Callback):
         yield
 
     def _times(self, seconds_left: float) -> dict[str, float]:
-        """For the log line; nothing before there were looks enough at the main thread."""
+        """Return the ranks' times for the log line, or nothing if there were too few samples."""
         self._said = True
         steps, pieces = self._shown
         measured = steps and max(piece.wall for piece in pieces) >= _LEAST_LOOKS * PERIOD
@@ -413,7 +424,7 @@ class Stragglers(Callback):
         self._arrived = math.inf
 
     def went_back(self, trainer: Trainer) -> None:
-        """Steps that are done again count again."""
+        """Discard pending exchanges, because their steps are computed again."""
         for _ in self._reads.due(everything=True):
             pass
         self._begin(trainer)
@@ -445,7 +456,7 @@ class Stragglers(Callback):
             self._tell(trainer, changes)
 
     def _tell(self, trainer: Trainer, changes: list[Change]) -> None:
-        """Every rank has found the same changes."""
+        """Report the changes, which are the same on every rank. Every rank must call this."""
         names = self._mesh.world.gathered(f"{socket.gethostname()}, process {os.getpid()}")
         for change in changes:
             kind = "WARNING: " if change.slow else ""
@@ -465,7 +476,7 @@ class Stragglers(Callback):
 
 
 def _times_of(steps: int, pieces: Sequence[StepTimes]) -> dict[str, float]:
-    """Seconds that the ranks needed for a step, given their sums over some steps."""
+    """Return the slowest rank, and the slowest, median and fastest own time per step in seconds."""
     owns = [piece.own / steps for piece in pieces]
     most = max(owns)
     return {

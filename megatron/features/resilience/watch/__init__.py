@@ -1,1 +1,1 @@
-"""Hangs: ranks that do not advance, and who holds them up."""
+"""Detection of hangs: finds the ranks that do not advance, and the cause."""

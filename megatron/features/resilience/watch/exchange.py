@@ -1,10 +1,10 @@
-"""Messages of the ranks' watchdogs through the store at which the ranks meet.
+"""Messages between the watchdogs of the ranks, through the rendezvous store.
 
-Each rank writes a sign of life every second and looks whether another rank asks why the run does
-not advance. To a question every rank answers with a :class:`Report`; the one that asked collects
-them, has the processes of those that do not answer looked at by ranks on their machines, and
-publishes its verdict, which all ranks act on. A thread of its own does this, because a store that
-does not answer blocks its caller without limit.
+Each rank writes a heartbeat about every second, and checks whether another rank has asked why the
+run does not advance. Every rank answers such a question with a :class:`Report`. The rank that asked
+collects the answers, and has the processes of silent ranks examined by ranks on the same machine.
+It then publishes a verdict, on which all ranks act. All this runs in a separate thread, because a
+store that does not answer blocks its caller indefinitely.
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ from megatron.util.phases import activity
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 5.0  # seconds, counted in pauses of the thread, for which an answer is waited for
+PATIENCE = 5.0  # seconds to wait for an answer, counted in pauses of the thread
 _PAUSE = 0.2
 _LINGERS = 10.0
-"""Seconds, counted likewise, for which a store stays after a verdict for ranks that are slow."""
-_STORE_PATIENCE = 8  # ticks for which the store may be silent
+"""Seconds for which the store stays open after a verdict, also counted in pauses."""
+_STORE_PATIENCE = 8  # ticks without an answer after which the store counts as silent
 _COUNTS = ("heard", "answers")
 _CONNECTING = timedelta(minutes=10)
 _EVERY = 1.0
-_LOOKED_AT = 1.0  # seconds for which ranks on a machine may look at the processes of others there
-_NEIGHBOURS = 64  # processes of its own machine that a rank that waits looks at, at most
-_RANKS_PER_SECOND = 2000  # signs of life that the store takes in a second, at most
+_LOOKED_AT = 1.0  # seconds to wait for other ranks to examine processes on their machines
+_NEIGHBOURS = 64  # maximum number of processes on its own machine that a waiting rank examines
+_RANKS_PER_SECOND = 2000  # maximum number of heartbeats per second for the store
 
 
 class RankExchange:
-    """The thread, from :meth:`start` to :meth:`stop`; ``report`` makes this rank's answer.
+    """Thread that exchanges messages from :meth:`start` to :meth:`stop`. ``report`` returns this
+    rank's answer to a question.
 
     Attributes:
-        rounds: grows as long as the store answers.
-        answers: the reports of all ranks, where this one has asked.
+        rounds: counter that grows as long as the store answers.
+        answers: reports of all ranks, if this rank asked the last question.
     """
 
     def __init__(self, report: Callable[[], Report], rank: int, size: int) -> None:
@@ -67,17 +68,17 @@ class RankExchange:
         self.verdict: HangVerdict | None = None
         self.answers: dict[int, Report] = {}
         self.silent: list[Silent] = []
-        self.owner: Silent | None = None  # the rank that has the store; None for a launcher's
+        self.owner: Silent | None = None  # rank that hosts the store; None if the launcher hosts it
         if not agreement.of_launcher():
             self.owner = Silent(0, "", 0, "", 0)
-        self.error = ""  # why the store cannot be used any more
+        self.error = ""  # reason why the store can no longer be used
         self._report = report
         self._host, self._space = socket.gethostname(), process_space()
         self._question: HangQuestion | None = None
         self._look = False
         self._far = False
         self._machines = SilentMachines()
-        self._firsts: dict[str, int] = {}  # a rank on each other machine
+        self._firsts: dict[str, int] = {}  # lowest rank on each other machine
         self._beats = 0
         self._asked = 0
         self._stopping = threading.Event()
@@ -101,7 +102,7 @@ class RankExchange:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops asking the others, as before the store ends."""
+        """Stop the exchange. Must be called before the store closes."""
         self.wait_until_heard()
         self._stopping.set()
         self._woken.set()
@@ -109,28 +110,27 @@ class RankExchange:
             self._thread.join(2.0)
 
     def wait_until_heard(self) -> None:
-        """Waits, if this process has the store, until all ranks that answered have read the
-        verdict."""
+        """If this process hosts the store, wait until the ranks have read the verdict."""
         self._heard.wait(2 * _LINGERS)
 
     def ask(self, question: HangQuestion) -> None:
-        """Asks all ranks, unless one does already."""
+        """Ask all ranks, unless a question from this rank is already pending."""
         if self._question is None:
             self._question = question
             self._woken.set()
 
     def take_verdict(self) -> HangVerdict | None:
-        """The verdict, once."""
+        """Return the verdict and clear it. Return None if there is no new verdict."""
         verdict, self.verdict = self.verdict, None
         return verdict
 
     def look_at_neighbours(self) -> None:
-        """Asks soon, if a process of another rank on this machine has ended."""
+        """Request a check for ended processes of other ranks on this machine."""
         self._look = True
         self._woken.set()
 
     def look_at_machines(self) -> None:
-        """Asks soon, if the machine of other ranks does not answer; rank 0 looks for all."""
+        """Request a check whether other machines still answer. Has an effect only on rank 0."""
         self._far = self.rank == 0
 
     def _run(self) -> None:
@@ -141,15 +141,16 @@ class RankExchange:
                 self._round()
                 self._woken.wait(_PAUSE if self._owner_unknown else self._every)
                 self._woken.clear()
-        except Exception as error:  # of any kind: the store has ended, or its network
+        except Exception as error:  # any error means that the store or its network has failed
             self.error = str(error).partition("\n")[0] or repr(error)
             logger.debug("the watchdog's store ended", exc_info=True)
         finally:
             self._door.close()
 
     def _connect(self) -> Any:
-        """A connection of this thread's own: one that another thread waits in would block it."""
-        # Woken at once: a rank may be stopped in its first steps, and is named by its sign of life.
+        """Return a separate connection, because a shared one blocks while another thread waits."""
+        # Connect as soon as the rendezvous is complete: a rank may be suspended in its first steps,
+        # and only its heartbeat identifies it.
         while not agreement.met(_PAUSE):
             if self._stopping.is_set():
                 raise ConnectionError("the ranks have not met")
@@ -188,14 +189,14 @@ class RankExchange:
         return self.owner is not None and not self.owner.pid
 
     def _last_of(self, rank: int) -> Silent:
-        """Return the last message of a rank."""
+        """Return the last heartbeat of a rank."""
         if not self._store.check([f"life/{rank}"]):
             return Silent(rank, "", 0, "", 0)
         host, space, pid, phase, iteration, *_ = self._said(f"life/{rank}")
         return Silent(rank, host, pid, phase, iteration, space=space)
 
     def _said(self, key: str) -> Any:
-        """Return what a rank has written. Raises ValueError for what none writes."""
+        """Return a message from the store. Raises ValueError if it is not valid JSON."""
         return parse_json(self._store.get(key), f"{key} in the watchdog's store", lenient=True)
 
     def _hand_in(self, number: int) -> None:
@@ -204,7 +205,7 @@ class RankExchange:
         self._store.set(f"{number}/answer/{place}", content)
 
     def _answer(self, number: int) -> None:
-        """Answers a question, looks at processes of this machine, and waits for the verdict."""
+        """Answer a question, examine processes on this machine, and wait for the verdict."""
         self._hand_in(number)
         looked = False
         for _ in self._pauses(4 * PATIENCE):
@@ -218,11 +219,11 @@ class RankExchange:
                 for rank, space, pid in self._said(f"{number}/silent"):
                     if space == self._space and pid:
                         self._store.set(f"{number}/state/{rank}", state_of(pid))
-        # The rank that asked has ended, or was stopped; whoever still waits asks again.
+        # The rank that asked has ended or was suspended. Any rank that still waits will ask again.
         self._close(number, HangVerdict((), "", ends=False, again=1))
 
     def _lead(self, number: int, question: HangQuestion) -> None:
-        """Collects the answers and publishes the verdict."""
+        """Collect the answers to this rank's question, and publish the verdict."""
         self._hand_in(number)
         answers: dict[int, Report] = {}
         read = 0
@@ -235,7 +236,7 @@ class RankExchange:
             asked = [[one.rank, one.space, one.pid] for one in silent]
             self._store.set(f"{number}/silent", json.dumps(asked))
             silent = self._with_states(number, silent, answers)
-            self._read_answers(number, read, answers)  # one that was only slow
+            self._read_answers(number, read, answers)  # include late answers of slow ranks
             silent = [one for one in silent if one.rank not in answers]
         verdict = judge(answers, silent, question)
         self.answers, self.silent = answers, silent
@@ -252,7 +253,7 @@ class RankExchange:
         return read
 
     def _all_others_gone(self, answers: Mapping[int, Report]) -> bool:
-        """True if no more answers come, because the processes, which are known here, have ended."""
+        """Return whether all ranks without an answer ran on this machine and have ended."""
         missing = [rank for rank in range(self.size) if rank not in answers]
         if len(missing) > _NEIGHBOURS:
             return False
@@ -293,15 +294,15 @@ class RankExchange:
             self._heard.set()
 
     def _pauses(self, seconds: float) -> Iterator[None]:
-        """Pauses of a fifth of a second; they are counted, as a process that was stopped has not
-        waited."""
+        """Yield, pausing a fifth of a second after each. ``seconds`` is counted in pauses, because
+        a process that was suspended has not waited."""
         for _ in range(max(1, round(seconds / _PAUSE))):
             yield
             self.rounds += 1
             time.sleep(_PAUSE)
 
     def _look_around(self) -> None:
-        """Ask other ranks if a process of the run on this machine has ended."""
+        """Ask all ranks if the process of another rank on this machine has ended."""
         if not self._neighbours:
             self._neighbours = {
                 one.rank: one.pid
@@ -312,11 +313,11 @@ class RankExchange:
             self.ask(HangQuestion(LOST))
 
     def _look_far(self) -> None:
-        """Asks, if a machine with other ranks of the run does not answer."""
+        """Ask all ranks if another machine no longer answers."""
         if not self._firsts:
             spaces = {rank: self._last_of(rank).space for rank in reversed(range(self.size))}
             if not all(spaces.values()):
-                return  # a rank has not begun
+                return  # a rank has not written a heartbeat yet
             self._firsts = {there: rank for rank, there in spaces.items() if there != self._space}
         said = {}
         for there, rank in self._firsts.items():
@@ -333,7 +334,8 @@ class RankExchange:
 
 
 class StoreWatch:
-    """Watches the store at which the ranks meet, and its machine, for answers."""
+    """Monitor that detects when the rendezvous store, or the machine that hosts it, stops
+    answering."""
 
     def __init__(self, exchange: RankExchange) -> None:
         self._exchange = exchange
@@ -343,17 +345,17 @@ class StoreWatch:
 
     @property
     def silent(self) -> bool:
-        """True if the other ranks cannot be asked."""
+        """True if the other ranks cannot be asked, because the store does not answer."""
         return bool(self._exchange.error) or self._silence >= _STORE_PATIENCE
 
     def count(self) -> None:
-        """A tick."""
+        """Count a tick."""
         rounds = self._exchange.rounds
         self._silence = self._silence + 1 if rounds == self._rounds else 0
         self._rounds = rounds
 
     def look(self) -> None:
-        """Checks in a separate thread whether the machine of a silent store still answers."""
+        """If the store is silent, check in a separate thread whether its machine still answers."""
         busy = self._looking is not None and self._looking.is_alive()
         if self._silence >= _STORE_PATIENCE and not busy:
             self._looking = threading.Thread(target=self._look, daemon=True)
@@ -363,7 +365,7 @@ class StoreWatch:
         self.machine_gone = is_gone(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
     def judge_without(self, own: Report, question: HangQuestion) -> HangVerdict:
-        """Judge by this rank's report alone and the state of the process with the store."""
+        """Judge by this rank's own report, and by the state of the process that hosts the store."""
         exchange = self._exchange
         alone = judge({own.rank: own}, [], question)
         if alone.ranks and not own.lost and not own.device:
@@ -390,7 +392,7 @@ class StoreWatch:
 
 
 def several_ranks() -> tuple[int, int]:
-    """This process's rank and the number of all."""
+    """Return the rank of this process and the world size; (0, 1) without a launcher."""
     with contextlib.suppress(ValueError, KeyError):
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return 0, 1

@@ -1,4 +1,4 @@
-"""Running processes and threads, their waits, and the machines that answer."""
+"""State of running processes and threads: where they wait, and which machines still answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FILE_FIRST = {
                 83: "fdatasync", 46: "ftruncate", 61: "getdents", 80: "fstat", 69: "preadv",
                 70: "pwritev", 47: "fallocate"},
 }  # fmt: skip
-"""Calls of the system whose first argument is an open file, by their numbers."""
+"""System calls whose first argument is a file descriptor, by architecture and number."""
 _PATH_FIRST = {
     "x86_64": {2: "open", 4: "stat", 6: "lstat", 82: "rename", 83: "mkdir", 84: "rmdir",
                87: "unlink", 21: "access", 76: "truncate", 89: "readlink"},
@@ -56,7 +56,7 @@ _LONGEST = 4096
 
 
 def process_space() -> str:
-    """Return the namespace in which process ids are valid: host, its boot, and namespace."""
+    """Return the namespace in which process ids are unique: host, boot and PID namespace."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {started} {os.readlink('/proc/self/ns/pid')}"
@@ -65,17 +65,17 @@ def process_space() -> str:
 
 
 def state_letter(pid: int, thread: int | None = None) -> str | None:
-    """Letter of the state of a process or thread; None if it does not exist."""
+    """Return the state letter of a process or thread from /proc, or None if it does not exist."""
     file = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
     try:
-        # The name is in brackets and may contain anything; the state follows.
+        # The process name is in parentheses and may contain any character; the state follows.
         return Path(file).read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
 
 
 def state_of(pid: int) -> str:
-    """Return the state of a process of this machine, in words: it runs, is stopped, has ended."""
+    """Return the state of a process on this machine, such as "runs" or "has ended"."""
     letter = state_letter(pid)
     if letter is None:
         if sys.platform == "linux":
@@ -92,13 +92,13 @@ def state_of(pid: int) -> str:
 
 
 def awaited_file(pid: int, thread: int | None = None) -> str | None:
-    """Return call and path of the file for which a thread waits, such as ``fsync of /data/x``; None
-    if it waits for something else. Nothing here touches the file."""
+    """Return the system call and path of the file that a thread waits for, such as ``fsync of
+    /data/x``. Return None if it waits for something else. The file itself is never accessed."""
     task = f"/proc/{pid}/task/{pid if thread is None else thread}"
     try:
         words = Path(f"{task}/syscall").read_text().split()
         number, arguments = int(words[0]), [int(word, 16) for word in words[1:7]]
-    except (OSError, ValueError, IndexError):  # it runs, or belongs to another user
+    except (OSError, ValueError, IndexError):  # the thread is running, or belongs to another user
         return None
     machine = platform.machine()
     if (call := _FILE_FIRST.get(machine, {}).get(number)) is not None:
@@ -115,12 +115,12 @@ def awaited_file(pid: int, thread: int | None = None) -> str | None:
 
 
 def _is_file(path: str) -> bool:
-    """Not a terminal or another device, which a process may wait for as long as it likes."""
+    """Return whether a path is a file on storage, and not a device that may block indefinitely."""
     return not path.startswith(("/dev/pts/", "/dev/tty", "/dev/null", "/dev/nvidia", "/proc/"))
 
 
 def _text_at(address: int, pid: int) -> str | None:
-    """The text, with its end, at an address of this process."""
+    """Return the null-terminated text at a memory address, or None for another process."""
     if pid != os.getpid() or not address:
         return None
     try:
@@ -133,31 +133,33 @@ def _text_at(address: int, pid: int) -> str | None:
 
 
 _MEETS = ("/torch/distributed/", "/deepspeed/comm/")
-"""Packages whose functions end in a collective, a transfer or a store."""
+"""Packages whose functions run collectives, point-to-point transfers and store operations."""
 _MEETS_NOBODY = ("/torch/distributed/tensor/", "/torch/distributed/fsdp/")
-"""Some of their modules register thousands of operators when they are imported."""
+"""Exceptions to ``_MEETS``, which do not wait for other ranks. Some of their modules register
+thousands of operators when they are imported."""
 _DEVICE_SECONDS = 1.0
 _WRAPPERS = ("wrapper", "log_wrapper")
 _IMPORT = "<frozen importlib"
 _INNERMOST = 4
-"""Maximum frames between a call of those packages and the innermost one, such as an operator's."""
+"""Number of innermost frames that are searched for a call of these packages, because the call may
+itself have called other functions, such as an operator."""
 _PASSES_ON = (
     "/threading.py",
     "/queue.py",
     "/concurrent/futures/_base.py",
     "/torch/autograd/graph.py",
 )
-"""Functions in which a thread waits for another one of its process, or runs the backward pass in
-others."""
+"""Files whose functions wait for another thread of the process, or run the backward pass in other
+threads."""
 
 
 def where_it_waits(frames: Mapping[int, FrameType] | None = None) -> FrameType | None:
     """Return the frame in which this process waits for other ranks, in a collective, a transfer or
-    the store; None where it works. Costs some microseconds.
+    the store. Return None if it is working. Takes a few microseconds.
 
-    Where the main thread waits for other threads of the process, as in a backward pass on a GPU,
-    these are examined too. Threads that read data are not. ``frames``: innermost frame of each
-    thread by its identifier.
+    If the main thread waits for other threads of the process, as in a backward pass on a GPU, those
+    threads are examined too, except while it waits for data. ``frames`` maps thread identifiers to
+    the innermost frame of each thread.
     """
     frames = frames_of_others() if frames is None else frames
     main = frames.get(threading.main_thread().ident or 0)
@@ -166,24 +168,26 @@ def where_it_waits(frames: Mapping[int, FrameType] | None = None) -> FrameType |
     if (wait := _meets(main)) is not None:
         return wait
     passes_on = _normal(main.f_code.co_filename).endswith(_PASSES_ON)
-    if not passes_on or activity.phase == "data":  # the other thread reads what it waits for
+    # In the data phase it waits for a thread that reads data, not for other ranks.
+    if not passes_on or activity.phase == "data":
         return None
     others = (frame for frame in frames.values() if frame is not main)
     return next((wait for frame in others if (wait := _meets(frame)) is not None), None)
 
 
 def frames_of_others() -> dict[int, FrameType]:
-    """Innermost frame of each other thread. They keep what functions have in variables: drop them
-    soon."""
+    """Return the innermost frame of each other thread. Release it soon: frames keep tensors
+    alive."""
     frames = sys._current_frames()
-    # A frame in one of its own variables lives, with all others, until cycles are looked for.
+    # This function's own frame would refer to itself through its variables, and live until the
+    # garbage collector breaks the cycle.
     frames.pop(threading.get_ident())
     return frames
 
 
 def device_is_busy() -> bool:
-    """True if this process's GPU computes, or waits for other ranks' GPUs. A driver that does not
-    answer within a second is busy."""
+    """Return whether this process's GPU is computing, or waits for GPUs of other ranks. A driver
+    that does not answer within a second counts as busy."""
     asked, answers = activity.device_busy, list[bool]()
     if asked is None:
         return False
@@ -191,7 +195,7 @@ def device_is_busy() -> bool:
     def ask() -> None:
         try:
             answers.append(asked())
-        except RuntimeError:  # an error of the device's, with which this rank will end
+        except RuntimeError:  # a device error, which will end this rank
             answers.append(False)
 
     thread = threading.Thread(target=ask, name="device", daemon=True)
@@ -201,12 +205,11 @@ def device_is_busy() -> bool:
 
 
 def collectives_begun() -> int:
-    """Return the number of collectives begun in all groups, without groups of background
-    threads."""
+    """Return the number of collectives started, except by groups of background threads."""
     torch = sys.modules.get("torch.distributed.distributed_c10d")
     begun = 0
     if torch is not None:
-        with contextlib.suppress(RuntimeError):  # a group that is just made
+        with contextlib.suppress(RuntimeError):  # raised by a group that is still being created
             for group in list(torch._world.pg_map):
                 if group not in background_groups:
                     begun += group._get_sequence_number_for_group()
@@ -214,7 +217,7 @@ def collectives_begun() -> int:
 
 
 def failed_to_meet(error: BaseException | None) -> bool:
-    """True if an error, or its cause, says that other ranks did not answer."""
+    """Return whether an error, or its cause, was raised because other ranks did not respond."""
     while error is not None:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
@@ -228,14 +231,14 @@ def failed_to_meet(error: BaseException | None) -> bool:
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and its callers."""
+    """Yield a frame, then its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def call_site(frame: FrameType) -> str:
-    """Return a call and where: ``all_reduce in megatron/parallel/mesh.py:97 any_rank``."""
+    """Return a call and its location: ``all_reduce in megatron/parallel/mesh.py:97 any_rank``."""
     name = frame.f_code.co_name
     for outer in outwards(frame):
         file = _normal(outer.f_code.co_filename)
@@ -249,24 +252,25 @@ def call_site(frame: FrameType) -> str:
 
 
 def _meets(frame: FrameType) -> FrameType | None:
-    """The frame of a thread that waits for other ranks, given its innermost one."""
+    """Return the frame in which a thread waits for other ranks, or None. ``frame`` is the thread's
+    innermost frame."""
     for inner in islice(outwards(frame), _INNERMOST):
-        if inner.f_code.co_name == "<module>":  # it imports, which may be slow
+        if inner.f_code.co_name == "<module>":  # an import may be slow, but does not wait for ranks
             return None
         if _is_of_packages(inner.f_code.co_filename):
             return None if _is_imported(inner) else inner
-    # The handle of a transfer is torch's, without a Python frame.
+    # Torch implements the work handle of a transfer in C++, so its ``wait`` has no Python frame.
     return frame if _calls_wait(_Identity(frame.f_code), frame.f_lineno) else None
 
 
 def _is_imported(frame: FrameType) -> bool:
-    """True if a frame runs because a module is imported, which is work."""
+    """Return whether a frame runs as part of an import, which does not count as waiting."""
     return any(outer.f_code.co_filename.startswith(_IMPORT) for outer in outwards(frame))
 
 
 class _Identity:
-    """A code object as a key of a cache, by identity: constants of compiled code may not be
-    hashable."""
+    """Cache key that compares code objects by identity, because constants of compiled code may not
+    be hashable."""
 
     __slots__ = ("code",)
 
@@ -282,7 +286,7 @@ class _Identity:
 
 @lru_cache(4096)
 def _calls_wait(key: _Identity, line: int) -> bool:
-    """True if a line calls a method ``wait`` without a Python frame."""
+    """Return whether a line of code calls a ``wait`` method, which may have no Python frame."""
     lines, here = dict(dis.findlinestarts(key.code)), None
     for instruction in dis.get_instructions(key.code):
         here = lines.get(instruction.offset, here)
@@ -302,19 +306,19 @@ def _normal(file: str) -> str:
     return file.replace("\\", "/")
 
 
-SECONDS = 4.0  # for which a machine may not answer: three tries of the system's
-_STALE = 5  # looks after which a process that says nothing new is looked into
+SECONDS = 4.0  # timeout of a probe, within which the kernel tries to connect three times
+_STALE = 5  # checks without a new message after which a machine is probed
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT}
 _ANY_PORT = 9
 
 
 class Door:
-    """A port of this process, in the network of ``towards``. Connections to it succeed while the
-    machine lives, also while the process is stopped."""
+    """Listening port of this process, in the network of the host ``towards``. Connections to it
+    succeed as long as the machine is up, even while the process is suspended."""
 
     def __init__(self, towards: str) -> None:
         self.address: tuple[str, int] = ("", 0)
-        """Host and port; port 0 where there can be none, which says nothing about the machine."""
+        """Host and port. Port 0 if none could be opened, which says nothing about the machine."""
         self._socket: socket.socket | None = None
         with contextlib.suppress(OSError):
             family, own = address_towards(towards)
@@ -323,7 +327,7 @@ class Door:
             self.address = self._socket.getsockname()[:2]
 
     def clear(self) -> None:
-        """Lets those go that have connected."""
+        """Accept and close all pending connections."""
         with contextlib.suppress(BlockingIOError):
             while self._socket is not None:
                 self._socket.accept()[0].close()
@@ -334,15 +338,17 @@ class Door:
 
 
 def address_towards(host: str) -> tuple[int, str]:
-    """Return the family and this machine's address in the network of a host. Raises OSError."""
+    """Return the address family and this machine's own address in the network of a host. Raises
+    OSError if the host is unknown or unreachable."""
     family, _, _, _, place = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # sends nothing
+        probe.connect(place)  # a UDP socket: this sends nothing
         return family, str(probe.getsockname()[0])
 
 
 def is_gone(host: str, port: int, seconds: float = SECONDS) -> bool:
-    """True if nothing answers there; a refusal is an answer, an unknown name says nothing."""
+    """Return whether a host no longer answers on a port. A refused connection counts as an answer.
+    Return False if the host name is unknown, or if the port is 0."""
     if port == 0:
         return False
     try:
@@ -353,16 +359,16 @@ def is_gone(host: str, port: int, seconds: float = SECONDS) -> bool:
 
 
 class SilentMachines:
-    """Finds lost machines. It costs nothing while they send new messages."""
+    """Detector of lost machines. Only machines that send no new messages are probed."""
 
     def __init__(self, gone: Callable[[str, int], bool] = is_gone) -> None:
         self._gone = gone
         self._heard: dict[str, tuple[Hashable, int]] = {}
-        """Last message of each, and the number of looks without change."""
+        """Last message of each machine, and the number of checks since it changed."""
 
     def look(self, said: Mapping[str, tuple[Hashable, tuple[str, int]]]) -> str:
-        """Return a machine that is gone, or an empty text. ``said``: the words of each machine, and
-        the address of a door there."""
+        """Return the name of a machine that is gone, or an empty string. ``said`` contains the
+        latest message of each machine, and the address of a :class:`Door` on it."""
         for name, (words, address) in said.items():
             last, looks = self._heard.get(name, (None, 0))
             looks = looks + 1 if words == last else 0
@@ -375,8 +381,8 @@ class SilentMachines:
 
 
 def monitor_thread(work: Callable[[], None], name: str, lost: str) -> threading.Thread:
-    """Return a daemon thread that runs ``work`` and outlives no mistake in silence: an error is one
-    line of stderr with what is lost by it, such as "hangs are no longer found"."""
+    """Return a daemon thread, not yet started, that runs ``work``. If ``work`` fails, it prints a
+    line to stderr that ends with ``lost``, the consequence, such as "hangs are no longer found"."""
 
     def run() -> None:
         try:

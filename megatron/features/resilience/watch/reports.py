@@ -1,4 +1,4 @@
-"""Report of a rank about itself, when another asks why the run does not advance."""
+"""Report of a rank about itself, sent when another rank asks why the run does not advance."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ _OURS = "/megatron/"
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's.
+    """State of one rank.
 
     Attributes:
-        idle: ticks of its watchdog since it has last advanced.
-        limit: ticks after which that is too long where it works, 0 for no limit.
-        waits: whether it waits for other ranks.
-        device: whether its device has not done what was queued. That may be a transfer in which
-            other ranks do not take part: a GPU's rank queues them and hardly ever waits itself.
-        space: where its process id means something.
-        site: the call in which it waits, or the function that works.
-        waited_for: what it waits for next to ranks: a file, or processes that read data.
-        error: the error by which it ends, if it does.
-        lost: whether that error is that others did not answer it.
-        status: the exit status that its own error means.
+        idle: ticks of its watchdog since it last advanced.
+        limit: allowed ticks without progress in its current phase; 0 for no limit.
+        waits: True if it waits for other ranks.
+        device: True if its device has not finished the queued work. This may be a transfer in
+            which other ranks do not take part, because a rank with a GPU queues transfers and
+            rarely waits for them on the CPU.
+        space: namespace in which its process id is valid.
+        site: call in which it waits, or function in which it works.
+        waited_for: files and data loader processes for which it waits.
+        error: error that ends the rank, or an empty string.
+        lost: True if ``error`` was raised because other ranks did not respond.
+        status: exit code for the error.
         stacks: stacks of its threads.
     """
 
@@ -74,12 +75,12 @@ class Report:
 
     @property
     def name(self) -> str:
-        """The rank with its machine and process."""
+        """Rank with its host and process id."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     @property
     def place(self) -> str:
-        """Its phase and iteration."""
+        """Current phase and iteration."""
         where = f"phase {self.phase}"
         if self.iteration:
             where += f" at iteration {self.iteration}"
@@ -95,8 +96,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Silent:
-    """A rank that does not answer, with its last sign of life; ``state`` is that of its process, as
-    a rank in the same ``space`` sees it."""
+    """Rank that does not answer, with its last heartbeat. ``state`` is the state of its process, as
+    seen by a rank in the same ``space``."""
 
     rank: int
     host: str
@@ -122,8 +123,12 @@ def report_of(
     error: Exception | None = None,
     thread: int | None = None,
 ) -> Report:
-    """Report of this process's main thread, or of another ``thread``; ``error`` is that by which it
-    ends."""
+    """Return the report of this process's main thread, or of another ``thread``.
+
+    Args:
+        idle, limit: see :class:`Report`.
+        without: threads whose stacks are left out.
+        error: error that ends the thread; None if it has not failed."""
     frames = sys._current_frames()
     main = threading.main_thread().ident or 0
     watched = main if thread is None else thread
@@ -154,16 +159,18 @@ def report_of(
 
 
 def _status(error: Exception | None) -> int:
-    """The exit status that an error ends a process with."""
+    """Return the exit code for an error."""
     if error is None or isinstance(error, FaultError):
         return RESTART_STATUS
     return 2 if isinstance(error, (ValueError, OSError)) else 1
 
 
 def _waited_for(activity: Activity, watched: int) -> str:
-    """Also where the main thread waits for what another one does, such as a save."""
+    """Return the files and data loader processes for which a thread waits. Background threads are
+    included, because the main thread may wait for one of them, such as a save."""
     idents = {thread.ident: thread.native_id for thread in threading.enumerate()}
-    idents[threading.main_thread().ident] = os.getpid()  # in a fork Python has the parent's
+    # in a forked process, Python reports the parent's native id
+    idents[threading.main_thread().ident] = os.getpid()
     threads = [idents.get(ident) for ident in (watched, *list(background))]
     files = (awaited_file(os.getpid(), thread) for thread in threads if thread is not None)
     files_waited = list(dict.fromkeys(file for file in files if file is not None))
@@ -173,7 +180,7 @@ def _waited_for(activity: Activity, watched: int) -> str:
 
 
 def _working_site(frame: FrameType | None) -> str:
-    """The function that a thread is in, and the one of this project that it was called from."""
+    """Return the function that a thread is in, and the function of this project that called it."""
     if frame is None:
         return ""
     own = next((f for f in outwards(frame) if _OURS in f.f_code.co_filename), None)
@@ -193,7 +200,8 @@ def _short(file: str) -> str:
 
 
 def stacks_of(frames: Mapping[int, FrameType], without: Collection[int | None] = ()) -> str:
-    """Calls of each thread, innermost first; no source lines, since their storage may hang."""
+    """Return the stack of each thread, innermost call first. Source files are not read, because
+    storage may hang."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     first = threading.main_thread().ident
@@ -211,13 +219,13 @@ def stacks_of(frames: Mapping[int, FrameType], without: Collection[int | None] =
 
 
 COLLECTIVES = "collectives"
-"""Folder in ``--save`` with a pickle ``rank_N`` of each rank; ``torchfrtrace`` reads NCCL's."""
-_RECORDED = "2000"  # collectives of a rank
-_SECONDS = 5.0  # for which it may take to be written; its storage may be what hangs
+"""Folder in ``--save`` with a pickle ``rank_N`` per rank. ``torchfrtrace`` reads those of NCCL."""
+_RECORDED = "2000"  # maximum number of recorded collectives per rank
+_SECONDS = 5.0  # time limit for writing reports, because storage may be what hangs
 
 
 def described(reports: Mapping[int, Report], silent: Sequence[Silent]) -> str:
-    """Return the activity of each rank, with its stacks; the silent ones first."""
+    """Describe the activity of each rank, with its stacks. Silent ranks come first."""
     lines = []
     for one in silent:
         state = f"its process {one.state}" if one.state else "nothing is known of its process"
@@ -242,8 +250,8 @@ def described(reports: Mapping[int, Report], silent: Sequence[Silent]) -> str:
 
 
 def write_report(line: str, body: str, save: str | None) -> None:
-    """Writes a line and what follows to the console and, with ``save``, to ``hang-<time>.txt``,
-    without waiting long for either."""
+    """Write ``line`` and ``body`` to stderr and, if ``save`` and ``body`` are given, to
+    ``hang-<time>.txt`` in the folder ``save``. Writing is given up after a time limit."""
 
     def show() -> None:
         print(f"{line}\n{body}" if body else line, file=sys.stderr, flush=True)
@@ -261,7 +269,7 @@ def write_report(line: str, body: str, save: str | None) -> None:
 
 
 def in_time(*works: Callable[[], None]) -> None:
-    """Calls functions at the same time, and returns when they are done, or take too long."""
+    """Call functions concurrently. Return when all are done, or after a time limit."""
     threads = [threading.Thread(target=work, name="report", daemon=True) for work in works]
     for thread in threads:
         thread.start()
@@ -271,8 +279,8 @@ def in_time(*works: Callable[[], None]) -> None:
 
 
 def record_collectives(save: str | None) -> None:
-    """Lets NCCL record its collectives, and write them to :data:`COLLECTIVES` at a timeout, unless
-    the environment says otherwise. To be called before the first process group."""
+    """Make NCCL record its collectives and write them to :data:`COLLECTIVES` after a timeout. Keeps
+    environment variables that are set. Call this before the first process group is created."""
     import torch
 
     if not torch.cuda.is_available():
@@ -280,7 +288,7 @@ def record_collectives(save: str | None) -> None:
     wanted = {"TORCH_FR_BUFFER_SIZE": _RECORDED, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     if save is not None:
         wanted["TORCH_FR_DUMP_TEMP_FILE"] = str(_record_of(save, ""))
-        with contextlib.suppress(OSError):  # the first rank to save reports what is wrong with it
+        with contextlib.suppress(OSError):  # the first save reports the error
             _record_of(save, "").parent.mkdir(parents=True, exist_ok=True)
     for name, value in wanted.items():
         if not any(known in os.environ for known in (name, *_OLDER_NAMES.get(name, ()))):
@@ -291,11 +299,11 @@ _OLDER_NAMES = {
     "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE",),
     "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
 }
-"""Names that torch still reads; it warns of both."""
+"""Older names that torch still accepts. It warns if both names are set."""
 
 
 def write_collectives(save: str, rank: int) -> None:
-    """Writes the collectives that this rank has recorded to :data:`COLLECTIVES`."""
+    """Write the collectives that this rank has recorded to :data:`COLLECTIVES`."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d as library
 
@@ -308,11 +316,11 @@ def write_collectives(save: str, rank: int) -> None:
         file = _record_of(save, rank)
         with contextlib.suppress(OSError, RuntimeError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            # Stacks would take seconds, and libraries that may be on the storage that hangs.
+            # Stacks would take seconds, and load libraries from storage, which may be what hangs.
             file.write_bytes(dump(includeStackTraces=False))
 
-    # The library asks the device for the state of its work, with the interpreter's lock held: only
-    # a thread without it can end a process whose driver does not answer.
+    # The dump queries the state of the device while it holds the interpreter's lock. If the driver
+    # does not answer, only faulthandler's thread, which needs no lock, can end the process.
     faulthandler.dump_traceback_later(2 * _SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
     in_time(store)
     faulthandler.cancel_dump_traceback_later()

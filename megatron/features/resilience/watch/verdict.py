@@ -1,4 +1,4 @@
-"""Who holds a run up, from what its ranks say and who says nothing."""
+"""Judgement of which ranks block a run, from the reports of its ranks and the silence of others."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from megatron.features.resilience.watch.reports import Report, Silent
 from megatron.util.errors import RESTART_STATUS
 
 LIMIT, SIGNAL, LOST = "limit", "signal", "lost"
-"""It has not advanced for too long; it shall end and cannot; its connections failed."""
+"""Reasons for a question: no progress within the limit; signal not obeyed; lost ranks or
+connections."""
 
 _SHOWN = 4
-_SOON = 2  # ticks between questions at least
-_NO_LIMIT = 60  # ticks before repeating a question about a rank without a limit
+_SOON = 2  # minimum ticks between two questions
+_NO_LIMIT = 60  # ticks granted to a rank whose phase has no limit, before the next question
 
 
 @dataclass(frozen=True)
 class HangQuestion:
-    """Question of a rank to the others; ``grace``: ticks after a signal that a rank which works may
-    take."""
+    """Question from a rank to the others. ``grace`` is the number of ticks without progress that a
+    working rank is allowed after a signal."""
 
     reason: str
     grace: int = 0
@@ -30,14 +31,14 @@ class HangQuestion:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """Result of a question.
+    """Answer to a question.
 
     Attributes:
-        ranks: ranks that block the run; none if unknown.
+        ranks: ranks that block the run; empty if they are unknown.
         line: message for users.
-        ends: True if the run ends; if not, the ranks ask again after ``again`` ticks.
-        status: the exit status.
-        by_error: whether a rank has ended with its own error.
+        ends: True if the run ends. If False, the ranks may ask again after ``again`` ticks.
+        status: exit code.
+        by_error: True if a rank has ended with its own error.
     """
 
     ranks: tuple[int, ...]
@@ -58,9 +59,9 @@ class HangVerdict:
 def judge(
     reports: Mapping[int, Report], silent: Sequence[Silent], question: HangQuestion
 ) -> HangVerdict:
-    """Judge which ranks block a run, given reports of some ranks and silence of others. In this
-    order: ranks that end with their own error; silent ranks; ranks that work while others wait;
-    ranks behind the others; ranks that wait in different calls."""
+    """Judge which ranks block a run, from the reports of some ranks and the silence of others. They
+    are, in this order: ranks that end with their own error; silent ranks; ranks that work while
+    others wait; ranks behind the others; ranks that wait in different calls."""
     failed = [r for r in reports.values() if r.error and not r.lost]
     if failed:
         line = _listed([f"{r.name} has ended: {r.error}" for r in failed])
@@ -74,7 +75,7 @@ def judge(
     late = [reports[rank] for rank, left in working.items() if left <= 0]
     if late:
         return HangVerdict(_ranks(late), _of_late(late, waiting))
-    # A device that is busy may compute what is long.
+    # A busy device may be running a long computation.
     lefts = [*working.values()] or [_left(r, question) for r in waiting if not r.waits]
     if any(left > 0 for left in lefts):
         again = min(max(_SOON, left) for left in lefts if left > 0)
@@ -83,7 +84,7 @@ def judge(
 
 
 def _left(report: Report, question: HangQuestion) -> int:
-    """Ticks that a rank which works may still take."""
+    """Return the number of ticks for which a working rank may still continue without progress."""
     limit = report.limit or report.idle + _NO_LIMIT
     if question.reason == SIGNAL and report.phase in ("step", "data", "evaluation"):
         limit = min(limit, question.grace)
@@ -91,9 +92,9 @@ def _left(report: Report, question: HangQuestion) -> int:
 
 
 def _lost(reports: Mapping[int, Report]) -> HangVerdict:
-    """Return ranks that lost a connection to others that all respond."""
+    """Return the verdict about failed connections when every rank answers."""
     failed = [r for r in reports.values() if r.error]
-    if not failed:  # what did not answer does so again
+    if not failed:  # the connection has recovered
         return HangVerdict((), "", ends=False, again=_SOON)
     hosts = sorted({r.host for r in reports.values()})
     line = f"all ranks answer, but a connection between them failed (network of {', '.join(hosts)})"
@@ -138,7 +139,7 @@ def _of_late(late: Sequence[Report], waiting: Sequence[Report]) -> str:
 
 def _all_wait(waiting: Sequence[Report]) -> HangVerdict:
     if any(r.device and not r.waits for r in waiting):
-        # Ranks run ahead of their devices, each as far as it can: where they are says nothing.
+        # Ranks run ahead of their devices, so their positions do not show which one is behind.
         nodes = ", ".join(sorted({r.host for r in waiting})[:_SHOWN])
         line = (
             f"all {len(waiting)} ranks wait, {_named([r for r in waiting if r.device])} for what "

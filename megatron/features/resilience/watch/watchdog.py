@@ -1,9 +1,10 @@
-"""Watches the main thread of a rank, and ends the run where it does not advance.
+"""Watchdog of a rank, which ends the run if the main thread does not advance.
 
-Time is ticks that a thread counts, so that a process that was stopped is not late. Where the main
-thread has not advanced for as many ticks as its phase may take, or does not obey a signal to end,
-it asks the other ranks (:class:`RankExchange`). If their answers say who holds the run up, it
-writes that and what every rank does, and ends the process; the launcher starts the run again.
+Time is measured in ticks that a thread counts, so that a process that was suspended is not late.
+The watchdog asks the other ranks (:class:`RankExchange`) if the main thread has not advanced within
+the limit of its phase, or does not obey a signal to end. If the answers show what blocks the run,
+the watchdog reports it together with the activity of every rank, and ends the process. The launcher
+then restarts the run.
 """
 
 from __future__ import annotations
@@ -53,15 +54,17 @@ from megatron.util.errors import FaultError, one_line
 from megatron.util.phases import PHASES, Activity, activity, background, phase
 
 START_SECONDS = 3600
-"""Least limit of the phase ``start``, in which indexes are built, and models compiled, unless
-``--hang-limits`` has another."""
-_LOOKS_AROUND = 3  # ticks of waiting until a rank looks whether a process of its machine has ended
-_SHORTEST_GRACE, _LONGEST_GRACE = 10, 25  # ticks from a signal to the end; schedulers kill at 30 s
+"""Minimum limit of the phase ``start``, in which indexes are built and models are compiled. An
+entry in ``--hang-limits`` overrides it."""
+# ticks of waiting before a rank checks whether a process on its machine has ended
+_LOOKS_AROUND = 3
+# ticks from a signal to the forced end; schedulers kill after 30 s
+_SHORTEST_GRACE, _LONGEST_GRACE = 10, 25
 _YIELD_TICKS = 5
 
 
 class LostRankError(FaultError):
-    """Another rank has ended or does not answer; ``status`` is the exit status of this process."""
+    """Another rank has ended or does not answer. ``status`` is the exit code of this process."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -69,8 +72,8 @@ class LostRankError(FaultError):
 
 
 def hang_limits(config: RunConfig) -> dict[str, int]:
-    """Ticks that each phase may take; 0 for no limit. Raises ConfigError for wrong
-    ``--hang-limits``."""
+    """Return the number of ticks that each phase may take without progress; 0 for no limit. Raises
+    ConfigError if ``--hang-limits`` is invalid."""
     given = config.section(ResilienceConfig)
     seconds = given.hang_seconds
     if seconds is None:
@@ -94,11 +97,11 @@ def hang_limits(config: RunConfig) -> dict[str, int]:
 
 
 class Idleness:
-    """Number of ticks since an activity advanced.
+    """Counter of the ticks since an activity last advanced.
 
     Attributes:
-        ticks: since it has.
-        longest: of the recent waits after which it did.
+        ticks: ticks since the last progress.
+        longest: longest recent interval without progress, decaying over time.
     """
 
     def __init__(self, watched: Activity) -> None:
@@ -106,11 +109,11 @@ class Idleness:
         self._moves = watched.moves
 
     def count(self) -> None:
-        """A tick."""
+        """Count a tick, or reset the count if the activity has advanced."""
         moves = self.watched.moves
-        if self.watched is activity:  # a library's collectives advance, too
+        if self.watched is activity:  # collectives started by a library also count as progress
             moves += collectives_begun()
-        if self.watched.phase == "save":  # which may wait for the one in the background
+        if self.watched.phase == "save":  # a save may wait for the previous one in the background
             moves += sum(other.moves for other in list(background.values()))
         if moves == self._moves:
             self.ticks += 1
@@ -121,28 +124,29 @@ class Idleness:
 
 
 class WatchState(Enum):
-    """States of a watchdog."""
+    """State of a watchdog."""
 
     WATCHING = auto()
     YIELDING = auto()
-    """Another rank has ended by an error; usually all ranks find the same one, and each ends by its
-    own within :data:`_YIELD_TICKS`."""
+    """Another rank has ended with an error. Usually all ranks encounter the same error, so this
+    rank gets :data:`_YIELD_TICKS` ticks to end with its own."""
     FAILED = auto()
-    """The main thread ends by an error, and waits to learn whether another rank is the cause."""
+    """The main thread has failed, and waits to learn whether another rank caused the error."""
     OVER = auto()
 
 
 class WatchEvent(Enum):
     ASK_LATER = auto()  # the ranks have answered, and nothing is wrong yet
     RANK_ERROR = auto()  # a rank has ended with its own error
-    RUN_ENDS = auto()  # the ranks have found what blocks the run
+    RUN_ENDS = auto()  # the ranks have identified what blocks the run
     TIME_UP = auto()
-    FAILURE = auto()  # the main thread raises an error
+    FAILURE = auto()  # the main thread has raised an error
 
 
 class Watchdog:
-    """The thread of one rank, within its context: :data:`ACTIONS` lists what it does, by state and
-    event. ``limits`` are the ticks that each phase may take, ``tick`` their seconds."""
+    """Watchdog of one rank, a thread that runs inside the ``with`` block. :data:`ACTIONS` lists its
+    actions by state and event. ``limits`` are the ticks that each phase may take without progress,
+    and ``tick`` is the length of a tick in seconds."""
 
     def __init__(
         self,
@@ -159,11 +163,11 @@ class Watchdog:
         self._state = WatchState.WATCHING
         self._main = Idleness(activity)
         self._background: dict[int, Idleness] = {}
-        self._ask_after = 0  # ticks before which it does not ask again
+        self._ask_after = 0  # ticks until the next question is allowed
         self._signal, self._since_signal = "", 0
-        self._failure: Exception | None = None  # by which the main thread ends
+        self._failure: Exception | None = None  # error with which the main thread ends
         self._verdict: HangVerdict | None = None
-        """Verdict of a rank's error, while yielding, and the one that explains a failure."""
+        """Verdict about another rank's error while yielding, or about the cause of ``_failure``."""
         self._yield_ticks = 0
         self._explained = threading.Event()
         self._thread = monitor_thread(
@@ -175,7 +179,8 @@ class Watchdog:
         self._wakeup: int | None = None
 
     def __enter__(self) -> Watchdog:
-        # Python's own handlers do not run while the main thread is inside a library.
+        # A wake-up file descriptor is needed because Python's own signal handlers do not run while
+        # the main thread is inside a library.
         if threading.current_thread() is threading.main_thread():
             self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         if self._exchange is not None:
@@ -200,9 +205,9 @@ class Watchdog:
 
     @contextlib.contextmanager
     def among_ranks(self) -> Iterator[None]:
-        """Tells the other ranks of an error of the main thread. One that says that others do not
-        answer becomes a :class:`LostRankError` that names them. Leaves the other ranks at the end,
-        as before the store ends; this one is still watched."""
+        """Tell the other ranks about an error of the main thread. An error caused by ranks that do
+        not respond becomes a :class:`LostRankError` that names them. At the end of the block the
+        exchange with other ranks stops, before the store closes, but this rank is still watched."""
         try:
             yield
         except Exception as error:
@@ -225,7 +230,7 @@ class Watchdog:
         with contextlib.suppress(OSError):
             self._writer.send(b"\0")
 
-    # What follows runs in the thread.
+    # The methods below run in the watchdog's thread.
 
     def _run(self) -> None:
         while True:
@@ -244,7 +249,7 @@ class Watchdog:
                 self._signal, self._since_signal = signal.Signals(number).name, 0
 
     def _count(self) -> None:
-        """A tick."""
+        """Count a tick."""
         self._main.count()
         self._since_signal = self._since_signal + 1 if self._main.ticks else 0
         self._ask_after = max(0, self._ask_after - 1) if self._main.ticks else 0
@@ -254,7 +259,7 @@ class Watchdog:
         self._watch_background()
 
     def _act(self) -> None:
-        """One turn: the first event that there is, or else a question to the other ranks."""
+        """Handle the first pending event, or else ask the other ranks if there is a reason."""
         if self._failure is not None and self._state is WatchState.YIELDING:
             self._handle(WatchEvent.FAILURE, self._verdict)
             return
@@ -269,12 +274,12 @@ class Watchdog:
             self._ask(question)
 
     def _handle(self, event: WatchEvent, verdict: HangVerdict | None) -> None:
-        """Do what the table says; an event that it does not list in this state changes nothing."""
+        """Run the action listed for the current state and ``event``, if there is one."""
         if (action := ACTIONS.get((self._state, event))) is not None:
             action(self, verdict)
 
     def _ask(self, question: HangQuestion) -> None:
-        """Ask the other ranks, or judge alone where the run has one rank or its store is silent."""
+        """Ask the other ranks. A single rank, or one whose store is silent, judges alone."""
         if self._exchange is None or self._store is None:
             verdict = judge({self._rank: self._report()}, [], question)
         elif self._store.silent:
@@ -285,7 +290,7 @@ class Watchdog:
         self._handle(_event_of(verdict), verdict)
 
     def _question(self) -> HangQuestion | None:
-        """Return a question to the other ranks, if there is a reason."""
+        """Return the question to ask the other ranks, or None if there is no reason to ask."""
         if self._failure is not None:
             return HangQuestion(LOST) if self._state is WatchState.FAILED else None
         idle = self._main.ticks
@@ -301,7 +306,7 @@ class Watchdog:
                 self._store.look()
         if self._store is not None and self._store.machine_gone:
             return HangQuestion(LOST)
-        # Who waits for a rank that builds an index does not know that; the answers say so.
+        # A waiting rank does not know that another builds an index; the answers tell.
         limit = self._limits["step" if waits else activity.phase]
         if limit and idle >= limit:
             return HangQuestion(LIMIT)
@@ -311,7 +316,7 @@ class Watchdog:
 
     @property
     def _grace(self) -> int:
-        """Ticks after a signal for which nothing may advance."""
+        """Number of ticks without progress that are allowed after a signal."""
         longest = self._main.longest
         return max(min(_SHORTEST_GRACE + 2 * longest, _LONGEST_GRACE), longest * 3 // 2)
 
@@ -322,7 +327,7 @@ class Watchdog:
         limit = self._limits[activity.phase]
         return report_of(activity, self._rank, self._main.ticks, limit, mine, self._failure)
 
-    # Actions of the table.
+    # Actions of the table ACTIONS.
 
     def _ask_later(self, verdict: HangVerdict) -> None:
         self._ask_after = verdict.again
@@ -334,12 +339,12 @@ class Watchdog:
         self._state = WatchState.FAILED
 
     def _explain(self, verdict: HangVerdict) -> None:
-        """Report the problem to the main thread, which ends with an error."""
+        """Pass the verdict to the main thread, which is about to end with an error."""
         self._state, self._verdict = WatchState.OVER, verdict
         self._explained.set()
 
     def _finish(self, verdict: HangVerdict) -> None:
-        """Print the problem, write the report, and end the process."""
+        """Print the verdict, write the report, and end the process."""
         exchange, store = self._exchange, self._store
         if self._data_given_up(verdict):
             return
@@ -348,7 +353,7 @@ class Watchdog:
         note = f"{self._signal} cannot be obeyed: " if self._signal else ""
         line = f"{who}error: {note}{one_line(verdict.line)}; {_newest()}"
         body = ""
-        # One rank has the answers of all; without a store each only has its own.
+        # The rank that asked has all answers. Without a store, each rank reports itself.
         if answers or store is None or store.silent:
             silent = exchange.silent if exchange is not None else []
             body = described(answers or {self._rank: self._report()}, silent)
@@ -358,15 +363,16 @@ class Watchdog:
                 write_collectives(self._save, self._rank)
             for helper in activity.helpers() if activity.helpers is not None else ():
                 with contextlib.suppress(OSError):
-                    os.kill(helper, signal.SIGKILL)  # one that is stopped would stay
+                    os.kill(helper, signal.SIGKILL)  # a suspended process would not end by itself
             if exchange is not None:
                 exchange.wait_until_heard()
-        finally:  # even if a report fails, the launcher must restart the run
+        finally:  # the launcher must restart the run even if a report fails
             self._end(verdict.status)
             self._stopping, self._state = True, WatchState.OVER
 
     def _data_given_up(self, verdict: HangVerdict) -> bool:
-        """True if the main thread is to save instead: its data do not come, and no rank waits."""
+        """In a run with only one rank that waits for data, ask the main thread to give up waiting
+        and save. Return whether it was asked; this happens only once."""
         giving_up = self._exchange is None and activity.phase == "data" and activity.helpers
         if not giving_up or activity.give_up:
             return False
@@ -376,7 +382,7 @@ class Watchdog:
         return True
 
     def _watch_background(self) -> None:
-        """Says once that a save in the background does not advance; the training does."""
+        """Warn once if a background save does not advance. Training continues meanwhile."""
         for ident in set(self._background) - set(background):
             del self._background[ident]
         limit = self._limits["save"]
@@ -407,7 +413,7 @@ ACTIONS: dict[tuple[WatchState, WatchEvent], Callable[..., None]] = {
     (WatchState.FAILED, WatchEvent.RANK_ERROR): Watchdog._explain,
     (WatchState.FAILED, WatchEvent.RUN_ENDS): Watchdog._explain,
 }
-"""Actions at an event; nothing where a pair is not listed."""
+"""Action for each state and event. Pairs that are not listed have no effect."""
 
 
 def _event_of(verdict: HangVerdict) -> WatchEvent:
@@ -423,7 +429,7 @@ def _newest() -> str:
 
 @contextlib.contextmanager
 def watchdog_of(config: RunConfig) -> Iterator[Watchdog]:
-    """The watchdog of a run, until the block ends. Raises what :func:`hang_limits` raises."""
+    """Run a watchdog in the block. Raises ConfigError if ``--hang-limits`` is invalid."""
     record_collectives(config.checkpoint.save)
     with phase("start"), Watchdog(hang_limits(config), config.checkpoint.save) as watchdog:
         activity.saved = activity.give_up = ""

@@ -144,9 +144,6 @@ class Report:
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def save(self, *what: object) -> None:
-        self.said.append(f"save {what[0]}")
-
     def event(self, *what: object) -> None:
         self.said.append(f"event {what[0]}")
 
@@ -247,7 +244,7 @@ class Writer:
     """Whose save of one iteration fails; all end in the background, when they are waited for."""
 
     def __init__(self, folder: Path, fails: int) -> None:
-        self.options = CheckpointConfig(save=str(folder), async_save=True)
+        self.options, self.in_background = CheckpointConfig(save=str(folder)), True
         self.folder, self.fails, self.pending = folder, fails, []
 
     def save(self, iteration: int, counters: object) -> None:

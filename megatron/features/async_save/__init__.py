@@ -1,0 +1,1 @@
+"""Asynchronous checkpointing: training continues while a checkpoint is written."""

@@ -1,0 +1,1 @@
+"""Attention to an encoder's output."""
