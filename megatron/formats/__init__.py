@@ -1,7 +1,7 @@
-"""Checkpoints of other programs: a package or module for each format, and conversion between them.
+"""Other programs' checkpoint formats: a package or module for each, and conversion between them.
 
-This table is the only place that names their modules, each of which is imported when it is needed.
-A format is unavailable if a package that it needs is deleted.
+Only the tables in this file name their modules, each of which is imported when needed. A format
+becomes unavailable if a package that it needs is deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _READERS: dict[str, tuple[str, ...]] = {
     "trainer_zero": (
         "trainers.zero:ZeroFolder", "deepspeed_folders", "huggingface", "legacy_megatron",
     ),
-    # A copy, which may be older than its original.
+    # Tried after its original's format, since a universal checkpoint may be an outdated copy.
     "universal": ("deepspeed_folders.universal:UniversalFolder", "legacy_megatron"),
     "legacy_megatron": ("legacy_megatron.reader:MegatronCheckpoint",),
     "torch_dist": ("sharded.megatron_core:CoreFolder", "legacy_megatron"),
@@ -35,7 +35,7 @@ _READERS: dict[str, tuple[str, ...]] = {
     "meta": ("meta:MetaFolder", "huggingface", "legacy_megatron"),
     "gguf": ("gguf.source:GGUFModel", "huggingface"),
 }  # fmt: skip
-"""By the name of a format: its reader, and packages that it needs besides its own."""
+"""Reader of each format, followed by the packages that it needs in addition to its own."""
 _WRITERS = {"universal": "deepspeed_folders.universal:save_universal"}
 _SAVERS = {"deepspeed": "deepspeed_folders.engine_writer:EngineFolderWriter"}
 _COMMANDS = {
@@ -66,28 +66,29 @@ def _format(name: str, reader: str, *needs: str) -> Format:
 
 
 def available(forms: Iterable[Format]) -> tuple[Format, ...]:
-    """The formats whose packages are there."""
+    """Return the formats whose packages are all present."""
     return tuple(form for form in forms if all(map(find_spec, form.needs)))
 
 
 FORMATS = available(_format(name, *row) for name, row in _READERS.items())
-"""The formats that :mod:`megatron.checkpoint.source` tries after this project's, in this order."""
+"""Formats that :mod:`megatron.checkpoint.source` tries, in this order, after this project's own."""
 
 COMMANDS = {name: _imported(function) for name, function in _COMMANDS.items()}
-"""Commands of ``tools/convert_checkpoint.py``: each imports a function of the command line. Those
-of features follow."""
+"""Commands of ``tools/convert_checkpoint.py``, each with a function that imports its
+implementation. Features add further commands."""
 
 
 def unread_content(path: Path) -> str | None:
-    """The format of the files at a path, which none here reads, and what to do; None if there are
-    no weights of any kind."""
+    """Return the name of the unsupported format that the files at a path have, with advice. Return
+    None if there are no weights in any known format."""
     content: str | None = _imported("unreadable:unreadable")()(path)
     return content
 
 
 def read_generation(folder: Path, rows: int) -> dict[str, Any]:
-    """Return the generation settings in a tokenizer's folder, for a model with this many tokens;
-    empty without them. Raises CheckpointError if they are malformed."""
+    """Return the generation settings in a tokenizer's folder, for a model with ``rows`` tokens.
+    Return an empty dictionary if the folder has none. Raises CheckpointError if they are
+    malformed."""
     settings: dict[str, Any] = _imported("generation_settings:read_generation")()(folder, rows)
     return settings
 
@@ -96,21 +97,22 @@ LINEAR = (
     "attention.qkv", "attention.proj", "attention.in_proj", "attention.out_proj",
     "cross_attention.q", "cross_attention.kv", "cross_attention.proj", "mlp.up", "mlp.down",
 )  # fmt: skip
-"""The linear layers of a block."""
+"""Names of the linear layers that a block may have."""
 
 
 @dataclass(frozen=True)
 class LinearTarget:
-    """A linear module that can have an adapter: a layer of a block, or one of the matrices that are
-    fused in it. Names have ``{n}`` for the number of the block.
+    """Linear module to which an adapter can be attached: a layer of a block, or one of the matrices
+    that are fused in a layer. In names, ``{n}`` stands for the block's index.
 
     Attributes:
-        layer: canonical name of the layer, ``layers.{n}.attention.qkv``.
-        part: name of the matrix, ``q``; empty where the module is the whole layer.
-        parts: its places among the fused ones; empty where the module is the whole layer.
-        module: another program's name, ``model.layers.{n}.self_attn.q_proj``, or the layer's.
-        rows: the first of its rows in the weight and the one after the last, where they do not
-            follow from ``part``.
+        layer: canonical name of the layer, such as ``layers.{n}.attention.qkv``.
+        part: name of the matrix, such as ``q``; empty if the module is the whole layer.
+        parts: indices of the matrix among the fused ones; empty if the module is the whole layer.
+        module: name in another program, such as ``model.layers.{n}.self_attn.q_proj``, or the
+            layer's.
+        rows: first row of the matrix in the fused weight, and the row after its last one; None if
+            they follow from ``part``.
     """
 
     layer: str
@@ -121,14 +123,14 @@ class LinearTarget:
 
 
 def layer_names() -> list[str]:
-    """The names of the linear layers of all stacks of blocks that a model can have."""
+    """Return the names of the linear layers in all stacks of blocks that a model can have."""
     stacks = ("layers", "encoder.layers", "decoder.layers")
     return [f"{stack}.{{n}}.{layer}" for stack in stacks for layer in LINEAR]
 
 
 def linear_targets(model: ModelConfig) -> Sequence[LinearTarget]:
-    """The linear modules of a model's blocks by their Hugging Face names, or by the layers' where
-    that format is deleted."""
+    """Return the linear modules of a model's blocks, with their Hugging Face names. If that format
+    is deleted, the names are this project's."""
     if find_spec(_PACKAGE + "huggingface") is None:
         return [LinearTarget(name, "", (), name) for name in layer_names()]
     targets: Sequence[LinearTarget] = resolve_name(_PACKAGE + "huggingface:linear_targets")(model)

@@ -1,4 +1,4 @@
-"""Checkpoints that are derived from others and have no folder."""
+"""Checkpoint sources that are computed from other checkpoints and have no folder of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.checkpoint.source import Source
 
 
 class DerivedSource(Source):
-    """Weights that are computed from another checkpoint's weights."""
+    """Source whose weights are computed from another checkpoint's."""
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
@@ -27,13 +27,13 @@ class DerivedSource(Source):
 
 
 class RenamedSource(DerivedSource):
-    """Weights of the checkpoint ``original`` under other names."""
+    """Source that presents the weights of the checkpoint ``original`` under other names."""
 
     original: Source
 
     @abstractmethod
     def original_name(self, name: str) -> str:
-        """Return the name of a parameter in the other checkpoint."""
+        """Return the original checkpoint's name for a parameter."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.original.shape(self.original_name(name))

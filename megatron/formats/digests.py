@@ -1,4 +1,4 @@
-"""Digests of checkpoints of any format, without reading their weights, and of tokenizers."""
+"""Digests that identify tokenizers and, in any format, checkpoints. Not all weights are read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _LARGEST_TOKENIZER_FILE = 2**26
 
 
 _OTHER_TOKENIZERS = (".model", ".tiktoken", ".vocab")
-"""Files of a folder that may have any name, even a model folder with other texts."""
+"""Suffixes of tokenizer files with arbitrary names. Other files in such a folder may be models or
+text."""
 
 
 _READ_FILES = 64
@@ -24,25 +25,27 @@ _WEIGHTS = frozenset(".safetensors .bin .pt .pth .ckpt".split())
 
 
 _ABOUT_WEIGHTS = frozenset(("config.json", "params.json", "adapter_config.json"))
-"""Files of a model's folder besides its weights. Others, such as README.md, change no weight."""
+"""Files other than weight files that determine a model. Others, such as README.md, are ignored."""
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Differs between checkpoints, without reading their weights: the manifest's digest where there
-    is one; of other formats names and sizes of weights and configuration, and blocks of some."""
+    """Return a digest that identifies a checkpoint without reading all of its weights. It is the
+    manifest's or, in formats without one, covers the names and sizes of weight and configuration
+    files and blocks of some files."""
     manifest = folder / "manifest.json"
     if manifest.is_file():
         return digest(manifest.read_bytes())
     if folder.is_file():
         return digest_of_sample(folder)
     weights = [path for path in folder.iterdir() if path.suffix in _WEIGHTS and path.is_file()]
-    if not weights:  # each rank of the other program may have a folder
+    if not weights:  # other programs may write one folder per rank
         weights = [path for path in folder.rglob("*") if path.suffix in _WEIGHTS]
     return digest_of_files(folder, [*weights, *(folder / name for name in _ABOUT_WEIGHTS)])
 
 
 def digest_of_files(folder: Path, paths: Iterable[Path]) -> str:
-    """Return names and sizes of a folder's existing files, and blocks of some."""
+    """Return a digest of the names and sizes of the files that exist, and of blocks of some of
+    them. Names are relative to ``folder``."""
     files = sorted(path for path in paths if path.is_file())
     some = files[:: -(-len(files) // _READ_FILES) or 1]
     return digest_of_parts(

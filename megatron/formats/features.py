@@ -1,10 +1,10 @@
-"""A network as files of other programs have it: its features beyond the plain pre-norm transformer,
-its parameters, and the rule for arguments and settings that other trainers save with it.
+"""Features of networks beyond the plain pre-norm transformer, for other programs' formats. Also the
+networks' parameters, and checks of the arguments that other trainers save.
 
-Each format lists the features that it can express, so that a network with others is refused instead
-of written incorrectly. A saved argument is read, is known not to change the network
-(``harmless_names.txt``), or is refused by name. A trainer saves hundreds, and forks add others: an
-unknown one has no effect if it has the value of a flag that was not given.
+Each format lists the features that it can express, so that other networks are refused instead of
+written incorrectly. A saved argument must be read, be known not to change the network
+(``harmless_names.txt``), or be refused by name. Trainers save hundreds of arguments, and forks add
+more. An unknown argument is ignored if its value is that of a flag that was not given.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ _NAMES = (
     "mtp_use_repeated_layer",
 )  # fmt: skip
 FEATURES = tuple(name for name in _NAMES if name in _FIELDS)
-"""The features, as fields of :class:`ModelFlags`. Features of deleted folders are left out."""
+"""Features that a network may have: names of :class:`ModelFlags` fields, without those of deleted
+packages."""
 
 _PLAIN = {
     "num_query_groups": "--num-query-groups equal to --num-attention-heads",
@@ -68,21 +69,21 @@ _PLAIN = {
 
 
 class Requirement(NamedTuple):
-    """A condition on a network, and the flags that fulfil it."""
+    """Condition on a network, and the flags that satisfy it."""
 
     holds: Callable[[ModelConfig], bool]
     wanted: str
 
 
 def features_of(model: ModelConfig) -> set[str]:
-    """The members of :data:`FEATURES` that a network has."""
+    """Return the members of :data:`FEATURES` that a network has."""
     flags, attention, positions = model.flags(), model.attention, model.positions
     heads, local = attention.num_attention_heads, attention.local is not None
     changed = {name for name in FEATURES if getattr(flags, name) != _FIELDS[name].default}
     has = {
         "num_query_groups": attention.num_query_groups != heads,
         "kv_channels": heads * attention.kv_channels != model.hidden_size,
-        # Without rotary positions, or without windows, these have no effect.
+        # These have no effect without rotary positions or without windowed blocks.
         "rotary_percent": positions.position_embedding_type == "rope",
         "rotary_interleaved": positions.position_embedding_type == "rope",
         "rotary_base_local": attention.sliding_window is not None,
@@ -92,12 +93,12 @@ def features_of(model: ModelConfig) -> set[str]:
 
 
 def without(feature: str) -> str:
-    """The flags of a network that lacks a feature."""
+    """Return the flags that a network without ``feature`` needs, as text for a message."""
     return _PLAIN.get(feature, f"no {flag_of(_FIELDS[feature])}")
 
 
 def spelled(name: str, value: Any) -> str:
-    """The flag that gives a field of :class:`ModelFlags` a value."""
+    """Return the flag that sets a :class:`ModelFlags` field to ``value``, as text for a message."""
     flag = flag_of(_FIELDS[name])
     if isinstance(value, bool):
         return flag if value != _FIELDS[name].default else f"no {flag}"
@@ -105,7 +106,8 @@ def spelled(name: str, value: Any) -> str:
 
 
 def layers_of(model: ModelConfig, size: int = 1, experts: str = "cut") -> list[LayerSpec]:
-    """The layer list of a rank of a tensor-parallel size; ``experts`` as in ``TensorParallel``."""
+    """Return the layer list of a tensor-parallel rank, for a tensor-parallel size. For ``experts``
+    see ``TensorParallel``."""
     return spec_of(model).layers(TensorParallel(Group(tuple(range(size))), experts=experts))
 
 
@@ -113,36 +115,36 @@ def layers_of(model: ModelConfig, size: int = 1, experts: str = "cut") -> list[L
 def parameters_of(
     model: ModelConfig, size: int = 1, experts: str = "cut"
 ) -> dict[str, list[Registered]]:
-    """The parameters of a model, with its vocabulary, in DeepSpeed's engines of a tensor-parallel
-    size, by canonical name."""
+    """Return the parameters that DeepSpeed engines register for a model at a tensor-parallel size,
+    by canonical name."""
     return registered_parameters(layers_of(model, size, experts))
 
 
 def whole_shards(model: ModelConfig) -> dict[str, Shard]:
-    """The shard of each whole parameter, by canonical name. Raises TypeError, ValueError or
-    RuntimeError where no tensor can have the configuration's sizes."""
+    """Return the unpartitioned shard of each parameter and buffer, by canonical name. Raises
+    TypeError, ValueError or RuntimeError if the configuration's sizes are impossible."""
     shards = {name: parts[0].shard for name, parts in parameters_of(model).items()}
     return shards | buffers_of(model)
 
 
 @lru_cache(maxsize=8)
 def buffers_of(model: ModelConfig) -> dict[str, Shard]:
-    """The shard of each buffer of a model, by canonical name."""
+    """Return the shard of each buffer of a model, by canonical name."""
     with torch.device("meta"):
         stack = LayerStack(layers_of(model), ParallelConfig())
     return {name: buffer.shard for name, buffer in stack.canonical_buffers()}
 
 
 HARMLESS_ARGUMENTS = "MEGATRON_HARMLESS_ARGUMENTS"
-"""Environment variable with names of arguments that the user declares irrelevant to the network."""
+"""Environment variable in which a user lists arguments that do not affect the network."""
 _OFF = ("", "no_", "disable_", "use_")
-"""Beginnings of flags whose argument is called by the rest."""
+"""Prefixes of flags that may be missing from, or added to, the argument's name."""
 _VALUES = (bool, int, float, str, list, tuple, dict)
 
 
 @cache
 def harmless_names(section: str) -> tuple[str, ...]:
-    """The names or patterns in a section of harmless_names.txt."""
+    """Return the names or patterns in a section of harmless_names.txt."""
     text = Path(__file__).with_name("harmless_names.txt").read_text()
     _, _, rest = text.partition(f"[{section}]\n")
     lines = rest.partition("\n[")[0].splitlines()
@@ -150,7 +152,7 @@ def harmless_names(section: str) -> tuple[str, ...]:
 
 
 class SavedArguments(Mapping[str, Any]):
-    """Arguments by name; records which ones are read."""
+    """Saved arguments by name. The mapping records which of them have been read."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._content, self._read = content, set[str]()
@@ -166,12 +168,13 @@ class SavedArguments(Mapping[str, Any]):
         return len(self._content)
 
     def unused(self, *names: str) -> None:
-        """Accepts arguments that have no effect together with the others."""
+        """Accept arguments without reading them, because the other arguments make them
+        irrelevant."""
         self._read.update(names)
 
     def refuse(self, where: Path, network: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raises CheckpointError for an argument in ``network`` with a value other than its
-        harmless ones and its default."""
+        """Raise CheckpointError if an argument in ``network`` is set, and not to one of the
+        harmless values listed for it."""
         for name, harmless in network.items():
             value = self._content.get(name)
             if not (is_unset(value) or _is_one_of(value, harmless) or name in _named_harmless()):
@@ -181,8 +184,8 @@ class SavedArguments(Mapping[str, Any]):
         self._read.update(network)
 
     def refuse_the_rest(self, where: Path, remedy: str = "") -> None:
-        """Raises CheckpointError for arguments that nothing has read and that may change the
-        network."""
+        """Raise CheckpointError if there are arguments that have not been read and may change the
+        network. ``remedy`` is inserted into the message."""
         unknown = [
             f"{name} = {value!r:.100}"
             for name, value in self._content.items()
@@ -203,26 +206,29 @@ def _named_harmless() -> list[str]:
 
 
 def is_unset(value: Any) -> bool:
-    """True for the value of a flag that was not given: none, false, zero or empty."""
+    """Return whether a value is one that a flag has if it was not given: None, false, zero or
+    empty."""
     return value is None or (isinstance(value, _VALUES) and not value)
 
 
 def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
-    """Equality that tells true from 1."""
+    """Return whether a value equals one in ``known``. Unlike Python, this distinguishes true from
+    1."""
     kinds = isinstance(value, bool), isinstance(value, _VALUES)
     return any((isinstance(one, bool), True) == kinds and value == one for one in known)
 
 
 def is_harmless(name: str) -> bool:
-    """True if an argument is known not to change the network."""
+    """Return whether an argument is known not to change the network."""
     spellings = {f"{off}{name}" for off in _OFF} | {name.removeprefix("use_")}
     return name in _flags() or any(_harmless_pattern().match(spelled) for spelled in spellings)
 
 
 @cache
 def _harmless_pattern() -> re.Pattern[str]:
-    """A pattern of arguments about training, or without effect unless another one is there, which
-    is checked; and flags of other trainers that do not describe the network."""
+    """Return a pattern for the names of arguments that do not describe the network. These are
+    arguments for training, arguments without effect unless another one is set (which is checked
+    itself), and other trainers' flags."""
     flags = (flag for row in REFUSED | OF_2019 if row not in NETWORKS for flag in row.split())
     names = (flag.removeprefix("--").replace("-", "_") for flag in flags)
     return re.compile("|".join(map(translate, (*names, *harmless_names("saved arguments")))))
@@ -230,8 +236,8 @@ def _harmless_pattern() -> re.Pattern[str]:
 
 @cache
 def _flags() -> frozenset[str]:
-    """Arguments of this project's flags that are not about the network, and of those of other
-    trainers that it accepts without effect."""
+    """Return the argument names of flags that do not describe the network: this project's own, and
+    other trainers' flags that it accepts without effect."""
     assert ModelFlags in FLAG_CLASSES and LegacyFlags in FLAG_CLASSES
     network = ModelFlags.__dataclass_fields__
     names = set()

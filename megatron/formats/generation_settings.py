@@ -1,5 +1,6 @@
-"""Generation settings of a model, as in ``generation_config.json`` of `transformers`: above all the
-tokens at which its texts end. A checkpoint has that file next to its tokenizer's."""
+"""Generation settings of a model, as in `transformers`' ``generation_config.json``. The most
+important ones are the end-of-text tokens. A checkpoint stores that file next to its tokenizer's
+files."""
 
 from __future__ import annotations
 
@@ -13,25 +14,25 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.mark import mark_of
 
 Generation = dict[str, Any]
-"""The keys of a ``generation_config.json``; empty where nothing is known."""
+"""Content of a ``generation_config.json``; empty if the file does not exist."""
 FILE = "generation_config.json"
 _ENDS = "eos_token_id"
 OF_WRITER = ("transformers_version", "_from_model_config", "_name_or_path")
-"""Keys about the program that wrote the file, and the folder where it did."""
+"""Keys about the program that wrote the file, not about the model."""
 _INNER = ("decoder", "generator", "text_config")
-"""Sections of a config.json in which `transformers` looks for what the file itself lacks."""
+"""Sections of config.json in which `transformers` searches for keys that the top level lacks."""
 
 
 def read_generation(folder: Path, rows: int, model_type: str | None = None) -> Generation:
-    """The ``generation_config.json`` of a folder, and where it names no end of a text, the one that
-    config.json names: `transformers` reads that where the other file is missing.
+    """Read a folder's ``generation_config.json``. If it does not name the end-of-text tokens, or
+    does not exist, those of config.json are added, as in `transformers`.
 
     Args:
-        rows: tokens that the model has.
-        model_type: of the config.json of the folder; None if it has none of `transformers`.
+        rows: number of tokens in the model's vocabulary.
+        model_type: model type in the folder's config.json; None if it is not one of `transformers`.
 
     Raises:
-        CheckpointError: one of the files is malformed, or a text is to end at what is not a token.
+        CheckpointError: a file is malformed, or an end-of-text token is not in the vocabulary.
     """
     path, content = folder / FILE, Generation()
     if path.is_file():
@@ -57,19 +58,19 @@ def read_generation(folder: Path, rows: int, model_type: str | None = None) -> G
 
 
 def ends_of(generation: Generation) -> list[int]:
-    """The tokens that end a text; empty if the model does not name them."""
+    """Return the tokens that end a text, or an empty list if the settings do not name them."""
     return _tokens(generation.get(_ENDS), Path(FILE))
 
 
 def end_tokens(tokenizer: Tokenizer, generation: Generation) -> frozenset[int]:
-    """Return the tokens at which a model's texts end: its own, and its tokenizer's end-of-text or
-    end-of-document tokens; possibly none."""
+    """Return the tokens that end a model's texts: those named in its settings, and its tokenizer's
+    end-of-text or end-of-document tokens. The set may be empty."""
     return tokenizer.ends.union(ends_of(generation))
 
 
 def with_ends(generation: Generation, ends: Iterable[int]) -> Generation:
-    """The same with other tokens that end a text, as `transformers` writes them: a number, or a
-    list of several."""
+    """Return the settings with ``ends`` as the end-of-text tokens, written as a single number or a
+    list, as in `transformers`. If ``ends`` is empty, nothing changes."""
     tokens = list(dict.fromkeys(ends))
     if not tokens:
         return generation
@@ -82,15 +83,15 @@ def for_tokenizer(
     config: TokenizerConfig,
     tokenizer: Tokenizer,
 ) -> Generation:
-    """The settings of a model whose tokenizer is ``theirs``, for one that is trained from it with
-    another (``tokenizer`` of ``config``): without ids of tokens, if the two give other ids to the
-    same texts."""
+    """Return the generation settings for a model that is trained further with another tokenizer.
+    ``theirs`` describes the original model's tokenizer, and ``config`` the new one, ``tokenizer``.
+    Token ids are dropped if the two tokenizers give different ids for the same texts."""
     if theirs is None or theirs == config or not any(map(_is_id, generation)):
         return generation
     ours = mark_of(tokenizer, None)
     try:
         mark = mark_of(build_tokenizer(theirs), None)
-    except (ValueError, OSError):  # its files are no longer there
+    except (ValueError, OSError):  # the files no longer exist
         return generation
     if mark is None or ours is None or mark.digest == ours.digest:
         return generation
@@ -102,8 +103,8 @@ def _is_id(name: str) -> bool:
 
 
 def write_generation(folder: Path, generation: Generation) -> None:
-    """Adds the file to a folder, which is created if it does not exist, or replaces the one there.
-    Writes nothing where nothing is known."""
+    """Write the settings to a folder, replacing an existing file and creating the folder if needed.
+    Empty settings are not written."""
     if generation:
         folder.mkdir(exist_ok=True)
         write_json(folder / FILE, generation)
@@ -112,9 +113,9 @@ def write_generation(folder: Path, generation: Generation) -> None:
 def write_of_run(
     folder: Path, tokenizer: Tokenizer, base: Generation, taught: frozenset[int] | None
 ) -> None:
-    """:func:`write_generation` for a model that was trained from one with the settings ``base``, to
-    end its texts at the tokens ``taught``; None for the base's and the tokenizer's, which end the
-    documents of the data."""
+    """Write the settings of a model trained from one with the settings ``base``. ``taught`` are the
+    tokens with which its training texts ended. None means those of ``base`` and of the tokenizer,
+    which end the documents of pretraining data."""
     taught = end_tokens(tokenizer, base) if taught is None else taught
     known = [token for token in ends_of(base) if token in taught]
     write_generation(folder, with_ends(base, [*known, *sorted(taught)]))
@@ -138,8 +139,10 @@ def _tokens(value: Any, path: Path) -> list[int]:
 
 
 def _default_end(model_type: str | None) -> int | None:
-    """Value of `transformers` for a model of any vocabulary (50256 for a GPT-2 of 96 tokens)."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # takes seconds
+    """Return the end-of-text token that `transformers` assumes for a model type if none is given,
+    or None. It ignores the vocabulary size: 50256 even for a GPT-2 with 96 tokens."""
+    # importing takes seconds
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type is None or model_type not in CONFIG_MAPPING:
         return None

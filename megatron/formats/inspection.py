@@ -1,4 +1,5 @@
-"""Describes, compares and verifies checkpoints of any format, and loads their models."""
+"""Description, comparison and verification of checkpoints in any format, and loading of their
+models."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ from megatron.parallel.shard import shard_of
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """A parameter, or one of its moments (``kind``): the shape without padding, the stored dtype,
-    the norm, and whether all elements are finite; the last two are None if it was not read."""
+    """Facts about a parameter or one of its moments (``kind``): shape without padding, stored
+    dtype, norm, and whether all elements are finite. The last two are None if the tensor was not
+    read."""
 
     name: str
     kind: str
@@ -41,8 +43,8 @@ class TensorFacts:
 
 
 def tensor_facts(source: Source, norms: bool = True) -> Iterator[TensorFacts]:
-    """Facts of every tensor; without ``norms`` no tensor is read. Raises CheckpointError if a
-    tensor is missing or malformed."""
+    """Yield the facts of every tensor. Without ``norms``, no tensor is read. Raises CheckpointError
+    if a tensor is missing or malformed."""
     for name in _in_order(source.names()):
         for kind in source.kinds(name):
             norm = finite = None
@@ -54,7 +56,7 @@ def tensor_facts(source: Source, norms: bool = True) -> Iterator[TensorFacts]:
 
 
 def _in_order(names: Sequence[str]) -> list[str]:
-    """Names with the blocks of a stack by number, which the stages of a pipeline hold in turn."""
+    """Sort names so that blocks are in numerical order, even if pipeline stages alternate."""
     stacks: dict[str, int] = {}
 
     def place(name: str) -> tuple[int, int]:
@@ -67,7 +69,7 @@ def _in_order(names: Sequence[str]) -> list[str]:
 
 @torch.no_grad()
 def model_of(source: Source, dtype: torch.dtype, device: torch.device) -> LayerStack:
-    """The model of an opened checkpoint, in evaluation mode. Raises CheckpointError if the
+    """Load the model of an opened checkpoint, in evaluation mode. Raises CheckpointError if the
     checkpoint is damaged or incomplete."""
     source.require_model()
     with device:
@@ -81,13 +83,14 @@ def model_of(source: Source, dtype: torch.dtype, device: torch.device) -> LayerS
 
 
 def counted(source: Source) -> str:
-    """The numbers of a model's parameters and of the tensors that they are in, in words."""
+    """Return the numbers of a model's parameters and tensors, in words."""
     names = source.names()
     return f"{sum(math.prod(source.shape(n)) for n in names):,} parameters in {len(names)} tensors"
 
 
 def run_facts(source: Source) -> dict[str, Any]:
-    """Counters, layout and dtype of the run that wrote a checkpoint, as far as known."""
+    """Return the counters, parallel layout and dtype of the run that wrote a checkpoint, as far as
+    they are known."""
     keys = ("iteration", "consumed_samples", "optimizer_step")
     facts = {key: source.state[key] for key in keys if key in source.state}
     if source.run is not None:
@@ -108,27 +111,28 @@ def run_facts(source: Source) -> dict[str, Any]:
 
 
 def model_facts(source: Source) -> dict[str, Any]:
-    """The values of the network's configuration that differ from the defaults."""
+    """Return the fields of the network's configuration that differ from their defaults."""
     flags = source.model.flags()
     values = {field: getattr(flags, field.name) for field in dataclasses.fields(flags)}
     return {field.name: value for field, value in values.items() if value != field.default}
 
 
 def files_of(checkpoint: Path) -> list[Path]:
-    """All files of a checkpoint, or the archive that contains it."""
+    """Return all files of a checkpoint, or the zip archive that contains it."""
     place = next(path for path in (checkpoint, *checkpoint.parents) if path.exists())
     return [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
 
 
 def bytes_on_disk(checkpoint: Path) -> int:
-    """Size of all files of a checkpoint."""
+    """Return the total size in bytes of all files of a checkpoint."""
     return sum(path.stat().st_size for path in files_of(checkpoint))
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A difference of a tensor between two checkpoints: in words, or where only values differ, the
-    largest absolute difference and the norm of the difference relative to the norm in the first."""
+    """Difference of a tensor between two checkpoints. ``what`` describes this in words, unless only
+    values differ. In that case ``largest`` is the largest absolute difference, and ``relative`` the
+    norm of the difference divided by the norm in the first checkpoint."""
 
     name: str
     kind: str
@@ -138,8 +142,8 @@ class TensorDifference:
 
 
 def tensor_differences(first: Source, second: Source) -> Iterator[TensorDifference]:
-    """The tensors that differ, bit for bit, or that only one has. Raises CheckpointError if a
-    tensor is missing or malformed."""
+    """Yield the tensors that are not bitwise equal, or that only one checkpoint has. Raises
+    CheckpointError if a tensor is missing or malformed."""
     ours, theirs = set(first.names()), set(second.names())
     for name in dict.fromkeys([*first.names(), *second.names()]):
         kinds_here = first.kinds(name) if name in ours else ()
@@ -164,7 +168,7 @@ def tensor_differences(first: Source, second: Source) -> Iterator[TensorDifferen
 
 
 def model_differences(first: Source, second: Source) -> list[str]:
-    """Values of the network's configuration that differ, a line each."""
+    """Return a line for each field of the network's configuration that differs."""
     here, there = (dataclasses.asdict(source.model.flags()) for source in (first, second))
     return [
         f"{name}: {json.dumps(value)} and {json.dumps(there[name])}"
@@ -179,8 +183,8 @@ def _norm(values: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of verifying a checkpoint: numbers of files, bytes and parameters, the problem
-    found (or None), and True if there is a checkpoint."""
+    """Result of verifying a checkpoint: the numbers of files, bytes and parameters, the problem
+    that was found, or None, and whether a checkpoint exists at all."""
 
     folder: Path
     files: int = 0
@@ -191,7 +195,8 @@ class Verdict:
 
 
 def verify_all(path: Path, every: bool = False) -> Iterator[Verdict]:
-    """Verifies the checkpoint that loading would choose, or, with ``every``, all of a folder."""
+    """Verify the checkpoint that loading would choose or, with ``every``, all checkpoints in a
+    folder."""
     tags: list[str | None] = []
     if every and path.is_dir():
         tags += complete_tags(path)
@@ -208,7 +213,7 @@ def verify_all(path: Path, every: bool = False) -> Iterator[Verdict]:
             else:
                 yield _verified(checkpoint)
     if tags:
-        # Each can be intact, and the tracker name none of them.
+        # All checkpoints may be intact although the tracker names one that does not exist.
         try:
             locate_checkpoint(path)
         except (ValueError, OSError) as error:
@@ -216,7 +221,7 @@ def verify_all(path: Path, every: bool = False) -> Iterator[Verdict]:
 
 
 def _verified(found: FoundCheckpoint) -> Verdict:
-    """Checks what loading checks, and reads every tensor."""
+    """Verify a checkpoint as loading does, and also read every tensor."""
     names, error = list[str](), None
     try:
         source = found.open()

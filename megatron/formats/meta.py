@@ -1,8 +1,8 @@
-"""A Llama as Meta publishes it: ``params.json``, and a ``consolidated.*.pth`` of each of the
-model-parallel ranks that it was trained on.
+"""Llama models in Meta's own format: ``params.json``, and one ``consolidated.*.pth`` for each
+model-parallel rank that trained the model.
 
-Meta's file leaves some values to the program that reads it. They are chosen as in Meta's program
-and transformers' conversion, and a note lists them.
+Meta's params.json leaves some values to the program that reads it. They are chosen as in Meta's
+program and in transformers' conversion, and a note reports them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WHOLE = "consolidated.safetensors"
 _CHECKSUMS = "checklist.chk"
 _TOKENIZER = "tokenizer.model"
 _BUFFERS = re.compile(r"rope\.freqs|layers\.\d+\.attention\.inner_attention\.rope\.freqs")
-"""Tensors that follow from params.json."""
+"""Names of tensors that can be computed from params.json, and are ignored."""
 _NAMES = {
     "self_attn.q_proj": "attention.wq",
     "self_attn.k_proj": "attention.wk",
@@ -49,14 +49,14 @@ _NAMES = {
     "model.norm": "norm",
     "lm_head": "output",
 }
-"""Meta's names of layers by Hugging Face's."""
+"""Meta's names for layers, by Hugging Face name."""
 
 
 class MetaFolder(TableSource):
-    """A folder with params.json and ``consolidated.00.pth`` to ``consolidated.NN.pth``, or one
-    ``consolidated.safetensors``. Files are mapped into memory; a tensor is read when it is needed.
-    Raises CheckpointError if a file is missing or damaged, tensors are missing, superfluous or of
-    another shape, or params.json has a value that cannot be represented."""
+    """Folder with params.json and either ``consolidated.00.pth`` to ``consolidated.NN.pth`` or one
+    ``consolidated.safetensors``. Files are memory-mapped, and a tensor is read when it is needed.
+    Raises CheckpointError if a file is missing or damaged, if tensors are missing, superfluous or
+    of a different shape, or if params.json has an unsupported value."""
 
     title = "Llama of Meta"
 
@@ -102,8 +102,8 @@ class MetaFolder(TableSource):
 
     @classmethod
     def verify(cls, folder: Path, share: int = 0, shares: int = 1) -> None:
-        """Compares the files with Meta's checklist.chk, where it is there: lines of an MD5 sum and
-        a name."""
+        """Check the files against Meta's checklist.chk, if it exists. Each of its lines has an MD5
+        sum and a file name."""
         checklist = folder / _CHECKSUMS
         if not checklist.is_file():
             return
@@ -112,7 +112,7 @@ class MetaFolder(TableSource):
         for wanted, name in sums[share::shares]:
             path = folder / name
             if Path(name).name != name or not path.is_file():
-                continue  # the tokenizer's sum, of a file that lies elsewhere
+                continue  # the tokenizer is in another folder
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
             if digest.hexdigest() != wanted.lower():
@@ -130,8 +130,8 @@ class MetaFolder(TableSource):
         return str(self._ranks[0][first].dtype).removeprefix("torch.")
 
     def copy_tokenizer(self, target: Path) -> bool:
-        """See :meth:`Source.copy_tokenizer`; made of tokenizer.model, which is in the folder or
-        the one above it."""
+        """See :meth:`Source.copy_tokenizer`. The tokenizer is built from tokenizer.model in this
+        folder or the one above it."""
         rows = self.model.vocabulary.padded
         written = write_tokenizer(self.tokenizer, target, rows, str(self.folder))
         write_generation(target, self.generation)
@@ -139,8 +139,8 @@ class MetaFolder(TableSource):
 
     @property
     def generation(self) -> dict[str, Any]:
-        """See :attr:`Source.generation`: Meta's programs end texts of Llama 3 at the end of a turn
-        too, which no file says."""
+        """See :attr:`Source.generation`. Like Meta's programs, end Llama 3's texts at the end of a
+        turn too, although no file mentions it."""
         if self.tokenizer is None or self.tokenizer.tokenizer_type != "Llama3Tokenizer":
             return {}
         tokenizer = build_tokenizer(self.tokenizer)
@@ -148,25 +148,26 @@ class MetaFolder(TableSource):
         return with_ends({}, (end for end in ends if end < self.model.vocabulary.size))
 
     def _vocabulary(self) -> int:
-        """Rows of the head, which the ranks divide in every version."""
+        """Return the number of rows in the head, which is sharded in every version."""
         name = "output.weight"
         if any(name not in rank or rank[name].dim() != 2 for rank in self._ranks):
             raise CheckpointError(f"{self._files[0]} has no {name}")
         return sum(rank[name].shape[0] for rank in self._ranks)
 
     def _is_tied(self) -> bool:
-        """True if the head repeats the token embedding."""
+        """Return whether the head equals the token embedding."""
         pairs = [(rank.get("tok_embeddings.weight"), rank["output.weight"]) for rank in self._ranks]
         return all(
             table is not None
             and table.shape == head.shape
-            and torch.equal(table[:1], head[:1])  # the rest is seldom read
+            # one row usually differs, so that the others need not be read
+            and torch.equal(table[:1], head[:1])
             and torch.equal(table, head)
             for table, head in pairs
         )
 
     def _check_names(self) -> None:
-        """Raises CheckpointError if tensors are missing or superfluous."""
+        """Raise CheckpointError if tensors are missing or superfluous."""
         wanted = set(self._theirs.values())
         if self.model.embedding.tied:
             wanted.add("output.weight")
@@ -182,9 +183,10 @@ class MetaFolder(TableSource):
                 )
 
     def _joining(self, theirs: str) -> Callable[[Sequence[Tensor]], Tensor]:
-        """The function that joins the ranks' shares of a tensor, by their shapes: rows or columns
-        one after the other, or copies on every rank, or, with fewer key heads than ranks, on some
-        neighbouring ranks."""
+        """Return the function that joins the ranks' shards of a tensor, chosen by their shapes:
+        concatenate rows or columns, use one of the copies on all ranks, or, with fewer key heads
+        than ranks, skip copies on neighbouring ranks. Raises CheckpointError if the shapes do not
+        fit."""
         name, wanted = self._theirs[theirs], self._wholes[theirs]
         shares = [rank[name] for rank in self._ranks]
         shapes, count = [tuple(share.shape) for share in shares], len(shares)
@@ -211,18 +213,19 @@ class MetaFolder(TableSource):
         )
 
     def _part(self, theirs: str) -> Tensor:
-        """A tensor in Hugging Face's form."""
+        """Return a tensor in Hugging Face's layout, by its Hugging Face name."""
         values = self._joining(theirs)([rank[self._theirs[theirs]] for rank in self._ranks])
         heads = self._rotated_heads(theirs)
         if not heads:
             return values
-        # Meta rotates channels 2i and 2i + 1 of a head together, Hugging Face i and i + D/2.
+        # Meta's RoPE rotates channels 2i and 2i + 1 of a head, Hugging Face's i and i + D/2.
         rows, width = values.shape
         pairs = values.view(heads, rows // heads // 2, 2, width)
         return pairs.transpose(1, 2).reshape(rows, width)
 
     def _rotated_heads(self, theirs: str) -> int:
-        """Number of heads whose rows Meta rotates in neighbouring pairs; 0 for none."""
+        """Return the number of heads in a tensor whose rows are in Meta's RoPE order. Return 0 for
+        other tensors."""
         attention = self.model.attention
         if theirs.endswith("self_attn.q_proj.weight"):
             return attention.num_attention_heads
@@ -230,7 +233,7 @@ class MetaFolder(TableSource):
 
 
 def _name_of(theirs: str) -> str:
-    """Meta's name of a tensor of Hugging Face."""
+    """Convert a tensor's Hugging Face name to Meta's."""
     layer = re.match(r"model\.(layers\.\d+\.)(.*)", theirs)
     prefix, inner = layer.groups() if layer else ("", theirs)
     return f"{prefix}{_NAMES[inner.removesuffix('.weight')]}.weight"
@@ -243,7 +246,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The files in the order of their ranks. Raises CheckpointError if one between is missing."""
+    """Return the weight files in rank order. Raises CheckpointError if a rank's file is missing."""
     if (folder / _WHOLE).is_file():
         return [folder / _WHOLE]
     numbers = sorted(
@@ -256,7 +259,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _open(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, mapped into memory."""
+    """Return a file's memory-mapped tensors by name."""
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
@@ -271,8 +274,9 @@ def _open(path: Path) -> dict[str, Tensor]:
 
 
 def tokenizer_of_file(path: Path) -> TokenizerConfig:
-    """Return the tokenizer of a ``tokenizer.model``: SentencePiece up to Llama 2, lines of
-    byte-pair ranks since Llama 3. A folder of Hugging Face's files is accepted too."""
+    """Return the configuration for a ``tokenizer.model``, which has SentencePiece's format up to
+    Llama 2, and byte-pair ranks since Llama 3. ``path`` may also be a folder with Hugging Face's
+    files."""
     if path.is_dir():
         return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(path))
     with path.open("rb") as file:
@@ -287,7 +291,8 @@ _KNOWN = {
     "sliding_window", "max_seq_len",
 }  # fmt: skip
 _HARMLESS = {"max_batch_size", "model_parallel_size", "use_biases"}
-"""Sizes of Meta's buffers, and what is refused unless it is false."""
+"""Keys that are not read: sizes of Meta's buffers, and a flag that is otherwise checked to be
+false."""
 
 
 @dataclass(frozen=True)
@@ -295,9 +300,10 @@ class MetaParams:
     """Content of a params.json.
 
     Attributes:
-        keys: keys of config.json, except those that the tensors show: vocabulary and tied head.
+        keys: equivalent keys of config.json, except those that the tensors determine: vocabulary
+            size and tied head.
         scaled: True if the rotary frequencies are scaled as in Llama 3.1.
-        notes: assumed values that the file lacks.
+        notes: values that the file lacks and that were assumed.
     """
 
     keys: dict[str, Any]
@@ -305,10 +311,11 @@ class MetaParams:
     notes: tuple[str, ...]
 
     def config(self, vocabulary: int, tied: bool) -> dict[str, Any]:
-        """The config.json of a model with ``vocabulary`` tokens, with a tied head or not."""
+        """Return the config.json for a model with ``vocabulary`` tokens and a ``tied`` or separate
+        head."""
         keys = {**self.keys, "vocab_size": vocabulary, "tie_word_embeddings": tied}
         if self.scaled:
-            # Llama 3.2's small models are the only published ones with a tied head.
+            # Only Llama 3.2's small models have a tied head, and their scaling factor differs.
             keys["rope_scaling"] = {
                 "rope_type": "llama3",
                 "factor": 32.0 if tied else 8.0,
@@ -320,8 +327,8 @@ class MetaParams:
 
 
 def read_params(content: Any, path: Path) -> MetaParams:
-    """The parsed params.json at ``path``. Raises CheckpointError if a value is missing, malformed
-    or of a model that cannot be represented."""
+    """Interpret ``content``, the parsed params.json at ``path``. Raises CheckpointError if a value
+    is missing or malformed, or if the model is not supported."""
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         content = {**content, **content["model"], "model": None}
     if not isinstance(content, dict):
@@ -340,7 +347,7 @@ def read_params(content: Any, path: Path) -> MetaParams:
     given = _Params(content, path)
     hidden, heads = given.whole("dim"), given.whole("n_heads")
     window = content.get("sliding_window")
-    # Mistral's files name the width of the MLP itself.
+    # Only Mistral's files specify the MLP width itself.
     mistral = window is not None or content.get("hidden_dim") is not None
     theta = given.number("rope_theta", 10_000.0)
     scaled = content.get("use_scaled_rope", False)
@@ -375,15 +382,16 @@ def read_params(content: Any, path: Path) -> MetaParams:
 
 
 def _longest(theta: float, scaled: bool, mistral: bool) -> int:
-    """Longest sequence of published models: Mistral, Llama 3.1 and later, whose rotary frequencies
-    are scaled, and, by the base of these, Llama 2, Llama 3, and Code Llama and others."""
+    """Return the maximum sequence length of the published model with these properties. Scaled
+    rotary frequencies identify Llama 3.1 and later; otherwise the RoPE base distinguishes Llama 2,
+    Llama 3, Code Llama and others."""
     if mistral:
         return 32_768
     return 131_072 if scaled else {10_000.0: 4096, 500_000.0: 8192}.get(theta, 16_384)
 
 
 def _ffn_size(given: _Params, hidden: int) -> int:
-    """Width of the MLP, as Meta's FeedForward computes it: two thirds of 4 H, times a factor,
+    """Return the MLP width as Meta's FeedForward computes it: two thirds of 4 H, times a factor,
     rounded up to a multiple."""
     if given.content.get("hidden_dim") is not None:
         return given.whole("hidden_dim")

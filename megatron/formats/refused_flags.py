@@ -1,4 +1,4 @@
-"""Flags of other trainers that are refused, and what to use instead."""
+"""Flags of other trainers that are refused, with advice on alternatives."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron.util.files import read_sections
 
 _FLAGS = read_sections(Path(__file__).with_name("refused_flags.txt"))
 NETWORKS = _FLAGS["networks"]
-"""Names and patterns of other trainers' flags that describe networks, and what to use instead."""
+"""Other trainers' flags that describe networks, as names or patterns, with advice for each."""
 REFUSED = NETWORKS | _FLAGS["others"]
-"""The same of all their flags."""
+"""All flags of other trainers, as names or patterns, with advice for each."""
 OF_2019 = _FLAGS["first releases"]
-"""The same for flags of Megatron-LM's first releases."""
+"""Flags of Megatron-LM's first releases, with advice for each."""
 OWN_FLAGS = _FLAGS["programs"]
-"""Flags that people give to another program, by the program that has them."""
+"""Flags that users often give to the wrong program, by the program that accepts them."""
 
 _PATTERNS = {
     pattern: reason for row, reason in (REFUSED | OF_2019).items() for pattern in row.split()
@@ -23,7 +23,7 @@ _PATTERNS = {
 
 
 def refused_flag(flag: str) -> str | None:
-    """Return the advice for a flag of another trainer; None for any other flag."""
+    """Return the advice for a refused flag of another trainer, or None for any other flag."""
     exact = _PATTERNS.get(flag)
     if exact is not None:
         return exact

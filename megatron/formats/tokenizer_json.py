@@ -1,5 +1,5 @@
-"""Bounds on a tokenizer.json, whose library trusts it: ids are places in an array that it makes,
-and each step of its normalization may lengthen the text as much as the file says."""
+"""Checks of a tokenizer.json, which the tokenizers library trusts: it allocates an array up to the
+largest id, and each normalization step may lengthen the text without limit."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from megatron.tokenizer.base import check_size_of_ids
 from megatron.util.errors import rust_errors
 
 LONGEST_CONTENT = 1 << 10
-"""Characters that a step may put instead of some, and tokens around a text."""
+"""Maximum number of characters that a step may insert at once, and of tokens that may be added
+around a text."""
 _HARMLESS_GROWTH = 64
-"""Times that steps one after another may lengthen a text without being watched."""
+"""Maximum factor by which normalization may lengthen texts without a check of each text."""
 _MOST_ADDED = 1 << 17
-"""Tokens added to a vocabulary: `transformers` compares each with all before it."""
+"""Maximum number of tokens added to a vocabulary. `transformers` compares each one with all earlier
+ones, which takes quadratic time."""
 _BYTES = 1 << 30
 _PROBE, _PROBE_SECONDS = 8000, 0.15
-"""Characters of a text on which a pattern is tested, and the allowed time, a fiftieth of which
-ordinary patterns need."""
+"""Length of the texts on which a pattern is tested, and the time limit in seconds, which is fifty
+times what ordinary patterns need."""
 Step = Mapping[str, Any]
 _PARTS = frozenset(
     "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder "
@@ -37,34 +39,36 @@ _OF_MODEL = frozenset(
     "type vocab merges dropout unk_token unk_id continuing_subword_prefix end_of_word_suffix "
     "fuse_unk byte_fallback ignore_merges max_input_chars_per_word".split()
 )
-"""Keys of the file and of its model."""
+"""Known keys of the file and of its model section."""
 
 
 def _bound(size: int, most: int, what: str) -> None:
-    """Raises ValueError, which says ``what`` is there, if that is more than is accepted."""
+    """Raise ValueError if a size exceeds its limit. ``what`` describes the size in the message."""
     if size > most:
         raise ValueError(f"{what}; at most {most:,} are accepted")
 
 
 def check_pieces(pieces: Iterable[str | bytes], where: str) -> None:
-    """Raises ValueError if a piece of a SentencePiece or Unigram model is too long: one library
-    takes a time that grows with its square, the other ends the process when it releases a map
-    inside a map for each byte."""
+    """Raise ValueError if a piece of a SentencePiece or Unigram model is too long. One library
+    takes time that is quadratic in the length, and another crashes when it frees one nested map per
+    byte."""
     longest = max(map(len, pieces), default=0)
     _bound(longest, LONGEST_CONTENT, f"{where} has a piece of {longest:,} characters")
 
 
 def check_number_added(count: int, where: str) -> None:
-    """Raises ValueError if adding that many tokens to a vocabulary would take hours."""
+    """Raise ValueError if adding ``count`` tokens to a vocabulary would take hours."""
     _bound(count, _MOST_ADDED, f"{where} adds {count:,} tokens to the vocabulary")
 
 
 def check_tokenizer_json(path: Path, where: str) -> None:
-    """Raises ValueError if a tokenizer.json is out of bounds; ``where`` names it in messages."""
+    """Raise ValueError if a tokenizer.json exceeds a limit. ``where`` names the file in
+    messages."""
     size = path.stat().st_size
     if size > _BYTES:
         raise ValueError(f"{where} has {size:,} bytes; a tokenizer.json has at most {_BYTES:,}")
-    try:  # several times as fast as Python's parser; it goes 1,024 levels deep
+    # orjson is several times as fast as Python's parser, and limits the nesting depth to 1,024
+    try:
         content = orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from None
@@ -138,8 +142,9 @@ def _check_step(step: Step, where: str) -> None:
 
 
 def _check_charsmap(encoded: str, where: str) -> None:
-    """SentencePiece's table of replacements: the bytes of a trie, the trie, and texts that end with
-    a zero. The library reads as much as the first number says."""
+    """Raise ValueError if a base64-encoded SentencePiece replacement table is malformed. It has the
+    size of a trie in bytes, the trie, and null-terminated replacements. The library trusts that
+    size."""
     try:
         table = base64.b64decode(encoded, validate=True)
     except ValueError:
@@ -148,7 +153,7 @@ def _check_charsmap(encoded: str, where: str) -> None:
 
 
 def check_charsmap(table: bytes, where: str) -> None:
-    """Raises ValueError if a table of replacements is not whole, or has one that is too long."""
+    """Raise ValueError if a replacement table is truncated, or if a replacement is too long."""
     trie = struct.unpack_from("<I", table)[0] if len(table) >= 4 else len(table)
     if table and (trie % 4 or not 0 < trie <= len(table) - 4):
         raise ValueError(f"{where} has a precompiled_charsmap that is damaged or cut short")
@@ -158,10 +163,11 @@ def check_charsmap(table: bytes, where: str) -> None:
 
 
 def _check_pattern(pattern: str, where: str) -> None:
-    """Raises ValueError if the time of a regular expression grows with the square of a run of some
-    character, or faster: a line of a megabyte would take hours."""
+    """Raise ValueError if a regular expression takes at least quadratic time on a run of some
+    character: a line of a megabyte would take hours."""
     splitter = pre_tokenizers.Split(Regex(pattern), "isolated")
-    # Without what must follow a run, the library need not look at the run.
+    # Append the pattern's other characters: if one that must follow a run is absent, the library
+    # may skip the run.
     others = "".join(c for c in dict.fromkeys(pattern) if not c.isalnum())
     letters = [c for c in dict.fromkeys(pattern) if c.isalnum()][:12]
     for unit in dict.fromkeys((*letters, "".join(letters), *" .\n", "a", "A", "1", "\u6771")):
@@ -174,14 +180,14 @@ def _check_pattern(pattern: str, where: str) -> None:
 
 
 def _is_slow(splitter: pre_tokenizers.PreTokenizer, text: str, where: str) -> bool:
-    """True if a text takes longer than it may, each of a few times: a busy machine may hold up one
-    of them."""
+    """Return whether splitting a text exceeds the time limit in every one of a few attempts, since
+    a busy machine may delay some."""
     for _ in range(3):
         start = time.thread_time()
         try:
             with rust_errors(where):
                 splitter.pre_tokenize_str(text)
-        except ValueError:  # the library gives up on it
+        except ValueError:  # the library gave up matching
             return True
         if time.thread_time() - start <= _PROBE_SECONDS:
             return False
@@ -189,7 +195,7 @@ def _is_slow(splitter: pre_tokenizers.PreTokenizer, text: str, where: str) -> bo
 
 
 def _steps(step: Step | None) -> Iterator[Step]:
-    """Yield a step and, if it is a sequence, its members in order."""
+    """Yield a step or, if it is a sequence, its members in order."""
     if step is None:
         return
     names = ("normalizers", "decoders", "processors", "pretokenizers")
@@ -201,7 +207,7 @@ def _steps(step: Step | None) -> Iterator[Step]:
 
 
 def _growth(steps: Step | None) -> float:
-    """An upper bound of the times that replacements one after another lengthen a text."""
+    """Return an upper bound on the factor by which successive replacements lengthen a text."""
     growth = 1.0
     for step in _steps(steps):
         if step.get("type") == "Replace":
@@ -212,19 +218,21 @@ def _growth(steps: Step | None) -> float:
 
 
 class WatchedNormalizer:
-    """Says before a text is normalized that it would become too long: the library would end the
-    process, because it cannot report that memory has run out."""
+    """Check to run before a text is normalized, which raises an error if the result would be too
+    long. The library itself would end the process, because it cannot report a lack of memory."""
 
     MOST_TIMES, MOST_MORE = 64, 1 << 20
 
     def __init__(self, description: Step, source: str) -> None:
-        """`description` is the normalizer of a tokenizer.json, `source` names it in messages."""
+        """Create a check. `description` is a tokenizer.json's normalizer; `source` is the
+        tokenizer's name in messages."""
         self._source = source
         self._steps = [(step, _normalizer(step)) for step in _steps(description)]
 
     @classmethod
     def of(cls, tokenizer: tokenizers.Tokenizer, source: str) -> WatchedNormalizer | None:
-        """Return the watched normalizer of a tokenizer; None if it can do no harm."""
+        """Return the check for a tokenizer, or None if its normalizer cannot lengthen texts too
+        much."""
         normalizer = tokenizer.normalizer
         if normalizer is None:
             return None
@@ -232,10 +240,10 @@ class WatchedNormalizer:
         return cls(description, source) if _growth(description) > _HARMLESS_GROWTH else None
 
     def check(self, text: str) -> None:
-        """Raises ValueError if any step could make the text too long."""
+        """Raise ValueError if any step could make the text too long."""
         most = self.MOST_TIMES * len(text) + self.MOST_MORE
         for step, normalizer in self._steps:
-            if normalizer is None:  # of another kind, which changes characters one by one
+            if normalizer is None:  # steps of this kind only replace single characters
                 continue
             if step["type"] == "Replace":
                 literal = step["pattern"].get("String")

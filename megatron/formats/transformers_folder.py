@@ -1,4 +1,4 @@
-"""Loads the tokenizer of `transformers` that a folder contains, whoever wrote the folder."""
+"""Safe loading of a `transformers` tokenizer from an untrusted folder."""
 
 from __future__ import annotations
 
@@ -30,30 +30,32 @@ _CHOSEN = (
     ("do_lower_case", "lowercase"), ("strip_accents", "strip_accents"),
     ("tokenize_chinese_chars", "handle_chinese_chars"), ("trim_offsets", "trim_offsets"),
 )  # fmt: skip
-"""Keys of tokenizer_config.json, and the fields of steps that classes set by them."""
+"""Keys of tokenizer_config.json, each with the tokenizer.json field that tokenizer classes set from
+it."""
 _OF_MODEL = (
     "unk_token", "unk_id", "byte_fallback", "fuse_unk", "ignore_merges", "dropout",
     "continuing_subword_prefix", "end_of_word_suffix", "max_input_chars_per_word",
 )  # fmt: skip
-"""Settings of the models of `tokenizers`."""
+"""Model settings in `tokenizers` that affect ids."""
 _TEXTS = (
     "It's 3 7 59 12345678 na\u00efve: def f(x):\n\treturn 1\n\n\n \u6771\u4eac  I'LL",
     " e\u0301",
     "a  b",
 )
-"""Texts that tokenizers often split in different ways."""
+"""Texts that different tokenizers are likely to split differently, to compare ids."""
 _KEYS = frozenset(
     word
     for line in Path(__file__).with_name("tokenizer_config_keys.txt").read_text().splitlines()
     if not line.startswith("#")
     for word in line.split()
 )
-"""Keys of tokenizer_config.json that `transformers` reads, or that change no id."""
+"""Accepted keys of tokenizer_config.json: those that `transformers` reads, and others that do not
+affect ids."""
 _KEY = re.compile(
     r"_.*|(image|video|audio|vision|unsloth)_.*|.*_(token|tokens|tokens?_ids?|template|parser_type)"
     r"|.*_(file|token_type_id|token_box|token_label)"
 )
-"""Names of special tokens, templates and files that a class may define."""
+"""Pattern for further accepted keys, which name special tokens, templates and files."""
 _OTHERS = (
     "config.json", "processor_config.json", "preprocessor_config.json", "chat_template.json",
     "chat_template.jinja", "merges.txt", "vocab.txt", "tekken.json",
@@ -61,14 +63,15 @@ _OTHERS = (
 
 
 def load_folder(folder: Path, flag: str = "--tokenizer-model") -> Any:
-    """The tokenizer that `AutoTokenizer` makes of a folder: of its files alone, without the
-    network, and without running code in it or asking whether it may.
+    """Load the tokenizer that `AutoTokenizer` finds in a folder. Only local files are used, and
+    code in the folder is never run.
 
     Raises:
-        ValueError: it is not a tokenizer that `transformers` can read, or one of its files has ids
-            or steps out of bounds; names ``flag``, the folder and what it contains.
+        ValueError: the folder is not a tokenizer that `transformers` can read, or one of its files
+            exceeds the limits on ids or steps. The message names ``flag``, the folder and its
+            content.
     """
-    from transformers import AutoTokenizer  # seconds: only for whoever needs it
+    from transformers import AutoTokenizer  # importing takes seconds
 
     _check_files(folder, flag)
     try:
@@ -77,9 +80,9 @@ def load_folder(folder: Path, flag: str = "--tokenizer-model") -> Any:
                 folder, local_files_only=True, trust_remote_code=False
             )
         vocab = tokenizer.get_vocab()
-        _ = tokenizer.all_special_ids  # fails where a special token is not in the vocabulary
+        _ = tokenizer.all_special_ids  # raises an error if a special token is not in the vocabulary
         check_size_of_ids(max(vocab.values(), default=0), len(vocab), "its vocabulary")
-    except Exception as error:  # transformers raises many kinds, some of them bare Exception
+    except Exception as error:  # transformers raises many kinds, including bare Exception
         names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         reason = " ".join(str(error).split())[:500]
         if "trust_remote_code" in reason:
@@ -93,9 +96,10 @@ def load_folder(folder: Path, flag: str = "--tokenizer-model") -> Any:
 
 
 def load_as_written(folder: Path, flag: str = "--tokenizer-model") -> Any:
-    """:func:`load_folder`, with the steps of the folder's own tokenizer.json: for some model types
-    and classes `transformers` 5 reads only the vocabulary of that file, and splits texts as the
-    class does, whose digits may then be other ids. Says where the ids differ."""
+    """Load the tokenizer as :func:`load_folder` does, but with the steps of the folder's own
+    tokenizer.json. For some model types and classes, `transformers` 5 reads only the vocabulary in
+    that file and splits texts by the class's own rules, which can change ids, for example those of
+    digits. A warning is logged if the ids differ."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = load_folder(folder, flag)
@@ -112,7 +116,7 @@ def load_as_written(folder: Path, flag: str = "--tokenizer-model") -> Any:
     if _steps(written, chosen) == _steps(tokenizer, chosen):
         return tokenizer
     vocab = written.get_vocab()
-    for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):  # a class has some of its own
+    for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):  # a class may define its own
         name = f"{role}_token"
         if getattr(written, name) is None and getattr(tokenizer, name) in vocab:
             setattr(written, name, getattr(tokenizer, name))
@@ -126,7 +130,7 @@ def load_as_written(folder: Path, flag: str = "--tokenizer-model") -> Any:
 
 
 def _steps(tokenizer: Any, chosen: Collection[str]) -> list[Any]:
-    """Return the part that determines a text's own ids, without the fields of its steps that
+    """Return everything that determines the ids of a text, except the fields ``chosen``, which
     tokenizer_config.json sets."""
     backend, model = tokenizer.backend_tokenizer, tokenizer.backend_tokenizer.model
     steps = (backend.normalizer, backend.pre_tokenizer)
@@ -154,13 +158,13 @@ def _without(step: Any, fields: Collection[str]) -> Any:
 def _ids(tokenizer: Any, text: str) -> list[int] | str:
     try:
         ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    except Exception as error:  # of the Rust library: it has no token for what it does not know
+    except Exception as error:  # the Rust library raises it for text that has no tokens
         return str(error)
     return ids
 
 
 def _check_files(folder: Path, flag: str) -> None:
-    """Raises ValueError if a file that `transformers` reads is out of bounds."""
+    """Raise ValueError if a file that `transformers` reads exceeds a limit."""
     for name in _OTHERS:
         if (folder / name).is_file():
             read_vocabulary_file(folder / name, flag)
@@ -177,8 +181,8 @@ def _check_files(folder: Path, flag: str) -> None:
 
 
 def _check_sentence_piece(content: bytes, where: str) -> None:
-    """Raises ValueError if a file, which another library is going to turn into its own form, is a
-    model with a piece or a replacement that is too long."""
+    """Raise ValueError if a SentencePiece model, which another library will convert, has a piece or
+    a replacement that is too long. Other content is ignored."""
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
@@ -186,7 +190,7 @@ def _check_sentence_piece(content: bytes, where: str) -> None:
     try:
         model.ParseFromString(content)
     except DecodeError:
-        return  # something else
+        return  # not a SentencePiece model
     check_charsmap(model.normalizer_spec.precompiled_charsmap, where)
     check_pieces((piece.piece for piece in model.pieces), where)
 
@@ -208,7 +212,7 @@ def _check_settings(name: str, text: bytes, where: str) -> None:
     if name != "vocab.json":
         lists = [each for each in content.values() if isinstance(each, list | dict)]
         check_number_added(sum(map(len, lists)), where)
-    # Which file of a tokenizer is read may depend on the version of the library.
+    # Depending on the library's version, one of several tokenizer files is read.
     others = content.get("fast_tokenizer_files") or []
     for other in others if isinstance(others, list | dict) else [others]:
         if not isinstance(other, str) or Path(other).name != other:
@@ -217,8 +221,8 @@ def _check_settings(name: str, text: bytes, where: str) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Models loaded within this context do not print the table of unexpected weights, which their
-    callers check. Bars of `transformers`, like those of this project, appear on a terminal only."""
+    """Within this context, suppress the table of unexpected weights that loading a model prints;
+    callers check these themselves. Progress bars appear only on a terminal."""
     from transformers.utils import logging
 
     if not sys.stderr.isatty():

@@ -1,9 +1,9 @@
-"""DeepSpeed's names of parameters, and the facts that ``ds_to_universal`` needs about them.
+"""DeepSpeed's names for parameters, and the information that ``ds_to_universal`` needs about them.
 
 Engines name a parameter by its layer's index in the layer list (``3.mlp.up.weight``,
-``tied_modules.embed.weight``). ``universal_checkpoint_info`` contains lists of regular expressions
-for these names, of which at most one of a list may match, and each must match; so each is one name,
-escaped and anchored.
+``tied_modules.embed.weight``). ``universal_checkpoint_info`` has lists of regular expressions for
+these names. A name may match at most one expression in a list, and each expression must match
+something. Therefore each expression is a single name, escaped and anchored.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from megatron.model.layer_list import LayerSpec, LayerStack, canonical_parameter
 from megatron.parallel.shard import Cut, Shard, shard_of
 
 RUN, COUNTERS, BUFFERS = "run_config", "run_state", "buffers"
-"""Keys of config.json's and state.json's content, and of the buffers of a pipeline stage by
-canonical name, in the client state, which a conversion by DeepSpeed keeps."""
+"""Keys in the client state, which survives a conversion by DeepSpeed: the content of config.json,
+the content of state.json, and a pipeline stage's buffers by canonical name."""
 UNIVERSAL_VERSION = 0.4
-"""DeepSpeed's version of the universal format."""
+"""Version of DeepSpeed's universal format."""
 _AFFINE_VERSION = 1
 
 
 class Registered(NamedTuple):
-    """A parameter under its name in an engine's module, cut over tensor-parallel ranks."""
+    """Parameter with its name in an engine's module, and its tensor-parallel shard."""
 
     name: str
     shard: Shard
 
 
 def registered_parameters(layers: Sequence[LayerSpec]) -> dict[str, list[Registered]]:
-    """The module's parameters by canonical name, in the order of the whole layer list. A canonical
-    parameter is usually one of the module's; with fewer key and value heads than ranks, queries are
-    one and keys and values another."""
+    """Return the engine's parameters for each canonical name, in the order of the whole layer list.
+    There is usually one. With fewer key and value heads than ranks, there are two: the queries, and
+    the keys and values."""
     with torch.device("meta"):
         stack = LayerStack(layers, ParallelConfig())
     by_name: dict[str, list[Registered]] = {}
@@ -47,7 +47,8 @@ def registered_parameters(layers: Sequence[LayerSpec]) -> dict[str, list[Registe
     tied = {layer.tied_key: place for place, layer in reversed([*enumerate(layers)])}
 
     def place(name: str) -> int:
-        """Tied modules are registered first, and belong where they are first used."""
+        """Return the index of a parameter's layer. Tied modules are registered first, but belong to
+        the layer that first uses them."""
         first, second, *_ = by_name[name][0].name.split(".")
         return tied[second] if first == "tied_modules" else int(first)
 
@@ -57,8 +58,8 @@ def registered_parameters(layers: Sequence[LayerSpec]) -> dict[str, list[Registe
 def universal_info(
     parameters: Iterable[Registered], model: ModelConfig, size: int
 ) -> dict[str, Any]:
-    """``universal_checkpoint_info`` of an engine with these parameters (of the whole layer list)
-    and this tensor-parallel size."""
+    """Return the ``universal_checkpoint_info`` for an engine with tensor-parallel size ``size``.
+    ``parameters`` must be those of the whole layer list."""
     replicated, rows, vocabulary, halves, tied = [], [], [], [], []
     fused: list[dict[str, Any]] = []
     widths: dict[str, list[list[int]]] = {}
@@ -105,12 +106,13 @@ def _are_halves(cut: Cut) -> bool:
 
 
 def _affine_map(shard: Shard, cut: Cut, size: int) -> dict[str, Any]:
-    """Map from each rank's rows to rows of the parameter, where several ranks have the same share:
-    no list of patterns expresses that (DeepSpeed's ``checkpoint/affine.py``)."""
+    """Return DeepSpeed's affine map from each rank's rows to the parameter's rows, for a parameter
+    of which several ranks have the same shard. The lists of patterns cannot express this
+    (DeepSpeed's ``checkpoint/affine.py``)."""
     assert cut.dim == 0 and cut.held is not None
     inner = math.prod(shard.full_shape[1:])
     strides = [math.prod(shard.full_shape[axis + 1 :]) for axis in range(len(shard.full_shape))]
-    # The parameter consists of the held parts only: its rows count from the first of them.
+    # The parameter has only the held parts of the shard, so rows count from the first of these.
     first = sum(cut.parts[: cut.held[0]])
     ranks = {}
     for rank in range(size):

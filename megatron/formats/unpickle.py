@@ -1,12 +1,13 @@
-"""Opens pickles of other programs without running the code that they name.
+"""Safe unpickling of other programs' files, without running the code that they refer to.
 
-A pickle names functions and classes, and calls them. Here names are looked up in a short list:
-torch's own constructors of tensors, plain containers, and settings objects of other trainers, whose
-values an inert stand-in keeps. Every other name is refused before anything is called.
+A pickle names functions and classes, and calls them. This unpickler looks names up in a short list
+of torch's own constructors of tensors and plain containers. Other trainers' settings objects are
+replaced by inert stand-ins that keep their values. Every other name is refused before anything is
+called.
 
-A few bytes can also ask for any amount of memory or time: ``range`` with a billion numbers, a copy
-of a copy of a list, a key whose hash takes hours. So what is copied is counted, and what is shared
-counts as often as it occurs. ``torch.load(weights_only=True)`` has no such bounds.
+A few bytes can also demand any amount of memory or time: a ``range`` of a billion numbers, a copy
+of a copy of a list, or a key whose hash takes hours. Therefore copied values are counted, and
+shared values count as often as they occur. ``torch.load(weights_only=True)`` has no such limits.
 """
 
 from __future__ import annotations
@@ -34,24 +35,26 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.util.files import open_regular
 
 _INERT_PACKAGES = ("deepspeed", "megatron", "apex", "pathlib", "omegaconf")
-"""Packages whose classes are settings in a checkpoint; their code is neither imported nor run."""
+"""Packages whose classes are settings in checkpoints. Their code is neither imported nor run."""
 _INERT_MODULES = "torch.distributed.checkpoint."
-"""Start of the modules whose classes describe the files of a sharded checkpoint."""
+"""Prefix of the modules whose classes describe a sharded checkpoint's files."""
 _MAGIC = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
-"""The first bytes of torch.save's older form: the pickle of a number."""
+"""First bytes of torch.save's older format: a pickled magic number."""
 _NUMBERS = re.compile(r"b1|[iu][1248]|f[248]")
-"""NumPy's codes of numbers."""
+"""Pattern for NumPy's codes of numeric dtypes."""
 _MOST_VALUES = 1 << 24
-"""Values in one file, counted as often as they occur."""
+"""Maximum number of values in one file. A shared value counts as often as it occurs."""
 _FEW_VALUES = 1 << 20
-"""Number of values that any file may contain; more require as many bytes."""
+"""Number of values that a file of any size may contain. More values require a file of at least as
+many bytes."""
 _MAX_DEPTH = 100
-"""Containers inside each other."""
+"""Maximum nesting depth of containers."""
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 class _Frozen(type):
-    """Classes that a pickle cannot change: it can set attributes of every object that it names."""
+    """Metaclass for classes that a pickle must not change, as a pickle can set attributes of any
+    object that it names."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise TypeError(f"{cls.__name__} cannot be changed")
@@ -61,7 +64,7 @@ class _Frozen(type):
 
 
 class Inert(metaclass=_Frozen):
-    """A stand-in for an object of an unknown class, which keeps its arguments and state."""
+    """Stand-in for an object whose class is not imported. It keeps its arguments and state."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
         inert = super().__new__(cls)
@@ -73,23 +76,23 @@ class Inert(metaclass=_Frozen):
 
     def __setstate__(self, state: Any) -> None:
         parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
-        for part in parts:  # attributes, and those in slots
+        for part in parts:  # one with instance attributes, and one with slots
             if isinstance(part, dict):
                 self.__dict__.update(part)
 
 
 class Namespace(argparse.Namespace, metaclass=_Frozen):
-    """The settings of a run."""
+    """Stand-in for argparse's namespace, which has the settings of a run."""
 
 
 class DType(Inert):
-    """A NumPy dtype."""
+    """Stand-in for a NumPy dtype."""
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__["state"] = state
 
     def number(self, data: bytes) -> int | float | bool:
-        """The number that ``data`` encodes."""
+        """Decode a number from its bytes. Raises UnpicklingError if the dtype is not numeric."""
         code = self.args[0] if self.args else None  # type: ignore[attr-defined]
         if not isinstance(code, str) or not _NUMBERS.fullmatch(code):
             raise pickle.UnpicklingError("it has a NumPy value that is not a number")
@@ -99,14 +102,15 @@ class DType(Inert):
 
 
 class Properties(Inert):
-    """The dtype of a tensor of a sharded checkpoint, which is the first of its ``state``."""
+    """Stand-in for a tensor's properties in a sharded checkpoint. The dtype is the first item of
+    ``state``."""
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__["state"] = state
 
 
 class _Callable:
-    """A function that a pickle can call, but not change."""
+    """Function that a pickle can call but not change."""
 
     __slots__ = ("_function",)
     _function: Callable[..., Any]
@@ -122,22 +126,23 @@ class _Callable:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Bytes that Python 3 pickled for Python 2."""
+    """Return bytes that Python 3 pickled in protocol 2, as text to encode."""
     return text.encode("latin1" if encoding == "latin1" else "utf-8")
 
 
 def _member(owner: Any, name: Any) -> Inert:
-    """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickle one; of nothing else."""
+    """Return a member of a stand-in enumeration. Python 3.11.0 to 3.11.3 pickle it as a getattr
+    call. Raises UnpicklingError for any other getattr call."""
     if isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str):
         return owner(name)
     raise pickle.UnpicklingError("it calls builtins.getattr, which no checkpoint needs")
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Tensor:
-    if any(rest[2:]):  # conjugated or negated in a flag
+    if any(rest[2:]):  # flags for conjugated or negated tensors
         raise pickle.UnpicklingError("it has a tensor with metadata")
     count = math.prod(size) if all(isinstance(each, int) for each in size) else -1
-    if not 0 <= count <= storage._size():  # strides of 0 allow any number
+    if not 0 <= count <= storage._size():  # strides of 0 would allow any number of values
         raise pickle.UnpicklingError(
             f"it has a tensor of {count:,} values in a storage of {storage._size():,}"
         )
@@ -145,7 +150,7 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Te
 
 
 def _from_type(function: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
-    """A tensor without its attributes, which Megatron's float32 weights have."""
+    """Rebuild a tensor without its attributes, such as those of Megatron's float32 weights."""
     if not isinstance(function, _Callable):
         raise pickle.UnpicklingError("it builds a tensor by something that is not a function")
     return function(*args)
@@ -170,12 +175,12 @@ def _str(*args: Any) -> str:
 
 
 def _inert(name: str, module: str | None = None) -> type:
-    """A class of stand-ins."""
+    """Create a stand-in class with a name."""
     return _Frozen(name, (Inert,), {"__module__": module} if module else {})
 
 
 _PARAMETER = _Callable(lambda data, *rest: data)
-# In a checkpoint it is NumPy's random state, which is not read.
+# A checkpoint's NumPy arrays are its random state, which is not read.
 _ARRAY = _Callable(Inert)
 _KNOWN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
@@ -189,7 +194,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): _PARAMETER,
     ("torch._utils", "_rebuild_parameter_with_state"): _PARAMETER,
     ("torch._tensor", "_rebuild_from_type_v2"): _Callable(_from_type),
-    # Arguments that record a tensor's class.
+    # These are only arguments that record a tensor's class.
     ("torch.nn.parameter", "Parameter"): _inert("Parameter"),
     ("torch", "Tensor"): _inert("Tensor"),
     ("torch.serialization", "_get_layout"): _Callable(Inert),
@@ -197,7 +202,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): DType,
     ("numpy", "ndarray"): _inert("ndarray"),
 }
-"""Everything that can be called, by module and name. A test ensures that none of it is mutable."""
+"""Everything that a pickle can call, by module and name. A test checks that it is all immutable."""
 _KNOWN |= {
     ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
@@ -217,15 +222,17 @@ _PYTHON: Any = pickle._Unpickler
 
 
 class _Unpickler(_PYTHON):  # type: ignore[misc]
-    """Python's unpickler with a list of allowed names; torch derives its own from this.
+    """Python's unpickler with a list of allowed names. torch derives its own unpickler from this
+    class.
 
-    It is the one written in Python: the C version allocates room for as many objects as a file
-    claims (32 GiB for five bytes). It reads everything in a checkpoint except the tensors' content.
+    It is the implementation in Python, because the C version allocates room for as many objects as
+    a file claims (32 GiB for five bytes). It reads everything in a checkpoint except the elements
+    of tensors.
     """
 
     dispatch = dict(_PYTHON.dispatch)
     most_copied = _FEW_VALUES
-    """Items of containers, and characters, that calls may copy."""
+    """Maximum number of container items and characters that calls may copy."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -240,7 +247,7 @@ class _Unpickler(_PYTHON):  # type: ignore[misc]
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
     def check_call(self, function: Any, args: Any) -> None:
-        """Count the values that a call copies, and check those that it hashes."""
+        """Count the values that a call copies, and check the keys that it hashes."""
         for each in args:
             if isinstance(each, (*_CONTAINERS, str, bytes, bytearray)):
                 self._left -= len(each)
@@ -258,19 +265,20 @@ class _Unpickler(_PYTHON):  # type: ignore[misc]
         super()._instantiate(klass, args)
 
     def check_named_call(self) -> None:
-        """The same of a call with arguments by name, on the stack."""
+        """Check a call with keyword arguments. The class and its arguments are on the stack."""
         cls, args, named = self.stack[-3:]
         self.check_call(cls, (*args, *named.values()))
 
     def check_storage(self) -> None:
-        """Refuses a storage whose name would be hashed as a container."""
+        """Raise UnpicklingError if a storage's persistent id has a container, whose hash could take
+        too long."""
         saved_id = self.stack[-1]
         if isinstance(saved_id, tuple) and any(isinstance(e, _CONTAINERS) for e in saved_id[:5]):
             raise pickle.UnpicklingError("it has a storage whose name is none")
 
 
 def _check_before(opcode: bytes, check: Callable[[_Unpickler], None]) -> None:
-    """Makes the unpickler check its stack before it executes an opcode."""
+    """Make the unpickler run a check before it executes an opcode."""
     execute = _PYTHON.dispatch[opcode[0]]
 
     def checked(unpickler: _Unpickler) -> None:
@@ -286,7 +294,7 @@ _check_before(pickle.NEWOBJ, lambda reader: reader.check_call(*reader.stack[-2:]
 _check_before(pickle.NEWOBJ_EX, _Unpickler.check_named_call)
 _check_before(pickle.BUILD, lambda reader: reader.check_call(None, reader.stack[-1:]))
 _check_before(pickle.SETITEM, lambda reader: _check_keys(reader.stack[-2:-1]))
-# The stack begins at the mark.
+# For these opcodes, the stack contains only the items since the last mark.
 _check_before(pickle.SETITEMS, lambda reader: _check_keys(reader.stack[::2]))
 _check_before(pickle.DICT, lambda reader: _check_keys(reader.stack[::2]))
 _check_before(pickle.ADDITEMS, lambda reader: _check_keys(reader.stack))
@@ -294,8 +302,8 @@ _check_before(pickle.FROZENSET, lambda reader: _check_keys(reader.stack))
 
 
 def _check_keys(keys: Iterable[Any]) -> None:
-    """Refuses tuples of tuples as keys: a hash takes each part as often as it occurs, 2^n times if
-    n tuples have the next one twice."""
+    """Raise UnpicklingError if a key is a tuple that contains tuples. Hashing it visits each inner
+    tuple as often as it occurs: 2^n times if each of n tuples contains the next one twice."""
     for key in keys:
         if isinstance(key, tuple | frozenset) and any(
             isinstance(part, tuple | frozenset) for part in key
@@ -304,14 +312,14 @@ def _check_keys(keys: Iterable[Any]) -> None:
 
 
 def _check_values(content: Any, most: int) -> None:
-    """Refuse containers that contain themselves, or share contents so often that traversal would
-    not end."""
+    """Raise UnpicklingError if there are more than ``most`` values, where shared values count as
+    often as they occur, or if containers contain themselves."""
     level: list[Any] = [content]
     count, closed = 0, set[int]()
     for _ in range(_MAX_DEPTH):
         inside: list[Any] = []
         for each in level:
-            if isinstance(each, Inert) and id(each) in closed:  # it may refer to its owner
+            if isinstance(each, Inert) and id(each) in closed:  # a stand-in may refer to its owner
                 continue
             closed.add(id(each))
             values = vars(each) if isinstance(each, Inert | Namespace) else each
@@ -326,7 +334,7 @@ def _check_values(content: Any, most: int) -> None:
 
 
 def _restricted(most: int) -> SimpleNamespace:
-    """A pickle module for torch.load."""
+    """Return a replacement for the module pickle, for torch.load."""
     unpickler = type("Unpickler", (_Unpickler,), {"most_copied": most})
 
     def load(file: Any, **options: Any) -> Any:
@@ -336,10 +344,10 @@ def _restricted(most: int) -> SimpleNamespace:
 
 
 def load_pickle(path: Path, name: str = "") -> Any:
-    """The content of a file of torch.save, in its zip or its older form; tensors on the CPU, those
-    of a zip file mapped into memory. Raises CheckpointError, which calls the file ``name``, if it
-    is missing or damaged, or contains anything except tensors, containers and settings, or too many
-    of them for memory or time."""
+    """Load a torch.save file in its zip format or its older one. Tensors are on the CPU, and
+    memory-mapped from a zip file. Raises CheckpointError if the file is missing or damaged,
+    contains anything but tensors, containers and settings, or exceeds the limits on memory and
+    time. The message calls the file ``name``."""
     name = name or str(path)
 
     def load() -> Any:
@@ -358,8 +366,8 @@ def load_pickle(path: Path, name: str = "") -> Any:
 
 
 def _refusing(load: Callable[[], Any], name: str, size: int) -> Any:
-    """Return the content that ``load`` returns for a file of ``size`` bytes, within limits. Its
-    errors become a CheckpointError that names the file ``name``."""
+    """Return what ``load`` returns for a file of ``size`` bytes, if it is within the limits. Errors
+    become a CheckpointError that calls the file ``name``."""
     try:
         content = load()
         if isinstance(content, (*_CONTAINERS, Inert, Namespace)):
@@ -378,7 +386,7 @@ def _refusing(load: Callable[[], Any], name: str, size: int) -> Any:
 
 
 class _BareUnpickler(_Unpickler):
-    """One that makes the storages of tensors by a function."""
+    """Unpickler that calls a given function to create the storages of tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name.endswith("Storage"):
@@ -389,9 +397,8 @@ class _BareUnpickler(_Unpickler):
 def load_bare(
     file: BinaryIO, name: str, size: int, storage: Callable[[Any], Any] | None = None
 ) -> Any:
-    """The content of a pickle of ``size`` bytes that is not in an archive of torch.save;
-    ``storage`` makes the storage of a tensor from what names it there. Errors are those of
-    :func:`load_pickle`."""
+    """Load a pickle of ``size`` bytes that is not in a torch.save archive. ``storage`` creates a
+    tensor's storage from its persistent id. Raises the errors of :func:`load_pickle`."""
     unpickler = type("Unpickler", (_BareUnpickler,), {"most_copied": max(size, _FEW_VALUES)})
 
     def load() -> Any:
@@ -404,11 +411,12 @@ def load_bare(
 
 
 def _check_form(file: BinaryIO, name: str) -> bool:
-    """True if the file can be mapped; refuses forms whose code torch.load would run."""
+    """Return whether the file can be memory-mapped. Raises CheckpointError for forms in which
+    torch.load would run code."""
     head = file.read(32)
     file.seek(0)
     if head[:4] == b"PK\x03\x04":
-        # With torch's own reader: another could find other members in the same file.
+        # Use torch's own reader, because another one could find different members in the same file.
         reader = torch._C.PyTorchFileReader(file)
         members = reader.get_all_records()
         if "constants.pkl" in members or "data.pkl" not in members:
@@ -424,15 +432,15 @@ def _check_form(file: BinaryIO, name: str) -> bool:
 
 
 def _declared_bytes(reader: Any, file: BinaryIO) -> int:
-    """Bytes of the members of a zip file when they are unpacked, as it says."""
-    if hasattr(reader, "get_record_size"):  # from torch 2.13 on
+    """Return the total unpacked size, in bytes, that a zip file declares for its members."""
+    if hasattr(reader, "get_record_size"):  # since torch 2.13
         return sum(map(reader.get_record_size, reader.get_all_records()))
     with zipfile.ZipFile(file) as archive:
         return sum(member.file_size for member in archive.infolist())
 
 
 def _is_tar(file: Any) -> bool:
-    """True if torch would treat the file as its oldest form, and unpack it to the disk."""
+    """Return whether torch would treat the file as its oldest format, and unpack it to disk."""
     try:
         tarfile.open(fileobj=file, mode="r:").close()
     except tarfile.TarError:

@@ -1,5 +1,5 @@
-"""Files of programs whose checkpoints nothing here reads: named, with what to do, so that a run
-does not pass them over and start from random weights.
+"""Recognition of unsupported checkpoints, with advice for each program that writes them. Without
+it, a run would ignore the files and start from random weights.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _MOST_NAMES = 20_000
 
 
 _SKIPPED = ("wandb", "tensorboard", "mlruns", "logs", "run", "__pycache__")
-"""Folders of runs that contain no weights of their models."""
+"""Names of folders in a run's output that contain no model weights."""
 
 
 class _Form(NamedTuple):
-    """A format: its name, patterns of paths in its folders, and how to get from it to one that is
-    read."""
+    """Unsupported format: its name, patterns for paths in its folders, and advice for converting it
+    to a supported one."""
 
     title: str
     marks: tuple[str, ...]
@@ -180,13 +180,13 @@ _FORMS = (
         "no configuration says of which network they are; " + _TO_HF,
     ),
 )
-"""Formats that are not read, in the order in which they are recognised: files of a single format
-before files shared by several."""
+"""Unsupported formats, in the order in which they are tested: file names that only one format uses
+come before file names that several share."""
 
 
 def unreadable(path: Path) -> str | None:
-    """The format of the files at a path, which none here reads, and what to do; None if there are
-    no weights of any kind, as in a new folder."""
+    """Describe the unsupported format of the files at a path, with advice. Return None if no known
+    weights are found, as in a new folder."""
     if path.is_file() and (path.parent / "config.json").is_file():
         return f"one file of a model: give its folder, {path.parent}"
     names = [path.name] if path.is_file() else list(_names(path, _DEEPEST))
@@ -200,8 +200,8 @@ def unreadable(path: Path) -> str | None:
 
 
 def _names(folder: Path, depth: int) -> Iterator[str]:
-    """Paths of files in a folder, then in its subfolders. Hidden folders belong to unfinished
-    saves; training data are not weights."""
+    """Yield the paths of files in a folder, then in its subfolders. Training data is skipped, and
+    so are hidden folders, which belong to unfinished saves."""
     waiting, count = [(folder, "", depth)], 0
     while waiting:
         place, prefix, left = waiting.pop(0)

@@ -1,4 +1,4 @@
-"""The commands of ``tools/convert_checkpoint.py``.
+"""Commands of ``tools/convert_checkpoint.py``.
 
-Each is a frozen config class, from which its flags come, and a function of the command line.
+Each command has a frozen config class, which defines its flags, and a function that runs it.
 """

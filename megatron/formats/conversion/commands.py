@@ -1,4 +1,5 @@
-"""``to-hf``, ``from-hf`` and ``to-megatron``, and what all conversions share."""
+"""The commands ``to-hf``, ``from-hf`` and ``to-megatron``, and functions shared by all
+conversions."""
 
 from __future__ import annotations
 
@@ -13,13 +14,7 @@ import torch
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.source import (
-    DTYPES,
-    FoundCheckpoint,
-    Source,
-    locate_checkpoint,
-    nothing_at,
-)
+from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint, nothing_at
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.formats.conversion.output import (
@@ -45,6 +40,7 @@ from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.formats.inspection import counted, model_of
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.legacy_megatron.writer import write_megatron
+from megatron.formats.tensors import DTYPES
 from megatron.model.spec import training_dtype
 from megatron.util.errors import spelled
 from megatron.util.progress import say
@@ -52,17 +48,17 @@ from megatron.util.progress import say
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """The checkpoint that is converted."""
+    """Checkpoint to convert."""
 
     load: str | None = option(None)
-    """Folder of checkpoints, or one checkpoint, of any format."""
+    """Checkpoint, or folder of checkpoints, in any format."""
     iteration: int | None = option(None, derived="the newest complete checkpoint")
-    """Iteration of the checkpoint."""
+    """Iteration of the checkpoint to convert."""
     pretrained_checkpoint: str | None = option(None, derived="the one that the adapters name")
-    """Where --load has adapters: the model that they belong to."""
+    """Base model of the adapters, if --load has adapters."""
     average: str | None = option(None, choices=("exponential", "uniform"))
-    """Average of the weights that is converted instead of them, of a run with --ema-decay
-    (exponential) or --swa-start-iter (uniform)."""
+    """Convert this average of the weights instead of the weights themselves. It exists in runs with
+    --ema-decay (exponential) or --swa-start-iter (uniform)."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class ToHFConfig:
     """Conversion to Hugging Face."""
 
     output: str | None = option(None)
-    """Folder for the model; it must be new or empty."""
+    """Output folder for the model. It must be new or empty."""
     architecture: str | None = option(
         None, derived="the one that the weights were read from, or else the plainest that fits"
     )
@@ -78,28 +74,30 @@ class ToHFConfig:
     dtype: str | None = option(None, choices=tuple(DTYPES), derived="as trained")
     """dtype of the weights."""
     quantize: str | None = option(None, choices=("fp8",))
-    """Weights of linear layers in 8 bits, in compressed-tensors' form, for a server: fp8 is float8
-    with a scale for each output; embeddings, head, norms and routers keep their dtype."""
+    """Quantise the weights of linear layers to 8 bits, in the compressed-tensors format for
+    inference servers. fp8 is float8 with a scale for each output channel; embeddings, head, norms
+    and routers keep their dtype."""
     max_shard_size: str = option("5GB")
-    """Largest safetensors file, for example 500MB, 5GB or 4GiB."""
+    """Maximum size of a safetensors file, for example 500MB, 5GB or 4GiB."""
     origin: str | None = option(None)
-    """Folder of Hugging Face that the weights came from, of a model that sees images too: the
-    output is a copy of it in which the text model is replaced, in the dtypes there."""
+    """Hugging Face folder from which the weights were imported, if its model also reads images.
+    The output is a copy of this folder with the text model's weights replaced, in the folder's
+    dtypes."""
     overwrite: bool = option(False)
     """Replace the model in --output."""
     push_to_hub: str | None = option(None)
-    """Repository to upload the model to, as owner/name; created if it does not exist, as a private
-    one. One that exists and is public needs --public. The token is that of `hf auth login`, or
-    HF_TOKEN."""
+    """Hugging Face repository to upload the model to, as owner/name. A new repository is created as
+    private. An existing public repository requires --public. The access token is that of `hf auth
+    login`, or HF_TOKEN."""
     public: bool = option(False)
-    """Create the repository as a public one, which everybody can read."""
+    """Create the repository as public, so that anyone can read it."""
     private: bool = option(False)
-    """Create the repository as a private one, as is done without this flag."""
+    """Create the repository as private, which is the default."""
 
 
 def to_hf(argv: Sequence[str]) -> None:
-    """Converts, compares logits, and gives the result its name only if they agree. Raises
-    ConfigError, CheckpointError, or OSError where the hub refuses."""
+    """Run ``to-hf``: convert, compare logits, and publish the result only if they agree. Raises
+    ConfigError, CheckpointError, or OSError if the hub refuses the upload."""
     checkpoint, config = parsed(
         argv, "to-hf", "Writes a checkpoint as a model of Hugging Face.", LoadConfig, ToHFConfig
     )
@@ -141,11 +139,13 @@ def export_hf(
     name: str = "the model",
     quantize: str | None = None,
 ) -> str:
-    """Writes a checkpoint as a model of Hugging Face, which messages call ``name``, into an empty
-    folder, and compares its logits with the checkpoint's; returns a summary. With ``quantize`` its
-    weights are quantised then, and read again. Raises ValueError if the model fits no architecture,
-    or not one with quantised weights. Raises CheckpointError if the checkpoint is damaged, cannot
-    be used as a model, or the logits differ."""
+    """Write a checkpoint as a Hugging Face model into an empty folder, and compare its logits with
+    the checkpoint's. Return a summary.
+
+    ``name`` is the model's name in messages. With ``quantize``, the weights are then quantised and
+    read again. Raises ValueError if no architecture fits the model, or none that can be quantised.
+    Raises CheckpointError if the checkpoint is damaged or cannot be used as a model, or if the
+    logits differ."""
     source.require_model()
     source.read_ahead()
     _check_reading(source, name)
@@ -158,9 +158,9 @@ def export_hf(
         exact = model_of(source, DTYPES[dtype], torch.device("cpu")).float()
         source.model = near
     write_model(source, folder, dtype, shard_bytes, architecture, progress=say)
-    # Before there is our model: in float64 each needs twice the memory of float32.
+    # Computed before our model is built, since in float64 each takes twice its float32 memory.
     reference = reference_of(folder, source.model)
-    # Our weights are rounded like theirs.
+    # Round the weights to the dtype in which they were written.
     ours = model_of(source, DTYPES[dtype], torch.device("cpu")).float()
     if exact is not None:
         largest = largest_difference(ours, exact, form, near)
@@ -191,8 +191,8 @@ def _check_origin(config: ToHFConfig, origin: Path, output: Path) -> None:
 
 
 def export_into(source: Source, origin: Path, folder: Path, name: str = "the model") -> str:
-    """Writes a checkpoint into a copy of the folder ``origin``, and compares logits of texts alone,
-    as :func:`export_hf`; returns a summary."""
+    """Write a checkpoint into a copy of the multimodal folder ``origin``, and compare the logits of
+    texts without images, as :func:`export_hf` does. Return a summary."""
     source.require_model()
     home = write_into(source, origin, folder, progress=say)
     dtype = home.dtype(next(iter(home.names())))
@@ -205,8 +205,9 @@ def export_into(source: Source, origin: Path, folder: Path, name: str = "the mod
 
 
 def _check_reading(source: Source, name: str) -> None:
-    """Compares a source with the folder of transformers or peft that it, or its base, was read
-    from: a mistake of reading that is repeated in writing shows nowhere else."""
+    """Compare a source's logits with those of transformers or peft for the folder from which the
+    source, or its base, was read. An error in reading that writing reverses would show nowhere
+    else."""
     base = source.base or source
     if not isinstance(base, HuggingFaceFolder) or not base.read_by_transformers:
         return
@@ -218,7 +219,7 @@ def _check_reading(source: Source, name: str) -> None:
     reference = reference_of(base.folder, read.model, strict=False, adapters=adapters)
     result = reference.compared_with(model_of(read, torch.float32, torch.device("cpu")))
     if not math.isfinite(result.magnitude):
-        return  # the writer names the weights that are not finite
+        return  # the writer will report which weights are not finite
     what = f"{program} computes other logits with {read.folder} than the model that was read there"
     _require_agreement(result, what, name)
 
@@ -228,17 +229,17 @@ class FromHFConfig:
     """Conversion from Hugging Face."""
 
     input: str | None = option(None)
-    """Folder with config.json, weights, and the tokenizer's files if there are any."""
+    """Hugging Face folder with config.json, the weights and, if it has one, the tokenizer."""
     output: str | None = option(None)
-    """Folder of checkpoints to create; it must be new or empty."""
+    """Checkpoint folder to create. It must be new or empty."""
     max_shard_size: str = option("5GB")
-    """Largest safetensors file, for example 500MB, 5GB or 4GiB."""
+    """Maximum size of a safetensors file, for example 500MB, 5GB or 4GiB."""
     overwrite: bool = option(False)
     """Replace the checkpoints in --output."""
 
 
 def from_hf(argv: Sequence[str]) -> None:
-    """As :func:`to_hf`, in the other direction."""
+    """Run ``from-hf``, the opposite of :func:`to_hf`. Raises the same errors."""
     (config,) = parsed(
         argv, "from-hf", "Writes a model of Hugging Face as a checkpoint.", FromHFConfig
     )
@@ -261,9 +262,10 @@ def import_hf(
     shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
 ) -> tuple[HuggingFaceFolder, Comparison]:
-    """Write a Hugging Face model as a checkpoint into the folder ``output``, comparing logits
-    before it is published. Messages name the folders by their flags. Raises CheckpointError if
-    ``path`` has no model, ``output`` must not be replaced, or logits differ."""
+    """Write a Hugging Face model as a checkpoint into the folder ``output``, and compare logits
+    before publishing it. ``input_flag`` and ``output_flag`` name the folders in messages. Raises
+    CheckpointError if ``path`` has no model, ``output`` must not be replaced, or the logits
+    differ."""
     other = locate_checkpoint(path)
     form = HuggingFaceFolder if other is None else other.form
     theirs = getattr(form, "read_by_transformers", True)
@@ -283,7 +285,8 @@ def import_hf(
                 f"no tokenizer: {path} has no tokenizer files, so training needs --tokenizer-type "
                 "and its files"
             )
-        # The checkpoint uses its own copy of the tokenizer, even after a move.
+        # Make the checkpoint use the copied tokenizer instead of the original, so that it can be
+        # moved.
         source.tokenizer = None
         written = write_checkpoint(
             folder, source, iteration=0, moments=False, max_file_bytes=shard_bytes, progress=say
@@ -298,27 +301,27 @@ def import_hf(
 
 @dataclass(frozen=True)
 class ToMegatronConfig:
-    """Conversion to Megatron-LM's old layout."""
+    """Conversion to the old layout of Megatron-LM."""
 
     output: str | None = option(None)
-    """Folder of checkpoints to write in; --load of Megatron."""
+    """Checkpoint folder to write to, which becomes Megatron's --load."""
     target_tensor_parallel_size: int = option(1)
-    """Tensor-parallel size to write for."""
+    """Tensor-parallel size of the written checkpoint."""
     target_pipeline_parallel_size: int = option(1)
-    """Pipeline-parallel size to write for."""
+    """Pipeline-parallel size of the written checkpoint."""
     target_expert_parallel_size: int = option(1)
-    """Expert-parallel size to write for."""
+    """Expert-parallel size of the written checkpoint."""
     dtype: str | None = option(None, choices=tuple(DTYPES), derived="as trained")
     """dtype of the weights."""
     release: bool = option(False)
-    """Write release instead of iter_<iteration>: weights to start from, which Megatron loads
-    without --no-load-optim and --no-load-rng."""
+    """Name the checkpoint release instead of iter_<iteration>. Megatron then treats it as initial
+    weights, and loads it without --no-load-optim and --no-load-rng."""
     checking: bool = option(True, off="--no-checking")
     """Do not read the result back to compare it with the checkpoint."""
 
 
 def to_megatron(argv: Sequence[str]) -> None:
-    """Converts by :func:`export_megatron`. Raises ConfigError too if a flag is missing or wrong."""
+    """Run :func:`export_megatron`. Also raises ConfigError if a flag is missing or wrong."""
     checkpoint, config = parsed(
         argv, "to-megatron", "Writes a checkpoint in the layout of Megatron-LM's version 3.",
         LoadConfig, ToMegatronConfig,
@@ -330,7 +333,7 @@ def to_megatron(argv: Sequence[str]) -> None:
 
 
 def opened(checkpoint: LoadConfig) -> Source:
-    """Open :func:`located`, and print the assumptions made for missing facts."""
+    """Open the checkpoint of ``--load``, and print the notes about facts that it lacks."""
     source = located(checkpoint).open()
     for note in source.notes:
         print(f"{source.folder}: {note}")
@@ -346,15 +349,20 @@ def export_megatron(
     checking: bool = True,
     experts: int = 1,
 ) -> None:
-    """Writes a checkpoint in Megatron's old layout, and prints a summary. ``sizes`` are
-    tensor-parallel and pipeline-parallel, ``experts`` expert-parallel; ``release`` leaves the
-    iteration out; ``checking`` reads the result back before it gets its name. Raises ValueError if
-    Megatron has no such network, or the sizes do not divide it; CheckpointError if the checkpoint
-    is damaged, or what is read back differs."""
+    """Write a checkpoint in Megatron's old layout, and print a summary.
+
+    Args:
+        sizes: tensor-parallel and pipeline-parallel size.
+        release: write it as initial weights, without an iteration.
+        checking: read the result back before it is published.
+        experts: expert-parallel size.
+
+    Raises ValueError if Megatron does not support the network or the sizes do not divide it, and
+    CheckpointError if the checkpoint is damaged or a value that is read back differs."""
     dtype = dtype or dtype_of(source)
     iteration = source.state.get("iteration")
     if iteration is None and isinstance(source, MegatronCheckpoint):
-        iteration = source.iteration  # weights only, from a run that had one
+        iteration = source.iteration  # known even if the checkpoint has only weights
     if release:
         iteration = None
 
@@ -375,14 +383,15 @@ def export_megatron(
 
 
 def require_equal(written: Source, source: Source, dtype: torch.dtype, folder: Path) -> None:
-    """Raises CheckpointError if what was written to a folder is not a source, rounded."""
+    """Raise CheckpointError if the written tensors differ from the source's, rounded to
+    ``dtype``."""
     for name in source.names():
         if not torch.equal(written.tensor(name), source.tensor(name).to(dtype).float()):
             raise CheckpointError(f"{folder}: {name} differs from {source.folder}")
 
 
 def sizes_of(source: Source) -> tuple[int, int]:
-    """Tensor- and pipeline-parallel size of the run that wrote a checkpoint; 1 where unknown."""
+    """Return the (tensor-parallel, pipeline-parallel) sizes of a checkpoint's run; 1 if unknown."""
     if isinstance(source, MegatronCheckpoint):
         return source.tensor_size, source.pipeline_size
     if source.run is None:
@@ -392,7 +401,7 @@ def sizes_of(source: Source) -> tuple[int, int]:
 
 
 def required(config: Any, field: str) -> str:
-    """The value of a required flag. Raises ConfigError if it was not given."""
+    """Return the value of a required flag. Raises ConfigError if it was not given."""
     value = getattr(config, field)
     if value is None:
         raise ConfigError(f"--{field.replace('_', '-')} is missing")
@@ -400,14 +409,14 @@ def required(config: Any, field: str) -> str:
 
 
 def parsed(argv: Sequence[str], command: str, description: str, *classes: type) -> list[Any]:
-    """Return the flags of a command, one object per class."""
+    """Parse a command's flags. Return one object per class."""
     prog = f"convert_checkpoint.py {command}"
     return list(parse_configs(classes, argv, prog=prog, description=description))
 
 
 def located(checkpoint: LoadConfig) -> FoundCheckpoint:
-    """The checkpoint of ``--load``. Raises ConfigError without the flag, CheckpointError
-    without a checkpoint."""
+    """Find the checkpoint of ``--load``. Raises ConfigError if the flag is missing, and
+    CheckpointError if there is no checkpoint."""
     load, iteration = required(checkpoint, "load"), checkpoint.iteration
     place = locate_checkpoint(load, None if iteration is None else str(iteration))
     if place is None:
@@ -418,7 +427,8 @@ def located(checkpoint: LoadConfig) -> FoundCheckpoint:
 
 
 def dtype_of(source: Source) -> str:
-    """The dtype that a checkpoint's run computed in, or else that it is stored in."""
+    """Return the dtype in which a checkpoint's run computed or, if unknown, in which it is
+    stored."""
     return str(training_dtype(run_of(source))).removeprefix("torch.")
 
 

@@ -1,10 +1,10 @@
-"""Programs with the flags of Megatron's own: Megatron-DeepSpeed's converter of Llamas
-(``tools/hf2megads_weight_converter.py``), and Megatron-LM's merging of tensor-parallel partitions
-(``tools/merge_mp_partitions.py``).
+"""Conversion programs with Megatron's flags: Megatron-DeepSpeed's converter for Llama models
+(``tools/hf2megads_weight_converter.py``), and Megatron-LM's program that merges tensor-parallel
+partitions (``tools/merge_mp_partitions.py``).
 
-The converter takes its own flags, and the flags of the training that uses the checkpoint. Sizes in
-these flags must equal the model's; layout and schedules have no effect, because any layout loads
-the result.
+The converter also accepts the flags of the training run that uses the checkpoint. Sizes in these
+flags must equal the model's. Flags for layout and schedules have no effect, because any layout can
+load the result.
 """
 
 from __future__ import annotations
@@ -41,33 +41,35 @@ from megatron.run.run import RunToolParser
 from megatron.util.processes import is_main_process
 
 LOAD_MODES = {"torchbin": ".bin", "safetensor": ".safetensors", "auto": ""}
-"""Endings of the files of weights that a --load-mode reads."""
+"""Suffix of the weight files that each --load-mode reads; "" for any."""
 _SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
 class HFConverterConfig:
-    """Conversion between Hugging Face and this project, with Megatron-DeepSpeed's flags."""
+    """Conversion from or to Hugging Face, with Megatron-DeepSpeed's flags."""
 
     hf_ckpt_dir: str | None = option(None)
-    """Folder of the model of Hugging Face; with --to-hf-ckpt the one that training started from."""
+    """Folder of the Hugging Face model. With --to-hf-ckpt, the model from which training
+    started."""
     hf_ckpt_num_shards: int | None = option(None)
-    """Number of files of its weights; -1 for any. Compared where --load-mode names a form."""
+    """Number of weight files that the Hugging Face model must have; -1 for any number. It is not
+    checked if --load-mode is auto."""
     load_mode: str = option("auto", choices=tuple(LOAD_MODES))
-    """Form of its weights: torchbin for pytorch_model*.bin, safetensor for model*.safetensors, auto
-    for whichever is there."""
+    """File format of the weights: torchbin for pytorch_model*.bin, safetensor for
+    model*.safetensors, auto for whichever is found."""
     to_hf_ckpt: bool = option(False)
-    """Write the checkpoint of --load as a model of Hugging Face in --save; by default --hf-ckpt-dir
-    is written as a checkpoint in --save."""
+    """Write the checkpoint of --load as a Hugging Face model to --save. Without this flag,
+    --hf-ckpt-dir is written as a checkpoint to --save."""
 
 
 def convert(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Converts in one of the processes that a launcher starts. Raises ConfigError if a flag is
-    missing, or contradicts the model; CheckpointError if a file is missing or damaged, or the
-    logits of both forms differ."""
+    """Run the converter in one of the processes that a launcher starts; only one of them converts.
+    Raises ConfigError if a flag is missing or contradicts the model, and CheckpointError if a file
+    is missing or damaged, or if the logits of the two formats differ."""
     config, settings = RunToolParser(HFConverterConfig, description).parse(argv)
     if not is_main_process():
-        return  # a launcher started one for each GPU
+        return  # launchers start a process for each GPU; one is enough
     checkpoint = build(CheckpointConfig, settings)
     if checkpoint.save is None:
         raise ConfigError("--save is missing, the folder to write")
@@ -111,8 +113,8 @@ def _to_hf(
 
 
 def _with_positions(model: ModelConfig, original: ModelConfig) -> ModelConfig:
-    """A model with the longest sequence of that which its training started from: with rotary
-    positions a training on shorter ones does not change it."""
+    """Return ``model`` with the maximum sequence length of ``original``, the model from which
+    training started. With rotary positions, training on shorter sequences keeps that length."""
     positions, first = model.positions, original.positions
     if positions.position_embedding_type != "rope" or positions.rope_scaling != first.rope_scaling:
         return model
@@ -121,8 +123,8 @@ def _with_positions(model: ModelConfig, original: ModelConfig) -> ModelConfig:
 
 
 def check_files(path: Path, mode: str, shards: int | None) -> None:
-    """Raises CheckpointError if a folder has weights of another form than ``mode``, or in another
-    number of files than ``shards``, where that is positive."""
+    """Raise CheckpointError if a folder's weights have a format other than ``mode``. The same
+    applies if ``shards`` is positive and differs from the number of weight files."""
     files = sorted(set(WeightFiles(path).files.values()))
     ending = LOAD_MODES[mode]
     others = [file.name for file in files if not file.name.endswith(ending)]
@@ -135,14 +137,14 @@ def check_files(path: Path, mode: str, shards: int | None) -> None:
 
 
 def _check_model(settings: Settings, model: ModelConfig, where: str) -> None:
-    """Raises ConfigError if the settings give a size that the model does not have."""
+    """Raise ConfigError if the settings contain a size that differs from the model's."""
     fields = {field.name for field in dataclasses.fields(ModelFlags)}
     if not {"num_layers", "hidden_size", "num_attention_heads"} <= settings.keys():
         return
     given = {name: each for name, each in settings.items() if name in fields}
     ours = build(ModelFlags, given).resolve()
     here, there = ours.flags(), model.flags()
-    # What is not given may differ: the checkpoint says it.
+    # Sizes that were not given come from the checkpoint, so only given ones are compared.
     for name in names_of("weights", ModelFlags):
         if name in given and getattr(here, name) != getattr(there, name):
             raise ConfigError(
@@ -156,35 +158,37 @@ TYPES = {
     **{"RACE": ("bert", "multiple_choice"), "MNLI": ("bert", "classification")},
     "QQP": ("bert", "classification"),
 }
-"""Family and head of the model types."""
+"""Model family and head that each --model-type means."""
 CHECKED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
 class MergePartitionsConfig:
-    """Merging: which checkpoint, and where to."""
+    """Merge of tensor-parallel partitions: input and output."""
 
     model_type: str | None = option(None, choices=tuple(TYPES))
-    """Kind of the model, which --load must have."""
+    """Type of the model in --load."""
     load: str | None = option(None)
-    """Folder of checkpoints, or one checkpoint, of any format."""
+    """Checkpoint, or folder of checkpoints, in any format."""
     save: str | None = option(None, derived="the folder merged in --load")
-    """Folder of checkpoints to write in."""
+    """Checkpoint folder to write to."""
     tensor_model_parallel_size: int | None = option(
         None, aliases=("--model-parallel-size",), derived="that of --load", bounds=POSITIVE
     )
-    """Number of partitions, which --load must have."""
+    """Number of tensor-parallel partitions in --load. It is an error if the checkpoint has another
+    number."""
     target_tensor_parallel_size: int = option(1, bounds=POSITIVE)
-    """Tensor-parallel size to write for."""
+    """Tensor-parallel size of the written checkpoint."""
     target_pipeline_model_parallel_size: int = option(
         1, aliases=("--target-pipeline-parallel-size",), bounds=POSITIVE
     )
-    """Pipeline-parallel size to write for."""
+    """Pipeline-parallel size of the written checkpoint."""
 
 
 def merge(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Writes a checkpoint in fewer partitions. Raises ConfigError if a flag is missing, or differs
-    from the checkpoint; CheckpointError if it is damaged, or what is read back differs."""
+    """Write a checkpoint with another number of partitions. Raises ConfigError if a flag is missing
+    or contradicts the checkpoint, and CheckpointError if the checkpoint is damaged or a value that
+    is read back differs."""
     options, settings = RunToolParser(MergePartitionsConfig, description).parse(argv)
     if options.model_type is None:
         raise ConfigError(f"--model-type is missing: {', '.join(TYPES)}")
@@ -202,7 +206,7 @@ def merge(description: str | None, argv: Sequence[str] | None = None) -> None:
 
 
 def _check_options(source: Source, options: MergePartitionsConfig, settings: Settings) -> None:
-    """Raises ConfigError if a flag contradicts the checkpoint."""
+    """Raise ConfigError if a flag contradicts the checkpoint."""
     kind = (source.model.family, source.model.head)
     if kind != TYPES[options.model_type or ""]:
         shown = f"{kind[0]} with the head {kind[1]}" if kind[1] != "lm" else kind[0]

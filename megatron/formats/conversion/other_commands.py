@@ -1,4 +1,4 @@
-"""``to-deepspeed``, ``to-universal`` and ``to-gguf``."""
+"""The commands ``to-deepspeed``, ``to-universal`` and ``to-gguf``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.source import DTYPES
 from megatron.config import ConfigError
 from megatron.config.flags import option
 from megatron.formats.conversion.commands import (
@@ -28,27 +27,30 @@ from megatron.formats.deepspeed_folders.folder import (
 from megatron.formats.deepspeed_folders.megatron_deepspeed import write_megatron_deepspeed
 from megatron.formats.deepspeed_folders.universal import write_universal
 from megatron.formats.inspection import counted
+from megatron.formats.tensors import DTYPES
 from megatron.util.files import sync_path
 from megatron.util.progress import say
 
 
 @dataclass(frozen=True)
 class ToDeepSpeedConfig:
-    """Conversion to the folder of a Megatron-DeepSpeed run."""
+    """Conversion to Megatron-DeepSpeed's checkpoint layout."""
 
     output: str | None = option(None)
-    """Folder of checkpoints to write in: --load of a run of Megatron-DeepSpeed with
+    """Checkpoint folder to write to, which becomes --load of a Megatron-DeepSpeed run with
     --no-pipeline-parallel."""
     target_tensor_parallel_size: int = option(1)
-    """Tensor-parallel size to write for. Experts are not cut over tensor-parallel ranks."""
+    """Tensor-parallel size of the written checkpoint. Experts are not sharded over tensor-parallel
+    ranks."""
     dtype: str | None = option(None, choices=tuple(DTYPES), derived="as trained")
     """dtype of the weights."""
 
 
 def to_deepspeed(argv: Sequence[str]) -> None:
-    """Converts to Megatron-DeepSpeed's layout, a file for each expert, and reads the result back.
-    Raises ConfigError if a flag is missing or wrong; ValueError or CheckpointError if the network
-    has no such form, the checkpoint is damaged, or what is read back differs."""
+    """Convert to Megatron-DeepSpeed's layout, with a file for each expert, and read the result
+    back. Raises ConfigError if a flag is missing or wrong. Raises ValueError if the layout does not
+    support the network, and CheckpointError if the checkpoint is damaged or a value that is read
+    back differs."""
     checkpoint, config = parsed(
         argv, "to-deepspeed", "Writes a checkpoint in the layout of Megatron-DeepSpeed.",
         LoadConfig, ToDeepSpeedConfig,
@@ -67,18 +69,19 @@ def to_deepspeed(argv: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class ToUniversalConfig:
-    """Conversion to DeepSpeed's universal checkpoint."""
+    """Conversion to DeepSpeed's universal checkpoint format."""
 
     output: str | None = option(None)
-    """Folder to create, for example checkpoints/global_step100_universal; latest_universal next to
-    it will name it."""
+    """Folder to create, for example checkpoints/global_step100_universal. The pointer file
+    latest_universal is written next to it."""
     zero_stage: int = option(1, choices=(1, 2, 3))
-    """ZeRO stage of the scripts that will load it; 1 and 2 load the same."""
+    """ZeRO stage of the runs that will load the checkpoint. The format is the same for stages 1 and
+    2."""
 
 
 def to_universal(argv: Sequence[str]) -> None:
-    """Converts to DeepSpeed's universal format. Raises ConfigError if a flag is missing or wrong;
-    CheckpointError if the checkpoint does not exist, or is damaged."""
+    """Convert to DeepSpeed's universal format. Raises ConfigError if a flag is missing or wrong,
+    and CheckpointError if the checkpoint does not exist or is damaged."""
     checkpoint, config = parsed(
         argv, "to-universal", "Writes a checkpoint as DeepSpeed's universal one, for "
         "load_universal.", LoadConfig, ToUniversalConfig,
@@ -110,16 +113,16 @@ class ToGGUFConfig:
     output: str | None = option(None)
     """GGUF file to create, for example model.gguf."""
     type: str = option("f16", choices=TYPES)
-    """Type of the weights. q8_0 has a scale for each 32 numbers of 8 bits; rows that are no
-    multiple of 32 are then f16. Vectors are always f32."""
+    """Tensor type of the weights. q8_0 stores blocks of 32 8-bit values with a scale; tensors whose
+    row length is not a multiple of 32 become f16. Vectors are always f32."""
     overwrite: bool = option(False)
-    """Replace the file --output."""
+    """Replace the file in --output if it exists."""
 
 
 def to_gguf(argv: Sequence[str]) -> None:
-    """Converts to a GGUF file, which is read back before it gets its name. Raises ConfigError if a
-    flag is missing or wrong; ValueError or CheckpointError if llama.cpp has no such network, the
-    checkpoint is damaged, or what is read back differs."""
+    """Convert to a GGUF file, which is read back before it is published. Raises ConfigError if a
+    flag is missing or wrong. Raises ValueError if llama.cpp does not support the network, and
+    CheckpointError if the checkpoint is damaged or a value that is read back differs."""
     checkpoint, config = parsed(
         argv, "to-gguf", "Writes a checkpoint as a GGUF file of llama.cpp.", LoadConfig,
         ToGGUFConfig,

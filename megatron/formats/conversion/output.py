@@ -1,5 +1,5 @@
-"""Destination of a converted model: a folder that is complete or absent, a checkpoint of this
-project, and the Hugging Face hub."""
+"""Outputs of a conversion: a folder that is either complete or absent, a checkpoint in this
+project's format, or a repository on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MODEL_FILE = re.compile(
     r"(generation_)?config\.json"
     r"|(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
 )
-"""Names of what transformers reads as a model, the tokenizer's files apart."""
+"""Names of the files that transformers reads as a model, without those of the tokenizer."""
 _MODEL_MARKS = ("generation_config.json", "model.safetensors", "model.safetensors.index.json")
 
 
@@ -42,9 +42,10 @@ _MODEL_MARKS = ("generation_config.json", "model.safetensors", "model.safetensor
 def published(
     output: Path, overwrite: bool, source: Path, marks: Collection[str] = _MODEL_MARKS
 ) -> Iterator[Path]:
-    """A temporary folder, which replaces ``output`` when the block ends without an error.
-    ``source`` is never removed; by the files ``marks`` an earlier result is recognised.
-    Raises CheckpointError if ``output`` must not be replaced, or cannot be written."""
+    """Yield a temporary folder, which replaces ``output`` when the block ends without an error.
+    An ``output`` that is not empty is only replaced with ``overwrite``, and if it has one of the
+    files ``marks``, which identify an earlier result. It must not contain ``source`` or be inside
+    it. Raises CheckpointError if ``output`` must not be replaced, or cannot be written."""
     output = output.resolve()
     _check(output, overwrite, source.resolve(), marks)
     with _unfinished(output, f"--output {output}") as temporary:
@@ -54,9 +55,9 @@ def published(
 
 @contextmanager
 def published_into(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder in ``folder``, whose files move there when the block ends without an
-    error, config.json last; other files stay. Raises CheckpointError if there is a model and it
-    must not be overwritten, or the folder cannot be written."""
+    """Yield a temporary folder inside ``folder``. When the block ends without an error, its files
+    are moved to ``folder``, config.json last; other files there are kept. Raises CheckpointError if
+    ``folder`` has a model that must not be overwritten, or cannot be written."""
     old = sorted(path for path in folder.iterdir() if _MODEL_FILE.fullmatch(path.name))
     if old and not overwrite:
         raise CheckpointError(
@@ -105,13 +106,14 @@ def _check(output: Path, overwrite: bool, source: Path, marks: Collection[str]) 
 
 
 def need(command: str, package: str) -> None:
-    """Requires an installed package. Raises ConfigError if it is not installed."""
+    """Raise ConfigError if the package that a command requires is not installed."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{command} needs {package}: pip install {package.replace('_', '-')}")
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 5GB (10^9) or 4GiB (2^30). Raises ConfigError if it is not a size."""
+    """Convert a size such as 5GB (10^9) or 4GiB (2^30) to bytes. Raises ConfigError if it is
+    malformed."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B)?", text.strip().upper())
     size = int(float(match[1]) * _UNITS[match[2] or "B"]) if match and match[2] != "IB" else 0
     if size < 1:
@@ -122,7 +124,7 @@ def parse_size(text: str) -> int:
 
 
 def check_hub(repository: str) -> None:
-    """Raises ConfigError if the hub's client is missing, or a repository's name is invalid."""
+    """Raise ConfigError if the hub's client is not installed, or the repository name is invalid."""
     need("--push-to-hub", "huggingface_hub")
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -133,9 +135,10 @@ def check_hub(repository: str) -> None:
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
-    """Creates the repository (``owner/name``, or a name of the user's) if it does not exist, and
-    uploads a folder's files in one commit; returns its address. Raises OSError if the hub cannot be
-    reached or refuses, or a repository that exists is public and ``private`` is set."""
+    """Upload a folder's files to a repository in one commit, and return its URL. The repository
+    (``owner/name``, or ``name`` for the user's own) is created if it does not exist. Raises OSError
+    if the hub cannot be reached or refuses, or if ``private`` is set and an existing repository is
+    public."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -155,7 +158,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
 
     try:
         url = api.create_repo(repository, private=private, exist_ok=True, repo_type="model")
-        # Creating an existing one does not change it.
+        # create_repo does not change the visibility of an existing repository.
         is_open = private and not api.model_info(url.repo_id).private
         if not is_open:
             api.upload_folder(
@@ -165,7 +168,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
                 commit_message="Upload model",
             )
             return str(url)
-    except Exception as error:  # what the client's HTTP library raises differs between versions
+    except Exception as error:  # errors of the client's HTTP library vary between versions
         raise refused(error) from None
     raise OSError(
         f"--push-to-hub {repository}: the repository exists and is public, so nothing was "
@@ -181,14 +184,14 @@ def _line(error: Exception) -> str:
 
 @contextmanager
 def unfinished_folder(final: Path) -> Iterator[Path]:
-    """An empty folder next to ``final`` to write in, removed when the block fails. The block ends
-    with :func:`publish` or :func:`replace_folder`."""
+    """Yield an empty temporary folder next to ``final``. The block must write to it and end with
+    :func:`publish` or :func:`replace_folder`. If the block fails, the folder is removed."""
     folder = final.with_name(f".{final.name}.incomplete")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
         yield folder
-    except BaseException:  # an interrupt too must not leave half a model
+    except BaseException:  # including an interrupt: leave no partial model behind
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -201,12 +204,13 @@ def write_checkpoint(
     max_file_bytes: int = 5 * 10**9,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Writes any checkpoint in this project's format, parameter by parameter; returns its folder.
+    """Write any checkpoint in this project's format, parameter by parameter, and return its folder.
 
-    The iteration is by default the source's, or 0. ``moments`` decides whether optimizer state is
-    written too; for ``max_file_bytes`` and ``progress`` see :class:`SliceWriter`. Raises
-    CheckpointError if the source is damaged or cannot be used as a model, or ``save`` contains
-    checkpoints; OSError if a file cannot be written; nothing is left behind.
+    By default the iteration is the source's, or 0. ``moments`` selects whether optimizer state is
+    written too. For ``max_file_bytes`` and ``progress`` see :class:`SliceWriter`. Raises
+    CheckpointError if the source is damaged or cannot be used as a model, or if ``save`` already
+    contains checkpoints. Raises OSError if a file cannot be written. Nothing is left behind after
+    an error.
     """
     source.require_model()
     if save.is_dir() and (known := complete_tags(save)):
@@ -232,10 +236,11 @@ def write_checkpoint(
 
 
 def run_of(source: Source, moments: bool = True) -> RunConfig:
-    """Return the configuration to save with a converted checkpoint: its run's, as far as known."""
+    """Return the configuration to save with a converted checkpoint: that of the source's run, as
+    far as it is known."""
     run = source.run
     if run is None:
-        # It will be exported in the dtype in which it is stored.
+        # makes a later export use the dtype in which the source is stored
         dtype = source.dtype(source.names()[0])
         run = RunConfig(
             source.model,

@@ -1,1 +1,1 @@
-"""The folders that DeepSpeed's engines save, and its universal checkpoints."""
+"""Checkpoint folders that DeepSpeed engines save, and DeepSpeed's universal checkpoints."""

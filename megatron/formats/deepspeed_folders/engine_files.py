@@ -1,4 +1,4 @@
-"""The files of an engine's folder, and the slices of parameters in each.
+"""Read the files of a DeepSpeed engine's checkpoint folder, and find slices of parameters in them.
 
 ::
 
@@ -10,9 +10,9 @@
     expert_<E>_mp_rank_<M>_model_states.pt           the form before that, expert E of all layers
     expp_rank_<X>_mp_rank_<M>_optim_states.pt      stage 0 with experts, of expert rank X; not read
 
-Model-parallel ranks count tensor ranks fastest, then pipeline stages. ZeRO stores parameters as
-slices of flat groups; ``param_slice_mappings`` (DeepSpeed 0.7.1 and later) lists them at stages 1
-and 2, and they follow from ``param_shapes`` at stage 3.
+Model-parallel ranks are numbered with tensor ranks fastest, then pipeline stages. ZeRO stores
+parameters as slices of flat groups. At stages 1 and 2 ``param_slice_mappings`` (DeepSpeed 0.7.1 and
+later) lists the slices; at stage 3 they follow from ``param_shapes``.
 
 Expert files number experts globally. ZeRO's files number them within a rank: ranks along the expert
 axis have different experts, and ranks with the same experts share their flat groups.
@@ -43,13 +43,13 @@ _DATA_RANK = re.compile(r"zero_pp_rank_\d+_")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_(\d+)_model_states\.pt")
 _NUMBERED = re.compile(r"(\.deepspeed_experts\.)(\d+)(?=\.)")
-"""The number of an expert in the name of a parameter."""
+"""Index of an expert in a parameter name."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Optimizer state that is read, by torch's names."""
+"""Names in torch of the optimizer states that are read."""
 
 
 class FlatSlice(NamedTuple):
-    """A part of a parameter's share: elements from ``start`` on of a data rank's flat group."""
+    """Slice of a parameter: ``length`` elements from ``start`` in a flat group of a data rank."""
 
     data_rank: int
     group: int
@@ -58,9 +58,8 @@ class FlatSlice(NamedTuple):
 
 
 class EngineFiles:
-    """The files of one folder, opened when they are first needed; ``layers`` are the files of a
-    pipeline's layers, by place in the list and tensor rank. Raises CheckpointError if some are
-    missing."""
+    """Files in one checkpoint folder, opened on demand. ``layers`` has a pipeline's layer files, by
+    index in the layer list and tensor rank. Raises CheckpointError if files are missing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -122,7 +121,7 @@ class EngineFiles:
         state = self._zero(0, min(self._optimizers[0]))
         counts = state.get("partition_count")
         if isinstance(counts, Sequence):
-            # One per parameter group; groups of experts are on others.
+            # One partition count per parameter group, since groups of experts have fewer replicas.
             mappings = state.get("param_slice_mappings") or [{}] * len(counts)
             others = [
                 int(count)
@@ -162,7 +161,8 @@ class EngineFiles:
             )
 
     def model_states(self, rank: int = 0) -> dict[str, Any]:
-        """The model states of a model-parallel rank, with the script's client state."""
+        """Return the model states of a model-parallel rank, including the training script's client
+        state."""
         return self._dict(self._models[rank])
 
     def _dict(self, path: Path) -> dict[str, Any]:
@@ -179,7 +179,8 @@ class EngineFiles:
         return content
 
     def _find_slices(self, rank: int) -> dict[str, list[FlatSlice]]:
-        """The slices of each parameter of a model-parallel rank, by its names."""
+        """Return the slices of each parameter of a model-parallel rank, by the folder's name for
+        it."""
         by_name: dict[str, list[FlatSlice]] = {}
         files = self._optimizers.get(rank, {})
         for data_rank in sorted(files):
@@ -203,13 +204,12 @@ class EngineFiles:
         return by_name
 
     def _of_all(self, name: str, rank: int, place: FlatSlice, state: Mapping[str, Any]) -> str:
-        """The name of a parameter with the number that its expert has among the experts of all
-        ranks."""
+        """Return a parameter name with its local expert index replaced by the global one."""
         match = _NUMBERED.search(name)
         if match is None:
             return name
         here = self._experts_here(rank)[_NUMBERED.sub(r"\1", name)]
-        # Experts that are not cut over tensor ranks are spread over these too.
+        # Experts that are not tensor-parallel are also distributed over tensor ranks.
         args = vars(self.model_states().get("args") or Namespace())
         spread = 1 if args.get("enable_expert_tensor_parallelism") else self.tensor_size
         copies = int(state["partition_count"][place.group])
@@ -218,7 +218,7 @@ class EngineFiles:
         return f"{name[: match.end(1)]}{number}{name[match.end() :]}"
 
     def _count_experts(self, rank: int) -> Counter[str]:
-        """Experts that a process has, by the name of a parameter without the expert's number."""
+        """Return the number of experts on a rank, by parameter name without the expert's index."""
         return Counter(_NUMBERED.sub(r"\1", name) for name in self._shapes(rank))
 
     def _stage_3(
@@ -238,22 +238,23 @@ class EngineFiles:
                 start += part
 
     def _shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters in the ZeRO files of a model-parallel rank, by its names."""
+        """Return the shapes of the parameters in a model-parallel rank's ZeRO files, by the
+        folder's name for each."""
         groups = self.model_states(rank).get("param_shapes") or []
         groups = [groups] if isinstance(groups, Mapping) else groups
         return {name: tuple(shape) for shapes in groups for name, shape in shapes.items()}
 
     def shapes_of(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters of a model-parallel rank that its optimizer updates. Raises
-        CheckpointError if they are malformed."""
+        """Return the shapes of the parameters that the optimizer of a model-parallel rank updates.
+        Raises CheckpointError if they are malformed."""
         try:
             return self._shapes(rank)
         except (TypeError, ValueError, AttributeError):
             raise CheckpointError(f"{self._models[rank]}: param_shapes is malformed") from None
 
     def names(self) -> list[str]:
-        """Return all parameters by the folder's names; names in a layer file start with its place
-        in the pipeline's list."""
+        """Return the folder's names for all parameters. In a layer file, they start with the
+        layer's index in the pipeline's list."""
         by_name: dict[str, None] = {}
         for rank in range(len(self._models)):
             with _refusing(self._models[rank]):
@@ -269,20 +270,20 @@ class EngineFiles:
         return {k: v for part in parts if isinstance(part, Mapping) for k, v in _flat(part).items()}
 
     def _experts(self, rank: int) -> dict[str, Path]:
-        """The file of each parameter of an expert of a model-parallel rank, by its name."""
+        """Return the file of each expert parameter of a model-parallel rank, by parameter name."""
         files = self._expert_files.get(rank, ())
         return {name: path for path in files for name in self._dict(path)}
 
     def shares(
         self, name: str, kind: str, registered: Callable[[int, str], str]
     ) -> list[Tensor] | None:
-        """Return a parameter's or a moment's share on each tensor rank, or None. ``registered``
-        gives the name of a parameter in a layer file, from its place and key. Raises
-        CheckpointError if the ZeRO files lack it, or a part of it."""
+        """Return each tensor rank's shard of a parameter, or of its moment ``kind``. Return None if
+        the folder has none. ``registered`` converts a layer's index and a key in its file to a
+        parameter name. Raises CheckpointError if the ZeRO files lack elements of the parameter."""
         with _refusing(self.folder, f"{kind} of {name}"):
             parts = [self._share(each, name, kind) for each in range(self.tensor_size)]
         shares = [share for share in parts if share is not None]
-        # An expert that is not cut is on one of the tensor ranks, or on each.
+        # An expert without tensor parallelism is on one tensor rank, or on all.
         if len(shares) == len(parts) or (shares and _NUMBERED.search(name)):
             return shares
         if kind == "weight":
@@ -303,17 +304,19 @@ class EngineFiles:
                 flat = torch.cat([piece.float() for piece in pieces if piece is not None])
                 return self._shaped(rank, name, flat)
             numbered = _NUMBERED.search(name)
-            # All ranks call their first expert 0.
+            # Each rank numbers its experts from 0, and has an expert 0 if it has any.
             shown = _NUMBERED.sub(r"\g<1>0", name)
             if rank in self._optimizers and shown in self._shapes(rank):
-                if numbered:  # on another tensor rank
+                if numbered:  # the expert is on another tensor rank
                     continue
-                # The module's weights are a half-precision copy; frozen parameters have no other.
+                # The module's weights are no substitute: they are a half-precision copy, unless
+                # they are frozen.
                 raise CheckpointError(
                     f"{self.folder}: {name} is in none of the ZeRO files of model-parallel rank "
                     f"{rank}, whose optimizer updates it"
                 )
-            # At stage 0 the optimizer numbers its parameters; older saves do not name them.
+            # At stage 0 the optimizer state is indexed by parameter number. Older saves lack the
+            # names.
             order = list(self.model_states(rank).get("optimizer_parameters", ()))
             if name in order:
                 values = self._numbered(rank, order.index(name), kind)
@@ -326,7 +329,8 @@ class EngineFiles:
         return None
 
     def _numbered(self, rank: int, number: int, kind: str) -> Tensor | None:
-        """A moment at stage 0, or a float32 main weight, which fp16 only has there."""
+        """Return the moment of parameter ``number`` at stage 0. For ``weight``, return its float32
+        master weight, which exists only with fp16, or None."""
         optimizer = self.model_states(rank)["optimizer"]
         if kind == "weight":
             mains = [main for group in optimizer.get("fp32_groups", ()) for main in group]
@@ -365,7 +369,7 @@ class EngineFiles:
         return values.reshape(-1)[wanted.start : end]
 
     def _first_state(self) -> Mapping[str, Any]:
-        """The optimizer's state of the first group, or at stage 0 of the first parameter."""
+        """Return the optimizer state of the first group, or at stage 0 of the first parameter."""
         if self._optimizers:
             return _group_state(self._zero(0, 0), 0)
         optimizer = self.model_states().get("optimizer")
@@ -374,12 +378,12 @@ class EngineFiles:
         return next(iter(_unpartitioned_state(optimizer).values()), {})
 
     def moments(self) -> list[str]:
-        """The members of :data:`MOMENTS` that the folder has."""
+        """Return the members of :data:`MOMENTS` that the folder contains."""
         state = self._first_state()
         return [kind for kind in MOMENTS if isinstance(state.get(kind), Tensor)]
 
     def optimizer_step(self) -> int:
-        """Number of updates by the optimizer's own count; 0 where it does not count."""
+        """Return the number of updates as counted by the optimizer, or 0 if it does not count."""
         step = self._first_state().get("step")
         if step is None and self._optimizers:
             state = self._zero(0, 0)
@@ -391,7 +395,7 @@ class EngineFiles:
 
 @contextmanager
 def _refusing(path: Path, part: str = "its content") -> Iterator[None]:
-    """Makes an error about values of other kinds than they should be one that names the file."""
+    """Convert errors about unexpected types and values to a CheckpointError that names the file."""
     try:
         yield
     except CheckpointError:
@@ -402,8 +406,7 @@ def _refusing(path: Path, part: str = "its content") -> Iterator[None]:
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a module whose state Megatron-DeepSpeed nests, by their keys joined by
-    dots."""
+    """Flatten Megatron-DeepSpeed's nested module state to tensors with dotted keys."""
     flat: dict[str, Tensor] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping):
@@ -414,12 +417,13 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
 
 
 def _unpartitioned_state(optimizer: Mapping[str, Any]) -> Mapping[int, Any]:
-    """State by the optimizer's numbers at stage 0, where fp16 has an optimizer around another."""
+    """Return the optimizer state at stage 0, by parameter number. In fp16 the optimizer is
+    wrapped."""
     return optimizer.get("optimizer_state_dict", optimizer).get("state", {})
 
 
 def _group_state(state: Mapping[str, Any], group: int) -> Mapping[str, Any]:
-    """The optimizer's state of a flat group, at any stage."""
+    """Return the optimizer state of a flat group, at any stage."""
     inner = state.get("base_optimizer_state", state.get("optimizer_state_dict", {}))
     if isinstance(inner, Mapping):
         inner = inner.get("state", {})

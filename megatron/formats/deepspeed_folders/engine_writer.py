@@ -1,6 +1,7 @@
-"""Saves the folder of DeepSpeed's own engine: ``--checkpoint-format deepspeed``. Stock DeepSpeed
-resumes from it at the same layout, its ``ds_to_universal`` converts it, and ``--load`` reads it at
-any layout."""
+"""Save checkpoint folders with DeepSpeed's own engine: ``--checkpoint-format deepspeed``.
+
+Stock DeepSpeed resumes from such a folder in the same layout, its ``ds_to_universal`` converts it,
+and ``--load`` reads it in any layout."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import NotFiniteError, save_tensors, write_json
+from megatron.checkpoint.files import NotFiniteError, write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder, tag
 from megatron.checkpoint.source import TOKENIZER
 from megatron.config import ConfigError
 from megatron.engine.deepspeed_json import Json
-from megatron.engine.saving import CheckpointWriter, SaveJob, kernel_state, ruined, shareable
+from megatron.engine.saving import CheckpointWriter, SaveJob, kernel_state, ruined
 from megatron.engine.state import holders
 from megatron.engine.train_engine import TrainEngine
+from megatron.formats.tensors import save_tensors
 from megatron.formats.universal_info import (
     BUFFERS,
     COUNTERS,
@@ -27,11 +29,12 @@ from megatron.formats.universal_info import (
 )
 from megatron.parallel.random import random_state
 from megatron.util.files import sync_path
+from megatron.util.secrets import without_secrets
 
 
 class EngineFolderWriter(CheckpointWriter):
-    """Writes checkpoints of one run as DeepSpeed's engine does. Raises ConfigError if that would
-    save the experts of one rank only."""
+    """Writer that saves a run's checkpoints with DeepSpeed's engine. Raises ConfigError if experts
+    are distributed over ranks, because the engine would save only one rank's."""
 
     def __init__(self, engine: TrainEngine, *others: Any) -> None:
         if engine.mesh.group("expert").size > 1:
@@ -74,15 +77,15 @@ class EngineFolderWriter(CheckpointWriter):
 def write_engine_folder(
     engine: TrainEngine, folder: Path, state: dict[str, Any], info: Json
 ) -> None:
-    """Writes the engine's state into an existing folder; every rank must call it. ``state`` are the
-    counters of :class:`megatron.checkpoint.source.Source`, ``info`` is from :func:`universal_info`.
-    Raises OSError if a file cannot be written."""
+    """Write the engine's state into an existing folder. Collective: every rank must call it.
+    ``state`` contains the counters of :class:`megatron.checkpoint.source.Source`, and ``info`` is
+    the result of :func:`universal_info`. Raises OSError if a file cannot be written."""
     rank = engine.mesh.world.rank
     client: dict[str, Any] = {
         "iteration": state["iteration"],
         "consumed_samples": state["consumed_samples"],
-        COUNTERS: shareable(state),
-        RUN: shareable(engine.config.to_dict()),
+        COUNTERS: without_secrets(state),
+        RUN: without_secrets(engine.config.to_dict()),
         BUFFERS: {name: buffer.values.cpu() for name, buffer in engine.buffers.items()},
         "universal_checkpoint_info": info,
     }
@@ -106,9 +109,9 @@ def write_engine_folder(
 
 @contextmanager
 def save_errors_at_end(engine: Any) -> Iterator[None]:
-    """Within it, the first error of a file that DeepSpeed's engine writes into a checkpoint is
-    raised at the end, and later files are left out. DeepSpeed's ranks wait for each other between
-    their files: one that raises at once, as on a full disk, leaves the others waiting."""
+    """Postpone errors while DeepSpeed's engine writes a checkpoint. The first one is raised at the
+    end of the block, and later files are skipped. DeepSpeed's ranks synchronize between files, so a
+    rank that raised at once, as on a full disk, would leave the others waiting."""
     errors: list[tuple[str, Exception]] = []
 
     def postponed(write: Callable[..., object]) -> Callable[..., None]:

@@ -1,5 +1,5 @@
-"""DeepSpeed's checkpoints: their location, network and counters, and the folders that engines save,
-at any layout and stage."""
+"""DeepSpeed checkpoints: locate them, read their model configuration and counters, and read the
+folders that engines save, in any layout and at any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ _NUMBER = re.compile(r"\d+")
 
 
 def is_universal(folder: Path) -> bool:
-    """True for a universal checkpoint."""
+    """Return whether a folder is a universal checkpoint."""
     return (folder / "zero").is_dir()
 
 
 def is_engine_folder(folder: Path) -> bool:
-    """True for a checkpoint that one of DeepSpeed's engines saved."""
+    """Return whether a folder is a checkpoint saved by a DeepSpeed engine."""
     if not folder.is_dir() or is_universal(folder):
         return False
     return any(_MODEL_STATES.fullmatch(name) for name in os.listdir(folder))
 
 
 def is_of_transformers(folder: Path) -> bool:
-    """True for an engine's folder next to a Hugging Face model's config.json, as written by
-    transformers' Trainer and accelerate. Unlike other trainers' it contains neither arguments nor a
-    configuration."""
+    """Return whether an engine's folder is next to a Hugging Face model's config.json, as
+    transformers' Trainer and accelerate write it. Unlike other trainers' folders, such a folder has
+    neither arguments nor a model configuration."""
     config = folder.parent / CONFIG
     if (folder / CONFIG).is_file() or (folder / "configs").is_dir() or not config.is_file():
         return False
@@ -73,9 +73,10 @@ def is_of_transformers(folder: Path) -> bool:
 def locate(
     path: Path, wanted: str | None, tracker: str, fits: Callable[[Path], bool], suffix: str = ""
 ) -> Path | None:
-    """The folder of a checkpoint; see :meth:`Source.locate`. After a save that was killed while it
-    replaced a checkpoint, this is the hidden folder of the old one. ``tracker`` names the newest;
-    ``suffix`` follows ``global_step<N>`` in a tag."""
+    """Find a checkpoint's folder; see :meth:`Source.locate`. If a save was killed while
+    replacing a checkpoint, this is the hidden folder of the old one. ``tracker`` is the name of
+    the file that points to the newest checkpoint. ``suffix`` follows ``global_step<N>`` in a
+    checkpoint's name."""
     if folder := _present(path, fits):
         tag = path.name
         if wanted not in (None, tag, tag.removeprefix("global_step").removesuffix(suffix)):
@@ -106,7 +107,8 @@ def locate(
 
 
 def _present(final: Path, fits: Callable[[Path], bool]) -> Path | None:
-    """A checkpoint under its name, or where a killed save has moved it."""
+    """Return a checkpoint's folder ``final``, or the folder to which a killed save moved it. Return
+    None if neither ``fits``."""
     if fits(final):
         return final
     replaced = standing_in(final)
@@ -114,7 +116,8 @@ def _present(final: Path, fits: Callable[[Path], bool]) -> Path | None:
 
 
 def _tag(name: str) -> str | None:
-    """The checkpoint's name of a folder; None for what is being written or deleted."""
+    """Return the checkpoint name that a folder name stands for, or None if the folder is being
+    written or deleted."""
     if not name.startswith("."):
         return name
     return name[1:].removesuffix(".replaced") if name.endswith(".replaced") else None
@@ -125,13 +128,13 @@ def _newest_last(name: str) -> tuple[list[int], str]:
 
 
 class NamedFolder(Source):
-    """A folder with its own names for parameters, which a :class:`Naming` maps to ours."""
+    """Folder whose own parameter names are mapped to canonical names by a :class:`Naming`."""
 
     _naming: Naming
 
     @classmethod
     def family(cls, folder: Path) -> str:
-        """See :meth:`Source.family`; the folders of other trainers contain GPTs."""
+        """See :meth:`Source.family`. Other trainers' folders contain GPTs."""
         run = own_run(folder, {})
         return super().family(folder) if run is None else run.model.family
 
@@ -147,7 +150,8 @@ class NamedFolder(Source):
             raise CheckpointError(f"{self.folder} does not say how large its vocabulary is")
         try:
             whole_shards(self.model)
-        except (TypeError, ValueError, RuntimeError) as error:  # of torch, about a size
+        # raised by torch for an invalid size
+        except (TypeError, ValueError, RuntimeError) as error:
             reason = one_line(str(error).partition("\n")[0])
             raise CheckpointError(f"{self.folder} has sizes of no network: {reason}") from None
         return description
@@ -162,10 +166,9 @@ class NamedFolder(Source):
 
 
 class DeepSpeedFolder(NamedFolder):
-    """A folder of this project's ``--checkpoint-format deepspeed``, of Megatron-DeepSpeed (BLOOM)
-    or of GPT-NeoX. Where there are ZeRO files, weights are the float32 ones that the optimizer
-    updates. Raises CheckpointError if a file is missing or malformed, or the network cannot be
-    represented."""
+    """Folder of this project's ``--checkpoint-format deepspeed``, of Megatron-DeepSpeed (BLOOM) or
+    of GPT-NeoX. If there are ZeRO files, weights are the float32 master weights. Raises
+    CheckpointError if a file is missing or malformed, or if the model is not supported."""
 
     title = "checkpoint of DeepSpeed's engine"
 
@@ -215,8 +218,8 @@ _POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
 
 
 class Description(NamedTuple):
-    """Facts about a checkpoint apart from its tensors. Where another trainer wrote it, ``run`` is
-    None, the optimizer's step is unknown, and ``foreign`` are its names."""
+    """Everything about a checkpoint except its tensors. If another trainer wrote it, ``run`` is
+    None, the optimizer's step is unknown, and ``foreign`` maps its parameter names."""
 
     run: RunConfig | None
     model: ModelConfig
@@ -226,23 +229,24 @@ class Description(NamedTuple):
 
 
 def own_run(folder: Path, states: Mapping[str, Any]) -> RunConfig | None:
-    """The run of this project that saved a checkpoint; None for another trainer's. Raises
-    CheckpointError if it is malformed."""
+    """Return the configuration of this project's run that saved a checkpoint. Return None if
+    another trainer saved it. Raises CheckpointError if it is malformed."""
     own = folder / CONFIG
     parts = read_json(own, non_finite=True) if own.is_file() else states.get(RUN)
     if parts is None:
         return None
     try:
         run = RunConfig.from_dict(parts)
-        hash(run.model)  # its values are numbers and texts, by which shapes are looked up
+        # Shapes are cached by model, so all its values must be hashable; damaged ones may not be.
+        hash(run.model)
         return run
     except (TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(f"{own}: not a configuration: {error}") from None
 
 
 def describe(folder: Path, states: Mapping[str, Any], tensors: neox.StoredTensors) -> Description:
-    """The configuration and counters of a checkpoint with these model states and tensors. Raises
-    CheckpointError if the network is not described, or cannot be represented."""
+    """Derive a checkpoint's configuration and counters from its model states and tensors. Raises
+    CheckpointError if the model configuration is missing or not supported."""
     run = own_run(folder, states)
     if run is not None:
         file = folder / STATE
@@ -279,16 +283,16 @@ def describe(folder: Path, states: Mapping[str, Any], tensors: neox.StoredTensor
 
 
 def _megatron_deepspeed(arguments: Mapping[str, Any], folder: Path) -> ModelConfig:
-    """The network that a run's arguments describe. Without an unpadded size, as in BLOOM's
-    published models, all rows of the embedding are tokens. Raises CheckpointError if an argument is
-    missing, or cannot be represented."""
+    """Return the model that a run's arguments describe. If the unpadded vocabulary size is missing,
+    as in BLOOM's published models, all rows of the token embedding are tokens. Raises
+    CheckpointError if an argument is missing or not supported."""
     known = dict(arguments)
     positions = known.get("position_embedding_type")
     if isinstance(positions, Inert):
         number = (vars(positions).get("args") or (0,))[0]
         known["position_embedding_type"] = _POSITIONS.get(number, str(number))
     if known.get("window_size") == 7:
-        del known["window_size"]  # the default of its vision models
+        del known["window_size"]  # the default of a flag for Megatron's vision models
     model = model_of_arguments(known, folder)
     rows = known.get("padded_vocab_size")
     if not isinstance(rows, int):

@@ -1,4 +1,4 @@
-"""Writes any checkpoint as Megatron-DeepSpeed does, with or without experts: weights, no optimizer.
+"""Write the weights of any checkpoint in Megatron-DeepSpeed's format, without optimizer state.
 
 ::
 
@@ -6,9 +6,9 @@
     global_step<N>/layer_<L>_expert_<E>_mp_rank_<T>_model_states.pt    expert E of the L-th layer
     latest                                                             names the folder
 
-Stock DeepSpeed's engine loads it (``deepspeed/runtime/engine.py``: ``load_moe_state_dict``) around
-the model of a run with ``--no-pipeline-parallel``, whose experts are not cut over tensor ranks:
-each of these has files of all experts, since ranks along the expert axis can be neighbours.
+Stock DeepSpeed's engine loads it (``deepspeed/runtime/engine.py``: ``load_moe_state_dict``) into
+the model of a run with ``--no-pipeline-parallel``. Experts are not tensor-parallel there. Each
+tensor rank has files of all experts, as ranks along the expert axis can be its neighbours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.folder import TRACKER, tag
-from megatron.checkpoint.source import DTYPES, Source
+from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
 from megatron.formats.deepspeed_folders.universal import DEEPSPEED_VERSION
 from megatron.formats.features import whole_shards
@@ -41,6 +41,7 @@ from megatron.formats.legacy_megatron.writer import (
     new_folder,
     share_of,
 )
+from megatron.formats.tensors import DTYPES
 from megatron.util.files import sync_path
 from megatron.util.progress import progress_bar
 
@@ -54,10 +55,10 @@ def write_megatron_deepspeed(
     dtype: str = "float32",
     progress: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Writes the weights into Megatron-DeepSpeed's ``--load``; returns the folder. Raises
-    ValueError if it has no such network, or the size does not divide it; CheckpointError if the
-    source is damaged, or the folder exists already; OSError if a file cannot be written. Nothing is
-    left behind then."""
+    """Write the weights for Megatron-DeepSpeed's ``--load``, and return the checkpoint folder.
+    Raises ValueError if Megatron-DeepSpeed does not support the model, or if the tensor-parallel
+    size does not divide it. Raises CheckpointError if the source is damaged or the folder already
+    exists, and OSError if a file cannot be written. After an error nothing is left behind."""
     model = source.model.with_vocabulary(source.model.vocabulary.size, max(tensor_size, 1))
     iteration = source.state.get("iteration", 0)
     arguments = arguments_of_model(model, deepspeed_arguments_of_experts) | {
@@ -84,8 +85,8 @@ def write_megatron_deepspeed(
 
 
 def _their_name(name: str, model: ModelConfig) -> str:
-    """Return their name of a parameter, or of its first expert. Raises ValueError without a
-    name."""
+    """Return Megatron-DeepSpeed's name for a parameter. For experts, it is the first expert's name.
+    Raises ValueError if Megatron-DeepSpeed has no such parameter."""
     layers, _, rest = name.partition(".")
     number, _, inner = rest.partition(".")
     if layers == "layers" and (theirs := deepspeed_expert_name(one_expert(inner, 0))):
@@ -122,7 +123,8 @@ def _write_experts(
 def _model_states(
     state: Mapping[str, Any], module: dict[str, Any], arguments: dict[str, Any], model: ModelConfig
 ) -> dict[str, Any]:
-    """Values that a loader requires besides the module, and the client state of its script."""
+    """Return the content of a model states file: ``module``, and the client state and other values
+    that a loader requires."""
     shards = whole_shards(model)
     counts = [shards[n].full_shape[0] for n in shards if n.endswith(".mlp.experts.up.weight")]
     iteration, samples = state.get("iteration", 0), state.get("consumed_samples", 0)

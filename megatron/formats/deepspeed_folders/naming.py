@@ -1,5 +1,7 @@
-"""The parameters of a folder that make up each canonical one. It has canonical names, or names of
-an engine's layer list or of another trainer."""
+"""Mapping from the parameter names in a folder to canonical names.
+
+A folder may have canonical names, names from an engine's layer list, or another trainer's names. A
+canonical parameter may be stored as several tensors."""
 
 from __future__ import annotations
 
@@ -45,15 +47,16 @@ _LAST = {
     "final_linear.weight": "output_layer.weight",
     "word_embeddings.weight": "output_layer.weight",
 }
-"""Names in the layers after the blocks: norm and head."""
+"""Canonical names in the layers after the blocks: final norm and head."""
 _TIED = "tied_modules.embed."
 _QKV_VERSION = 3.0
-"""Other trainers order query-key-value rows as Megatron's checkpoints do from version 2 on."""
+"""Checkpoint version that defines the QKV row order of other trainers: Megatron's order from
+version 2 on."""
 
 
 class Naming:
-    """The names in one folder: canonical ones, unless a subclass defines others. ``shapes`` are of
-    whole parameters without padding, by canonical name."""
+    """Parameter names in one folder. They are canonical, unless a subclass defines others.
+    ``shapes`` has the shapes of whole parameters without padding, by canonical name."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
@@ -61,18 +64,19 @@ class Naming:
         self.shapes = {name: shard.canonical_shape for name, shard in self._shards.items()}
 
     def parts(self, name: str) -> Sequence[str]:
-        """The folder's names of the parts of a canonical parameter."""
+        """Return the folder's names for the tensors that store a canonical parameter."""
         return [name]
 
     def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """A canonical parameter from its parts, each whole, in any shape and with any padding."""
+        """Join the tensors that store a canonical parameter. Each is whole, but may have any shape
+        and padding."""
         if len(parts) == 1:
             return self.trim(name, parts[0])
         return self.trim(name, torch.cat([part.reshape(-1) for part in parts]))
 
     def trim(self, name: str, values: Tensor) -> Tensor:
-        """The canonical shape of a parameter, from any that has at least its rows. Raises
-        CheckpointError if it cannot have that shape."""
+        """Remove padding rows, and reshape a parameter to its canonical shape. Raises
+        CheckpointError if the values do not fit the shape."""
         shape = self.shapes[name]
         rows, rest = divmod(values.numel(), math.prod(shape[1:]))
         padded = shape != self._shards[name].full_shape
@@ -84,20 +88,22 @@ class Naming:
 
 
 class RankNaming(Naming, ABC):
-    """The names of a folder that stores each rank's share separately."""
+    """Parameter names in a folder that stores each rank's shard separately."""
 
     @abstractmethod
     def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
-        """A canonical parameter from each part's shares, in the order of the ranks."""
+        """Join a canonical parameter, or its moment ``kind``, from the shards of each tensor that
+        stores it. The shards are ordered by rank."""
 
     def registered_name(self, place: int, rest: str) -> str:
-        """The name of a parameter of the layer at a place of a pipeline's list."""
+        """Return the parameter name for a key ``rest`` in the file of the pipeline layer
+        ``place``."""
         return f"{place}.{rest}"
 
 
 class EngineNaming(RankNaming):
-    """A folder with the names of this project's engines, at a tensor-parallel size; ``experts``:
-    how the ranks share them, as ``TensorParallel`` says. Buffers have canonical names."""
+    """Parameter names of this project's engines, at a tensor-parallel size. For ``experts`` see
+    ``TensorParallel``. Buffers have canonical names."""
 
     def __init__(self, model: ModelConfig, size: int, experts: str = "cut") -> None:
         super().__init__(model)
@@ -133,13 +139,13 @@ class EngineNaming(RankNaming):
 
 
 class ForeignNaming(RankNaming):
-    """The names of a folder of Megatron-DeepSpeed.
+    """Parameter names of Megatron-DeepSpeed.
 
-    Pipelines name parameters by the layer's place (``5.self_attention.query_key_value.weight``,
-    ``tied_modules.embed.word_embeddings.weight``), plain modules by Megatron's own names
-    (``language_model.encoder.layers.2...``). The place of the first block differs between releases,
-    so blocks are recognised by their contents. Raises CheckpointError if a parameter is unknown, or
-    one of the network is missing.
+    In pipelines a name contains the layer's index (``5.self_attention.query_key_value.weight``,
+    ``tied_modules.embed.word_embeddings.weight``). Other modules use Megatron's own names
+    (``language_model.encoder.layers.2...``). The index of the first block differs between releases,
+    so blocks are recognised by their parameters. Raises CheckpointError if the folder has an
+    unknown parameter or lacks one of the model's.
     """
 
     def __init__(self, model: ModelConfig, names: Sequence[str], folder: Path) -> None:
@@ -170,15 +176,16 @@ class ForeignNaming(RankNaming):
         self._parts = {name: [named[at] for at in sorted(named)] for name, named in parts.items()}
 
     def plain(self, name: str) -> str:
-        """A name without the prefixes of modules around the network."""
+        """Return a name without the prefixes that modules around the model add."""
         return name.removeprefix("module.")
 
     def unused(self, name: str) -> bool:
-        """True for a tensor that does not belong to the network's function."""
+        """Return whether a tensor is not needed to compute the model, and can be ignored."""
         return is_buffer(name)
 
     def block(self, rest: str) -> tuple[str, int] | None:
-        """Canonical name within a block, and which part of the parameter it is."""
+        """Return the canonical name of ``rest``, a name within a block, and its index among the
+        tensors that store the parameter."""
         canonical = rename_block(rest)
         return None if canonical is None else of_one_expert(canonical)
 
@@ -215,7 +222,7 @@ class ForeignNaming(RankNaming):
         return self.whole(name, joined)
 
     def replicated(self, name: str, kind: str, ranks: Sequence[Tensor]) -> Tensor:
-        """A parameter that is not cut, from the copies of all ranks."""
+        """Return a replicated parameter, given the copy of each rank."""
         return ranks[0]
 
     def _canonical(self, name: str, number: dict[int, int]) -> tuple[str | None, int]:

@@ -1,5 +1,5 @@
-"""The networks of GPT-NeoX: its settings, which it saves as YAML or JSON files next to its
-checkpoints, and the names and order of its parameters."""
+"""Reading of GPT-NeoX models: their settings, which GPT-NeoX saves as YAML or JSON files next to
+its checkpoints, and the names and row order of their parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NORMS = {
     "te_rmsnorm": "RMSNorm",
 }
 _EPSILONS = {"LayerNorm": ("layernorm_epsilon", 1e-5), "RMSNorm": ("rms_norm_epsilon", 1e-8)}
-"""Setting of a norm's epsilon, and its default."""
+"""Name and default of the setting for each norm's epsilon."""
 
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {"model_arch": ("gpt2",), "moe_num_experts": (1,)}
@@ -37,8 +37,8 @@ _NETWORK = {
         "apply_residual_connection_post_layernorm num_encoder_layers"
     ).split()
 }
-"""Settings that change the network in a way that cannot be represented, each with its harmless
-values other than the default."""
+"""Settings that change the model in an unsupported way, each with the values, besides its default,
+that are harmless."""
 
 _ADDED_ONCE = (".proj.bias", ".down.bias")
 _MLP = {
@@ -48,13 +48,14 @@ _MLP = {
     "mlp.w3": ("mlp.up", 1),
     "mlp.w2": ("mlp.down", 0),
 }
-"""Modules of a block named differently from Megatron: canonical name and part."""
+"""Canonical name, and tensor index, of modules in a block whose names differ from Megatron's."""
 _DOWN = re.compile(r".*\.mlp\.(?:linear2|dense_4h_to_h|w2)\.weight")
 
 
 class StoredTensors(NamedTuple):
-    """The tensors of a folder: names, and the number of elements of one over all tensor ranks.
-    ``merged`` if another program has joined the ranks' shares."""
+    """Tensors in a folder. ``names`` returns their names, and ``elements`` a tensor's number of
+    elements over all tensor ranks. ``merged`` is True if another program has joined the ranks'
+    shards."""
 
     names: Callable[[], Sequence[str]]
     elements: Callable[[str], int]
@@ -62,27 +63,28 @@ class StoredTensors(NamedTuple):
 
 
 class NeoXNaming(ForeignNaming):
-    """The names in a folder of GPT-NeoX, and its division of parameters over ranks.
+    """Parameter names of GPT-NeoX, and how it shards parameters over ranks.
 
-    Heads that share keys and values are stored as a rank's [queries, keys, values]. Files with the
-    earlier names of an MLP have [queries, keys, values] of each query head, with its share of the
-    keys. Other heads are stored as in Megatron. A gated MLP has the values before the gates, but
-    for that of the first Llamas, whose two matrices have separate names. With ``gpt_j_residual``
-    each rank has an addend of the biases after row-parallel products; otherwise all have the same.
-    Norms that have drifted apart are averaged, as by NeoX's own converter.
+    With grouped query attention, each rank stores its rows as [queries, keys, values]. Files with
+    the older MLP names store [queries, keys, values] for each query head, which gets a slice of the
+    keys and values that it shares. Other attention is stored as in Megatron. Gated MLPs store the
+    up projection before the gate, except in early Llama models, whose two matrices have separate
+    names. With ``gpt_j_residual`` the biases after row-parallel layers are partial sums on each
+    rank; otherwise all ranks have the same. Norms that differ between ranks are averaged, as in
+    NeoX's converter.
     """
 
     def plain(self, name: str) -> str:
         return super().plain(name).removeprefix("sequential.")
 
     def unused(self, name: str) -> bool:
-        # With gpt_j_tied the second norm is stored, and the first is computed.
+        # With gpt_j_tied the second norm is stored, but only the first one is used.
         second = self.model.shared_parallel_norm and ".post_attention_layernorm." in name
         return second or super().unused(name)
 
     def block(self, rest: str) -> tuple[str, int] | None:
         module, _, kind = rest.rpartition(".")
-        kind = "weight" if kind == "scale" else kind  # of an RMSNorm
+        kind = "weight" if kind == "scale" else kind  # NeoX's RMSNorm calls its weight scale
         if module in _MLP:
             canonical, part = _MLP[module]
             return f"{canonical}.{kind}", part
@@ -119,7 +121,8 @@ class NeoXNaming(ForeignNaming):
 
     def replicated(self, name: str, kind: str, ranks: Sequence[Tensor]) -> Tensor:
         if self.model.parallel_residual and kind == "weight" and name.endswith(_ADDED_ONCE):
-            # Every addend has the sum's gradient, and so the sum's moments.
+            # Each partial sum's gradient is that of the sum, so all ranks have the moments of the
+            # sum.
             return torch.stack([share.float() for share in ranks]).sum(0)
         if "norm" in name and any(not torch.equal(share, ranks[0]) for share in ranks):
             return torch.stack([share.float() for share in ranks]).mean(0)
@@ -131,14 +134,14 @@ class NeoXNaming(ForeignNaming):
         return grouped and ".attention.qkv." in name
 
     def _per_head(self) -> bool:
-        """True if keys and values are stored per query head, as in GPT-NeoX until November 2024;
-        its modules of an MLP were renamed in July 2024."""
+        """Return whether keys and values are stored per query head, as GPT-NeoX did until November
+        2024. Recognised by the older MLP names, which were used until July 2024."""
         return ".mlp.linear1." not in self.parts("layers.0.mlp.up.weight")[0]
 
 
 def find_settings(folder: Path) -> dict[str, Any] | None:
-    """All settings of a run, from the ``configs`` folder in or next to a checkpoint; None without.
-    Raises CheckpointError if a file is malformed, or PyYAML is not installed."""
+    """Return all settings of a run, from the ``configs`` folder in or next to a checkpoint. Return
+    None if it has no files. Raises CheckpointError if a file is malformed or PyYAML is missing."""
     for place in (folder / "configs", folder.parent / "configs"):
         files = sorted([*place.glob("*.yml"), *place.glob("*.yaml"), *place.glob("*.json")])
         if files:
@@ -180,9 +183,9 @@ def _read(file: Path) -> dict[str, Any]:
 def model_of(
     content: Mapping[str, Any], arguments: Any, folder: Path, tensors: StoredTensors
 ) -> ModelConfig:
-    """The network that settings, by name with underscores, and tensors describe. ``arguments`` are
-    the ``args`` of the model states, which have the rows of the token embedding. Raises
-    CheckpointError if a setting is missing, unknown, or cannot be represented."""
+    """Return the model that settings (by name with underscores) and tensors describe. ``arguments``
+    is ``args`` from the model states, which contains the number of rows in the token embedding.
+    Raises CheckpointError if a setting is missing, unknown or not supported."""
     settings = SavedArguments(content)
     settings.refuse(folder, _NETWORK)
     settings.unused(*harmless_names("settings of GPT-NeoX"))
@@ -254,7 +257,7 @@ def _choice(
 
 def _real(settings: Mapping[str, Any], name: str, default: float, folder: Path) -> float:
     value = settings.get(name)
-    # YAML 1.1 reads 1e-5 as a text.
+    # YAML 1.1 reads 1e-5 as a string.
     try:
         return default if value is None else float(value)
     except (TypeError, ValueError):
@@ -269,7 +272,7 @@ def _switch(settings: Mapping[str, Any], name: str, folder: Path, default: bool 
 
 
 def _check_layout(settings: Mapping[str, Any], folder: Path, tensors: StoredTensors) -> None:
-    """Refuses ranks whose shares cannot be joined."""
+    """Raise CheckpointError if the tensor-parallel layout is one whose shards cannot be joined."""
     ranks = settings.get("model_parallel_size") or 1
     if ranks == 1:
         return
@@ -286,7 +289,8 @@ def _check_layout(settings: Mapping[str, Any], folder: Path, tensors: StoredTens
 
 
 def _check_attention(layers: Any, folder: Path) -> None:
-    """Refuses other than full attention; settings can mix: ``[[["global", "flash"], 24]]``."""
+    """Raise CheckpointError unless all layers use full attention. A setting can list alternatives
+    with a repeat count: ``[[["global", "flash"], 24]]``."""
     for entry in layers or [[["global"], "all"]]:
         names = entry[0] if isinstance(entry, list) and entry else entry
         for name in names if isinstance(names, list) else [names]:
@@ -306,9 +310,9 @@ def _compare(settings: Mapping[str, Any], arguments: Mapping[str, Any], folder: 
 
 
 def _activation(settings: Mapping[str, Any], names: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The fields of the MLP's activation."""
+    """Return the model fields for the MLP's activation."""
     kind, form = settings.get("activation") or "gelu", settings.get("mlp_type") or "regular"
-    # Fused, its GELU is the approximation by tanh, as in Megatron; unfused, the exact one.
+    # The fused GELU is the tanh approximation, as in Megatron. The unfused GELU is exact.
     fused = _switch(settings, "bias_gelu_fusion", folder)
     old = any(".mlp.dense_h_to_4h." in name for name in names)
     if form == "regular" and kind in ("gelu", "relu"):
@@ -323,7 +327,7 @@ def _activation(settings: Mapping[str, Any], names: Sequence[str], folder: Path)
 
 
 def _biases(settings: Mapping[str, Any], names: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The fields of the biases, which the tensors show."""
+    """Return the model fields for biases, which are derived from the tensors."""
     if not _switch(settings, "use_bias_in_norms", folder, default=True):
         raise CheckpointError(
             f"{folder}: the network has use_bias_in_norms false, which cannot be represented"

@@ -1,5 +1,5 @@
-"""DeepSpeed's universal checkpoints: a folder per parameter, from which stock DeepSpeed loads each
-rank's share at any layout. Reads checkpoints of this project and of DeepSpeed's ds_to_universal.
+"""DeepSpeed's universal checkpoints: one folder per parameter, from which stock DeepSpeed loads
+each rank's shard in any layout. Those of this project and of DeepSpeed's ds_to_universal are read.
 
 ::
 
@@ -9,7 +9,7 @@ rank's share at any layout. Reads checkpoints of this project and of DeepSpeed's
     zero_pp_rank_0_mp_rank_00_model_states.pt         the same, for loaders of stage 3
     config.json, state.json, universal.json           this project's own; DeepSpeed ignores them
 
-The format is DeepSpeed 0.19.8's: ``checkpoint/ds_to_universal.py`` writes it, and
+The format is that of DeepSpeed 0.19.8: ``checkpoint/ds_to_universal.py`` writes it, and
 ``checkpoint/universal_checkpoint.py`` (stages 1 and 2) and ``runtime/zero/stage3.py`` read it.
 """
 
@@ -58,16 +58,17 @@ from megatron.util.files import sync_path
 from megatron.util.progress import progress_bar
 
 DEEPSPEED_VERSION = "0.19.8"
-"""The release whose format this is; loaders refuse folders without a version."""
+"""DeepSpeed release that defines this format. Loaders refuse folders without a version."""
 MANIFEST = "universal.json"
 
 _GROUPS = 64
-"""More parameter groups than any script has: a loader skips groups without a counterpart."""
+"""Number of parameter groups to write, more than any script has. Loaders ignore the excess."""
 
 
 class UniversalFolder(NamedFolder):
-    """A universal checkpoint of this project, of its engines or of Megatron-DeepSpeed. Raises
-    CheckpointError if a file is missing or malformed, or the network cannot be represented."""
+    """Universal checkpoint, converted from this project's own checkpoints, its engines' or
+    Megatron-DeepSpeed's. Raises CheckpointError if a file is missing or malformed, or if the model
+    is not supported."""
 
     title = "universal checkpoint of DeepSpeed"
 
@@ -75,7 +76,7 @@ class UniversalFolder(NamedFolder):
         super().__init__(folder)
         self._present = _parameters(folder / "zero")
         self._buffers: dict[str, Tensor] = {}
-        # A file is read in several parts.
+        # A file may be read several times, slice by slice, so keep the last ones.
         self._open = lru_cache(maxsize=4)(load_pickle)
         states = _read_model_states(folder)
         tensors = StoredTensors(
@@ -105,7 +106,7 @@ class UniversalFolder(NamedFolder):
 
     @classmethod
     def verify(cls, folder: Path, share: int = 0, shares: int = 1) -> None:
-        """See :meth:`Source.verify`; DeepSpeed's own have no checksums."""
+        """See :meth:`Source.verify`. Checkpoints written by DeepSpeed itself have no checksums."""
         path = folder / MANIFEST
         if not path.is_file():
             return
@@ -131,7 +132,7 @@ class UniversalFolder(NamedFolder):
             return self._buffers[part]
         path = self.folder / "zero" / part / _file_name(kind)
         content = self._open(path)
-        # ds_to_universal leaves out the dictionary at stage 3.
+        # At stage 3 ds_to_universal writes a bare tensor.
         values = content.get("param") if isinstance(content, dict) else content
         if not isinstance(values, Tensor):
             raise CheckpointError(f"{path} has no tensor")
@@ -148,7 +149,7 @@ def _file_name(kind: str) -> str:
 
 
 def _parameters(zero: Path) -> dict[str, list[str]]:
-    """The kinds of tensors of each parameter, by the folder's names."""
+    """Return, by the folder's parameter names, the kinds of tensors stored for each."""
     parameters = {}
     for path in sorted(zero.iterdir()):
         if path.is_dir():
@@ -170,8 +171,8 @@ def _read_model_states(folder: Path) -> dict[str, Any]:
 
 
 def _buffers(folder: Path) -> dict[str, Tensor]:
-    """Buffers by canonical name, which DeepSpeed's own conversion leaves in the model states of
-    each pipeline stage."""
+    """Return the buffers by canonical name. DeepSpeed's own conversion keeps them in the model
+    states of each pipeline stage."""
     contents = map(load_pickle, sorted(folder.glob("mp_rank_*_model_states.pt")))
     return {
         name: values
@@ -183,7 +184,7 @@ def _buffers(folder: Path) -> dict[str, Tensor]:
 
 
 def save_universal(source: Source, save: Path, stage: int = 1) -> Path:
-    """Writes ``global_step<N>_universal`` into a folder of checkpoints."""
+    """Write ``global_step<N>_universal`` into a checkpoint folder, and return its path."""
     iteration = source.state.get("iteration", 0)
     folder = save / f"{tag(iteration)}{UNIVERSAL_SUFFIX}"
     write_universal(source, folder, stage)
@@ -191,11 +192,11 @@ def save_universal(source: Source, save: Path, stage: int = 1) -> Path:
 
 
 def write_universal(source: Source, folder: Path, stage: int = 1) -> None:
-    """Writes any checkpoint as a universal one, one parameter at a time. It is renamed into place
-    when complete; then ``latest_universal`` names it. Loaders of ``stage`` 3 do not pad the
-    vocabulary, so for them the token embedding has as many rows as in the run. Raises
-    CheckpointError if the source is damaged, or has states of another optimizer than those that
-    loaders know; OSError if a file cannot be written. Nothing is left behind then."""
+    """Write any checkpoint as a universal one, one parameter at a time. The complete folder is
+    renamed into place, and ``latest_universal`` is updated. Loaders at ``stage`` 3 do not pad the
+    vocabulary, so for them the token embedding keeps the run's padding. Raises CheckpointError if
+    the source is damaged or has optimizer states that loaders do not support, and OSError if a file
+    cannot be written. After an error nothing is left behind."""
     assert stage in (1, 2, 3)
     _check_states(source)
     with unfinished_folder(folder) as written:
@@ -222,7 +223,7 @@ def _check_states(source: Source) -> None:
 def _write_files(
     source: Source, run: RunConfig, written: Path, stage: int
 ) -> dict[str, dict[str, int | str]]:
-    """Everything but the manifest, whose entries it returns."""
+    """Write all files except the manifest, and return the manifest's entries."""
     facts: dict[str, dict[str, int | str]] = {}
 
     def note(path: Path) -> None:
@@ -243,7 +244,7 @@ def _write_files(
         for kind in kinds:
             values = source.tensor(name, kind)
             if stage == 3:
-                values = shards[name].cut(values)  # with the padding
+                values = shards[name].cut(values)  # adds the padding
             save(
                 {"param": values.contiguous(), **_how_to_cut(shards[name])},
                 place / _file_name(kind),
@@ -266,8 +267,8 @@ def _write_files(
 
 
 def _how_to_cut(shard: Shard) -> dict[str, Any]:
-    """Keys from which DeepSpeed's loaders cut a parameter over tensor-parallel ranks as Megatron's
-    layers do; uncut ones need none."""
+    """Return the keys that tell DeepSpeed's loaders how to shard a parameter over tensor-parallel
+    ranks, as Megatron's layers do. Return an empty dictionary if it is replicated."""
     cut = shard.over("tensor")
     if cut is None:
         return {}
@@ -275,7 +276,7 @@ def _how_to_cut(shard: Shard) -> dict[str, Any]:
     if len(cut.parts) == 2 and cut.parts[0] == cut.parts[1]:
         facts["param_n_sub_params"] = 2
     elif cut.parts:
-        # DeepSpeed's own object here has the same attributes; a reader needs no others.
+        # DeepSpeed stores an object of its own class here. Loaders only use these attributes.
         shape = [*shard.canonical_shape]
         shape[cut.dim : cut.dim + 1] = [cut.parts]  # type: ignore[list-item]
         facts["sub_param_shape"] = Namespace(shape=tuple(shape), partition_dim=cut.dim)
@@ -285,8 +286,8 @@ def _how_to_cut(shard: Shard) -> dict[str, Any]:
 
 
 def _optimizer_state(run: RunConfig, step: Tensor | None, stage: int) -> dict[str, Any]:
-    """Settings that all parameter groups share and no schedule changes. Learning rates and weight
-    decay are left to the loading script."""
+    """Return the settings that all parameter groups share and that no schedule changes. The loading
+    script sets learning rates and weight decay."""
     optimizer = run.optimizer
     shared: dict[str, Any] = {}
     if optimizer.optimizer == "adam":
@@ -304,7 +305,8 @@ def _optimizer_state(run: RunConfig, step: Tensor | None, stage: int) -> dict[st
 
 
 def _model_states(state: dict[str, Any], step: Tensor | None) -> dict[str, Any]:
-    """Values that a loader requires besides the parameters, and the client state of its script."""
+    """Return the content of a model states file: the script's client state, and the values that a
+    loader requires besides parameters."""
     iteration = state.get("iteration", 0)
     samples = state.get("consumed_samples", 0)
     updates = iteration if step is None else math.floor(step)
@@ -315,7 +317,7 @@ def _model_states(state: dict[str, Any], step: Tensor | None) -> dict[str, Any]:
         "global_steps": iteration,
         "global_samples": samples,
         "skipped_steps": iteration - updates,
-        # For DeepSpeed's own schedules and for torch's; each ignores the other's.
+        # keys for DeepSpeed's own schedules and for torch's; each ignores the other's
         "lr_scheduler": {
             "last_batch_iteration": updates - 1,
             "last_epoch": updates,

@@ -1,1 +1,1 @@
-"""Models in files of llama.cpp (GGUF): read, and written."""
+"""Reading and writing of models in llama.cpp's file format (GGUF)."""

@@ -1,6 +1,6 @@
-"""Architectures of llama.cpp: how their metadata and tensors map to those of `transformers`, whose
-tables describe our models. The facts are from llama.cpp's convert_hf_to_gguf.py and of gguf's
-constants; names of tensors come from the package gguf.
+"""llama.cpp's architectures: how their metadata and tensors map to those of `transformers`, whose
+tables describe our models. The facts are from llama.cpp's convert_hf_to_gguf.py and the constants
+of the package gguf, which also provides the tensor names.
 
 Shapes: D head width, E experts, F inner width of the MLP, H hidden size.
 """
@@ -32,7 +32,7 @@ Values = Callable[[Tensor, ModelConfig], Tensor]
 
 
 class ValueChange(NamedTuple):
-    """Conversion of a tensor between a GGUF file and `transformers`."""
+    """Conversion of a tensor's values between a GGUF file and `transformers`."""
 
     write: Values
     read: Values
@@ -47,18 +47,19 @@ PAIRS = ValueChange(
     lambda values, model: INTERLEAVED.to_hf(values, model)[0],
     lambda values, model: INTERLEAVED.from_hf([values], model),
 )
-"""Rows of queries or keys whose neighbours RoPE rotates together, as in Meta's files."""
+"""Permute the output rows of the query and key projections so that RoPE rotates adjacent channels,
+as in Meta's checkpoints."""
 SPLIT = ValueChange(
     lambda values, model: GROUPED_QKV.from_hf([values], model),
     lambda values, model: GROUPED_QKV.to_hf(values, model)[0],
 )
-"""All queries, all keys, all values, instead of by group."""
+"""Store all queries, then all keys, then all values, instead of group by group."""
 PLUS_ONE = ValueChange(lambda values, _: values + 1, lambda values, _: values.float() - 1)
-"""Norms multiply by the weight, instead of by 1 + weight."""
+"""Store 1 + weight, since llama.cpp's norms multiply by the stored weight itself."""
 TURNED = ValueChange(lambda values, _: values.mT, lambda values, _: values.mT)
-"""[outputs, inputs] instead of Conv1D's [inputs, outputs]."""
+"""Store [outputs, inputs] instead of the [inputs, outputs] of transformers' Conv1D."""
 FLAT = ValueChange(lambda values, _: values.squeeze(0), lambda values, _: values.unsqueeze(0))
-"""[H] instead of [1, H]."""
+"""Store [H] instead of [1, H]."""
 
 PAIRED = {r"blk\.\d+\.attn_[qk]\.(weight|bias)": PAIRS}
 _SPLIT = {r"blk\.\d+\.attn_qkv\.(weight|bias)": SPLIT}
@@ -83,12 +84,12 @@ SILU = {"hidden_act": "silu"}
 
 
 class Split(NamedTuple):
-    """A tensor of `transformers` that is split into two in GGUF files.
+    """A tensor of `transformers` that is stored as two tensors in GGUF files.
 
     Attributes:
-        names: what replaces the key of :attr:`Kind.splits` in its name.
-        write: its parts.
-        read: the inverse.
+        names: what replaces the key of :attr:`Kind.splits` in the names of the two tensors.
+        write: splits the tensor of `transformers`.
+        read: joins the two tensors.
     """
 
     names: tuple[str, str]
@@ -101,18 +102,19 @@ class Kind:
     """An architecture of llama.cpp.
 
     Attributes:
-        name: its name in ``general.architecture``, which begins its keys.
-        model_types: types of `transformers` that are written as this one; the first is read.
-        keys: its keys, without its name, and the keys of config.json that mean the same.
-        fixed: further keys of config.json, with the only value that its files can mean.
-        read: the rest of config.json, from the metadata and what was read so far.
-        write: the rest of the metadata, from config.json.
-        changes: by patterns of names of tensors, how their values differ.
-        names: parts of names of `transformers` by which gguf's table does not find a tensor, and
-            what finds it.
-        extra: tensors that a model of `transformers` has in its configuration.
-        repeats_head: whether llama.cpp requires a head where it repeats the token embedding.
-        splits: by a part of their names, tensors of `transformers` that are two in the file.
+        name: value of ``general.architecture``, and the prefix of metadata keys.
+        model_types: model types of `transformers` that are written as this architecture. Files are
+            read as the first one, unless ``read`` returns another.
+        keys: keys of config.json, by the metadata key, without prefix, that means the same.
+        fixed: further keys of config.json, which have the same value in every model.
+        read: returns further keys of config.json, from the metadata and what was read so far.
+        write: returns further metadata, from config.json.
+        changes: conversions of tensor values, by pattern for the tensor's name in the file.
+        names: replacements in tensor names of `transformers` that gguf's table lacks.
+        extra: returns tensors for what `transformers` stores in its configuration.
+        repeats_head: True if llama.cpp requires a head tensor even if the head is tied.
+        splits: tensors of `transformers` that are two tensors in the file, by substring of the
+            name.
     """
 
     name: str
@@ -128,12 +130,12 @@ class Kind:
     splits: Mapping[str, Split] = field(default_factory=dict)
 
     def config(self, given: Keys) -> Content:
-        """The config.json of a model. Raises CheckpointError if a key is missing or malformed, or
-        has an effect that is not known."""
+        """Return a model's config.json, given its metadata. Raises CheckpointError if a key is
+        missing or malformed, or has an unknown effect."""
         content: Content = {"model_type": self.model_types[0]}
         for key, name in self.keys.items():
             is_size = not key.endswith(("epsilon", "residual"))
-            if key == "attention.head_count_kv":  # as many as queries, if missing
+            if key == "attention.head_count_kv":  # defaults to the number of query heads
                 given.get(key, 0)
                 content[name] = given.get(key, given.whole("attention.head_count"))
             else:
@@ -146,13 +148,13 @@ class Kind:
         return content
 
     def metadata(self, content: Content) -> Content:
-        """Its keys, with its name, for a config.json."""
+        """Return the metadata for a model's config.json, with prefixed keys."""
         values = {key: content[name] for key, name in self.keys.items()} | self.write(content)
         return {f"{self.name}.{key}": value for key, value in values.items() if value is not None}
 
     def places(self, theirs: str, blocks: int) -> tuple[TensorPlace, ...]:
-        """The places of a tensor of `transformers`, one or two. Raises CheckpointError if the
-        package gguf has no name for it."""
+        """Return where the file stores a tensor of `transformers`: one place, or two if it is
+        split. Raises CheckpointError if the package gguf has no name for the tensor."""
         key = self._split(theirs)
         if key is None:
             return (self._place(theirs, blocks),)
@@ -178,7 +180,7 @@ class Kind:
         return TensorPlace(f"{stored}.{suffix}", None if expert is None else int(expert[1]))
 
     def to_file(self, theirs: str, values: Tensor, model: ModelConfig) -> dict[TensorPlace, Tensor]:
-        """Return a tensor of `transformers` in the file's form, by place."""
+        """Convert a tensor of `transformers` to the tensors in the file, by place."""
         key, places = self._split(theirs), self.places(theirs, model.num_layers)
         parts = (values,) if key is None else self.splits[key].write(values)
         return {
@@ -189,19 +191,21 @@ class Kind:
     def from_file(
         self, theirs: str, read: Callable[[TensorPlace], Tensor], model: ModelConfig
     ) -> Tensor:
-        """The inverse of :meth:`to_file`; ``read`` reads the tensor at a place."""
+        """Return a tensor of `transformers`, which is converted from the file. ``read`` returns the
+        tensor at a place."""
         key, places = self._split(theirs), self.places(theirs, model.num_layers)
         parts = [self.change(place.name).read(read(place), model) for place in places]
         return parts[0] if key is None else self.splits[key].read(parts)
 
     def change(self, name: str) -> ValueChange:
-        """The change of the values of a tensor, by its name in the file."""
+        """Return the conversion of a tensor's values, given its name in the file."""
         known = (each for form, each in self.changes.items() if re.fullmatch(form, name))
         return next(known, SAME)
 
 
 class TensorPlace(NamedTuple):
-    """Return the name of a tensor in a GGUF file, and its slice if it contains all experts."""
+    """Name of a tensor in a GGUF file, and the index of an expert if the tensor stacks all
+    experts."""
 
     name: str
     expert: int | None
@@ -216,13 +220,13 @@ def _names_of(name: str, blocks: int) -> Any:
 
 
 def usual_width(content: Content) -> int:
-    """The width of a head where no key says it."""
+    """Return the head width of a model whose config.json does not specify one."""
     return max(1, content["hidden_size"] // content["num_attention_heads"])
 
 
 def read_head(given: Keys, content: Content, default: int | None = None) -> Content:
-    """The width of a head, where the file says it. Values are as wide as keys, and whole heads are
-    rotated."""
+    """Return the head width, which by default is ``default`` or derived from the hidden size.
+    Raises CheckpointError unless values are as wide as keys and RoPE rotates whole heads."""
     width = given.get("attention.key_length", default or usual_width(content))
     given.only("attention.value_length", width)
     given.only("rope.dimension_count", width)
@@ -230,7 +234,7 @@ def read_head(given: Keys, content: Content, default: int | None = None) -> Cont
 
 
 def read_rope(given: Keys, content: Content, base: float = 10_000.0) -> Content:
-    """RoPE of heads of ``head_dim`` channels."""
+    """Return the RoPE settings for heads of ``head_dim`` channels."""
     theta = given.get("rope.freq_base", base)
     scaling = read_scaling(given) or read_factors(given, content | {"rope_theta": theta})
     return {"rope_theta": theta, **({"rope_scaling": scaling} if scaling else {})}
@@ -253,7 +257,7 @@ def _read_llama(given: Keys, content: Content) -> Content:
 
 
 def write_head(content: Content) -> Content:
-    """The inverse of :func:`read_head_and_rope`."""
+    """Return the metadata that :func:`read_head_and_rope` reads."""
     width = content.get("head_dim") or usual_width(content)
     return {
         "attention.key_length": width, "attention.value_length": width,
@@ -275,7 +279,7 @@ LLAMA = Kind(
 
 
 def read_head_and_rope(given: Keys, content: Content) -> Content:
-    """The width of a fully rotated head, and RoPE."""
+    """Return the head width, for RoPE that rotates whole heads, and the RoPE settings."""
     head = read_head(given, content)
     return {**head, **read_rope(given, content | head)}
 
@@ -315,8 +319,8 @@ PHI3 = Kind(
 
 
 def _read_gemma(given: Keys, content: Content, widest: int, every: int) -> Content:
-    """Keys that llama.cpp implies: only the largest model scales scores by the hidden size over the
-    heads; every N-th block has no window."""
+    """Return settings that llama.cpp does not store: every N-th block has no window, and only the
+    largest model, with ``widest`` blocks, scales scores by the hidden size divided by the heads."""
     width = read_head(given, content, 256)["head_dim"]
     hidden, heads, layers = (
         content[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
@@ -393,7 +397,7 @@ GPT_NEOX = Kind(
 
 
 def _read_falcon(given: Keys, content: Content) -> Content:
-    """The second form has a norm each for attention and MLP, or groups of queries."""
+    """Return Falcon's settings. Its newer form has separate norms for attention and MLP, or GQA."""
     groups = given.get("attention.head_count_kv", 1)
     new = "blk.0.attn_norm_2.weight" in given.tensors
     new |= groups not in (1, content["num_attention_heads"])

@@ -1,12 +1,13 @@
-"""GGUF files, version 2 and 3: metadata by key, and tensors that are mapped into memory.
+"""GGUF files, versions 2 and 3: metadata by key, and memory-mapped tensors.
 
-A file is a header (the letters GGUF, the version, the numbers of tensors and of keys), the keys
-with their values, a description of each tensor, and, from the next multiple of
-``general.alignment``, the tensors' bytes (GGUF's description in the ggml project). Numbers are
-little endian, and sizes of tensors are in the reverse of torch's order. A model may be several
-files, NAME-00001-of-0000N.gguf, of which each has some tensors, and the first has the metadata.
+A file consists of a header (the letters GGUF, the version, the numbers of tensors and of keys), the
+keys with their values, a description of each tensor, and, starting at the next multiple of
+``general.alignment``, the tensors' bytes (see the description of GGUF in the ggml project). Numbers
+are little endian, and tensor dimensions are in reverse order compared with torch. A model may
+consist of several files, NAME-00001-of-0000N.gguf, which divide its tensors; the first has the
+metadata.
 
-Nothing that a file says about its sizes is believed before it is compared with the file's length.
+Every size in a file is checked against the file's length before it is used.
 """
 
 from __future__ import annotations
@@ -27,24 +28,25 @@ from megatron.checkpoint.files import CheckpointError
 
 MAGIC = b"GGUF"
 ALIGNMENT = 32
-"""Alignment of files that do not say theirs."""
+"""Alignment of files that do not specify one."""
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q",
             12: "d"}  # fmt: skip
-"""struct's letter by the type of a value; 7 is a truth value."""
+"""Format character of the module struct for each scalar type; type 7 is a boolean."""
 _FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 _MOST_ELEMENTS = 2**22
-"""Elements of an array in the metadata; published vocabularies have 2^18 tokens."""
+"""Maximum number of elements in a metadata array. Published vocabularies have up to 2^18 tokens."""
 _LONGEST_STRING = 2**24
 _MOST_DIMENSIONS = 4
 F32, F16, BF16, F64 = 0, 1, 30, 28
 PLAIN = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16, F64: torch.float64}
-"""Types of tensors whose elements torch has."""
+"""Torch dtype of each tensor type that torch supports."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a file: its type as ggml numbers it, shape in torch's order, and bytes."""
+    """A tensor in a file: the number of its ggml type, its shape in torch's order, and its
+    bytes."""
 
     path: Path
     kind: int
@@ -53,8 +55,8 @@ class StoredTensor(NamedTuple):
 
 
 class GGUFFile:
-    """The metadata and the tensors of a model. Raises CheckpointError if the file, or another part
-    of the model, is missing, truncated or inconsistent."""
+    """Metadata and tensors of a model in one or several files. Raises CheckpointError if one of its
+    files is missing, truncated or inconsistent."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.tensors = path, dict[str, StoredTensor]()
@@ -74,8 +76,9 @@ class GGUFFile:
             )
 
     def tensor(self, name: str, index: int | None = None) -> Tensor:
-        """A tensor, or one of the slices along its first dimension, on the CPU; what is quantised
-        as float32. Raises CheckpointError if the package gguf cannot dequantise its type."""
+        """Return a tensor, or its slice ``index`` along the first dimension, on the CPU. Quantised
+        tensors are dequantised to float32. Raises CheckpointError if the package gguf cannot
+        dequantise the tensor's type."""
         path, kind, shape, data = self.tensors[name]
         if index is not None:
             size = len(data) // shape[0]
@@ -83,7 +86,7 @@ class GGUFFile:
         if not len(data):
             return torch.empty(shape, dtype=PLAIN.get(kind, torch.float32))
         if kind in PLAIN:
-            # A copy: the mapped file is only for reading, and its tensors need not be aligned.
+            # Copied, since the mapped file is read-only and its tensors need not be aligned.
             copied = torch.frombuffer(bytearray(data), dtype=PLAIN[kind])
             return copied.reshape(shape)
         from gguf import GGMLQuantizationType
@@ -102,7 +105,7 @@ class GGUFFile:
 
 
 def _parts_of(path: Path) -> list[Path]:
-    """Return all parts of a model, in order, one of which is ``path``."""
+    """Return the paths of all files of the model to which ``path`` belongs, in order."""
     match = PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -126,7 +129,7 @@ def _check_split(path: Path, metadata: Mapping[str, Any], number: int, count: in
 
 
 class _Part:
-    """One file, which is read from its beginning."""
+    """Reader of a single file, which reads from the beginning."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.at, self.what = path, 0, "its header"
@@ -138,7 +141,7 @@ class _Part:
         self.data = memoryview(mapped)
 
     def content(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-        """The metadata by key, and the tensors by name."""
+        """Return the metadata by key, and the tensors by name."""
         if self._bytes(4) != MAGIC:
             raise CheckpointError(f"{self.path} is not a GGUF file: it does not begin with GGUF")
         (version,) = self._numbers("I")
@@ -189,7 +192,7 @@ class _Part:
     def _check_places(
         self, listed: dict[str, tuple[int, tuple[int, ...], int, int]], start: int
     ) -> None:
-        """Refuses tensors that are not in the file, or that share bytes."""
+        """Raise CheckpointError if tensors overlap or extend beyond the file."""
         end, before = 0, ""
         for name, (_, shape, offset, size) in sorted(listed.items(), key=lambda item: item[1][2]):
             if start + offset + size > len(self.data):
@@ -202,7 +205,7 @@ class _Part:
             end, before = offset + size, name
 
     def _size(self, name: str, kind: int, shape: tuple[int, ...]) -> int:
-        """Bytes of a tensor."""
+        """Return the size of a tensor in bytes."""
         if kind in PLAIN:
             return math.prod(shape) * PLAIN[kind].itemsize
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -236,7 +239,7 @@ class _Part:
         numbers = list(self._numbers(f"{count}{_SCALARS[kind]}"))
         if kind == _BOOL:
             return [bool(number) for number in numbers]
-        # The shortest decimal number that is this one in float32: 1e-05, not 9.99999974e-06.
+        # Use the shortest decimal that rounds to the same float32: 1e-05, not 9.99999974e-06.
         return [float(str(np.float32(n))) for n in numbers] if kind == _FLOAT32 else numbers
 
     def _string(self) -> str:
@@ -266,17 +269,18 @@ class _Part:
 
 
 Content = dict[str, Any]
-"""Read a config.json of `transformers`, or part of one."""
+"""Content of a config.json of `transformers`, or some of its keys."""
 _HARMLESS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
-"""The vocabulary follows from the token embedding; the others describe where a model comes from."""
+"""Keys that can be ignored: the vocabulary size follows from the token embedding, and the others
+describe the model's origin."""
 
 
 class Keys:
-    """The keys that begin with an architecture's name, which is left out.
+    """Metadata of an architecture, by key without the architecture's prefix.
 
     Attributes:
-        tensors: names of the tensors of the file.
-        values: a function that reads one.
+        tensors: names of the tensors in the file.
+        values: function that returns a tensor's values.
     """
 
     def __init__(
@@ -287,8 +291,8 @@ class Keys:
         self._name, self._where, self._read = name, where, set[str]()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key; ``default`` where it is missing. Raises CheckpointError if the
-        default is a number, and the value is not one of its kind."""
+        """Return the value of a key, or ``default`` if it is missing. Raises CheckpointError if
+        ``default`` is a number and the value is not a number of the same type."""
         self._read.add(key)
         value = self.metadata.get(f"{self._name}.{key}", default)
         kinds: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float)}
@@ -297,21 +301,22 @@ class Keys:
         return value
 
     def require(self, key: str) -> Any:
-        """The value of a key. Raises CheckpointError if it is missing."""
+        """Return the value of a key. Raises CheckpointError if it is missing."""
         value = self.get(key)
         if value is None:
             raise CheckpointError(f"{self._where} has no {self._name}.{key}")
         return value
 
     def whole(self, key: str) -> int:
-        """A positive integer. Raises CheckpointError if it is missing, or another value."""
+        """Return the value of a key, a positive integer. Raises CheckpointError if it is missing or
+        anything else."""
         value = self.require(key)
         if type(value) is not int or value < 1:
             self.refuse(key, "expected a positive integer")
         return value
 
     def only(self, key: str, value: Any) -> None:
-        """Refuse another value of a key; a missing one is fine."""
+        """Raise CheckpointError if a key is present and its value is not ``value``."""
         if self.get(key, value) != value:
             self.refuse(key, f"expected {value}")
 
@@ -325,7 +330,8 @@ class Keys:
         raise CheckpointError(f"{self._where}: {name}: {why}")
 
     def refuse_the_rest(self) -> None:
-        """Refuse keys that were not read, unless they have no effect."""
+        """Raise CheckpointError if there are keys that were not read and that may have an
+        effect."""
         prefix = f"{self._name}."
         for key in self.metadata:
             short = key.removeprefix(prefix)

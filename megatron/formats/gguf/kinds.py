@@ -1,5 +1,5 @@
-"""Current decoders of llama.cpp, and the list of all architectures of GGUF files; the facts have
-the same sources as :mod:`megatron.formats.gguf.architectures`.
+"""Further decoder architectures of llama.cpp, and the list of all architectures of GGUF files. The
+facts are from the same sources as in :mod:`megatron.formats.gguf.architectures`.
 
 Shapes: D head width, E experts, F inner width of the MLP, H hidden size.
 """
@@ -43,12 +43,14 @@ _NO_BIASES = {"attention_bias": False, "mlp_bias": False}
 
 
 def _without_width(content: Content) -> Content:
-    """For architectures whose heads always have the usual width."""
+    """Return config.json without the head width, for architectures whose heads always have the
+    usual width."""
     return {key: value for key, value in content.items() if key != "head_dim"}
 
 
 def _one_key_each(given: Keys) -> int:
-    """As many keys as queries."""
+    """Return the number of heads. Raises CheckpointError if the number of key and value heads
+    differs."""
     heads = given.whole("attention.head_count")
     given.only("attention.head_count_kv", heads)
     return heads
@@ -62,7 +64,7 @@ def _biases(given: Keys) -> Content:
 
 
 def _read_share(given: Keys, content: Content) -> Content:
-    """Heads whose first channels are rotated."""
+    """Return the head settings of models that rotate only the first channels of each head."""
     width = given.get("attention.key_length", usual_width(content))
     given.only("attention.value_length", width)
     rotated = given.get("rope.dimension_count", width)
@@ -77,8 +79,8 @@ def _write_share(content: Content) -> Content:
 
 
 def _usual(read: Read) -> Read:
-    """Return ``read`` for architectures whose head width is always the hidden size divided by the
-    number of heads in llama.cpp."""
+    """Add a check to ``read``, for architectures in which llama.cpp requires the usual head width:
+    the hidden size divided by the number of heads."""
 
     def checked(given: Keys, content: Content) -> Content:
         given.only("attention.key_length", usual_width(content))
@@ -88,14 +90,16 @@ def _usual(read: Read) -> Read:
 
 
 def _kinds(given: Keys, content: Content, every: int) -> list[str]:
-    """The kind of each block: every N-th has no window, which llama.cpp implies."""
+    """Return each block's type of attention: every N-th block has no window. Raises CheckpointError
+    if the file contradicts this."""
     layers = range(content["num_hidden_layers"])
     given.only("attention.sliding_window_pattern", [bool((n + 1) % every) for n in layers])
     return [SLIDING if (n + 1) % every else FULL for n in layers]
 
 
 def _write_kinds(content: Content) -> Content:
-    """The keys of a model with windows in some blocks; none without windows."""
+    """Return the metadata for sliding windows in some blocks, or nothing if no block has a
+    window."""
     kinds = content["layer_types"]
     if SLIDING not in kinds:
         return {}
@@ -199,7 +203,8 @@ GRANITE = Kind(
 def _read_cohere(given: Keys, content: Content) -> Content:
     return read_head_and_rope(given, content) | {
         "logit_scale": given.require("logit_scale"),
-        "use_qk_norm": content["num_hidden_layers"] >= 64,  # as llama.cpp knows Command R+
+        # this is how llama.cpp recognises Command R+
+        "use_qk_norm": content["num_hidden_layers"] >= 64,
     }
 
 
@@ -290,7 +295,7 @@ _HALVES = Split(
     lambda values: values.chunk(2, 1),
     lambda parts: torch.cat([*parts], 1),
 )
-"""Gates and then up projections, [E, 2F, H]."""
+"""Split into gate projections, then up projections, [E, 2F, H]."""
 GRANITE_MOE = Kind(
     "granitemoe", ("granitemoe",), LLAMA_KEYS | _LOCAL_EXPERTS, SILU | {"attention_bias": False},
     lambda given, content: {
@@ -304,15 +309,17 @@ _IN_TURN = Split(
     lambda values: (values[..., ::2], values[..., 1::2]),
     lambda parts: torch.stack([*parts], -1).flatten(-2),
 )
-"""Gates and up projections in turn, as the last dimension."""
+"""Split of gate and up projections whose elements alternate in the last dimension."""
 
 
 def _read_gpt_oss(given: Keys, content: Content) -> Content:
     rope = read_head_and_rope(given, content)
     given.only("expert_feed_forward_length", content["intermediate_size"])
-    scaling = rope.setdefault("rope_scaling", {"rope_type": "default"})  # theirs is YaRN
+    # the original model uses YaRN
+    scaling = rope.setdefault("rope_scaling", {"rope_type": "default"})
     if scaling["rope_type"] == "yarn":
-        rope["rope_scaling"] = scaling | {"truncate": False}  # which llama.cpp does not say
+        # GGUF files do not store this setting of the original model
+        rope["rope_scaling"] = scaling | {"truncate": False}
     return rope | {
         "sliding_window": given.whole("attention.sliding_window"),
         "layer_types": _kinds(given, content, 2),
@@ -341,11 +348,12 @@ _CORRECTED = {
     "expert_shared_count": "n_shared_experts",
 }  # fmt: skip
 _SIGMOID = 2
-"""``expert_gating_func``."""
+"""Value of ``expert_gating_func`` for sigmoid gating."""
 
 
 def _read_corrected(given: Keys, content: Content) -> Content:
-    """Experts that corrected sigmoids choose, after dense blocks."""
+    """Return the settings of experts that follow dense blocks and are selected by bias-corrected
+    sigmoid scores."""
     given.only("expert_gating_func", _SIGMOID)
     for key in ("expert_group_count", "expert_group_used_count"):
         given.only(key, 1)
@@ -428,11 +436,12 @@ KINDS = (
     COHERE, COHERE2, GEMMA, SMOLLM3, EXAONE4, SEED_OSS, GLM, GLM4, ERNIE4_5, HUNYUAN, MPT,
     GRANITE_MOE, GPT_OSS, DOTS1, GLM4_MOE, MINIMAX_M2, HUNYUAN_MOE,
 )  # fmt: skip
-"""In the order in which a model whose own architecture has no name in GGUF is written."""
+"""All architectures. A model whose own architecture GGUF lacks is written as the first that
+fits."""
 
 
 def kind_named(name: Any, where: str) -> Kind:
-    """The architecture that a file names. Raises CheckpointError for one that is not known."""
+    """Return the architecture that a file names. Raises CheckpointError if it is unknown."""
     known = next((kind for kind in KINDS if kind.name == name), None)
     if known is None:
         raise CheckpointError(
@@ -443,8 +452,8 @@ def kind_named(name: Any, where: str) -> Kind:
 
 
 def form_of(model: ModelConfig) -> Architecture:
-    """Return the table for a model's tensors in its file: its own architecture's or, if GGUF lacks
-    it, the first of :data:`KINDS` that fits."""
+    """Return the tensor table for writing a model. It is that of the model's own architecture or,
+    if GGUF lacks it, of the first of :data:`KINDS` that fits."""
     own = architecture_of(model)
     names = [name for kind in KINDS for name in kind.model_types]
     if own.model_type in names:
@@ -454,8 +463,8 @@ def form_of(model: ModelConfig) -> Architecture:
 
 
 def kind_of(model_type: str) -> Kind:
-    """The architecture that a model of `transformers` is written as. Raises ValueError if none
-    is."""
+    """Return the architecture as which a model type of `transformers` is written. Raises ValueError
+    if GGUF has no such architecture."""
     for kind in KINDS:
         if model_type in kind.model_types:
             return kind

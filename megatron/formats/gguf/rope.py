@@ -1,6 +1,6 @@
-"""Scaled RoPE in GGUF files: keys for linear scaling and YaRN; tensors of factors for Llama 3's
-scaling (``rope_freqs``) and for LongRoPE (``rope_factors_short``, ``rope_factors_long``), by which
-the wavelengths of the pairs of channels are multiplied."""
+"""RoPE scaling in GGUF files. Linear scaling and YaRN are stored as metadata. Llama 3's scaling
+(``rope_freqs``) and LongRoPE (``rope_factors_short``, ``rope_factors_long``) are stored as tensors
+of factors that multiply the wavelengths of the channel pairs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_PAIRS = 2**12
 
 
 def read_scaling(given: Keys) -> Content | None:
-    """``rope_scaling`` from the keys; None without scaling."""
+    """Return the ``rope_scaling`` that the keys describe, or None without scaling."""
     kind = given.get("rope.scaling.type", "none")
     if kind == "none":
         return None
@@ -38,7 +38,7 @@ def read_scaling(given: Keys) -> Content | None:
 
 
 def write_scaling(content: Content) -> Content:
-    """The keys for a ``rope_scaling``. Raises ValueError for one that GGUF files do not have."""
+    """Return the metadata for a ``rope_scaling``. Raises ValueError if GGUF cannot express it."""
     scaling = content.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in (None, "llama3"):
@@ -56,9 +56,9 @@ def write_scaling(content: Content) -> Content:
 
 
 def _factors(scaling: Content, theta: float, width: int) -> Tensor:
-    """Factors [D / 2] of Llama 3's scaling, in float32: 1 for short wavelengths, ``factor`` for
-    long ones, and between them what interpolates the frequencies (``_compute_llama3_parameters`` of
-    transformers)."""
+    """Return the factors [D / 2] of Llama 3's scaling, in float32: 1 for short wavelengths,
+    ``factor`` for long ones, and an interpolation of the frequencies in between
+    (``_compute_llama3_parameters`` in transformers)."""
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     factor, original = float(scaling["factor"]), float(scaling[_ORIGINAL])
     exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
@@ -71,7 +71,7 @@ def _factors(scaling: Content, theta: float, width: int) -> Tensor:
 
 
 def write_factors(content: Content) -> Mapping[str, Tensor]:
-    """The tensors of Llama 3's scaling or of LongRoPE; none without these."""
+    """Return the tensors for Llama 3's scaling or LongRoPE, and none for other scalings."""
     scaling = content.get("rope_scaling") or {}
     if "long_factor" in scaling:
         return {
@@ -85,9 +85,9 @@ def write_factors(content: Content) -> Mapping[str, Tensor]:
 
 
 def read_factors(given: Keys, content: Content) -> Content | None:
-    """Return Llama 3's ``rope_scaling`` that gives the factors in the file, or None. The file lacks
-    the parameters: the first that give these factors are used. Raises CheckpointError for factors
-    of another kind."""
+    """Return a Llama 3 ``rope_scaling`` that gives the factors in the file, or None without
+    factors. The file lacks the parameters of the scaling, so known ones are tried, and the first
+    that match are used. Raises CheckpointError if none match."""
     if _FACTORS not in given.tensors:
         return None
     stored, width = _vector(given, _FACTORS), content["head_dim"]
@@ -103,8 +103,8 @@ def read_factors(given: Keys, content: Content) -> Content | None:
 
 
 def read_longrope(given: Keys) -> Content | None:
-    """``rope_scaling`` of LongRoPE; None without its tensors. How much attention is scaled follows
-    from the lengths."""
+    """Return the ``rope_scaling`` of LongRoPE, or None if its tensors are missing. The attention
+    scale is derived from the context lengths."""
     given.get("rope.scaling.attn_factor")
     if _LONG not in given.tensors and _SHORT not in given.tensors:
         return None
@@ -117,7 +117,7 @@ def read_longrope(given: Keys) -> Content | None:
 
 
 def write_longrope(content: Content) -> Content:
-    """The key for LongRoPE's scale of attention (Phi-3's modeling)."""
+    """Return the key for LongRoPE's attention scale (from Phi-3's modeling code)."""
     scale = content["max_position_embeddings"] / content[_ORIGINAL]
     if "rope_scaling" not in content or scale <= 1:
         return {}

@@ -1,4 +1,4 @@
-"""A model in a GGUF file as a checkpoint: whole parameters with canonical names, dequantised."""
+"""Checkpoint source for a model in GGUF files: dequantised, unsharded, with canonical names."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ from megatron.formats.huggingface.source import TableSource, shapes_of
 SUFFIX = ".gguf"
 HEAD, TABLE = "output.weight", "token_embd.weight"
 _PROJECTOR = "mmproj"
-"""Beginning of the names of files for images, next to their model's."""
+"""File name prefix of image projectors, which are stored next to the model's file."""
 
 
 class GGUFModel(TableSource):
-    """A model in one GGUF file, or in several parts of one. Tensors are mapped into memory, and
-    dequantised when they are needed. Raises CheckpointError if a part is missing or damaged,
-    tensors are missing, superfluous or of another shape, or the metadata describe a network that
-    cannot be represented."""
+    """A model in one or several GGUF files. Tensors are memory-mapped, and dequantised when they
+    are needed. Raises CheckpointError if a file is missing or damaged, if tensors are missing,
+    superfluous or of a different shape, or if the metadata describe an unsupported network."""
 
     title = "GGUF file"
 
@@ -91,23 +90,24 @@ class GGUFModel(TableSource):
         return str(stored).removeprefix("torch.")
 
     def _part(self, theirs: str) -> Tensor:
-        """A tensor in Hugging Face's form."""
+        """Return a tensor in Hugging Face's layout, by its Hugging Face name."""
         return self.kind.from_file(theirs, lambda place: self.file.tensor(*place), self.model)
 
     @cached_property
     def generation(self) -> dict[str, Any]:
-        """See :attr:`Source.generation`: the token that the metadata name as the end of a text."""
+        """Generation settings: the end-of-text token in the metadata. See
+        :attr:`Source.generation`."""
         return end_of_text(self.file.metadata, self.model.vocabulary.size, self.folder)
 
     def copy_tokenizer(self, target: Path) -> bool:
-        """See :meth:`Source.copy_tokenizer`; made of the metadata."""
+        """Write the tokenizer that the metadata contain. See :meth:`Source.copy_tokenizer`."""
         metadata = self.file.metadata
         written = save_tokenizer(metadata, target, self.model.vocabulary.size, self.folder)
         write_generation(target, self.generation)
         return written
 
     def _check_names(self) -> None:
-        """Raises CheckpointError if tensors are missing or superfluous."""
+        """Raise CheckpointError if tensors are missing or superfluous."""
         expected = {place.name for places in self._places.values() for place in places}
         described = f"a model as its metadata describe it ({self.kind.name})"
         if missing := sorted(expected - self.file.tensors.keys()):
@@ -139,8 +139,8 @@ class GGUFModel(TableSource):
 
 
 def config_of(kind: Kind, file: GGUFFile) -> dict[str, Any]:
-    """Return the config.json of a model from its metadata, the rows of its token embedding and the
-    presence of a separate head. Raises CheckpointError if they are malformed."""
+    """Derive a model's config.json from its metadata, the number of rows in its token embedding,
+    and whether it has a separate head. Raises CheckpointError if the metadata are malformed."""
     where, tensors = str(file.path), file.tensors
     if TABLE not in tensors or len(tensors[TABLE].shape) != 2:
         raise CheckpointError(f"{where} has no {TABLE}, a matrix")
@@ -152,7 +152,7 @@ def config_of(kind: Kind, file: GGUFFile) -> dict[str, Any]:
 
 
 def tied(tensors: Mapping[str, Any]) -> bool:
-    """True if a model has no separate head, or one that repeats the token embedding."""
+    """Return whether a model has no separate head, or a head equal to the token embedding."""
     if HEAD not in tensors:
         return True
     head, table = tensors[HEAD], tensors[TABLE]

@@ -1,8 +1,9 @@
-"""The tokenizer in the metadata of a GGUF file: read by transformers' own conversion, and written
-for byte-level BPE and for SentencePiece's BPE.
+"""The tokenizer in a GGUF file's metadata. It is read by transformers' own conversion. Byte-level
+BPE and SentencePiece's BPE can be written.
 
-Instead of the pattern that splits texts, files contain its name (``tokenizer.ggml.pre``); instead
-of SentencePiece's merges, a score for each token, the largest of which merges first.
+Files contain the name of the pattern that splits texts (``tokenizer.ggml.pre``), not the pattern
+itself. Instead of SentencePiece's merges they contain a score for each token; the highest score
+merges first.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from megatron.util.errors import rust_errors
 
 _GGML = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
-"""Types of tokens (gguf.TokenType)."""
+"""Token types (gguf.TokenType)."""
 _ROLES = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id",
           "pad": "padding_token_id"}  # fmt: skip
 _OF_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais")
-"""Names of the pattern of GPT-2."""
+"""Names under which models use GPT-2's splitting pattern."""
 _SPACED = ("gemma", "gemma2", "gemma3", "phi3")
-"""Architectures whose tokenizers add no space before a text in transformers' conversion."""
+"""Architectures for which transformers' conversion adds no space before a text."""
 _SAMPLES = ("The 3 7 59 na\u00efve: def f(x):\n\treturn \u6771\u4eac  1024\n", "I'LL it's", "a  b")
 
 
 def end_of_text(metadata: Mapping[str, Any], rows: int, where: Path) -> Generation:
-    """The token that ends a text, of ``rows`` that the model has. Raises CheckpointError if it is
-    not one of them."""
+    """Return generation settings with the end-of-text token. Raises CheckpointError if it is not
+    one of the model's ``rows`` tokens."""
     end = metadata.get(f"{_GGML}eos_token_id")
     if end is None:
         return {}
@@ -47,9 +48,9 @@ def end_of_text(metadata: Mapping[str, Any], rows: int, where: Path) -> Generati
 
 
 def save_tokenizer(metadata: Mapping[str, Any], target: Path, rows: int, where: Path) -> bool:
-    """Writes the tokenizer of a file's metadata as one of Hugging Face, into a new folder; returns
-    False where it has none, or the way in which it splits texts is not known here. Raises
-    CheckpointError if it is malformed, or has more tokens than the model."""
+    """Write the tokenizer in a file's metadata to a new folder, in Hugging Face's format. Return
+    False if there is no tokenizer, or if its splitting pattern is unknown. Raises CheckpointError
+    if the tokenizer is malformed, or has more tokens than the model."""
     content = {
         key.removeprefix(_GGML): value for key, value in metadata.items() if key.startswith(_GGML)
     }
@@ -63,7 +64,7 @@ def save_tokenizer(metadata: Mapping[str, Any], target: Path, rows: int, where: 
         with rust_errors("the library cannot read it"):
             tokenizer = _built(content, str(architecture), metadata.get("tokenizer.chat_template"))
             tokenizer.save_pretrained(target)
-    except Exception as error:  # transformers raises many kinds
+    except Exception as error:  # transformers raises errors of many types
         reason = " ".join(str(error).split())[:500]
         raise CheckpointError(f"{where}: its tokenizer (tokenizer.ggml): {reason}") from None
     return True
@@ -78,15 +79,15 @@ def _is_known(content: Mapping[str, Any], architecture: Any) -> bool:
 
 
 def _splits() -> Mapping[str, str]:
-    """Patterns by the names known to transformers."""
+    """Return the splitting patterns that transformers knows, by name."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     return GGUF_PRE_TOKENIZER_SPLITS
 
 
 def _check(content: Mapping[str, Any]) -> list[str]:
-    """The tokens. Raises ValueError if a list has other elements or another length than the
-    format's, or what is in it would take the library too long."""
+    """Return the tokens. Raises ValueError if a list has the wrong element type or length, or if
+    the content would take the library too long to process."""
     tokens = content.get("tokens")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise ValueError("tokens must be a list of texts")
@@ -113,7 +114,7 @@ def _check(content: Mapping[str, Any]) -> list[str]:
 
 
 def _built(content: Mapping[str, Any], architecture: str, template: Any) -> Any:
-    """Return the tokenizer that `transformers` makes from a GGUF file."""
+    """Return the tokenizer that `transformers` builds from GGUF metadata."""
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import convert_gguf_tokenizer
 
@@ -138,8 +139,9 @@ def _built(content: Mapping[str, Any], architecture: str, template: Any) -> Any:
 def tokenizer_metadata(
     source: Source, architecture: str, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The keys for the tokenizer of a checkpoint, of a model that llama.cpp calls ``architecture``;
-    empty if it has none, or GGUF cannot express it, which a line reports."""
+    """Return the metadata for a checkpoint's tokenizer. ``architecture`` is llama.cpp's name for
+    the model. If there is no tokenizer, or GGUF cannot express it, report why and return
+    nothing."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "tokenizer"
         if not source.copy_tokenizer(folder):
@@ -162,8 +164,8 @@ def tokenizer_metadata(
 
 
 def _written(tokenizer: Any, rows: int) -> dict[str, Any] | None:
-    """The keys, without their beginning, for a fast tokenizer and a model of ``rows`` tokens; None
-    for one of another kind."""
+    """Return the metadata, without prefix, for a fast tokenizer and a model with ``rows`` tokens.
+    Return None for unsupported kinds of tokenizers."""
     if not getattr(tokenizer, "is_fast", False):
         return None
     content = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -200,8 +202,8 @@ def _written(tokenizer: Any, rows: int) -> dict[str, Any] | None:
 
 
 def _pre(step: Any) -> str | None:
-    """The name of the pattern that splits texts before their bytes are merged; None if it has no
-    name, or the tokenizer is not of bytes."""
+    """Return GGUF's name for the pattern that splits texts before bytes are merged. Return None if
+    the pattern has no name, or the tokenizer is not byte-level."""
     steps = step["pretokenizers"] if step and step["type"] == "Sequence" else [step]
     kinds = [each["type"] for each in steps if each]
     if kinds == ["ByteLevel"] and steps[0]["use_regex"] and not steps[0]["add_prefix_space"]:

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a GGUF file for llama.cpp, one tensor in memory at a time."""
+"""Writer of GGUF files for llama.cpp, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, finite
+from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
 from megatron.config.features import AHEAD
@@ -24,24 +24,26 @@ from megatron.formats.gguf.tokenizer import tokenizer_metadata
 from megatron.formats.huggingface import architecture_named
 from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.entries import Parameter
+from megatron.formats.tensors import finite
 from megatron.util.progress import progress_bar
 
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-"""``general.file_type`` by --type."""
+"""``general.file_type`` for each value of --type."""
 _EXACT = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight",
 )  # fmt: skip
-"""Ends of the names of matrices that llama.cpp requires in float32, as it does vectors."""
+"""Name suffixes of matrices that llama.cpp requires in float32, as it does all vectors."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _UNIMPORTANT = {
     "attention_dropout", "hidden_dropout", "init_method_std", "hf_architecture", "seq_length",
 }  # fmt: skip
-"""Fields that concern training alone."""
+"""Model fields that affect only training, and need not be expressed."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Metadata and configuration-derived tensors of a model that is written."""
+    """A model to be written: its metadata, and the tensors that are derived from its
+    configuration."""
 
     model: ModelConfig
     form: Architecture
@@ -53,11 +55,13 @@ class _Plan:
 def write_gguf(
     source: Source, path: Path, type_name: str, progress: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Writes a new GGUF file with weights of a type of :data:`TYPES`, and the tokenizer's metadata
-    where GGUF has a form for it; then reads it back. Blocks of multi-token prediction are left out,
-    as llama.cpp's converter leaves out most. Raises ValueError if llama.cpp has no such network;
-    CheckpointError if the checkpoint is damaged, a weight is not finite in the type, or what is
-    read back differs; OSError if the file cannot be written."""
+    """Write a new GGUF file with weights of the type ``type_name``, a key of :data:`TYPES`, and
+    with the tokenizer if GGUF can express it. Then read it back and compare.
+
+    Multi-token prediction blocks are left out, as llama.cpp's converter does for most models.
+    Raises ValueError if llama.cpp does not support the network. Raises CheckpointError if the
+    checkpoint is damaged, a weight is not finite in the type, or a value that is read back differs.
+    Raises OSError if the file cannot be written."""
     import gguf
 
     if ahead := source.model.blocks_ahead:
@@ -89,8 +93,8 @@ def write_gguf(
 
 
 def _plan(model: ModelConfig) -> _Plan:
-    """Return the metadata of a model. Raises ValueError if they cannot describe it completely."""
-    # Without the blocks after the last layer, which training alone needs.
+    """Plan how to write a model. Raises ValueError if metadata cannot describe it completely."""
+    # Drop the multi-token prediction blocks, which only training needs.
     parts: list[Any] = [type(part)() if part.blocks_ahead else part for part in model.parts]
     model = replace(model, parts=tuple(parts))
     form = form_of(model)
@@ -122,7 +126,7 @@ def _plan(model: ModelConfig) -> _Plan:
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
-    """Add a key in the type that llama.cpp reads: uint32 for sizes and ids."""
+    """Add a key with the value type that llama.cpp reads: uint32 for sizes and ids."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -139,7 +143,7 @@ _Stored = tuple[str, tuple[int, ...], Any, Callable[[], Tensor]]
 
 
 def _tensors(source: Source, plan: _Plan, type_name: str) -> Iterator[_Stored]:
-    """Name, shape and type of each tensor, and a function that makes it."""
+    """Yield the name, shape and type of each tensor, with a function that returns its values."""
     from gguf import GGMLQuantizationType as Kinds
 
     model = plan.model
@@ -157,10 +161,11 @@ def _tensors(source: Source, plan: _Plan, type_name: str) -> Iterator[_Stored]:
 
 
 def _made(source: Source, plan: _Plan, parameter: Parameter, name: str, kind: Any) -> Tensor:
-    """A tensor of the file, in float32. Raises NotFiniteError if it is not finite in its type."""
+    """Return the values of a tensor in the file, in float32. Raises NotFiniteError if they overflow
+    in its type."""
     theirs = parameter.to_hf(source.tensor(parameter.ours))
     values = _joined(plan, parameter, theirs, source.model)[name].contiguous()
-    # The scales of Q8_0 are float16: a 127th of a block's largest number.
+    # Q8_0 has float16 scales: a block's largest magnitude divided by 127.
     finite(parameter.ours, values / 127 if kind.name == "Q8_0" else values,
            _DTYPES.get(kind.name, torch.float16), source.folder)  # fmt: skip
     return values
@@ -169,7 +174,8 @@ def _made(source: Source, plan: _Plan, parameter: Parameter, name: str, kind: An
 def _joined(
     plan: _Plan, parameter: Parameter, theirs: dict[str, Tensor], model: ModelConfig
 ) -> dict[str, Tensor]:
-    """The tensors of one parameter by their names in the file; all experts are in one."""
+    """Return the tensors in the file that store one parameter, by name. All experts are stacked in
+    one tensor."""
     joined: dict[str, list[Tensor]] = {}
     for each, values in theirs.items():
         for place, part in plan.kind.to_file(each, values, model).items():
@@ -179,8 +185,9 @@ def _joined(
 
 
 def _type_of(name: str, shape: tuple[int, ...], type_name: str) -> Any:
-    """The type of a tensor: float32 for vectors and what llama.cpp adds in float32, and float16
-    where rows are no whole blocks of Q8_0, as llama.cpp's converter chooses."""
+    """Return the type of a tensor, chosen as llama.cpp's converter does: float32 for vectors and
+    for matrices that llama.cpp requires in it, and float16 if rows are not a multiple of Q8_0's
+    blocks."""
     from gguf import GGML_QUANT_SIZES
     from gguf import GGMLQuantizationType as Kinds
 
@@ -191,7 +198,7 @@ def _type_of(name: str, shape: tuple[int, ...], type_name: str) -> Any:
 
 
 def _bytes_of(values: Tensor, kind: Any) -> Any:
-    """The bytes of a tensor in a type."""
+    """Return the bytes that store a tensor in type ``kind``."""
     from gguf.quants import quantize
 
     if kind.name in _DTYPES:
@@ -200,11 +207,11 @@ def _bytes_of(values: Tensor, kind: Any) -> Any:
 
 
 _ROUNDING = {"f32": 1e-6, "f16": 2.0**-10, "bf16": 2.0**-7, "q8_0": 2.0**-7}
-"""Largest change of a weight by its type, as a share of the largest weight of a parameter."""
+"""Maximum rounding error of each type, relative to the largest weight of a parameter."""
 
 
 def _check(source: Source, written: GGUFModel, type_name: str) -> None:
-    """Raises CheckpointError if a file does not contain a source, rounded to its types."""
+    """Raise CheckpointError if a file differs from its source by more than the type's rounding."""
     names = [name for name in source.names() if not name.startswith(AHEAD)]
     for name in progress_bar("reading it back", names, unit=" parameters"):
         values, near = source.tensor(name), written.tensor(name)

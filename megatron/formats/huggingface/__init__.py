@@ -1,5 +1,5 @@
-"""Models of Hugging Face: the known architectures, one table each, read in both directions. A new
-one is a file and a name here, or in its feature."""
+"""Hugging Face models. Each supported architecture is one table, which is used for both import and
+export. To add an architecture, write its file and name it in this module, or in its feature."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _OF_CORE: tuple[Architecture, ...] = (
 
 @cache
 def architectures() -> tuple[Architecture, ...]:
-    """The known architectures, the plainer ones first: a model that fits several is the first.
-    Those of features follow."""
+    """Return the supported architectures: plainer ones first, and those of features last. A model
+    that fits several architectures is exported as the first."""
     of_features = (form for each in features().values() for form in each.architectures())
     return (*_OF_CORE, *CLASSIC, *DECODERS, *of_features)
 
@@ -61,13 +61,13 @@ REASONS = {
     "kimi_k2": "keys and values are computed from latents (MLA)",
     "paligemma": "its text model sees both sides of a prompt, and one side of an answer",
 }
-"""Explanations for some that look as if they were known."""
+"""Why architectures that resemble supported ones are not supported, by ``model_type``."""
 
 
 def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architecture:
-    """The architecture that a configuration fits: the ``model_type`` ``wanted``, or else that which
-    the weights were read from, or the plainest that fits. Raises ValueError if it fits none, or not
-    the wanted one; names the flags that it would need."""
+    """Return the architecture as which a model is exported: the ``model_type`` ``wanted`` if given,
+    else the architecture from which the weights were read, else the plainest that fits. Raises
+    ValueError if it does not fit. The message names the flags that the model would need."""
     if model.shaping().get("retro_add_retriever"):
         raise ValueError(
             "a model with --retro-add-retriever reads neighbours, which no architecture of Hugging "
@@ -97,13 +97,14 @@ def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architectu
 
 
 def _distance(needs: Sequence[str]) -> tuple[bool, int]:
-    """Number of changes that a model needs, after all that leave it its experts, or without."""
+    """Return a sort key for an architecture's unmet requirements. Architectures that need no change
+    of ``--num-experts`` come first, then those with fewer requirements."""
     return any("--num-experts" in need for need in needs), len(needs)
 
 
 def departure(model: ModelConfig) -> str | None:
-    """Return the reason for which a model has left the architecture that its weights were read
-    from; None where it is."""
+    """Return why a model no longer fits the architecture from which its weights were read. Return
+    None if it still fits, or if they were not read from one."""
     if model.hf_architecture is None:
         return None
     origin = _find(model.hf_architecture)
@@ -116,8 +117,8 @@ def departure(model: ModelConfig) -> str | None:
 
 
 def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
-    """The architecture that the parsed config.json at ``path`` names. Raises CheckpointError if it
-    names none that is known, or the weights are packed by MLX."""
+    """Return the architecture named in ``content``, the config.json at ``path``. Raises
+    CheckpointError if its ``model_type`` is not supported, or if the weights are packed by MLX."""
     if isinstance(packing := content.get("quantization"), dict):
         raise CheckpointError(
             f"{path}: quantization is {packing!r:.100}: the weights are packed by MLX, which is "
@@ -152,7 +153,7 @@ def _named(wanted: str) -> Architecture:
 
 
 def _shape(model: ModelConfig) -> str:
-    """The flags that the architectures differ in, as the model has them."""
+    """Return the model flags that distinguish architectures, as command-line text for a message."""
     flags, words = model.flags(), []
     for field in dataclasses.fields(flags):
         value = getattr(flags, field.name)
@@ -164,7 +165,7 @@ def _shape(model: ModelConfig) -> str:
 
 
 _ALWAYS = ("position_embedding_type", "normalization")
-"""Flags that are shown even with their default value."""
+"""Fields shown in messages even if they have their default value."""
 
 
 _MATRICES = {
@@ -183,12 +184,12 @@ _LINEAR = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleTarget(LinearTarget):
-    """A linear module of a Hugging Face model, or a parameter of several matrices.
+    """A linear module of a Hugging Face model, or a parameter that stacks several matrices.
 
     Attributes:
-        form: how the rows of a whole layer are stored there.
-        stacked: True for a parameter, whose name ``module`` is, of matrices [E, O, I], or of their
-            transposes.
+        form: order in which the module stores the rows of a whole layer.
+        stacked: True if ``module`` is not a linear module but a parameter of stacked matrices
+            [E, O, I], or of their transposes.
     """
 
     form: Reordering
@@ -196,13 +197,13 @@ class ModuleTarget(LinearTarget):
     stacked: bool = False
 
     def rows_to_hf(self, values: Tensor) -> Tensor:
-        """A tensor with the rows of our weight, [O, ...] or [E, O, r], with its rows in their
-        order."""
+        """Reorder the rows of ``values`` from our weight's order to the module's. The shape is [O,
+        ...] or [E, O, r]."""
         (values,) = self.form.to_hf(values, self.model)
         return (values.mT if self._transposed else values).contiguous()
 
     def rows_from_hf(self, values: Tensor) -> Tensor:
-        """The inverse of :meth:`rows_to_hf`."""
+        """Invert :meth:`rows_to_hf`."""
         values = values.mT if self._transposed else values
         return self.form.from_hf([values], self.model).contiguous()
 
@@ -212,8 +213,8 @@ class ModuleTarget(LinearTarget):
 
 
 def linear_targets(model: ModelConfig) -> tuple[ModuleTarget, ...]:
-    """Return the linear modules of all blocks of a model in the architecture that its configuration
-    fits, in block order; our layers' modules, by our names, if none fits."""
+    """Return the linear modules of all blocks, in block order, for the architecture as which a
+    model would be exported. If no architecture fits, return our own layers under our names."""
     try:
         entries = architecture_of(model).entries
     except ValueError:
@@ -240,7 +241,7 @@ def _targets_of(entry: Entry, model: ModelConfig) -> Iterator[ModuleTarget]:
             yield ModuleTarget(layer, part, parts, name, rows, form=form, model=model)
         return
     matrices = _MATRICES.get(entry.form.name, ("",))
-    # Whatever is done to the columns of a weight does not concern the rows.
+    # Adapters depend only on the order of rows, so a form that keeps this order counts as SAME.
     reorders = entry.form is GROUPED_QKV or entry.form.of_rows
     forms = [entry.form if reorders else SAME] * len(matrices)
     if entry.form is INTERLEAVED_QKV:

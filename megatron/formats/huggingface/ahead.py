@@ -1,7 +1,8 @@
-"""Names in files of Hugging Face of the layers of multi-token prediction.
+"""Tensor names of multi-token prediction (MTP) in Hugging Face files.
 
-A table says them in one line, ``ahead=DEEPSEEK_AHEAD``: their blocks are in the files as other
-blocks are, under other numbers. `transformers` loads them not with a model, but as its MtpModel.
+An architecture's table selects one of these with a single line, such as ``ahead=DEEPSEEK_AHEAD``.
+MTP blocks are stored like other blocks, with higher indices. `transformers` does not load them with
+the model, but as a separate MtpModel.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ _TABLE, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 @dataclass(frozen=True)
 class Ahead:
-    """Names of an architecture, with ``{n}`` for the number of the block, counted on from the
-    layers', or ``{d}`` for the number of the further token, from 0.
+    """An architecture's tensor names for multi-token prediction. In a name, ``{n}`` is the index of
+    the block, which continues after the model's layers, and ``{d}`` is the depth: 0 predicts the
+    first additional token.
 
     Attributes:
-        block: beginning of the names of a block.
-        parts: names of the other parameters, without ``weight``, by ours.
-        keys: of config.json for the number of further tokens, of which the first is written.
-        copies: names of tensors that repeat a parameter of the model, and our name of it.
-        most: the most further tokens that the names have space for.
-        layers: beginning of the names of the model's blocks.
+        block: prefix of the names of a depth's block.
+        parts: names of a depth's other parameters, without ``.weight``, by our names.
+        keys: keys of config.json for the number of depths. The first is the one to write.
+        copies: names of tensors that repeat a parameter of the model, with our name for it.
+        most: maximum number of depths that the names allow; None means no limit.
+        layers: prefix of the names of the model's own blocks.
     """
 
     block: str
@@ -47,13 +49,15 @@ class Ahead:
         return name.format(n=model.num_layers + depth, d=depth)
 
     def stored(self, model: ModelConfig, has: Callable[[str], Any]) -> int:
-        """Return how many further tokens files predict; ``has`` tells the names in them."""
+        """Return the number of depths stored in files. ``has`` returns whether the files contain a
+        tensor name."""
         merge = f"{self.parts['merge']}.weight"
         depths = count() if self.most is None else range(self.most)
         return len([*takewhile(lambda depth: has(self._named(merge, model, depth)), depths)])
 
     def pattern(self, model: ModelConfig, depths: int = 16) -> str:
-        """Return a pattern of all of their names in files with this many further tokens."""
+        """Return a regular expression that matches all MTP tensor names for up to ``depths``
+        depths."""
         first = self.block.partition("{")[0]
         if "{n}" not in self.block:
             return rf"{re.escape(first.partition('.')[0])}\..*"
@@ -61,8 +65,7 @@ class Ahead:
         return rf"{re.escape(first)}({later})\..*"
 
     def parameters(self, entries: Sequence[Entry], model: ModelConfig) -> Iterator[Parameter]:
-        """Return the table for one model, from the entries of its blocks, which are like its last
-        block."""
+        """Yield a model's MTP parameters. MTP blocks are like the model's last block."""
         last = model.num_layers - 1
         for depth in range(model.blocks_ahead):
             for ours, theirs in self.parts.items():
@@ -84,7 +87,8 @@ class Ahead:
         )
 
     def copies_of(self, model: ModelConfig) -> dict[str, str]:
-        """Return the names of tensors that repeat a parameter of the model, with our name."""
+        """Return our name for each tensor that repeats a parameter of the model, by the tensor's
+        name."""
         return {
             self._named(name, model, depth): _TABLE if model.embedding.tied else ours
             for depth in range(model.blocks_ahead)
@@ -92,7 +96,8 @@ class Ahead:
         }
 
     def repeating(self, parameters: Iterable[Parameter], model: ModelConfig) -> Iterator[Parameter]:
-        """Yield the parameters of a model as written, including copies."""
+        """Yield ``parameters`` as they are written. The names of a parameter's copies are added to
+        it."""
         copies = self.copies_of(model)
         for each in parameters:
             more = [name for name, ours in copies.items() if ours == each.ours]
@@ -124,7 +129,8 @@ DEEPSEEK_AHEAD = Ahead(
         "model.layers.{n}.shared_head.head.weight": _HEAD,
     },
 )
-"""DeepSeek-V3 and those after it, as GLM-4.5: further layers, with copies of embedding and head."""
+"""DeepSeek-V3 and successors such as GLM-4.5: each depth is one more layer, with its own copies of
+the token embedding and the output head."""
 
 QWEN_AHEAD = Ahead(
     "mtp.layers.{d}",
@@ -137,4 +143,4 @@ QWEN_AHEAD = Ahead(
     ("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     most=1,
 )
-"""Qwen3-Next and Qwen3.5: one layer apart."""
+"""Qwen3-Next and Qwen3.5: a single depth, stored apart from the layers under ``mtp.``."""

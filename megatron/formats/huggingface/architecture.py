@@ -1,4 +1,4 @@
-"""An architecture of `transformers`: its config.json and its tensors, and ours.
+"""Mapping between an architecture of `transformers` (its config.json and tensors) and our models.
 
 Shapes: N query heads, K key and value heads, D head width, F inner width of the MLP, H hidden size.
 Rows of our query-key-value weight are all queries, all keys, all values: [(N + 2K) D, H].
@@ -39,12 +39,12 @@ from megatron.formats.huggingface.tasks import (
 
 
 class Tensors(Protocol):
-    """The tensors in the files of a folder."""
+    """Access by name to the tensors in a folder's files."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, in the dtype of the file."""
+        """Read a tensor in the dtype in which its file stores it."""
         ...
 
 
@@ -53,38 +53,37 @@ class Architecture:
     """An architecture of `transformers` and how our models map to it.
 
     Attributes:
-        model_class: its class in `transformers`, or a function of the model that returns the class.
-        entries: the table of its tensors.
-        keys: keys of config.json that mean the same as a field of :class:`ModelFlags`.
-        fixed: fields that have this value in every such model.
-        read: the other fields, from config.json and the fields of ``keys``; every key that it reads
-            is treated as understood.
-        write: the other keys of config.json, which may replace some of ``keys``.
-        features: members of :data:`FEATURES` that its models may have, besides the fields in
+        model_class: class name in `transformers`, or a function that returns it for a model.
+        entries: table of the architecture's tensors.
+        keys: keys of config.json that have the same meaning as a field of :class:`ModelFlags`.
+        fixed: fields that have the same value in every model of the architecture.
+        read: returns the other fields, given config.json and the fields of ``keys``. Every key that
+            it reads counts as understood.
+        write: returns the other keys of config.json, which may override some of ``keys``.
+        features: members of :data:`FEATURES` that its models may have, in addition to the fields in
             ``keys``.
-        gated: whether the MLP has a gate; None where both are possible.
-        activations: our flags by the name of an activation; by default follows from ``gated``.
-        activation_names: the name that is written for each activation.
+        gated: whether the MLP is gated; None if both kinds exist.
+        activations: our flags by the name of an activation. The default depends on ``gated``.
+        activation_names: name to write for each of our activations.
         requirements: further conditions on a configuration.
-        only_read: further keys and fields, which are read and not written.
-        defaults: defaults of keys that the configuration class of `transformers` does not have.
-        base_prefix: start of the names of all tensors but the head, which files of a model without
-            a head lack.
-        endings: other endings of names in files: ours of the table, theirs.
-        beginnings: other beginnings of names in files, likewise.
-        copies: their names of further tensors that repeat a parameter, and our name of it.
-        ignored: their names of tensors in old files that `transformers` does not read.
-        predicting: a pattern of their names of tensors of multi-token prediction that are never
-            read; a note says so.
-        ahead: the names of multi-token prediction, read where a run asks for it (ahead.py).
-        constants: tensors that a model of ours lacks, with values that have no effect.
-        optional: names of constants that files may lack.
-        seen: completes the content of config.json by what the tensors of the files show.
-        nearest: the model that is written for one that `transformers` can only approximate, and why
-            it is another; the model itself and "" for all others.
-        other_types: further values of model_type in files that are read alike.
-        rewards: whether `transformers` has its class with a head for rewards, of a causal decoder.
-        stacks: number of blocks by the first part of their canonical names.
+        only_read: further keys and their fields that are read but not written.
+        defaults: default values for keys that the configuration class of `transformers` lacks.
+        base_prefix: prefix of all tensor names except the head's. Files without a head omit it.
+        endings: alternative suffixes of names in files, by the suffix in the table.
+        beginnings: alternative prefixes of names in files, by the prefix in the table.
+        copies: names of further tensors that repeat a parameter, with our name for it.
+        ignored: names of tensors in old files that `transformers` does not read.
+        predicting: regular expression for names of multi-token prediction tensors that are never
+            read. Reading a folder that contains them adds a note.
+        ahead: names for multi-token prediction, which is read if a run requests it (ahead.py).
+        constants: tensors that our models lack, with the values that have no effect.
+        optional: names of constants that files may omit.
+        seen: completes the content of config.json from the tensors in the files.
+        nearest: returns the model to write if `transformers` can only approximate ours, and why the
+            two differ. For other models, returns the model itself and "".
+        other_types: further values of ``model_type`` that are read in the same way.
+        rewards: whether `transformers` has a causal decoder of this kind with a reward head.
+        stacks: number of blocks of each stack, by the first part of their canonical names.
     """
 
     title: str
@@ -127,19 +126,19 @@ class Architecture:
         assert self.features <= set(FEATURES)
 
     def class_of(self, model: ModelConfig) -> str:
-        """The class of a model in `transformers`."""
+        """Return the name of the class in `transformers` for a model."""
         named = self.model_class
         named = named if isinstance(named, str) else named(model)
         return reward_class(named) if has_rewards(model) else named
 
     def task_of(self, model: ModelConfig) -> Task:
-        """The task of a model."""
+        """Return the task that a model was trained for, such as predicting the next token."""
         if has_rewards(model):
             return REWARD
         return self.task if isinstance(self.task, Task) else self.task(model)
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
-        """The keys of config.json that describe the network, as transformers 4 and 5 read them."""
+        """Return config.json's keys that describe the network, for transformers 4 and 5."""
         values = vars(model.flags()) | {"activation": self.activation_names[model.mlp.activation]}
         return {
             "architectures": [self.class_of(model)],
@@ -156,11 +155,12 @@ class Architecture:
         }
 
     def model(self, content: dict[str, Any], path: Path) -> ModelConfig:
-        """The network that a config.json at ``path`` describes, written by transformers 4 or 5.
-        Raises CheckpointError if a value cannot be represented, or a key is not known."""
+        """Return the network that ``content`` describes, the config.json at ``path``, which
+        transformers 4 or 5 wrote. Raises CheckpointError if a value cannot be represented or a key
+        is unknown."""
         given = HFConfigReader(content, path, self.title, self.model_type, self.defaults)
         vocab_size, tied = given.whole("vocab_size"), given.flag("tie_word_embeddings")
-        # Without a key for it there is no dropout.
+        # Without a key for dropout, an architecture has none.
         fields = {"hidden_dropout": 0.0, **self.fixed}
         fields |= given.fields({**self.keys, **self.only_read}, self._activations)
         _derive_sizes(given, fields)
@@ -185,7 +185,7 @@ class Architecture:
         return resolved(flags, path).with_vocabulary(vocab_size)
 
     def misfits(self, model: ModelConfig) -> list[str]:
-        """The flags that the configuration lacks to fit; empty when it fits."""
+        """Return the flags that a model would need to fit, or an empty list if it fits."""
         if model.family != self.family:
             return [f"a model of the family {self.family}"]
         flags = model.flags()
@@ -217,9 +217,10 @@ class Architecture:
         return self.activations or (GATES if self.gated else ACTIVATIONS)
 
     def parameters(self, model: ModelConfig) -> Iterator[Parameter]:
-        """The table for one model: blocks in order, between what comes before and after them."""
+        """Yield a model's parameters: those before the blocks, those of each block, and those
+        after."""
         present = [entry for entry in self.entries if entry.when(model)]
-        if has_rewards(model):  # its head replaces the one for tokens
+        if has_rewards(model):  # A reward head replaces the output layer.
             present = [each for each in present if each.ours != "output_layer.weight"]
             present += weight("score", "score")
         for stack, entries in groupby(present, lambda entry: entry.stack):
@@ -241,13 +242,14 @@ class Architecture:
     def to_hf(
         self, model: ModelConfig, source: Callable[[str], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) in their form, from whole parameters by canonical name."""
+        """Yield (name, tensor) pairs in the Hugging Face layout. ``source`` returns a whole
+        parameter by its canonical name."""
         for parameter in self.parameters(model):
             yield from parameter.to_hf(source(parameter.ours)).items()
 
 
 def _derive_sizes(given: HFConfigReader, fields: dict[str, Any]) -> None:
-    """Fills in the sizes that the file leaves to others."""
+    """Fill in sizes that config.json leaves to be derived from others."""
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     fields["ffn_hidden_size"] = fields.get("ffn_hidden_size") or 4 * hidden
     fields["num_query_groups"] = fields.get("num_query_groups") or heads

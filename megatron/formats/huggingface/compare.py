@@ -1,4 +1,4 @@
-"""Compares a model of `transformers` with one of ours."""
+"""Comparison of a `transformers` model's logits with ours."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from megatron.formats.transformers_folder import quiet_transformers
 from megatron.model.layer_list import LayerStack
 
 BOUND = 2.0**-23
-"""Largest difference of logits in float64, relative to the largest logit: its last digit in
-float32. Two right models differ by rounding in float64, and by the digits of constants: 0.79788456
-in BLOOM's GELU makes 1e-9."""
+"""Maximum difference of logits computed in float64, relative to the largest logit: the machine
+epsilon of float32. Correct models still differ by float64 rounding and by truncated constants:
+0.79788456 in BLOOM's GELU causes a difference of 1e-9."""
 MERGED = 100 * BOUND
-"""The same where adapters were merged: their sums with the base's weights are rounded to float32,
-which a deep model makes larger."""
+"""Bound for merged adapters. Merging rounds the sums with the base weights to float32, and a deep
+model amplifies this rounding."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Logits of two models on the same tokens: largest absolute difference, its bound, largest
-    absolute logit, compared quantity, and True if all agree."""
+    """Result of comparing two models' logits on the same tokens: largest absolute difference and
+    its bound, largest absolute logit, what was compared, and whether all logits agree."""
 
     largest: float
     allowed: float
@@ -54,8 +54,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Reference:
-    """Logits that `transformers` computes with a folder, by name, and their inputs. ``bound`` is
-    the largest allowed difference as a share of the largest logit."""
+    """Logits that `transformers` computes from a folder, by output name, with their inputs.
+    ``bound`` is the maximum difference, relative to the largest logit."""
 
     model: ModelConfig
     task: Task
@@ -65,8 +65,8 @@ class Reference:
 
     @torch.no_grad()
     def compared_with(self, ours: LayerStack) -> Comparison:
-        """Compares all heads of our model (float32, on the CPU) in float64, to which it is widened
-        meanwhile."""
+        """Compare the logits of all heads with our model's (float32, on the CPU). The model is
+        converted to float64 in place, and back afterwards."""
         state = ours.double()(self.inputs.ours)
         results = {
             name: _counted(values, self.inputs)
@@ -82,7 +82,7 @@ class Reference:
             allowed=self.bound * sizes[worst],
             magnitude=max(sizes.values()),
             compared=f"{self.task.count(first)} {self.task.unit}",
-            agree=all(apart[name] <= self.bound * sizes[name] for name in results),  # not with NaN
+            agree=all(apart[name] <= self.bound * sizes[name] for name in results),  # False for NaN
         )
 
 
@@ -94,22 +94,23 @@ def reference_of(
     seed: int = 1234,
     adapters: Path | None = None,
 ) -> Reference:
-    """Logits that `transformers` computes with a folder in float64 on random tokens at the first
-    and at the last positions of ``model``, ours for the folder; with ``adapters``, peft's logits
-    with that folder too. With ``strict`` it must find all weights and no other. Raises
-    CheckpointError if it does not, or reads another vocabulary size, number of positions, sliding
-    windows or factors of LongRoPE than ``model`` has."""
+    """Return the logits that `transformers` computes in float64 with the model in a folder, on
+    random tokens at the first and last positions. ``model`` is our configuration for the folder.
+    With ``adapters``, peft applies the adapters in that folder. With ``strict``, `transformers`
+    must find exactly the expected weights. Raises CheckpointError if it does not, or if its
+    vocabulary size, number of positions, windows or LongRoPE factors differ from ``model``'s."""
     path = folder / "config.json"
     whole = read_json(path, lenient=True)
     content = text_content(whole, path)
     form = architecture_named(content, path)
     task = form.task_of(model)
     inputs = task.inputs(model, seed)
-    # The buckets of relative positions depend on rounding to float32.
+    # The bucket of a relative position depends on float32 rounding, so it stays float32.
     with _Float64(integers=model.positions.position_embedding_type != "relative"), _Constants():
         further = "" if form.ahead is None else form.ahead.pattern(model)
         class_name = form.class_of(model)
-        if renaming(whole) is not None:  # without an image it is its text model
+        # Without images, a multimodal model computes the same as its text model.
+        if renaming(whole) is not None:
             class_name = "AutoModelForImageTextToText"
         theirs = _load(folder, class_name, strict, further)
         if adapters is not None:
@@ -119,7 +120,8 @@ def reference_of(
     logits = {
         name: _counted(values, inputs)
         for name, values in output.items()
-        if name.endswith("logits") and isinstance(values, Tensor)  # none of routers, by layer
+        # router logits are a tuple, and not compared
+        if name.endswith("logits") and isinstance(values, Tensor)
     }
     return Reference(model, task, inputs, logits, BOUND if adapters is None else MERGED)
 
@@ -127,13 +129,15 @@ def reference_of(
 def compare_logits(
     ours: LayerStack, folder: Path, model: ModelConfig, strict: bool = True, seed: int = 1234
 ) -> Comparison:
-    """:meth:`Reference.compared_with` for :func:`reference_of`."""
+    """Compare our model's logits with those of :func:`reference_of`. ``ours`` is converted to
+    float64 and back, see :meth:`Reference.compared_with`."""
     return reference_of(folder, model, strict, seed).compared_with(ours)
 
 
 class _Float64(TorchDispatchMode):
-    """Computes all of a model in float64: values that norms and attention cast to float32 stay, and
-    ``integers`` become float64 too, as tables of rotary positions and ALiBi's distances."""
+    """Torch mode in which a model computes everything in float64, including norms and attention,
+    which would cast to float32. With ``integers``, float32 values computed from integers, such as
+    RoPE tables and ALiBi distances, become float64 too."""
 
     def __init__(self, integers: bool) -> None:
         super().__init__()
@@ -148,7 +152,8 @@ class _Float64(TorchDispatchMode):
 
 
 class _Constants(TorchFunctionMode):
-    """Makes float32 constants float64, as ALiBi's slopes and the least score of XGLM."""
+    """Torch mode that creates float32 constants in float64, such as ALiBi's slopes and XGLM's mask
+    value."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
@@ -163,8 +168,8 @@ class _Constants(TorchFunctionMode):
 def largest_difference(
     first: LayerStack, second: LayerStack, form: Architecture, model: ModelConfig, seed: int = 1234
 ) -> float:
-    """The largest absolute difference of the logits of two models of ours (float32, on the CPU), on
-    the tokens of :func:`compare_logits`."""
+    """Return the largest absolute difference between the logits of two of our models (float32, on
+    the CPU), on the tokens of :func:`compare_logits`."""
     task = form.task_of(model)
     inputs = task.inputs(model, seed)
     outputs, wanted = (task.outputs(ours(inputs.ours), model) for ours in (first, second))
@@ -175,13 +180,14 @@ def largest_difference(
 
 
 def _counted(values: Tensor, inputs: Inputs) -> Tensor:
-    """The logits that are compared: of positions that are not padding, where they have one."""
+    """Return the logits to compare: those of counted positions if they have a position
+    dimension."""
     return values if inputs.counted is None or values.ndim < 3 else values[inputs.counted]
 
 
 def _load(folder: Path, class_name: str, strict: bool, further: str = "") -> Any:
-    """A model of transformers; ``further``: a pattern of tensors that it does not read."""
-    import transformers  # takes seconds
+    """Load a transformers model. ``further`` is a pattern for tensor names that it may ignore."""
+    import transformers  # slow to import
 
     with quiet_transformers():
         loaded: Any = getattr(transformers, class_name).from_pretrained(
@@ -190,7 +196,7 @@ def _load(folder: Path, class_name: str, strict: bool, further: str = "") -> Any
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            attn_implementation="eager",  # the definition; fused kernels have no softcap
+            attn_implementation="eager",  # fused kernels do not support softcaps
         )
     theirs, report = loaded
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -200,17 +206,18 @@ def _load(folder: Path, class_name: str, strict: bool, further: str = "") -> Any
         if strict and wrong:
             names = ", ".join(wrong[:5])
             raise CheckpointError(f"transformers reports {problem} in {folder}: {names}")
-    theirs.config._experts_implementation = "eager"  # grouped products have no float64
+    theirs.config._experts_implementation = "eager"  # grouped GEMMs do not support float64
     return theirs.eval()
 
 
 def peft_reads(folder: Path) -> bool:
-    """True if a folder has adapters that the installed peft reads."""
+    """Return whether a folder has adapters and peft is installed to read them."""
     return (folder / "adapter_config.json").is_file() and find_spec("peft") is not None
 
 
 def _adapted(base: Any, adapters: Path, vocabulary: int) -> Any:
-    """A model with peft's adapters, unmerged: peft merges a tied head wrongly."""
+    """Return a model with peft's adapters. They are not merged, since peft merges a tied head
+    wrongly."""
     import peft
 
     if base.config.vocab_size != vocabulary:
@@ -222,12 +229,13 @@ def _adapted(base: Any, adapters: Path, vocabulary: int) -> Any:
 
 
 def _check_settings(config: Any, form: Architecture, model: ModelConfig, path: Path) -> None:
-    """Compares what some hundred tokens do not show with what `transformers` reads."""
+    """Check settings that have no effect on a few hundred tokens. Raises CheckpointError if a value
+    that `transformers` reads differs from ours."""
     positions, scaling = model.positions, model.positions.rope_scaling
     ours: dict[str, Any] = {"vocab_size": model.vocabulary.size}
     theirs: dict[str, Any] = {"vocab_size": config.vocab_size}
     if positions.longest is not None:
-        # Some count the rows before the first position too.
+        # Some architectures also count the rows before the first position.
         written = form.config(model).get("max_position_embeddings", positions.longest)
         ours["max_position_embeddings"] = written
         theirs["max_position_embeddings"] = config.max_position_embeddings
@@ -235,9 +243,11 @@ def _check_settings(config: Any, form: Architecture, model: ModelConfig, path: P
         table = getattr(config, "rope_parameters", None) or config.rope_scaling
         ours["long_factor"], theirs["long_factor"] = scaling.long_factor, (*table["long_factor"],)
     window, kinds = (getattr(config, name, None) for name in ("sliding_window", "layer_types"))
-    window = getattr(config, "local_attention", window)  # of which the other is half
+    # twice sliding_window, in architectures that have it
+    window = getattr(config, "local_attention", window)
     if kinds is None and hasattr(config, "sliding_window") and len(set(model.windows)) == 1:
-        kinds = [SLIDING] * model.num_layers  # of the others transformers 4 does not tell
+        # transformers 4 does not list which blocks have a window
+        kinds = [SLIDING] * model.num_layers
     if kinds is not None and not (window and getattr(config, "use_sliding_window", None) is False):
         ours["sliding_window of each block"] = model.windows
         chunk = getattr(config, "attention_chunk_size", None)

@@ -1,8 +1,8 @@
-"""Reads config.json so that no key is overlooked: what is not understood is refused.
+"""Reader of config.json in which a key that it does not understand is an error.
 
-transformers 4 and 5 write RoPE and sliding windows differently: ``rope_theta`` and
-``rope_scaling``, or ``rope_parameters``. ``layer_types`` lists the blocks with a window.
-`transformers` validates RoPE scaling by warnings only, so :class:`RopeScaling` does it here.
+transformers 4 and 5 write RoPE and sliding windows differently. Version 4 has ``rope_theta`` and
+``rope_scaling``, version 5 has ``rope_parameters``; ``layer_types`` lists the blocks with a window.
+`transformers` only warns about invalid RoPE scaling, so :class:`RopeScaling` validates it here.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron.config.positions import RopeScaling
 from megatron.formats.features import harmless_names
 
 Names = str | tuple[str, ...]
-"""A key, or several equivalent ones, of which the first is written."""
+"""A key, or several keys with the same meaning. The first is the one to write."""
 Keys = Mapping[Any, str]
-"""Fields of :class:`ModelFlags` by :data:`Names`; ``activation`` stands for the flags of the MLP's
-activation."""
+"""Fields of :class:`ModelFlags`, by the :data:`Names` of their keys. ``activation`` stands for all
+flags that determine the MLP's activation."""
 
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "gelu": {"bias_gelu_fusion": False},
@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "relu": {"relu": True},
     "relu2": {"squared_relu": True},
 }
-"""Our flags by the name of an activation without a gate."""
+"""Our flags for each activation of an ungated MLP, by its name in `transformers`."""
 
 GATES: dict[str, dict[str, Any]] = {
     "silu": {"glu_activation": "swiglu"},
@@ -49,7 +49,7 @@ GATES: dict[str, dict[str, Any]] = {
     "quick_gelu": {"glu_activation": "quick_geglu"},
     "relu2": {"glu_activation": "squared_reglu"},
 }
-"""Our flags by the name of a gate's activation."""
+"""Our flags for each activation of a gated MLP, by its name in `transformers`."""
 
 ACTIVATION_NAMES = {
     "gelu_tanh": "gelu_new",
@@ -63,18 +63,19 @@ ACTIVATION_NAMES = {
     "geglu_erf": "gelu",
     "quick_geglu": "quick_gelu",
 }
-"""The name that is written for each activation of :class:`MLPConfig`."""
+"""Name in `transformers` to write for each activation of :class:`MLPConfig`."""
 
 _NULLABLE = (
     "num_query_groups", "kv_channels", "sliding_window", "attention_chunk_size",
     "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank",
 )  # fmt: skip
-"""Fields whose key can be null regardless of its default."""
+"""Fields whose key may be null even if the default is not."""
 
 
 class HFConfigReader:
-    """The keys of a config.json. A key that the file lacks has the value of ``defaults`` or of the
-    model's configuration class in `transformers`, which is imported only then."""
+    """Reader of the keys in a config.json. A missing key has its value in ``defaults`` or else
+    the default of the model's configuration class. `transformers` is only imported in the latter
+    case."""
 
     def __init__(
         self, content: dict[str, Any], path: Path, title: str, model_type: str,
@@ -85,8 +86,8 @@ class HFConfigReader:
         self._understood: set[str] = set()
 
     def fields(self, keys: Keys, activations: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-        """The values of keys that mean the same as a flag, by field of :class:`ModelFlags`. Raises
-        CheckpointError if a value has the wrong type."""
+        """Read the keys that mean the same as a flag. Return their values by :class:`ModelFlags`
+        field. Raises CheckpointError if a value has the wrong type."""
         hints, values = typing.get_type_hints(ModelFlags), dict[str, Any]()
         for names, field in keys.items():
             if field == "activation":
@@ -101,46 +102,49 @@ class HFConfigReader:
         return values
 
     def whole(self, names: Names) -> int:
-        """A positive integer."""
+        """Return the value of a key, which must be a positive integer."""
         value = self._value(names)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.refuse(names, value, "expected a positive integer")
         return value
 
     def optional_whole(self, names: Names) -> int | None:
-        """A positive integer, or null."""
+        """Return the value of a key, which must be a positive integer or null."""
         return None if self._value(names) is None else self.whole(names)
 
     def number(self, names: Names) -> float:
-        """A number."""
+        """Return the value of a key, which must be a number."""
         value = self._value(names)
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(names, value, "expected a number")
         return float(value)
 
     def flag(self, names: Names) -> bool:
-        """true or false."""
+        """Return the value of a key, which must be true or false."""
         value = self._value(names)
         if not isinstance(value, bool):
             self.refuse(names, value, "expected true or false")
         return value
 
     def choice(self, names: Names, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-        """The flags that one of several names stands for."""
+        """Return the flags in ``known`` for the value of a key, which must be one of the names
+        there."""
         value = self._value(names)
         if not isinstance(value, str) or value not in known:
             self.refuse(names, value, f"expected one of {', '.join(known)}")
         return known[value]
 
     def table(self, name: str) -> dict[str, Any]:
-        """An object; empty where it is null or absent."""
+        """Return the value of a key, which must be an object. If it is null or absent, return an
+        empty dictionary."""
         value = self._value(name) if name in self.content else None
         if value is not None and not isinstance(value, dict):
             self.refuse(name, value, "expected an object")
         return value or {}
 
     def names(self, name: str) -> list[str] | None:
-        """A list of strings; None where it is null or absent."""
+        """Return the value of a key, which must be a list of strings, or None if it is null or
+        absent."""
         value = self._value(name) if name in self.content else None
         if value is not None and not (
             isinstance(value, list) and all(isinstance(word, str) for word in value)
@@ -149,24 +153,23 @@ class HFConfigReader:
         return value
 
     def only(self, name: str, allowed: Collection[Any], why: str) -> None:
-        """Refuses other values than these; an absent key is fine."""
+        """Raise CheckpointError if a key is present and its value is not among ``allowed``."""
         if name in self.content and self._value(name) not in allowed:
             self.refuse(name, self.content[name], why)
 
     def unused(self, *names: str) -> None:
-        """Accept keys that do not affect the computation of such a model."""
+        """Accept keys without reading them, since they do not affect what the model computes."""
         self._understood.update(names)
 
     def refuse(self, names: Names, value: Any, why: str) -> NoReturn:
-        """Raise a CheckpointError that names the wrong value and its file."""
+        """Raise a CheckpointError that names the file, the key and the wrong value."""
         name = names if isinstance(names, str) else names[0]
         text = f"{value!r}"
         text = text if len(text) < 200 else text[:197] + "..."
         raise CheckpointError(f"{self.path}: {name} is {text} ({self.title}): {why}")
 
     def refuse_the_rest(self) -> None:
-        """Refuses keys that nothing has read, unless they say nothing. Raises CheckpointError
-        naming them."""
+        """Raise CheckpointError if keys were not read, unless they are harmless or empty."""
         unknown = [
             f"{name} = {value!r}"
             for name, value in self.content.items()
@@ -182,12 +185,12 @@ class HFConfigReader:
             )
 
     def default(self, names: Names) -> Any:
-        """The value of a key that the file lacks. Raises CheckpointError if the installed
-        `transformers` does not know such models."""
+        """Return the default of a key that the file lacks. Raises CheckpointError if the installed
+        `transformers` does not support this model type."""
         for name in _tuple(names):
             if name in self._defaults:
                 return self._defaults[name]
-        import transformers  # takes seconds
+        import transformers  # slow to import
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         name, model_type = _tuple(names)[0], self._model_type
@@ -196,7 +199,7 @@ class HFConfigReader:
                 f"{self.path} has no {name}, and transformers {transformers.__version__} has no "
                 f"default for it ({model_type}); install a newer version, or add the key"
             )
-        # The signature has the defaults before others are derived from them.
+        # Read the signature first: an instance may have derived other values from these defaults.
         known = CONFIG_MAPPING[model_type]
         parameters = inspect.signature(known).parameters
         return parameters[name].default if name in parameters else getattr(known(), name, None)
@@ -234,18 +237,20 @@ def read_rope(
     types: dict[str, str] | None = None,
     base: float = 10000.0,
 ) -> dict[str, Any]:
-    """``rotary_base``, ``rotary_percent`` and ``rope_scaling`` of a config.json. Raises
-    CheckpointError if the keys of the two versions differ, or cannot be represented.
+    """Read ``rotary_base``, ``rotary_percent`` and ``rope_scaling`` from a config.json. Raises
+    CheckpointError if the keys of transformers 4 and 5 contradict each other or cannot be
+    represented.
 
     Args:
-        fields: what was read already, ``kv_channels`` and ``max_position_embeddings`` included.
-        share_key: transformers 4's key for the rotated share of a head; None for whole heads.
-        types: the architecture's names of types of scaling, and the usual ones.
-        base: the rotary base of a file that does not say it.
+        fields: fields read so far, including ``kv_channels`` and ``max_position_embeddings``.
+        share_key: transformers 4's key for the rotated fraction of a head; None if heads are
+            rotated whole.
+        types: usual name of each scaling type that the architecture names differently.
+        base: rotary base if the file has none.
     """
     newer = given.table("rope_parameters")
     share_name = share_key or "partial_rotary_factor"
-    # transformers 4 also writes its own names next to the architecture's.
+    # transformers 4 writes its general keys in addition to the architecture's own.
     base = agreed(given, (theta_key, "rope_theta"), newer.get("rope_theta"), base)
     rotated = agreed(
         given, (share_name, "partial_rotary_factor"), newer.get("partial_rotary_factor"), share
@@ -266,8 +271,9 @@ def read_scaling(
     rotated: float = 1.0,
     types: dict[str, str] | None = None,
 ) -> str | None:
-    """The value of ``--rope-scaling``, None without scaling, from the part ``newer`` of
-    ``rope_parameters`` and the rotated share of a head; see :func:`read_rope`."""
+    """Return the value of ``--rope-scaling``, or None without scaling. ``newer`` is the relevant
+    section of ``rope_parameters``, ``rotated`` the rotated fraction of a head; see
+    :func:`read_rope`."""
     given.unused(_ORIGINAL)
     pairs = int(fields["kv_channels"] * rotated) // 2
     older, tables = given.table("rope_scaling"), []
@@ -292,13 +298,13 @@ def _scaling(
 ) -> str | None:
     kind = form.pop("rope_type", form.pop("type", "default"))
     form.pop("type", None)
-    form.pop("finetuned", None)  # of the code of YaRN's authors
+    form.pop("finetuned", None)  # a key of the YaRN authors' code
     kind = types.get(kind, kind)
-    if not form.get("mscale_all_dim", True):  # DeepSeek's code reads 0 as none
+    if not form.get("mscale_all_dim", True):  # 0 means unset in DeepSeek's code
         del form["mscale_all_dim"]
     if kind == "default":
         return None
-    if kind in ("llama3", "yarn", "longrope"):  # with the length before scaling
+    if kind in ("llama3", "yarn", "longrope"):  # these need the original length
         outer = given.content.get(_ORIGINAL)
         if outer is not None:
             form[_ORIGINAL] = outer
@@ -312,8 +318,8 @@ def _scaling(
 
 
 def agreed(given: HFConfigReader, names: tuple[str, ...], newer: Any, default: float) -> float:
-    """A number with the keys ``names`` in transformers 4, and the value ``newer`` in
-    ``rope_parameters``. Raises CheckpointError if it is not a number, or the two differ."""
+    """Return a number that transformers 4 stores under one of ``names``, and transformers 5 in
+    ``rope_parameters`` (``newer``). Raises CheckpointError if they differ or are not numbers."""
     present = [name for name in names if given.content.get(name) is not None]
     older = given.number(tuple(present)) if present else None
     given.unused(*names)
@@ -329,8 +335,7 @@ def agreed(given: HFConfigReader, names: tuple[str, ...], newer: Any, default: f
 def write_rope(
     model: ModelConfig, theta_key: str = "rope_theta", share_key: str | None = None
 ) -> dict[str, Any]:
-    """The keys for a model, as transformers 4 and 5 read them; ``share_key`` as in
-    :func:`read_rope`."""
+    """Return the RoPE keys for transformers 4 and 5. For ``share_key`` see :func:`read_rope`."""
     positions, newer = model.positions, json.loads(model.positions.rope_scaling.to_json())
     scaling = {} if positions.rope_scaling.is_default else {"rope_scaling": dict(newer)}
     newer["rope_theta"] = base = positions.rotary_base
@@ -341,19 +346,19 @@ def write_rope(
 
 
 def short(value: float) -> float:
-    """The nearest number of 15 decimal digits, so that one that is multiplied and divided again, or
-    inverted twice, is as it was."""
+    """Round to 15 significant digits, so that applying a conversion and its inverse restores a
+    value."""
     return float(f"{value:.15g}")
 
 
 def layer_types(model: ModelConfig) -> list[str]:
-    """The kind of each block."""
+    """Return ``layer_types``, the type of attention in each block."""
     return [FULL if window is None else SLIDING for window in model.windows]
 
 
 def read_windows(given: HFConfigReader, window: int | None, default: list[str]) -> dict[str, Any]:
-    """``sliding_window`` and ``window_attn_skip_freq`` of a config.json; ``default`` is the kind of
-    each block without ``layer_types``."""
+    """Read ``sliding_window`` and ``window_attn_skip_freq`` from a config.json. ``default`` has
+    each block's type of attention for files without ``layer_types``."""
     kinds = given.names("layer_types") or default
     if len(kinds) != len(default) or not set(kinds) <= {FULL, SLIDING}:
         given.refuse(
@@ -369,13 +374,13 @@ def read_windows(given: HFConfigReader, window: int | None, default: list[str]) 
 
 
 BIASES = ("attention", "mlp")
-"""All linear layers, by a key for attention and one for the MLP."""
+"""Default ``parts`` of :func:`read_biases`: one key for all of attention, and one for the MLP."""
 
 
 def read_biases(given: HFConfigReader, parts: tuple[str, ...] = BIASES) -> dict[str, Any]:
-    """Return the flags for ``attention_bias`` and ``mlp_bias``: ``parts`` are linear layers that
-    may have biases, of which the first key is for all of ``attention`` or its ``qkv`` alone, and
-    the second for the ``mlp``. Raises CheckpointError for biases of other layers."""
+    """Return the flags for the keys ``attention_bias`` and ``mlp_bias``. ``parts`` are the linear
+    layers that may have biases: ``attention_bias`` applies to all of ``attention`` or only to
+    ``qkv``, and ``mlp_bias`` to ``mlp``. Raises CheckpointError if other layers have biases."""
     part = parts[0] if parts and parts[0] != "mlp" else None
     flags = {}
     if part is None:
@@ -394,7 +399,7 @@ def read_biases(given: HFConfigReader, parts: tuple[str, ...] = BIASES) -> dict[
 
 
 def write_biases(model: ModelConfig, parts: tuple[str, ...] = BIASES) -> dict[str, Any]:
-    """The inverse of :func:`read_biases`."""
+    """Return the keys for a model's biases: the inverse of :func:`read_biases`."""
     keys = {}
     if parts and parts[0] != "mlp":
         attention = model.attention

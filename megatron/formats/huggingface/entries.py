@@ -1,4 +1,4 @@
-"""Tables of an architecture of `transformers`: the names of tensors, and how they store ours.
+"""Entries of an architecture's table: the names of its tensors, and how they store our parameters.
 
 Shapes: N query heads, K key and value heads, D head width, F inner width of the MLP, H hidden size.
 Rows of our query-key-value weight are all queries, all keys, all values: [(N + 2K) D, H].
@@ -17,7 +17,7 @@ from megatron.config import ModelConfig
 
 Condition = Callable[[ModelConfig], bool]
 OfBlock = Callable[[ModelConfig, int], int]
-"""A number of a block of a model."""
+"""Function that returns an integer for a block of a model, given the block's index."""
 
 
 Modules = tuple[str, tuple[int, ...], int, "Reordering"]
@@ -25,12 +25,13 @@ Modules = tuple[str, tuple[int, ...], int, "Reordering"]
 
 @dataclass(frozen=True)
 class Reordering:
-    """A way to store one parameter in some tensors; ``from_hf`` is the exact inverse of ``to_hf``.
-    With ``of_rows`` it only reorders the rows of one matrix.
+    """A layout that stores one parameter as one or more tensors. ``from_hf`` is the exact inverse
+    of ``to_hf``.
 
     Attributes:
-        modules: for a weight of several fused matrices of which each tensor has some, in order:
-            a name, the places of those matrices, their rows, and how these are stored.
+        of_rows: True if the layout only reorders the rows of a single matrix.
+        modules: for a fused weight that is stored in several tensors, each tensor's name, indices
+            of the matrices, number of rows, and layout.
     """
 
     name: str
@@ -72,7 +73,7 @@ def _from_rows(tensors: Sequence[Tensor], model: ModelConfig) -> Tensor:
 
 
 def _neighbours(rows: Tensor, model: ModelConfig) -> Tensor:
-    """Rows of heads in which the channels that RoPE rotates together follow each other."""
+    """Reorder the rows of heads so that channels that RoPE pairs are adjacent."""
     shape = (-1, 2, model.attention.kv_channels // 2)
     return rows.unflatten(0, shape).transpose(1, 2).flatten(0, 2)
 
@@ -93,82 +94,81 @@ def _from_interleaved(tensors: Sequence[Tensor], model: ModelConfig) -> Tensor:
 
 
 SAME = Reordering("as it is", 1, lambda values, _: (values,), lambda tensors, _: tensors[0])
-"""One tensor, in our order."""
+"""One tensor with our layout."""
 TRANSPOSED = Reordering(
     "transposed", 1, lambda values, _: (values.mT,), lambda parts, _: parts[0].mT
 )
-"""The matrix as [inputs, outputs] (GPT-2's Conv1D), or each of a stack of matrices."""
+"""A matrix stored as [inputs, outputs] (GPT-2's Conv1D), or a stack of such matrices."""
 SEPARATE_QKV = Reordering(
     "separate q, k, v", 3, lambda values, model: values.split(_qkv_rows(model)), _from_rows
 )
-"""A tensor each for queries, keys and values."""
+"""Separate tensors for queries, keys and values."""
 AS_ROW = Reordering(
     "as a row", 1, lambda values, _: (values.unsqueeze(0),), lambda parts, _: parts[0].squeeze(0)
 )
-"""A vector [N] as [1, N]."""
+"""A vector [N] stored as [1, N]."""
 INTERLEAVED = Reordering(
     "interleaved", 1, lambda values, model: (_neighbours(values, model),),
     lambda parts, model: _halves(parts[0], model),
 )  # fmt: skip
-"""Queries or keys whose neighbouring channels in a head RoPE rotates together; here channels i and
-i + D/2."""
+"""Queries or keys whose RoPE pairs neighbouring channels of a head; ours pairs i and i + D/2."""
 INTERLEAVED_QKV = Reordering("separate q, k, v, interleaved", 3, _to_interleaved, _from_interleaved)
-"""A tensor each for queries and keys, which are interleaved, and values."""
+"""Separate tensors for queries, keys and values, with queries and keys interleaved."""
 TWICE = Reordering(
     "twice", 2, lambda values, _: (values, values.clone()), lambda parts, _: parts[0]
 )
-"""Two tensors with the same values; the first is used."""
+"""Two tensors with the same values. Only the first is read."""
 SEPARATE_KV = Reordering("separate k, v", 2, lambda values, _: values.chunk(2), _from_rows)
-"""A tensor each for the keys and values of attention to another sequence."""
+"""Separate tensors for the keys and values of cross-attention."""
 GATE_AND_UP = Reordering("separate gate, up", 2, lambda values, _: values.chunk(2), _from_rows)
-"""A tensor each for gate and up projection, which are [2F, H] here."""
+"""Separate tensors for gate and up projection, which our parameter fuses as [2F, H]."""
 GROUPED_QKV = Reordering("q, k, v by group", 1, _to_grouped, _from_grouped)
-"""Each key and value head follows the queries that share it: [K, N/K + 2, D, H]. With equal numbers
-of key and query heads that is [N, 3, D, H], the order of Megatron, GPT-NeoX and BLOOM."""
+"""One tensor [K, N/K + 2, D, H]: for each key and value head, the queries that share it, the key
+and the value. With N = K this is [N, 3, D, H], the order of Megatron, GPT-NeoX and BLOOM."""
 
 
 def always(model: ModelConfig) -> bool:
-    """The condition of an entry that every model has."""
+    """Return True. Used as the condition of parameters that every model has."""
     return True
 
 
 def biased(model: ModelConfig) -> bool:
-    """True if all linear layers have biases."""
+    """Return whether all linear layers have biases."""
     return model.mlp.bias
 
 
 def qkv_biased(model: ModelConfig) -> bool:
-    """True if queries, keys and values have biases."""
+    """Return whether queries, keys and values have biases."""
     return model.attention.qkv_bias
 
 
 def attention_biased(model: ModelConfig) -> bool:
-    """True if all of attention's linear layers have biases."""
+    """Return whether all linear layers of attention have biases."""
     return model.attention.proj_bias
 
 
 def untied(model: ModelConfig) -> bool:
-    """True if the head has separate weights."""
+    """Return whether the output layer has its own weight."""
     return not model.embedding.tied
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One kind of parameter in both forms: ``ours`` is the canonical name, with ``{n}`` for the
-    number of the block; ``when`` is True for models that have it.
+    """One kind of parameter, and the tensors that store it. ``ours`` is the canonical name, in
+    which ``{n}`` is the block's index. ``when`` returns whether a model has the parameter.
 
-    Their names have ``{n}`` too, or ``{before}`` for the number of the block before it, where
-    ``first`` are the names in the first block; outside of blocks ``{last}`` is the number of the
-    last block, and ``{decoder_last}`` of a decoder's last block.
+    The names in ``theirs`` have ``{n}`` too, or ``{before}`` for the index of the preceding block.
+    ``first`` has the names in the first block if they differ. Outside of blocks, ``{last}`` is the
+    index of the last block, and ``{decoder_last}`` that of a decoder's last block.
 
     Attributes:
-        at: 0 for the blocks of a model that lack it; None if all have it.
-        slices: number of slices along the first dimension, as of experts, that a block stores each
-            in ``form``, with ``{e}`` for the number of the slice in their names; None for one.
-        others: other ways in which files may have the parameter, without one of their own.
-        exact: whether it is stored in float32 whatever the dtype of the weights.
-        parameter: name in models of `transformers` 5 of a weight [E, O, I] of several matrices,
-            which is in no linear module.
+        at: returns 0 for blocks that lack the parameter; None if all blocks have it.
+        slices: number of slices along the first dimension, such as experts, that a block stores in
+            separate tensors. ``{e}`` in a name is the index of the slice. None means one.
+        others: alternative layouts of the parameter in files.
+        exact: whether the parameter is stored in float32 whatever the dtype of the weights.
+        parameter: name, in `transformers` 5, of a weight [E, O, I] that stacks several matrices and
+            is not in a linear module.
     """
 
     ours: str
@@ -187,12 +187,12 @@ class Entry:
 
     @property
     def stack(self) -> str | None:
-        """Name of the stack of blocks that it belongs to; None outside of blocks."""
+        """Name of the stack of blocks that contains the parameter; None outside of blocks."""
         return self.ours.partition(".{n}.")[0] if "{n}" in self.ours else None
 
     def within(self, stack: str, prefix: str) -> Entry:
-        """The entry of a block of a stack, from one without ``layers.{n}.`` and ``prefix`` in its
-        names."""
+        """Return the entry with the stack and ``{n}`` prepended to our name, and ``prefix`` to
+        theirs."""
         return dataclasses.replace(
             self,
             ours=f"{stack}.{{n}}.{self.ours}",
@@ -202,7 +202,7 @@ class Entry:
         )
 
     def of_block(self, model: ModelConfig, n: int) -> Parameter:
-        """The parameter of block ``n``."""
+        """Return the parameter of block ``n``."""
         names = self.first if self.first and n == 0 else self.theirs
         slices = None if self.slices is None else self.slices(model, n)
         theirs = tuple(
@@ -213,12 +213,12 @@ class Entry:
 
 
 def weight(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...]:
-    """An embedding, or the head."""
+    """Return the entry for a weight without bias, such as an embedding or the output layer."""
     return (Entry(f"{ours}.weight", (f"{theirs}.weight",), when=when),)
 
 
 def norm(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...]:
-    """A norm, with a weight and a bias where it has them."""
+    """Return the entries for a norm's weight and bias, which a model may lack."""
     return (
         *weight(ours, theirs, lambda model: when(model) and model.norm.traits.weighted),
         Entry(
@@ -232,7 +232,8 @@ def norm(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...]:
 def linear(
     ours: str, *theirs: str, form: Reordering = SAME, bias: Condition = biased
 ) -> tuple[Entry, ...]:
-    """A linear layer; the bias of a transposed weight is stored unchanged."""
+    """Return the entries for a linear layer. The bias of a transposed weight is stored
+    unchanged."""
     bias_form = SAME if form.name == "transposed" else form
     return (
         Entry(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), form),
@@ -241,7 +242,7 @@ def linear(
 
 
 def head_bias(theirs: str) -> tuple[Entry, ...]:
-    """A bias of the logits, if the model has one and a language model's head."""
+    """Return the entries for the bias of a language model's logits, which a model may lack."""
 
     def of_head(tied: bool) -> Condition:
         return lambda model: (
@@ -255,8 +256,8 @@ def head_bias(theirs: str) -> tuple[Entry, ...]:
 
 
 def block(prefix: str, *parts: Sequence[Entry], stack: str = "layers") -> tuple[Entry, ...]:
-    """The entries of a block of a stack, given without ``layers.{n}.`` and ``prefix`` in their
-    names."""
+    """Return a block's entries, with the stack and ``{n}`` prepended to our names and ``prefix`` to
+    theirs."""
     return tuple(entry.within(stack, prefix) for part in parts for entry in part)
 
 
@@ -268,8 +269,8 @@ def decoder_entries(
     further: Sequence[Entry] = (),
     head: str = "lm_head",
 ) -> tuple[Entry, ...]:
-    """The table of a decoder: the token embedding, further entries before the ``parts`` of each
-    block, the last norm, and the head where it is not tied."""
+    """Return a decoder's entries: token embedding, ``further`` entries, the ``parts`` of each
+    block, final norm, and the output layer if it is not tied."""
     return (
         *weight("embedding.word_embeddings", table),
         *further,
@@ -284,8 +285,8 @@ TABLE = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class Parameter:
-    """An entry for one parameter of one model; names have the block's number, and the names of all
-    slices follow each other."""
+    """An entry applied to one model, with block indices in its names. With slices, ``theirs`` lists
+    the names of all slices in order."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -295,14 +296,14 @@ class Parameter:
     others: tuple[Parameter, ...] = ()
 
     def to_hf(self, values: Tensor) -> dict[str, Tensor]:
-        """Their tensors, from the whole parameter without padding."""
+        """Return the tensors that store the whole parameter, by name. It must have no padding."""
         stored = (values,) if self.slices is None else values.unbind()
         parts = (part for each in stored for part in self.entry.form.to_hf(each, self.model))
         return dict(zip(self.theirs, (part.contiguous() for part in parts), strict=True))
 
     def from_hf(self, tensors: Iterable[Tensor]) -> Tensor:
-        """The inverse of :meth:`to_hf`: the whole parameter, from their tensors in order, with one
-        slice in memory at a time."""
+        """Return the whole parameter, given its tensors in order: the inverse of :meth:`to_hf`.
+        Only one slice at a time is read into memory."""
         form = self.entry.form
         if self.slices is None:
             return form.from_hf(list(tensors), self.model).contiguous()

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a model of Hugging Face, one shard at a time."""
+"""Export of a checkpoint as a Hugging Face model, one shard at a time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, finite, read_json, save_tensors, write_json
-from megatron.checkpoint.source import DTYPES, Source
+from megatron.checkpoint.files import CheckpointError, read_json, write_json
+from megatron.checkpoint.source import Source
 from megatron.config.features import features
 from megatron.formats.huggingface import architecture_of, departure
 from megatron.formats.huggingface.entries import Parameter
 from megatron.formats.huggingface.tasks import Task
+from megatron.formats.tensors import DTYPES, finite, save_tensors
 from megatron.formats.transformers_folder import load_folder
 from megatron.util.files import sync_path
 from megatron.util.progress import progress_bar
@@ -31,11 +32,11 @@ def write_model(
     architecture: str | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Writes config.json, generation_config.json, safetensors and the tokenizer's files into an
-    empty folder, with at most one shard in memory. ``architecture`` is the ``model_type`` to write;
-    see :func:`architecture_of`. Raises ValueError if the model does not fit; CheckpointError if the
-    checkpoint lacks parameters of its configuration, or one is not finite in ``dtype``; OSError if
-    a file cannot be written."""
+    """Write config.json, generation_config.json, safetensors and the tokenizer's files into an
+    empty folder, with at most one shard in memory. ``architecture`` is the ``model_type`` to write,
+    see :func:`architecture_of`. Raises ValueError if the model does not fit the architecture.
+    Raises CheckpointError if the checkpoint lacks parameters or has a value that is not finite in
+    ``dtype``, and OSError if a file cannot be written."""
     model = source.model
     form = architecture_of(model, architecture)
     if architecture is None and (why := departure(model)):
@@ -117,7 +118,8 @@ def _write_weights(
 def plan_shards(
     parameters: Sequence[Parameter], sizes: dict[str, int], max_shard_bytes: int
 ) -> list[list[Parameter]]:
-    """Divides the parameters, in order, into shards, by their bytes."""
+    """Divide the parameters, in order, into shards of at most ``max_shard_bytes``. A larger
+    parameter gets its own shard. ``sizes`` has the size in bytes of each canonical name."""
     shards: list[list[Parameter]] = [[]]
     filled = 0
     for parameter in parameters:
@@ -131,14 +133,14 @@ def plan_shards(
 
 
 _SAMPLE = "The 3 7 59 naïve: def f(x):\n\treturn 東京  1024\n"
-"""A text on which tokenizers are compared."""
+"""Text whose token ids are compared to check a copied tokenizer."""
 
 
 def _copy_tokenizer(
     source: Source, folder: Path, task: Task, progress: Callable[[str], None]
 ) -> tuple[dict[str, Any], list[int] | None]:
-    """Copies the files; returns the ids of the special tokens for config.json, and the tokens of
-    :data:`_SAMPLE`, None without a tokenizer."""
+    """Copy the tokenizer's files. Return config.json's keys for special tokens, and the token ids
+    of :data:`_SAMPLE`, or None if there is no tokenizer."""
     copied, sample = folder / "tokenizer", None
     has_tokenizer = source.copy_tokenizer(copied)
     names = sorted(path.name for path in copied.glob("*") if path.is_file())
@@ -155,13 +157,13 @@ def _copy_tokenizer(
     else:
         progress(f"no tokenizer: {source.folder} has none, so there are no tokenizer files to copy")
         tokens = task.end_only(source)
-    # The model may end its texts at several tokens, as Llama 3 does.
+    # Keep several end-of-text tokens, as Llama 3 has.
     known, ids = source.generation, [name for name in tokens if name.endswith("_token_id")]
     tokens |= {name: known[name] for name in ids if known.get(name) is not None}
     return tokens, sample
 
 
 def _tokenizer(folder: Path) -> Any:
-    """Return the tokenizer that AutoTokenizer creates from a folder. Next to a config.json
-    transformers 5 chooses some classes by model_type (Qwen2), ignoring the tokenizer's files."""
+    """Return the tokenizer that AutoTokenizer creates from a folder. If there is a config.json,
+    transformers 5 selects some classes by model_type (Qwen2) and ignores the tokenizer's files."""
     return load_folder(folder, "the tokenizer in")

@@ -1,5 +1,5 @@
-"""Writes a text model back into the folder that it was read from, as one that sees images too: its
-tensors are replaced in their files, and everything else is copied."""
+"""Export of a text model into the multimodal model from which it was read. Its tensors are replaced
+in a copy of the folder; everything else is copied unchanged."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, finite, save_tensors
+from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
 from megatron.formats.huggingface.source import HuggingFaceFolder
+from megatron.formats.tensors import finite, save_tensors
 from megatron.util.files import own_file, sync_path
 from megatron.util.progress import progress_bar
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
-"""Endings of files of weights, which are not copied, since these contain the old weights."""
+"""Suffixes of weight files, which are not copied because they contain the old weights."""
 _TRAINING = ("dropout", "init", "pdrop", "aux_loss", "jitter")
-"""Parts of keys that say nothing about what a trained model computes."""
+"""Substrings of keys that do not affect what a trained model computes."""
 
 
 def write_into(
     source: Source, origin: Path, folder: Path, progress: Callable[[str], None] = lambda line: None
 ) -> HuggingFaceFolder:
-    """Writes a checkpoint's weights into a copy of the folder ``origin``, in the dtypes there, a
-    file in memory at a time; ``folder`` is new and empty. Returns what is in ``origin``. Raises
-    CheckpointError if its text model is another network, or its files are not plain safetensors;
-    OSError if a file cannot be written."""
+    """Write a checkpoint's weights into a copy of the folder ``origin``, in the dtypes of its
+    tensors and with one file at a time in memory. ``folder`` must be new and empty. Return the
+    model in ``origin``. Raises CheckpointError if its text model is a different network, or if its
+    files are not unquantised safetensors. Raises OSError if a file cannot be written."""
     home = HuggingFaceFolder(origin)
     _check(source.model, home)
     whole = _Parts(source, home)
@@ -81,8 +82,8 @@ def _check(model: ModelConfig, home: HuggingFaceFolder) -> None:
 
 
 class _Parts:
-    """Yield the parts of a checkpoint's parameters that replace tensors of a folder, one parameter
-    at a time. ``written`` are the tensors of which a part was requested."""
+    """A checkpoint's parameters as replacements for a folder's tensors, with one parameter in
+    memory at a time. ``written`` has the names of the parameters that were requested."""
 
     def __init__(self, source: Source, home: HuggingFaceFolder) -> None:
         self._source, self._home, self._places = source, home, home.places()
@@ -93,7 +94,8 @@ class _Parts:
         self._last = ("", dict[str, Tensor]())
 
     def replacing(self, name: str, old: Tensor) -> Tensor | None:
-        """The tensor for a name in the files, in the dtype of ``old``; None for other parts."""
+        """Return the new tensor for a name in the files, in the dtype of ``old``. Return None for
+        tensors that are not in the text model."""
         renamed = self._home.renamed
         alone = name if renamed is None else renamed(name)
         if alone not in self._places:

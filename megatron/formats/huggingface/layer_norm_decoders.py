@@ -1,5 +1,5 @@
-"""Decoders with LayerNorm and an activation without a gate: GPT-2, OPT, GPT-NeoX and Pythia, BLOOM,
-Falcon. All linear layers have biases; in OPT and Falcon, all or none."""
+"""Decoders with LayerNorm and an ungated MLP: GPT-2, OPT, GPT-NeoX and Pythia, BLOOM, Falcon. All
+linear layers have biases; in OPT and Falcon, either all or none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_attention_heads",
 }
-"""Keys of the sizes, where they have their names of today."""
+"""Keys for sizes, in architectures that use the current names."""
 _LAST_KEYS = {
     "attention_dropout": "attention_dropout",
     "hidden_dropout": "hidden_dropout",
@@ -40,7 +40,7 @@ _NO_POST_NORM = "the residual cannot be normalised"
 
 
 def write_gpt2(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of GPT-2 and its relatives beyond those that equal a flag."""
+    """Return the keys of GPT-2 and its relatives that have no equivalent flag."""
     inner = model.mlp.ffn_hidden_size
     return {
         "n_inner": None if inner == 4 * model.hidden_size else inner,
@@ -93,14 +93,13 @@ GPT2 = Architecture(
     read=_read_gpt2,
     base_prefix="transformer.",
 )
-"""Its linear layers are Conv1D, which store the weight as [inputs, outputs]; the fused [q | k | v]
-is in our order."""
+"""GPT-2. Its Conv1D layers store weights as [inputs, outputs]. [q | k | v] is in our order."""
 
 
 def fairseq_entries(
     base: str, head: str, *positions: Entry, final: str = "layer_norm"
 ) -> tuple[Entry, ...]:
-    """The table of decoders of fairseq, whose second norm of a block is called the final one."""
+    """Return a fairseq decoder's entries. fairseq calls a block's second norm the final one."""
     return decoder_entries(
         f"{base}.embed_tokens",
         f"{base}.layers.{{n}}",
@@ -126,7 +125,8 @@ def _read_opt(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     given.only("_remove_final_layer_norm", (False,), "the last block must be normalised")
     given.only("layer_norm_elementwise_affine", (True,), "norms must have weights")
-    given.unused("activation_dropout", "output_projection")  # of another model, and of metaseq
+    # keys from another model, and from metaseq
+    given.unused("activation_dropout", "output_projection")
     given.only("layerdrop", (0, 0.0), "blocks cannot be dropped in training")
     return {}
 
@@ -154,7 +154,7 @@ OPT = Architecture(
         "position_embedding_type": "learned_absolute",
         "position_embedding_offset": 2,
         "normalization": "LayerNorm",
-        "norm_epsilon": 1e-5,  # torch.nn.LayerNorm's; config.json has no key for it
+        "norm_epsilon": 1e-5,  # torch.nn.LayerNorm's default, for which config.json has no key
     },
     write=lambda model: {
         "word_embed_proj_dim": model.hidden_size,
@@ -163,13 +163,13 @@ OPT = Architecture(
     },
     read=_read_opt,
 )  # fmt: skip
-"""Learned positions from row 2 on, ReLU."""
+"""OPT: ReLU, and learned positions that start at row 2."""
 
 
 def _read_neox(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("attention_bias", (True,), "all linear layers must have biases")
     given.only("is_decoder", (True, False), "it is always a decoder")
-    # In the file of the model of 20 billion parameters; transformers reads other names.
+    # The 20B model's file has these keys, but transformers reads others.
     given.unused("attention_probs_dropout_prob", "hidden_dropout_prob")
     return read_rope(given, fields, "rotary_emb_base", share_key="rotary_pct", share=0.25)
 
@@ -187,7 +187,7 @@ GPT_NEOX = Architecture(
         linear("attention.proj", "attention.dense"),
         norm("mlp_norm", "post_attention_layernorm"),
         _MLP,
-        # transformers 5 calls it lm_head, but in files it is still embed_out.
+        # transformers 5 calls the head lm_head, but files still have embed_out.
         head="embed_out",
     ),
     keys={
@@ -209,13 +209,14 @@ GPT_NEOX = Architecture(
     base_prefix="gpt_neox.",
     endings={"embed_out.weight": "lm_head.weight"},
 )  # fmt: skip
-"""Part of each head is rotated; attention and MLP are in parallel, with a norm each, or in
-sequence."""
+"""GPT-NeoX: only some channels are rotated; attention and MLP are in parallel with a norm each, or
+in sequence."""
 
 
 def _read_bloom(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("apply_residual_connection_post_layernorm", (False,), _NO_POST_NORM)
-    # Megatron-DeepSpeed's settings, present in the first files; none of them changes the model.
+    # Files of the first releases have these Megatron-DeepSpeed settings, which do not affect the
+    # model.
     given.unused(
         "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion",
         "offset_alibi", "pretraining_tp", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact",
@@ -240,7 +241,7 @@ BLOOM = Architecture(
         further=norm("embedding.norm", "transformer.word_embeddings_layernorm"),
     ),
     keys={
-        # Nothing limits the length; it is the training length, if the file records it.
+        # ALiBi does not limit the sequence length. This is the length used in training, if known.
         "seq_length": "max_position_embeddings",
         ("hidden_size", "n_embed"): "hidden_size",
         ("n_layer", "num_hidden_layers"): "num_layers",
@@ -259,16 +260,18 @@ BLOOM = Architecture(
     defaults={"seq_length": 2048},
     base_prefix="transformer.",
 )
-"""ALiBi, normalised embeddings, GELU by the tanh approximation, an MLP of four times the width."""
+"""BLOOM: ALiBi, a norm after the embeddings, tanh-approximated GELU, and an MLP that is four times
+as wide as the hidden states."""
 
 
 def _two_norms(model: ModelConfig) -> bool:
-    """In parallel, from a norm each."""
+    """Return whether attention and MLP are in parallel with a norm each."""
     return model.parallel_residual and not model.shared_parallel_norm
 
 
 def _shared_or_each(model: ModelConfig) -> bool:
-    """True if the first form can express how key and value heads are shared."""
+    """Return whether one key and value head serves all queries, or each query head has its own. The
+    old form of Falcon's block supports nothing else."""
     return model.attention.num_query_groups in (1, model.attention.num_attention_heads)
 
 
@@ -278,11 +281,11 @@ def _write_falcon(model: ModelConfig) -> dict[str, Any]:
     multi_query = attention.num_query_groups == 1 and not new
     heads = attention.num_attention_heads
     return {
-        # Not read where one head serves all queries.
+        # ignored by transformers if there is a single key and value head
         "num_kv_heads": heads if multi_query else attention.num_query_groups,
         "alibi": False,
         "new_decoder_architecture": new,
-        "multi_query": multi_query or new,  # not read in the second form
+        "multi_query": multi_query or new,  # ignored in the new form of the block
         **write_rope(model),
         **({"num_ln_in_parallel_attn": 2 if _two_norms(model) else 1} if new else {}),
     }
@@ -294,7 +297,7 @@ def _read_falcon(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any
         "of the head width and rounds them to bfloat16, which no flag can express",
     )  # fmt: skip
     given.only("apply_residual_connection_post_layernorm", (False,), _NO_POST_NORM)
-    given.unused("ff_factor")  # in the file of the model of 11 billion parameters
+    given.unused("ff_factor")  # a key that the 11B model has
     heads, parallel = fields["num_attention_heads"], fields["parallel_residual"]
     new, multi_query = given.flag("new_decoder_architecture"), given.flag("multi_query")
     groups = given.optional_whole("num_kv_heads") or heads
@@ -357,10 +360,10 @@ FALCON = Architecture(
     read=_read_falcon,
     base_prefix="transformer.",
 )
-"""Three forms of the block:
+"""Falcon, with three forms of the block:
 
-- 7B: one key and value head (or one for each query head); attention and MLP in parallel from one
-  norm, or in sequence (``parallel_attn``).
-- 40B (``new_decoder_architecture``): groups of query heads; in parallel from a norm each, or from
-  one norm (11B, ``num_ln_in_parallel_attn`` 1).
+- 7B: one key and value head, or one for each query head. Attention and MLP are in parallel after
+  one norm, or in sequence (``parallel_attn``).
+- 40B (``new_decoder_architecture``): grouped queries. Attention and MLP are in parallel with a norm
+  each, or after one norm (11B, ``num_ln_in_parallel_attn`` 1).
 """

@@ -1,5 +1,5 @@
-"""Llama 1, 2 and 3, and what differs from it little: Mistral, Qwen2, Qwen3, Phi-3, Gemma 2 and the
-text model of Gemma 3. All have rotary positions, RMSNorm, a gated MLP and grouped-query attention.
+"""Llama 1, 2 and 3, and close relatives: Mistral, Qwen2, Qwen3, Phi-3, Gemma 2 and the text model
+of Gemma 3. All have RoPE, RMSNorm, a gated MLP and grouped-query attention.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ KEYS = {
     "rms_norm_eps": "norm_epsilon",
     "initializer_range": "init_method_std",
 }
-"""Keys of Llama and of architectures that name their sizes like it."""
+"""Keys for sizes, in Llama and other architectures with the same names."""
 ACTIVATION = {"hidden_act": "activation"}
 HEAD_DIM = {"head_dim": "kv_channels"}
 FIXED = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
@@ -60,7 +60,7 @@ DIVISIBLE = Requirement(
     lambda m: m.hidden_size % m.attention.num_attention_heads == 0,
     "--num-attention-heads that divide --hidden-size",
 )
-"""Required by some configuration classes, although the width of a head is given."""
+"""Some configuration classes require this even if the head width is given."""
 QK_NORMS = (
     *norm("attention.q_norm", "self_attn.q_norm"),
     *norm("attention.k_norm", "self_attn.k_norm"),
@@ -68,7 +68,7 @@ QK_NORMS = (
 
 
 def gated_mlp(ours: str, theirs: str, fused: bool = False) -> tuple[Entry, ...]:
-    """The entries of a gated MLP; ``fused``: gate and up are one tensor, in our order."""
+    """Return a gated MLP's entries. With ``fused``, gate and up are one tensor in our order."""
     up = linear(f"{ours}.up", f"{theirs}.gate_proj", f"{theirs}.up_proj", form=GATE_AND_UP)
     if fused:
         up = linear(f"{ours}.up", f"{theirs}.gate_up_proj")
@@ -80,15 +80,14 @@ def llama_entries(*further: Sequence[Entry], mlp_norm: str | None = "post_attent
                   fused: bool = False, mlp: Sequence[Entry] | None = None,
                   qkv_form: Reordering = SEPARATE_QKV,
                   qkv: Sequence[Entry] | None = None) -> tuple[Entry, ...]:  # fmt: skip
-    """The table of Llama and of architectures that name their tensors like it.
+    """Return the entries of Llama and of architectures with the same tensor names.
 
     Args:
-        further: entries of a block that Llama does not have.
-        mlp_norm: their name of the norm before the MLP; None without norms before attention and
-            MLP.
-        fused: whether query, key and value are one tensor, and gate and up too, in our order.
-        mlp, qkv: entries that replace the MLP's, or those of queries, keys and values.
-        qkv_form: the order of queries, keys and values that are not fused.
+        further: a block's entries that Llama does not have.
+        mlp_norm: name of the norm before the MLP; None if no norms precede attention and MLP.
+        fused: whether query, key and value are one tensor with our layout, and gate and up too.
+        mlp, qkv: entries that replace those of the MLP, or of queries, keys and values.
+        qkv_form: layout of queries, keys and values that are not fused.
     """
     if qkv is not None:
         pass
@@ -113,7 +112,7 @@ def llama_entries(*further: Sequence[Entry], mlp_norm: str | None = "post_attent
 
 
 def _read_llama(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    # The order in which partial sums are added; keys that transformers does not read.
+    # The first affects only the order of partial sums; transformers does not read the others.
     given.unused("pretraining_tp", "max_sequence_length", "is_llama_config")
     return read_rope(given, fields) | read_biases(given)
 
@@ -151,7 +150,7 @@ MISTRAL = Architecture(
     write=write_rope,
     read=_read_mistral,
 )
-"""Llama without biases, with a sliding window in all blocks or in none."""
+"""Mistral: Llama without biases, and with a sliding window in all blocks or in none."""
 
 
 def _write_qwen(model: ModelConfig) -> dict[str, Any]:
@@ -159,7 +158,7 @@ def _write_qwen(model: ModelConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": SLIDING in kinds,
         "sliding_window": model.attention.sliding_window,
-        # Where layer_types is not read: the first block with a window; all later ones have one too.
+        # For readers that ignore layer_types, which give a window to this and all later blocks.
         "max_window_layers": kinds.index(SLIDING) if SLIDING in kinds else model.num_layers,
         "layer_types": kinds,
         **write_rope(model),
@@ -195,7 +194,7 @@ QWEN2 = Architecture(
     write=_write_qwen,
     read=_read_qwen,
 )
-"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values alone."""
+"""Qwen2 and Qwen2.5: Llama with biases only on queries, keys and values."""
 
 
 def _read_qwen3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +214,7 @@ QWEN3 = Architecture(
     write=lambda model: {**_write_qwen(model), "attention_bias": False},
     read=_read_qwen3,
 )
-"""Llama without biases that normalises each head's queries and keys."""
+"""Qwen3: Llama without biases, with query and key norms for each head."""
 
 
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -233,13 +232,13 @@ def _write_phi3(model: ModelConfig) -> dict[str, Any]:
     if scaling is None:
         rope[_ORIGINAL_LENGTH] = model.positions.max_position_embeddings
     else:
-        # transformers 4 accepts only these three keys, and the length next to them.
+        # transformers 4 accepts only these three keys, with the original length outside of them.
         rope[_ORIGINAL_LENGTH] = scaling[_ORIGINAL_LENGTH]
         factors = {name: scaling[name] for name in ("short_factor", "long_factor")}
         rope["rope_scaling"] = {"type": "longrope", **factors}
     return {
         "embd_pdrop": 0.0,
-        # The default is a token that a small vocabulary does not have.
+        # The configuration class's default pad token may be outside a small vocabulary.
         "pad_token_id": None,
         **rope,
     }
@@ -272,8 +271,8 @@ PHI3 = Architecture(
     write=_write_phi3,
     read=_read_phi3,
 )
-"""Phi-3 and Phi-4: Llama without biases, part of each head rotated; query, key and value are one
-tensor, gate and up are one too."""
+"""Phi-3 and Phi-4: Llama without biases, in which some channels of each head may not be rotated.
+Query, key and value are one tensor, and so are gate and up."""
 
 
 _MLP_NORM = "pre_feedforward_layernorm"
@@ -295,14 +294,14 @@ _WHOLE_SCALAR = Requirement(
     lambda m: float(m.attention.query_pre_attn_scalar).is_integer(),
     "--query-pre-attn-scalar that is an integer",
 )
-"""Required by the configuration classes."""
+"""Gemma's configuration classes require an integer here."""
 
 
 def write_gemma(model: ModelConfig) -> dict[str, Any]:
     return {
         "query_pre_attn_scalar": int(model.attention.query_pre_attn_scalar),
         "attn_logit_softcapping": model.attention.attn_logit_softcapping,
-        # Their code requires one even where no block has a window.
+        # transformers requires sliding_window even if no block has a window.
         "sliding_window": model.attention.sliding_window or model.positions.max_position_embeddings,
         "layer_types": layer_types(model),
         "attention_bias": False,
@@ -312,10 +311,10 @@ def write_gemma(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_gemma(given: HFConfigReader, fields: dict[str, Any], every: int) -> dict[str, Any]:
-    """The windows, which every N-th block lacks."""
+    """Read the sliding windows. By default, every N-th block has none."""
     given.only("attention_bias", (False,), NO_ATTENTION_BIAS)
     given.only("use_bidirectional_attention", (False, None), "attention must be causal")
-    given.unused("hidden_act", "sliding_window_size")  # next to those that are read, in older files
+    given.unused("hidden_act", "sliding_window_size")  # keys of older files
     kinds = [SLIDING if (n + 1) % every else FULL for n in range(fields["num_layers"])]
     return read_windows(given, given.optional_whole("sliding_window"), kinds)
 
@@ -333,13 +332,13 @@ GEMMA2 = Architecture(
     write=write_gemma,
     read=lambda given, fields: {**read_gemma(given, fields, 2), **read_rope(given, fields)},
 )
-"""Norms before and after attention and MLP, which multiply by 1 + weight; GEGLU; scaled embeddings;
-a sliding window in most blocks; softcaps on attention scores and logits."""
+"""Gemma 2: norms before and after attention and MLP, which multiply by 1 + weight; GEGLU; scaled
+embeddings; a sliding window in most blocks; softcaps on attention scores and logits."""
 
 
 def read_kinds(given: HFConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``rope_parameters`` of blocks without a window and with one, of which the second cannot be
-    scaled."""
+    """Return ``rope_parameters`` for (blocks without a window, blocks with a window). Raises
+    CheckpointError if RoPE is scaled in windowed blocks."""
     nested = given.table("rope_parameters")
     if set(nested) - {FULL, SLIDING}:
         given.refuse("rope_parameters", nested, f"expected {FULL} and {SLIDING} alone")
@@ -352,17 +351,18 @@ def read_kinds(given: HFConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def by_kind(wide: dict[str, Any], local: float) -> dict[str, Any]:
-    """``rope_parameters`` of both kinds of blocks."""
+    """Return ``rope_parameters`` by attention type: ``wide`` for blocks without a window, and the
+    base ``local`` for windowed blocks."""
     return {FULL: wide, SLIDING: {"rope_type": "default", "rope_theta": local}}
 
 
 def local_base(model: ModelConfig) -> float:
-    """The rotary base of blocks with a window."""
+    """Return the rotary base of windowed blocks."""
     return model.positions.rotary_base_local or model.positions.rotary_base
 
 
 def _local_unscaled(model: ModelConfig) -> bool:
-    """True if RoPE is unscaled in blocks with a window: config.json has no scaling for them."""
+    """Return whether RoPE is unscaled in windowed blocks, as config.json requires."""
     return model.attention.sliding_window is None or (
         model.positions.rotary_base_local is not None or model.positions.rope_scaling.is_default
     )
@@ -378,7 +378,8 @@ def _write_gemma3(model: ModelConfig) -> dict[str, Any]:
     return keys | {
         "rope_local_base_freq": local,
         "rope_parameters": by_kind(keys["rope_parameters"], local),
-        # What transformers 4 reads where it does not know layer_types; it has no other patterns.
+        # transformers 4 reads this key if it does not support layer_types, and has no other
+        # patterns.
         **({} if isinstance(every, str) else {"sliding_window_pattern": every}),
     }
 
@@ -417,8 +418,8 @@ GEMMA3 = Architecture(
     ),
     write=_write_gemma3,
     read=_read_gemma3,
-    # The second is for versions of transformers that do not know Gemma 3.
+    # tie_word_embeddings is for versions of transformers that lack Gemma 3.
     defaults={"sliding_window_pattern": 6, "tie_word_embeddings": True},
 )
-"""Gemma 2 without a softcap on attention scores; it normalises queries and keys, and has another
-rotary base in blocks with a window."""
+"""Gemma 3: Gemma 2 with query and key norms instead of a softcap on attention scores, and with
+another rotary base in windowed blocks."""

@@ -1,4 +1,4 @@
-"""A model of Hugging Face as a checkpoint: whole parameters with canonical names."""
+"""Checkpoint source for Hugging Face models: whole parameters with canonical names."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-"""Files, at least one of which a tokenizer has."""
+"""Names of tokenizer files. A folder with a tokenizer has at least one of these."""
 _FIELD = "mtp_num_layers"
 _BUFFERS = re.compile(
     r"(.*\.)?(rotary_emb\.inv_freq|position_ids|(attn|attention|self_attn|self_attention)\.(bias|masked_bias))"
 )
-"""Tensors of older files that follow from the configuration."""
+"""Tensors in older files that can be computed from the configuration, and are ignored."""
 
 
 class TableSource(Source):
-    """Weights that an architecture's table describes."""
+    """Source whose tensors are described by an architecture's table."""
 
     _parameters: Mapping[str, Parameter]
 
     @abstractmethod
     def _part(self, theirs: str) -> Tensor:
-        """A tensor of the table, in the dtype of the file."""
+        """Read a tensor, by its name in the table, in the dtype in which its file stores it."""
 
     def names(self) -> Sequence[str]:
         return list(self._parameters)
@@ -65,13 +65,13 @@ class TableSource(Source):
 
 
 class HuggingFaceFolder(TableSource):
-    """A folder with config.json and weights, for a model of one of the known architectures. Raises
-    CheckpointError if a file is missing or damaged, tensors are missing, superfluous or of another
-    shape, or a value in config.json cannot be represented."""
+    """A folder with the config.json and weights of a supported architecture. Raises CheckpointError
+    if a file is missing or damaged, if tensors are missing, unexpected or of the wrong shape, or if
+    a value in config.json cannot be represented."""
 
     title = "model of Hugging Face"
     read_by_transformers: ClassVar[bool] = True
-    """False for folders of other programs, which transformers cannot open."""
+    """False for other programs' folders, which transformers cannot open."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -101,12 +101,13 @@ class HuggingFaceFolder(TableSource):
         return _content(config)
 
     def _open_weights(self, content: dict[str, Any]) -> Any:
-        """Return the tensors by their names in the files: an object like :class:`WeightFiles`."""
+        """Open the weights. Return an object like :class:`WeightFiles`, with the tensors by their
+        names in the files."""
         packing = packing_of(content, self._config)
         return WeightFiles(self.folder, packing, renaming(content))
 
     def _describe(self) -> None:
-        """Compare the tensors of the files with the model's."""
+        """Match the tensors in the files with the model's parameters."""
         self.notes = ()
         self._parameters = {
             each.ours: self._as_stored(each) for each in self.architecture.parameters(self.model)
@@ -123,7 +124,7 @@ class HuggingFaceFolder(TableSource):
         ahead = self.architecture.ahead
         stored = 0 if ahead is None else ahead.stored(self.model, self._spelling)
         if stored:
-            # By its flags: the feature that has them may have been removed.
+            # The field is set by name, because the feature that defines it may have been deleted.
             members: Sequence[Any] = self.model.parts
             parts = [
                 replace(part, **{_FIELD: stored}) if hasattr(part, _FIELD) else part
@@ -163,18 +164,18 @@ class HuggingFaceFolder(TableSource):
 
     @property
     def weight_files(self) -> list[Path]:
-        """The files of all tensors, including parts other than the model."""
+        """Files that contain tensors, including those that are not in the text model."""
         path = self._weights.path
         return [path] if path.suffix != ".json" else sorted({*indexed(path).values()})
 
     @property
     def is_plain(self) -> bool:
-        """True if no weight is stored in several tensors, as quantised ones are."""
+        """True if no weight is quantised, that is, stored in several tensors."""
         return not self._weights.packed
 
     def places(self) -> dict[str, tuple[Parameter, str]]:
-        """By name in the files of a separate text model: the parameter that a tensor is part of,
-        and the table's name of that part."""
+        """Return, by tensor name in the text model's own files, the parameter that the tensor
+        belongs to and the tensor's name in the table."""
         return {
             self._stored[theirs]: (parameter, theirs)
             for parameter in self._parameters.values()
@@ -183,8 +184,8 @@ class HuggingFaceFolder(TableSource):
 
     @property
     def generation(self) -> dict[str, Any]:
-        """See :attr:`Source.generation`; config.json names the end of a text where the other file
-        does not."""
+        """Generation settings; see :attr:`Source.generation`. config.json provides the end-of-text
+        token if generation_config.json does not."""
         rows = self.model.vocabulary.size
         return read_generation(self.folder, rows, self.architecture.model_type)
 
@@ -196,12 +197,13 @@ class HuggingFaceFolder(TableSource):
         return has_tokenizer
 
     def _as_stored(self, parameter: Parameter) -> Parameter:
-        """The way in which the files have a parameter."""
+        """Return the parameter with the layout that the files use."""
         ways = (parameter, *parameter.others)
         return next((way for way in ways if self._spelling(way.theirs[0])), parameter)
 
     def _spelling(self, theirs: str) -> str | None:
-        """The name in the files of a tensor of the table; None if they lack it."""
+        """Return the name under which the files store a tensor of the table, or None if it is
+        missing."""
         form = self.architecture
         name = theirs.removeprefix(form.base_prefix) if self._bare else theirs
         spellings = [name] + [
@@ -217,7 +219,8 @@ class HuggingFaceFolder(TableSource):
         return next((name for name in spellings if name in self._weights), None)
 
     def _match(self) -> dict[str, str]:
-        """Name in the files of each tensor of the table."""
+        """Return the name in the files of each tensor in the table. Raises CheckpointError if
+        tensors are missing or unexpected."""
         form, files = self.architecture, self._weights.files
         stored, missing = {}, []
         wanted = [name for each in self._parameters.values() for name in each.theirs]
@@ -258,7 +261,8 @@ class HuggingFaceFolder(TableSource):
         return stored
 
     def _is_copy(self, name: str, stored: dict[str, str]) -> bool:
-        """True if it repeats another tensor, as a head does that uses the token embedding."""
+        """Return whether a tensor is a copy of another one, as a tied head copies the token
+        embedding. Raises CheckpointError if it should be a copy but has other values."""
         copies = self.architecture.copies(self.model)
         if name not in copies:
             return False
@@ -287,15 +291,14 @@ class HuggingFaceFolder(TableSource):
 
 
 def tokenizer_in(folder: Path) -> TokenizerConfig | None:
-    """The flags of the tokenizer whose files are in a folder; None without any."""
+    """Return the flags that select the tokenizer in a folder, or None if it has no tokenizer."""
     if not any((folder / name).is_file() for name in TOKENIZER):
         return None
     return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder))
 
 
 def copy_tokenizer(folder: Path, target: Path) -> bool:
-    """Copies the files of a tokenizer, and generation_config.json, to a new folder; returns True if
-    there is a tokenizer."""
+    """Copy a tokenizer's files and generation_config.json. Return whether there is a tokenizer."""
     if tokenizer_in(folder) is None:
         return False
     copy_tokenizer_files(folder, target)
@@ -310,8 +313,8 @@ def _content(config: Path) -> dict[str, Any]:
 
 
 def shapes_of(model: ModelConfig, config: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter of the network, by canonical name. Raises CheckpointError if no
-    tensor can have such sizes."""
+    """Return the shape of each parameter of a network, by canonical name. Raises CheckpointError,
+    which names ``config``, if a tensor would be impossibly large."""
     try:
         shards = whole_shards(model)
     except (TypeError, RuntimeError) as error:

@@ -1,5 +1,5 @@
-"""Tasks of the models of `transformers`: their descriptions in folders, and the inputs and outputs
-that are compared with ours."""
+"""Tasks of `transformers` models, such as predicting the next token. A task determines which keys a
+folder has for a model, and which inputs and outputs are compared with ours."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from megatron.formats.huggingface.config_reader import HFConfigReader
 from megatron.model.layer_list import LayerState
 
 _LONGEST_WINDOW = 1024
-"""Sequences are longer than sliding windows of up to this many tokens."""
+"""Maximum sliding window, in tokens, for which compared sequences are longer than the window."""
 
 
 class Inputs(NamedTuple):
-    """The same micro batch for both: the state to begin with, and arguments of `forward`.
+    """One micro batch for two models: the initial state for ours, and the arguments of ``forward``
+    for the model of `transformers`.
 
-    ``counted`` [B, S] says which positions are compared; None for all."""
+    ``counted`` [B, S] is True at the positions to compare; None means all."""
 
     ours: LayerState
     theirs: Mapping[str, Tensor]
@@ -31,58 +32,60 @@ class Inputs(NamedTuple):
 
 
 class Task(ABC):
-    """The task of an architecture's models: inputs, outputs and description."""
+    """Base class of the tasks that a model can have. It provides the inputs and outputs to compare,
+    and the task's keys in a folder."""
 
     settings: ClassVar[Mapping[str, Any]] = {}
-    """Keys that config.json has in addition."""
+    """Additional keys of config.json."""
     unit: ClassVar[str] = "tokens"
-    """Unit that has logits."""
+    """What logits are computed for, in messages."""
     generates: ClassVar[bool] = False
-    """True if a folder has a generation_config.json."""
+    """True if models with this task have a generation_config.json."""
 
     @abstractmethod
     def inputs(self, model: ModelConfig, seed: int) -> Inputs:
-        """Random tokens, at the first and at the last positions of the model."""
+        """Return inputs with random tokens at the model's first and last positions."""
 
     @abstractmethod
     def outputs(self, state: LayerState, model: ModelConfig) -> dict[str, Tensor]:
-        """Our logits after the last layer, without padding of the vocabulary, by their name in the
-        output of `transformers`."""
+        """Return our logits after the last layer, without vocabulary padding. Their keys are the
+        names in the output of `transformers`."""
 
     def count(self, logits: Tensor) -> int:
-        """Return the number of :attr:`unit` in the compared logits."""
+        """Return the number of :attr:`unit` that the compared logits cover."""
         return logits.shape[:-1].numel()
 
     @abstractmethod
     def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
-        """Keys of config.json about tokens; ``tokenizer`` is an object of `transformers`."""
+        """Return config.json's keys for special tokens. ``tokenizer`` is from `transformers`."""
 
     @abstractmethod
     def end_only(self, source: Source) -> dict[str, Any]:
-        """The same keys where there is no tokenizer, and at most one token is known."""
+        """Return config.json's keys for special tokens if there is no tokenizer. At most the
+        end-of-text token is known in this case."""
 
     def fit_tokenizer(self, folder: Path, tokenizer: Any) -> bool:
-        """Change a tokenizer's files so that it tokenizes texts as in the model's training. Return
-        True if files changed. ``tokenizer`` is an object of `transformers`."""
+        """Edit a tokenizer's files so that texts are tokenized as in the model's training. Return
+        whether any file changed. ``tokenizer`` is the one that `transformers` loads from
+        ``folder``."""
         return False
 
 
 class CausalLM(Task):
-    """A decoder that predicts the next token."""
+    """Task of decoders that predict the next token."""
 
     settings: ClassVar[Mapping[str, Any]] = {"use_cache": True}
     generates = True
 
     def inputs(self, model: ModelConfig, seed: int) -> Inputs:
-        # Without absolute positions their code accepts none.
+        # Models without absolute positions do not accept position_ids.
         relative = model.positions.position_embedding_type in ("alibi", "none")
-        # Longrope's angles depend on the length of the sequence in our code, and on the last
-        # position in theirs.
+        # LongRoPE depends on the sequence length in our code, and on the last position in theirs.
         scaling = model.positions.rope_scaling
         longrope = scaling.rope_type == "longrope"
         length, last = compared_length(model), model.positions.max_position_embeddings
         if scaling.long_mscale is not None:
-            # transformers 5 takes the frequencies of short sequences for long ones too.
+            # transformers 5 uses the frequencies for short sequences in long ones too.
             length = min(length, scaling.original_max_position_embeddings or length)
         random = torch.Generator().manual_seed(seed)
         tokens_BS = torch.randint(model.vocabulary.size, (2, length), generator=random)
@@ -96,7 +99,7 @@ class CausalLM(Task):
 
     def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
         begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-        # Documents begin where the last one ended, so the end stands in for a missing beginning.
+        # Documents begin where the last one ended, so the end token also serves as the beginning.
         return {"bos_token_id": end if begin is None else begin, "eos_token_id": end}
 
     def end_only(self, source: Source) -> dict[str, Any]:
@@ -104,7 +107,8 @@ class CausalLM(Task):
 
 
 def compared_length(model: ModelConfig) -> int:
-    """Tokens of a sequence that is compared: more than a sliding window, if the model has them."""
+    """Return the number of tokens in a sequence to compare. It exceeds the sliding window, unless
+    that is longer than ``_LONGEST_WINDOW``."""
     length, window = 128, model.attention.sliding_window
     if window is not None and window <= _LONGEST_WINDOW:
         length = max(length, window + 64)
@@ -115,14 +119,15 @@ CAUSAL_LM = CausalLM()
 
 
 class RewardTask(CausalLM):
-    """A decoder that scores a text's quality."""
+    """Task of reward models: decoders that score the quality of a text."""
 
     settings: ClassVar[dict[str, Any]] = {}
     unit = "texts"
     generates = False
 
     def inputs(self, model: ModelConfig, seed: int) -> Inputs:
-        """One text at a time: of several they ask for a token of padding."""
+        """Return a single text, because `transformers` requires a padding token for several
+        texts."""
         plain = super().inputs(model, seed)
         ours, theirs = plain.ours, dict(plain.theirs)
         positions = ours.position_ids
@@ -136,8 +141,9 @@ class RewardTask(CausalLM):
         return {"logits": state.hidden[:, -1]}
 
     def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
-        """The token of padding too, after which they look for the last token of a text; none where
-        it is the end of every text."""
+        """Return config.json's keys for special tokens, including the padding token, with which
+        `transformers` finds a text's last token. A padding token that equals the end token is
+        omitted."""
         tokens = super().special_tokens(tokenizer, source)
         pad = tokenizer.pad_token_id
         if pad is not None and pad != tokenizer.eos_token_id:
@@ -149,7 +155,7 @@ REWARD = RewardTask()
 
 
 _REWARD_CLASS = "ForSequenceClassification"
-"""End of the class of a reward model: a causal decoder with a head of one label."""
+"""Class name suffix of reward models, which are causal decoders with a one-label head."""
 REWARD_KEYS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
@@ -158,14 +164,16 @@ def has_rewards(model: ModelConfig) -> bool:
 
 
 def reward_class(causal: str) -> str:
-    """The class of reward models, from the name of the class of causal language models."""
+    """Return the class name of a reward model, given that of the causal language model."""
     prefix = causal.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-    text = "Text" if prefix in ("Gemma3", "Qwen3_5") else ""  # of which others see images
+    # Without "Text", the class is multimodal.
+    text = "Text" if prefix in ("Gemma3", "Qwen3_5") else ""
     return f"{prefix}{text}{_REWARD_CLASS}"
 
 
 def read_head(given: HFConfigReader) -> dict[str, Any]:
-    """The flags of a causal decoder's head. Raises CheckpointError if it has several labels."""
+    """Return the flags of a causal decoder's head. Raises CheckpointError if the head is a
+    classifier with several labels."""
     classes = given.names("architectures") or []
     if not any(name.endswith(_REWARD_CLASS) for name in classes):
         return {}

@@ -1,5 +1,5 @@
-"""Files of weights in the way of Hugging Face: tensors by name, from safetensors or torch.save, in
-one file or in several with an index."""
+"""Hugging Face weight files: tensors by name, from safetensors or torch.save, in one file or in
+several with an index."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""Files of weights or their index, in the order in which transformers looks for them."""
+"""Names of weight files or their index, in the order in which transformers searches for them."""
 _SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 _QUANTISED = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32}
-"""Dtypes of numbers that are weights only together with scales."""
+"""Dtypes of quantised values, which are weights only together with scales."""
 
 
 class WeightFiles:
-    """Reads single tensors; nothing stays in memory. The tensors of a quantised weight are one.
-    Raises CheckpointError if there are no such files, or one is damaged or not what the index
-    says."""
+    """Reader of single tensors, none of which stay in memory. A quantised weight counts as one
+    tensor. Raises CheckpointError if files are missing, damaged or do not match the index."""
 
     def __init__(
         self, folder: Path, packing: Packing = PLAIN, renamed: Renaming | None = None
@@ -82,7 +81,7 @@ class WeightFiles:
         return name in self.files
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, which is not read."""
+        """Return the shape of a tensor without reading its data."""
         if name not in self.packed:
             return self._shape(name, self.files[name])
         form, parts = self.packed[name]
@@ -98,8 +97,8 @@ class WeightFiles:
         return tuple(handle.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor in the dtype of the file; one that is quantised, in the dtype that its form
-        has."""
+        """Read a tensor in its file's dtype or, if it is quantised, dequantise it to its form's
+        dtype."""
         if name in self.packed:
             form, parts = self.packed[name]
             try:
@@ -114,7 +113,7 @@ class WeightFiles:
         return stored
 
     def _wrong(self, name: str, error: ValueError) -> CheckpointError:
-        if isinstance(error, CheckpointError):  # of a part, which it names
+        if isinstance(error, CheckpointError):  # It already names the tensor.
             return error
         return CheckpointError(f"{self.files[name]}: {name}: {error}")
 
@@ -126,14 +125,14 @@ class WeightFiles:
             raise CheckpointError(f"{path}: {name}: {error}") from None
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor, which is not read."""
+        """Return the dtype of a tensor without reading its data."""
         if name in self.packed:
             return self.packed[name][0].dtype
         handle = self._handle(self.files[name])
         return (handle[name] if isinstance(handle, dict) else handle.get_slice(name)[:0]).dtype
 
     def _handle(self, path: Path) -> Any:
-        """An open safetensors file, or the tensors of a pickle, mapped into memory by name."""
+        """Return an open safetensors file, or the memory-mapped tensors in a pickle by name."""
         if path not in self._open:
             if path.suffix != ".safetensors":
                 self._open[path] = _unpickled(path, self._renamed)
@@ -153,12 +152,12 @@ class WeightFiles:
 
 
 def weights_of(folder: Path) -> Path | None:
-    """The first of :data:`WEIGHTS` that a folder has."""
+    """Return the first of :data:`WEIGHTS` in a folder, or None."""
     return next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
 
 
 def _instead(folder: Path) -> str:
-    """The files that a folder has where weights are expected, and what to do."""
+    """Describe what a folder has instead of weights, with advice, for an error message."""
     shards = sorted(path.name for path in folder.glob("*-of-*") if _SHARD.fullmatch(path.name))
     if shards:
         return f"{some(shards)}, but no index of their tensors: download the index file too"
@@ -166,7 +165,8 @@ def _instead(folder: Path) -> str:
 
 
 def indexed(path: Path) -> dict[str, Path]:
-    """Files of tensors by name, as an index has them. Raises CheckpointError if one is missing."""
+    """Return the file of each tensor, by name, from an index file. Raises CheckpointError if the
+    index is malformed or a file is missing."""
     content = read_json(path, lenient=True)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(
@@ -194,6 +194,6 @@ def _unpickled(path: Path, renamed: Renaming | None) -> dict[str, Tensor]:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first names, and the number of the others."""
+    """Return the first five names, followed by the number of the others."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more

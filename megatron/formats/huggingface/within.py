@@ -1,7 +1,7 @@
-"""The text model within a model that sees images or hears sound: its part of config.json, and its
-names of tensors. The rest is left in the files.
+"""The text model inside a model for images or sound: its section of config.json, and the names of
+its tensors. Everything else in the files is ignored.
 
-A text has the same positions in all three parts of an M-RoPE, whose rotation is then that of RoPE.
+For text, all three components of M-RoPE have the same position, so M-RoPE equals RoPE.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ MULTIMODAL = (
     "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
     "shieldgemma2", "smolvlm", "vipllava",
 )  # fmt: skip
-"""Values of model_type whose text model has its own model_type."""
+"""Values of ``model_type`` of multimodal models whose text model has its own ``model_type``."""
 
 _SAME = {
     "qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2",
     "qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_text": "qwen3",
 }  # fmt: skip
-"""Text models that compute, for text alone, the same as another architecture."""
+"""Model types of text models that compute exactly what another architecture computes from text,
+mapped to the ``model_type`` of that architecture."""
 _FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
-"""Their keys without an equivalent in the text model."""
+"""Keys to add for a text model whose config.json does not have them."""
 _FLAT = ("qwen2_vl", "qwen2_5_vl")
-"""Types whose files of transformers 4 have the keys of the text model next to those of images, and
-whose tensors have the names of a text model alone."""
+"""Types for which transformers 4 stores the text model's keys at the top level, next to those for
+images, and names the text model's tensors as in a separate text model."""
 _OF_IMAGES = (
     "vision_config", "text_config", "image_token_id", "video_token_id", "vision_start_token_id",
     "vision_end_token_id", "vision_token_id",
@@ -42,14 +43,16 @@ _PREFIXES = (
     ("lm_head.", "lm_head."),
     ("mtp.", "mtp."),
 )
-"""Beginnings of names of the text model in files, of transformers 4 and 5, and in its own."""
+"""Prefixes of tensor names, as pairs: in files of transformers 4 or 5, and in a separate text
+model."""
 Renaming = Callable[[str], str | None]
-"""The name of a tensor in files of a text model alone; None for a tensor of another part."""
+"""Function that converts a tensor's name in the files to its name in a separate text model. It
+returns None for tensors outside the text model."""
 
 
 def text_content(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The keys of the text model in the content of the config.json at ``path``; the content itself
-    where it describes nothing else. Raises CheckpointError if the part is missing."""
+    """Return the text model's keys in ``content``, the config.json at ``path``, or ``content``
+    itself if it only describes a text model. Raises CheckpointError if the section is missing."""
     outer = content.get("model_type")
     if outer not in MULTIMODAL:
         return content
@@ -58,7 +61,7 @@ def text_content(content: dict[str, Any], path: Path) -> dict[str, Any]:
         inner = {key: value for key, value in content.items() if key not in _OF_IMAGES}
         inner["model_type"] = f"{outer}_text"
     elif inner is None and outer.startswith("qwen3_5") and "num_hidden_layers" in content:
-        return content  # for its text model alone, under the name of the whole model
+        return content  # the folder has only the text model, under the multimodal type
     if not isinstance(inner, dict):
         raise CheckpointError(
             f"{path}: model_type is {outer!r}, which sees images too, and text_config, which "
@@ -73,7 +76,7 @@ def text_content(content: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _rotations(inner: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE of text alone: without the shares of a head that rows and columns of images rotate."""
+    """Return the RoPE keys for text, without M-RoPE's sections for image rows and columns."""
     rotations = {}
     for key in ("rope_scaling", "rope_parameters"):
         table = inner.get(key)
@@ -88,8 +91,8 @@ def _rotations(inner: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults(kind: str, path: Path, inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return defaults for keys missing from a text model's keys ``inner``, where the defaults of
-    the architecture that reads it may differ."""
+    """Return the defaults of the text model's configuration class for keys that ``inner`` lacks.
+    They may differ from those of the architecture as which it is read."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if kind not in CONFIG_MAPPING:
@@ -98,7 +101,7 @@ def _defaults(kind: str, path: Path, inner: Mapping[str, Any]) -> dict[str, Any]
             "leave out; install a newer version"
         )
     known = CONFIG_MAPPING[kind]
-    # Keys of two names.
+    # Some keys have two names; if one is present, neither needs a default.
     pairs = [{*pair} for pair in known.attribute_map.items()]
     spelled = {name for pair in pairs if pair & inner.keys() for name in pair}
     return {
@@ -110,7 +113,8 @@ def _defaults(kind: str, path: Path, inner: Mapping[str, Any]) -> dict[str, Any]
 
 
 def renaming(content: Mapping[str, Any]) -> Renaming | None:
-    """The names of tensors in files with that config.json; None where all are a text model's."""
+    """Return the function that renames the tensors in files with this config.json. Return None if
+    all of them belong to the text model."""
     outer = content.get("model_type")
     if outer not in MULTIMODAL or (outer.startswith("qwen3_5") and "text_config" not in content):
         return None
@@ -120,15 +124,15 @@ def renaming(content: Mapping[str, Any]) -> Renaming | None:
             if name.startswith(theirs):
                 return alone + name.removeprefix(theirs)
         of_text = outer in _FLAT and name.startswith("model.") and "visual." not in name
-        # A head by another name must not be left out: the model would be taken for a tied one.
+        # Keep a head with an unknown name: without it, the model would be read as tied.
         return name if of_text or "lm_head" in name else None
 
     return renamed
 
 
 def head_tied(content: dict[str, Any], outer: Mapping[str, Any], has_head: bool) -> dict[str, Any]:
-    """Return the content of a text model with its tie: a head missing from the files is tied, a
-    present one only if the whole model's config says so."""
+    """Return a text model's keys with ``tie_word_embeddings`` set. A head that the files lack is
+    tied. A head in the files is tied only if the multimodal config.json says so."""
     inner = content.get("tie_word_embeddings", False)
     return content | {
         "tie_word_embeddings": not has_head or outer.get("tie_word_embeddings", inner)
@@ -136,20 +140,20 @@ def head_tied(content: dict[str, Any], outer: Mapping[str, Any], has_head: bool)
 
 
 class RenamedTensors:
-    """The tensors of an open safetensors file by other names; those without one are left out."""
+    """Open safetensors file whose tensors have new names. Tensors without a new name are hidden."""
 
     def __init__(self, handle: Any, renamed: Renaming) -> None:
         self._handle = handle
         self._names = {new: name for name in handle.keys() if (new := renamed(name))}  # noqa: SIM118
 
     def keys(self) -> list[str]:
-        """The names."""
+        """Return the new names."""
         return list(self._names)
 
     def get_slice(self, name: str) -> Any:
-        """A slice, which is not read yet."""
+        """Return a lazy slice of a tensor, without reading its data."""
         return self._handle.get_slice(self._names[name])
 
     def get_tensor(self, name: str) -> Any:
-        """A tensor."""
+        """Read a tensor."""
         return self._handle.get_tensor(self._names[name])

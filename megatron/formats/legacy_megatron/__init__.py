@@ -1,1 +1,1 @@
-"""Checkpoints of Megatron-LM before its core library."""
+"""Checkpoints that Megatron-LM wrote before it had its core library."""

@@ -1,6 +1,8 @@
-"""Megatron's arguments, saved in its checkpoints as a namespace, as our configuration.
+"""Conversion between our configuration and Megatron's arguments, which its checkpoints store as a
+namespace.
 
-Most arguments correspond to a flag by its ``option(megatron=...)``; the others are here.
+Most arguments correspond to a flag that declares ``option(megatron=...)``. The others are in this
+file.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ _NETWORK = {
         "experimental_attention_variant use_mup embedding_multiplier parallel_attn scale_embeddings"
     ).split()
 }
-"""Arguments that change the network in a way that cannot be represented, each with its harmless
-values other than a flag's default."""
+"""Arguments that change the network in an unsupported way, each with the values that are harmless
+although they are not those of an unset flag."""
 
 _FEATURES = {
     "num_query_groups", "kv_channels", "add_qkv_bias", "rotary_percent", "rope_scaling",
@@ -60,15 +62,15 @@ _FEATURES = {
     "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "num_tokentypes",
     "glu_linear_offset", "activation_func_clamp_value", "layer_experts",
 }  # fmt: skip
-"""Features that are written."""
+"""Features of a model that Megatron's arguments can express."""
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _ACTIVATIONS = ("gelu_tanh", "gelu_erf", "swiglu", "quick_geglu", "squared_relu")
 _POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
 
 def _same() -> Iterator[tuple[str, type, tuple[str, ...]]]:
-    """Fields of :class:`ModelFlags` with an argument that means the same: field, type, and names of
-    the argument, of which the first is written."""
+    """Yield (field, type, argument names) for each field of :class:`ModelFlags` to which an
+    argument corresponds exactly. The first name is the one to write."""
     hints = typing.get_type_hints(ModelFlags)
     for field in dataclasses.fields(ModelFlags):
         if (names := field.metadata["megatron"]) and field.name not in EXPERT_ARGUMENTS:
@@ -79,7 +81,7 @@ def _same() -> Iterator[tuple[str, type, tuple[str, ...]]]:
 def model_of_arguments(
     arguments: Mapping[str, Any], where: Path, family: str = ModelConfig.family
 ) -> ModelConfig:
-    """The network that the arguments in a file describe, without the size of its vocabulary. Raises
+    """Return the network that a file's arguments describe, without its vocabulary size. Raises
     CheckpointError if an argument is missing, malformed, unknown, or cannot be represented."""
     values: dict[str, Any] = {}
     arguments = SavedArguments(arguments)
@@ -109,15 +111,15 @@ def model_of_arguments(
             raise CheckpointError(f"{where}: softmax_scale is {scale}, expected a positive number")
         values["query_pre_attn_scalar"] = scale**-2
     if any(map(values.get, ("swiglu", "quick_geglu", "squared_relu"))):
-        values.pop("bias_gelu_fusion", None)  # concerns another activation
+        values.pop("bias_gelu_fusion", None)  # it has an effect only with tanh-approximated GELU
     arguments.refuse_the_rest(where)
     fixed = names_of_family(family).flags
     return complete(ModelFlags(family=family, **fixed, **values), where)
 
 
 def complete(flags: ModelFlags, where: Path) -> ModelConfig:
-    """The network, with the values that Megatron derives differently than we do. Raises
-    CheckpointError if the heads do not fit the width or each other."""
+    """Return the network that ``flags`` describe, with Megatron's defaults where ours differ.
+    Raises CheckpointError if the numbers of heads do not fit the hidden size or each other."""
     assert flags.hidden_size
     inner = flags.ffn_hidden_size or 4 * flags.hidden_size
     length = flags.seq_length or flags.max_position_embeddings
@@ -128,8 +130,9 @@ def arguments_of_model(
     model: ModelConfig,
     experts: Callable[[ModelConfig], dict[str, Any]] = arguments_of_experts,
 ) -> dict[str, Any]:
-    """Inverse of :func:`model_of_arguments`; ``experts`` gives the arguments about experts. Raises
-    ValueError if Megatron has no such network; the message names the flags."""
+    """Return Megatron's arguments for a model: the inverse of :func:`model_of_arguments`.
+    ``experts`` returns the arguments for experts. Raises ValueError if Megatron has no such
+    network. The message names the flags."""
     positions, attention, scaling = model.positions, model.attention, model.positions.rope_scaling
     kind, activation = positions.position_embedding_type, model.mlp.activation
     linear, llama3 = scaling.rope_type == "linear", scaling.rope_type == "llama3"
@@ -175,13 +178,13 @@ def arguments_of_model(
         "group_query_attention": attention.num_query_groups != attention.num_attention_heads,
         "num_query_groups": attention.num_query_groups,
         "unpadded_vocab_size": model.vocabulary.size,
-        # A fused activation is GELU by tanh, regardless of the other arguments.
+        # Megatron's fused activation is always the tanh approximation of GELU.
         "bias_gelu_fusion": activation == "gelu_tanh",
     }
 
 
 def divided_sizes(model: ModelConfig) -> dict[str, int]:
-    """Sizes that tensor-parallel ranks divide among them, by name of the argument."""
+    """Return the sizes that the tensor-parallel size must divide, by argument name."""
     return {
         "num_attention_heads": model.attention.num_attention_heads,
         "num_query_groups": model.attention.num_query_groups,
@@ -190,7 +193,7 @@ def divided_sizes(model: ModelConfig) -> dict[str, int]:
 
 
 def _checked(value: Any, kind: type, name: str, where: Path) -> Any:
-    """A value of the type that an argument has."""
+    """Return an argument's value as ``kind``. Raises CheckpointError if it has another type."""
     fits = isinstance(value, bool) == (kind is bool) and (
         isinstance(value, kind) or (kind is float and isinstance(value, int))
     )
@@ -204,8 +207,9 @@ def _checked(value: Any, kind: type, name: str, where: Path) -> Any:
 def _one_value(
     arguments: Mapping[str, Any], field: str, kind: type, names: tuple[str, ...], where: Path
 ) -> Any:
-    """Return the value of an argument with several names, or None. If two names have values and one
-    is the default, the other is returned: a program with both arguments reads its own."""
+    """Return the value of an argument that has several names, or None if none is set. If two names
+    have different values and one is the default, the other counts, because a program with both
+    arguments reads only its own. Raises CheckpointError for any other difference."""
     values = {
         name: _checked(arguments[name], kind, name, where)
         for name in reversed(names)
@@ -229,8 +233,8 @@ def _number(arguments: Mapping[str, Any], name: str, where: Path) -> float | Non
 
 
 def _groups(arguments: Mapping[str, Any], heads: int, where: Path) -> int:
-    """Number of key and value heads, by Megatron-DeepSpeed's name or by Megatron-LM's, which can
-    have a value without effect."""
+    """Return the number of key and value heads. Its argument differs between Megatron-DeepSpeed and
+    Megatron-LM, and Megatron-LM's may be set without having an effect."""
     groups, others = arguments.get("num_key_value_heads"), arguments.get("num_query_groups")
     if arguments.get("group_query_attention"):
         if groups not in (None, heads, others):
@@ -246,7 +250,7 @@ def _groups(arguments: Mapping[str, Any], heads: int, where: Path) -> int:
 
 
 def _window(arguments: Mapping[str, Any], where: Path) -> dict[str, int | str]:
-    """The fields of attention windows; Megatron's (N, 0) are N tokens before the query."""
+    """Return the fields for sliding windows. Megatron's (N, 0) means N tokens before the query."""
     window, skipped = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
     match window:
         case None | (-1, -1 | 0):
@@ -298,18 +302,18 @@ VOCABULARIES = {
     "BertWordPieceLowerCase": 30522,
     "BertWordPieceCase": 28996,
 }
-"""Sizes of the vocabularies that Megatron's tokenizers always have."""
+"""Vocabulary sizes of those tokenizers of Megatron whose files are always the same."""
 
 _PUBLISHED = {50304: 50257, 30592: 30522, 29056: 28996}
-"""Rows and tokens of the embeddings of NVIDIA's published models, which have no arguments: GPT-2,
-and BERT without and with case, padded to multiples of 128."""
+"""Number of tokens in NVIDIA's published models without arguments, by number of token embedding
+rows, which is padded to a multiple of 128: GPT-2, uncased BERT and cased BERT."""
 _TOKENIZER_FILES = (
     "vocab_file", "merge_file", "tokenizer_model", "tokenizer_model_type", "tiktoken_pattern",
 )  # fmt: skip
 
 
 def tokenizer_of_arguments(arguments: Mapping[str, Any]) -> TokenizerConfig | None:
-    """The tokenizer and its files; None where the arguments do not name them."""
+    """Return the tokenizer and its files that the arguments name, or None if they name none."""
     kind = arguments.get("tokenizer_type")
     if not isinstance(kind, str):
         return None
@@ -330,8 +334,8 @@ def tokenizer_of_arguments(arguments: Mapping[str, Any]) -> TokenizerConfig | No
 
 
 def unpadded_vocabulary(arguments: Mapping[str, Any], rows: int) -> int | None:
-    """Number of rows of the token embedding that are tokens, the rest being padding; None when the
-    checkpoint does not say. ``arguments`` are empty where it has none."""
+    """Return the number of token embedding rows that are not padding, or None if the checkpoint
+    does not determine it. ``arguments`` are empty if the checkpoint has none."""
     if not arguments:
         return _PUBLISHED.get(rows)
     known = arguments.get("unpadded_vocab_size")
@@ -341,25 +345,26 @@ def unpadded_vocabulary(arguments: Mapping[str, Any], rows: int) -> int | None:
         if kind == "NullTokenizer" and isinstance(size, int):
             known = size + 1
         elif isinstance(kind, str) and kind in VOCABULARIES and isinstance(extra, int):
-            # Before the extra ids WordPiece has [BOS] and [EOS], as ours.
+            # As ours does, Megatron's WordPiece puts [BOS] and [EOS] before the extra ids.
             further = extra + 2 if extra and kind.startswith("BertWordPiece") else extra
             known = VOCABULARIES[kind] + further
             if not _pads(known, rows, arguments):
-                known = None  # the user's own files
+                known = None  # the user had other vocabulary files
     return known if isinstance(known, int) and 0 < known <= rows else None
 
 
 def end_of_text(arguments: Mapping[str, Any], size: int) -> int | None:
-    """The token that ends a document, by the size of the vocabulary: the last one of GPT-2's."""
+    """Return the end-of-document token if a vocabulary has GPT-2's size, where it is the last
+    token. Return None for other tokenizers."""
     gpt2 = "GPT2BPETokenizer"
     named = arguments.get("tokenizer_type", gpt2)
     return size - 1 if named == gpt2 and size == VOCABULARIES[gpt2] else None
 
 
 def write_tokenizer(config: TokenizerConfig | None, target: Path, rows: int, name: str) -> bool:
-    """Writes Hugging Face's files of a tokenizer to a new folder; returns whether its own files
-    are on this machine. ``rows`` is the number of rows of the token embedding of the checkpoint
-    ``name``. Raises CheckpointError if the files do not make a tokenizer, or one of more tokens."""
+    """Write a tokenizer as Hugging Face files to a new folder. Return False if its own files are
+    not on this machine. ``rows`` is the number of embedding rows in the checkpoint ``name``. Raises
+    CheckpointError if the files are not a tokenizer, or have more tokens than ``rows``."""
     if config is None or config.tokenizer_type not in TOKENIZERS:
         return False
     given = (config.vocab_file, config.merge_file, config.tokenizer_model)
@@ -382,7 +387,8 @@ def write_tokenizer(config: TokenizerConfig | None, target: Path, rows: int, nam
 
 
 def _pads(size: int, rows: int, arguments: Mapping[str, Any]) -> bool:
-    """False if the run, by its arguments, does not pad a vocabulary of ``size`` to ``rows``."""
+    """Return whether the saved arguments would pad a vocabulary of ``size`` tokens to ``rows``.
+    True if the arguments do not tell."""
     multiple = arguments.get("make_vocab_size_divisible_by")
     ranks = arguments.get("tensor_model_parallel_size", arguments.get("model_parallel_size", 1))
     if not (isinstance(multiple, int) and isinstance(ranks, int) and multiple * ranks > 0):
@@ -391,11 +397,11 @@ def _pads(size: int, rows: int, arguments: Mapping[str, Any]) -> bool:
 
 
 class DescribedSource(Source):
-    """A checkpoint whose network Megatron's arguments describe."""
+    """Checkpoint source whose network is described by Megatron's arguments."""
 
     _shards: Mapping[str, Shard]
     has_moments = False
-    """True if there is optimizer state to continue from."""
+    """True if the checkpoint has usable optimizer state."""
 
     def names(self) -> Sequence[str]:
         return list(self._shards)
@@ -409,8 +415,8 @@ class DescribedSource(Source):
         return ("weight", *MOMENTS) if trained else ("weight",)
 
     def copy_tokenizer(self, target: Path) -> bool:
-        """See :meth:`Source.copy_tokenizer`; made of the files that the arguments name, where they
-        are on this machine."""
+        """Copy the tokenizer; see :meth:`Source.copy_tokenizer`. If the checkpoint has none, build
+        it from the files that the arguments name, provided that they are on this machine."""
         if super().copy_tokenizer(target):
             return True
         padded = self.model.vocabulary.padded

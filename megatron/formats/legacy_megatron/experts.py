@@ -1,19 +1,18 @@
-"""Names of mixture of experts in the files of Megatron and of DeepSpeed, which have a tensor for
-each expert; canonical parameters have those of all experts, in order (E experts, F inner width, H
-hidden).
+"""Names and arguments of mixture of experts in checkpoints of Megatron and DeepSpeed.
 
-::
+Their files have a tensor for each expert, while a canonical parameter contains all experts in order
+(E experts, F inner width, H hidden)::
 
     mlp.local_experts.3.dense_h_to_4h.weight                              Megatron's SwitchMLP
     mlp.experts.local_experts.3.linear_fc1.weight                         core: SequentialMLP
     mlp.experts.linear_fc1.weight3                                        core: GroupedMLP
     mlp.deepspeed_moe.experts.deepspeed_experts.3.dense_h_to_4h.weight    Megatron-DeepSpeed
-    mlp.experts.3.up.weight                                               here, between those and
-    mlp.experts.up.weight [E, 2F or F, H]                                 the canonical name
+    mlp.experts.3.up.weight                                               intermediate name here
+    mlp.experts.up.weight [E, 2F or F, H]                                 canonical name
 
-Arguments of Megatron-LM, of Megatron-DeepSpeed and of its old SwitchMLP about experts, as fields
-of :class:`ModelFlags`. The two programs mean different things by ``num_experts``: the first has a
-number, None for a dense network, the second a list, ``[1]`` for a dense one.
+This file also maps the expert arguments of Megatron-LM, of Megatron-DeepSpeed and of the old
+SwitchMLP to fields of :class:`ModelFlags`. ``num_experts`` has two meanings: in Megatron-LM it is a
+number, None for a dense network, and in Megatron-DeepSpeed a list, ``[1]`` for a dense network.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ _OF_DEEPSPEED = {
     "mlp.coefficient": "mlp.coefficient",
 }
 MODULES = _OF_CORE | _OF_DEEPSPEED
-"""Modules of a layer of experts apart from these: Megatron's name, canonical name."""
+"""Canonical names of an MoE layer's modules other than experts, by Megatron's names."""
 TENSORS = {
     "mlp.router.expert_bias": "mlp.router.expert_bias",
     "mlp.shared_experts.gate_weight": "mlp.shared_gate.weight",
 }
-"""Names of tensors that are neither a weight nor a bias of a module."""
+"""Canonical names of tensors that are not a module's weight or bias, by Megatron's names."""
 _LAYERS = {"dense_h_to_4h": "up", "linear_fc1": "up", "dense_4h_to_h": "down", "linear_fc2": "down"}
 _THEIRS = re.compile(
     r"mlp\.(?:deepspeed_moe\.experts\.deepspeed_experts|(?:experts\.)?local_experts)"
@@ -64,7 +63,8 @@ _ALL = re.compile(r".*\bmlp\.experts\.(?:up|down)\.(?:weight|bias)")
 
 
 def rename_expert(name: str) -> str | None:
-    """Name here, within a block, of one of a layer of experts; None for an unknown name."""
+    """Return our name, within a block, for a tensor of an MoE layer. Return None for an unknown
+    name."""
     if name in TENSORS:
         return TENSORS[name]
     module, _, kind = name.rpartition(".")
@@ -77,26 +77,27 @@ def rename_expert(name: str) -> str | None:
 
 
 def of_one_expert(name: str) -> tuple[str, int]:
-    """The canonical name of an expert's parameter, and the number of the expert; of others the name
-    and 0."""
+    """Return the canonical parameter that contains a single expert's parameter, and the expert's
+    index. Return other names unchanged, with 0."""
     match = _ONE.fullmatch(name)
     return (name, 0) if match is None else (match[1] + match[3], int(match[2]))
 
 
 def one_expert(name: str, number: int) -> str:
-    """Inverse of :func:`of_one_expert`."""
+    """Insert an expert's index into a canonical name: the inverse of :func:`of_one_expert`."""
     return name.replace("mlp.experts.", f"mlp.experts.{number}.")
 
 
 def core_expert_name(name: str) -> str | None:
-    """Inverse of :func:`rename_expert`, in the spelling of Megatron's core library; None for a name
-    that is not of a layer of experts, or that it lacks."""
+    """Return the name in Megatron's core library: the inverse of :func:`rename_expert`. Return None
+    if the name is not in an MoE layer, or if the library has no such parameter."""
     theirs = {ours: theirs for theirs, ours in TENSORS.items()}.get(name)
     return theirs or _spelled(name, _OF_CORE, "mlp.experts.local_experts", "linear_fc1 linear_fc2")
 
 
 def deepspeed_expert_name(name: str) -> str | None:
-    """Names in the spelling of Megatron-DeepSpeed."""
+    """Return the name in Megatron-DeepSpeed, or None in the same cases as
+    :func:`core_expert_name`."""
     experts = "mlp.deepspeed_moe.experts.deepspeed_experts"
     return _spelled(name, _OF_DEEPSPEED, experts, "dense_h_to_4h dense_4h_to_h")
 
@@ -111,12 +112,13 @@ def _spelled(name: str, modules: Mapping[str, str], experts: str, layers: str) -
 
 
 def is_of_experts(name: str) -> bool:
-    """True for the canonical name of a parameter of all experts of a layer."""
+    """Return whether a canonical name is that of a parameter that stacks all experts of a layer."""
     return _ALL.fullmatch(name) is not None
 
 
 def require_experts(numbers: Collection[int], experts: int, name: str, where: Path) -> None:
-    """Raises CheckpointError unless there are all experts of a parameter, and no other."""
+    """Raise CheckpointError if ``numbers``, the indices of a parameter's experts in files, are not
+    0 to ``experts`` - 1."""
     for number in sorted(set(range(experts)) - set(numbers)):
         raise CheckpointError(f"{where} has no expert {number} of the {experts} of {name}")
     if surplus := sorted(set(numbers) - set(range(experts))):
@@ -126,17 +128,17 @@ def require_experts(numbers: Collection[int], experts: int, name: str, where: Pa
 
 
 def cut_expert(values: Tensor, name: str, gated: bool, rank: int, size: int) -> Tensor:
-    """A tensor rank's share of one expert's part of a canonical parameter."""
+    """Return a tensor-parallel rank's shard of one expert's slice of a canonical parameter."""
     if ".up." in name:
-        parts = values.chunk(2) if gated else (values,)  # each rank has rows of both
+        parts = values.chunk(2) if gated else (values,)  # Each rank has rows of gate and of up.
         return torch.cat([part.chunk(size)[rank] for part in parts])
     return values.chunk(size, -1)[rank] if values.dim() > 1 else values
 
 
 def join_expert(shares: Sequence[Tensor], name: str, shape: Sequence[int], gated: bool) -> Tensor:
-    """One expert's part, of this shape, of a canonical parameter, from the shares of tensor ranks
-    or from whole copies, which may be flat. Raises CheckpointError if they do not fit."""
-    if shares[0].numel() == math.prod(shape):  # not cut: the ranks have copies
+    """Join one expert's slice of a canonical parameter, with the given shape, from tensor-parallel
+    ranks' shards or copies, which may be flat. Raises CheckpointError if they do not fit."""
+    if shares[0].numel() == math.prod(shape):  # every rank has a whole copy
         return shares[0].reshape(tuple(shape))
     local, dim = list(shape), 0 if ".up." in name else len(shape) - 1
     local[dim] //= len(shares)
@@ -149,7 +151,7 @@ def join_expert(shares: Sequence[Tensor], name: str, shape: Sequence[int], gated
             f"expert, but {tuple(shape)} by the configuration"
         )
     shares = [share.reshape(local) for share in shares]
-    if ".up." in name and gated:  # each rank has rows of both
+    if ".up." in name and gated:  # Each rank has rows of gate and of up.
         halves = zip(*(share.chunk(2) for share in shares), strict=True)
         return torch.cat([part for half in halves for part in half])
     return torch.cat(list(shares), dim)
@@ -165,7 +167,7 @@ _CORE = (
     "moe_input_jitter_eps", "moe_expert_capacity_factor",
     "moe_token_drop_policy",
 )  # fmt: skip
-"""Arguments of Megatron-LM that are fields here."""
+"""Arguments of Megatron-LM with the same name as a field."""
 _DEEPSPEED = {
     "num_experts": "num_experts",
     "expert_interval": "expert_interval",
@@ -178,20 +180,22 @@ _DEEPSPEED = {
     "moe_token_dropping": "moe_token_dropping",
     "moe_top2_2nd_expert_sampling": "moe_top2_2nd_expert_sampling",
 }
-"""Arguments of Megatron-DeepSpeed, and fields here."""
+"""Names of fields, by Megatron-DeepSpeed argument."""
 _REFUSED = ("moe_router_force_load_balancing", "moe_router_force_biased", "mos")
 _NUMBERS = ("num_experts", "ds_num_experts", "num_moe_experts", "num_local_experts")
-"""Names of the number of experts in forks, only one of which is read."""
+"""Arguments with the number of experts in different forks. The first one that specifies experts
+counts."""
 EXPERT_ARGUMENTS = frozenset({*_CORE, *_DEEPSPEED, *_DEEPSPEED.values(), "moe_router_bias"})
-"""All names of arguments and fields here."""
+"""Names of all arguments and fields that describe experts."""
 
 
 def experts_of_arguments(arguments: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """Fields of :class:`ModelFlags` about experts; none of a dense network. Raises CheckpointError
-    if an argument is malformed, or changes the network in a way that cannot be represented."""
+    """Return the fields of :class:`ModelFlags` for experts, or an empty dictionary for a dense
+    network. Raises CheckpointError if an argument is malformed, or its effect cannot be
+    represented."""
     numbers = {name: arguments.get(name) for name in _NUMBERS}
     for name in EXPERT_ARGUMENTS:
-        arguments.get(name)  # without experts they have no effect
+        arguments.get(name)  # mark as read; it has no effect in a dense network
     switch = arguments.get("num_experts_switch")
     if not switch and not any(map(_has_experts, numbers.values())):
         return {}
@@ -204,7 +208,7 @@ def experts_of_arguments(arguments: Mapping[str, Any], where: Path) -> dict[str,
                 f"{where}: the network has {name} {arguments[name]!r}, which cannot be represented"
             )
     if switch:
-        # Every layer; a linear layer with a bias, and the probability of the expert that it takes.
+        # Every layer has a SwitchMLP. Its router has a bias, and weighs by the chosen probability.
         theirs = {"num_experts": switch, "moe_router_topk": 1, "moe_layer_freq": 1}
         theirs |= {"moe_router_pre_softmax": True, "moe_router_bias": True}
         return {name: _value(name, value, where) for name, value in theirs.items()}
@@ -217,7 +221,7 @@ def experts_of_arguments(arguments: Mapping[str, Any], where: Path) -> dict[str,
         fields["moe_gate"] = "deepspeed"
     else:
         fields = {name: arguments.get(name) for name in _CORE}
-        # Its router and experts have a bias if linear layers do.
+        # Megatron-LM's router and experts have biases if its linear layers do.
         fields["moe_router_bias"] = arguments.get("add_bias_linear") or None
     fields["num_experts"] = number
     return {n: _value(n, value, where) for n, value in fields.items() if value is not None}
@@ -229,7 +233,8 @@ def _has_experts(number: Any) -> bool:
 
 
 def _value(name: str, value: Any, where: Path) -> Any:
-    """A value of the type that a field has."""
+    """Convert an argument's value to its field's type. Raises CheckpointError if it does not
+    fit."""
     if name == "moe_layer_freq":
         return None if value == 1 else str(value)
     hint = typing.get_type_hints(ModelFlags)[name]
@@ -244,8 +249,9 @@ def _value(name: str, value: Any, where: Path) -> Any:
 
 
 def arguments_of_experts(model: ModelConfig) -> dict[str, Any]:
-    """Inverse of :func:`experts_of_arguments`, in the words of Megatron-LM; empty for a dense
-    network. Raises ValueError if Megatron-LM has no such network."""
+    """Return Megatron-LM's arguments for experts, or an empty dictionary for a dense network:
+    the inverse of :func:`experts_of_arguments`. Raises ValueError if Megatron-LM has no such
+    network."""
     flags: Any = model.flags()
     layers = getattr(flags, "layer_experts", ())
     if not layers:
@@ -266,7 +272,8 @@ def arguments_of_experts(model: ModelConfig) -> dict[str, Any]:
 
 
 def deepspeed_arguments_of_experts(model: ModelConfig) -> dict[str, Any]:
-    """Arguments in the words of Megatron-DeepSpeed."""
+    """Return Megatron-DeepSpeed's arguments for experts. Raises ValueError if it has no such
+    network."""
     flags: Any = model.flags()
     layers = [n for n, number in enumerate(getattr(flags, "layer_experts", ()), 1) if number]
     if not layers:
@@ -291,11 +298,12 @@ def deepspeed_arguments_of_experts(model: ModelConfig) -> dict[str, Any]:
 
 
 _SAID_OTHERWISE = {"num_experts", "moe_layer_freq", "expert_interval"}
-"""Fields from which the experts of each layer follow, ``layer_experts``."""
+"""Fields that are not compared, since ``layer_experts`` (number of experts in each layer) has the
+same information."""
 
 
 def _require_same(model: ModelConfig, written: dict[str, Any], program: str) -> None:
-    """Raises ValueError if the arguments describe another network."""
+    """Raise ValueError if the arguments ``written`` do not describe the experts of ``model``."""
     flags = model.flags()
     fields = {f.name: f for f in dataclasses.fields(flags) if _is_of_experts(f.name)}
     plain: dict[str, Any] = {name: field.default for name, field in fields.items()}

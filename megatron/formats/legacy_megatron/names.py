@@ -1,7 +1,7 @@
-"""Megatron's parameter names, and the order of rows in its query-key-value matrix.
+"""Megatron's parameter names, and the row order of its query-key-value matrix.
 
 Megatron nests dictionaries (``language_model`` > ``embedding`` > ``word_embeddings`` > ``weight``)
-and writes some levels with dots instead; names here have all levels joined by dots:
+and joins some levels with dots. The names in this file join all levels with dots:
 ``language_model.encoder.layers.3.self_attention.query_key_value.weight``.
 """
 
@@ -23,12 +23,12 @@ OUTER = {
     "embedding.word_embeddings": "embedding.word_embeddings",
     "embedding.position_embeddings": "embedding.position_embeddings",
     "embedding.tokentype_embeddings": "embedding.tokentype_embeddings",
-    "embedding.word_embeddings.norm": "embedding.norm",  # BLOOM's
+    "embedding.word_embeddings.norm": "embedding.norm",  # BLOOM has this norm
     "output_layer": "output_layer",
     "pooler.dense": "pooler.dense",
 }
-"""Modules of ``language_model`` outside the stacks of blocks: Megatron's name, canonical name. Of
-several spellings the first is written."""
+"""Canonical names of modules in ``language_model`` outside the stacks of blocks, by Megatron's
+names. If Megatron has several names for a module, the first is written."""
 
 HEADS = {
     "lm_head.dense": "lm_head.dense",
@@ -38,13 +38,14 @@ HEADS = {
     "classification_head": "classification_head",
     "multichoice_head": "multichoice_head",
 }
-"""Modules next to ``language_model``."""
+"""Canonical names of modules next to ``language_model``, by Megatron's names."""
 
 BIASES = {
     "embedding.word_embeddings.bias": "lm_head.bias",
     "output_layer.bias": "lm_head.bias",
 }
-"""The output head's bias by canonical name, with a tied table or without, in some families."""
+"""Megatron's name of the output head's bias in some families, by our canonical name. The first is
+used with a tied embedding, the second without."""
 
 BLOCK = {
     "input_layernorm": "attention_norm",
@@ -60,7 +61,7 @@ BLOCK = {
     "mlp.dense_h_to_4h": "mlp.up",
     "mlp.dense_4h_to_h": "mlp.down",
 }
-"""Modules of a block: Megatron's name, canonical name."""
+"""Canonical names of a block's modules, by Megatron's names."""
 
 CORE_BLOCK = {
     "self_attention.linear_qkv.layer_norm": "attention_norm",
@@ -73,7 +74,8 @@ CORE_BLOCK = {
     "mlp.linear_fc1": "mlp.up",
     "mlp.linear_fc2": "mlp.down",
 }
-"""The same in the core library, where a linear layer can contain the norm before it."""
+"""Canonical names of a block's modules, by the core library's names. In the library, a linear layer
+can contain the norm before it."""
 
 DECODER_BLOCK = BLOCK | {
     "post_attention_layernorm": "cross_attention_norm",
@@ -84,15 +86,16 @@ DECODER_BLOCK = BLOCK | {
     "post_inter_attention_layernorm": "mlp_norm",
     "post_inter_attention_norm": "mlp_norm",
 }
-"""The same of a block that attends to an encoder, whose norms have other places."""
+"""Canonical names of the modules in a decoder block with cross-attention, by Megatron's names. Some
+norms have other names than in ``BLOCK``."""
 
 _LAST = {"final_layernorm": "final_norm.norm", "final_norm": "final_norm.norm"}
-"""Modules of a stack after its blocks."""
+"""Canonical names of a stack's modules after its blocks, by Megatron's names."""
 
 
 class Stack(NamedTuple):
-    """A stack of blocks: the first part of our names, the argument with its length, and the modules
-    of a block."""
+    """A stack of blocks: the prefix of our names, Megatron's argument for the number of blocks, a
+    function that returns this number, and the names of a block's modules."""
 
     prefix: str
     argument: str
@@ -102,16 +105,17 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True)
 class FamilyNames:
-    """Names of the parameters of a family's models.
+    """Parameter names of one model family.
 
     Attributes:
-        marks: starts of names that only its files have, on the last pipeline rank; none for the
-            family of all others.
-        stacks: by Megatron's name, in the order of the pipeline.
-        flags: fields of :class:`ModelFlags` that all its models have.
-        requirements: further conditions on a network that is written.
-        seen: fields of :class:`ModelFlags` that follow from which parameters there are.
-        heads: by the name of a head's weight [outputs, hidden], the fields that it shows.
+        marks: prefixes of names that only this family's files have, on the last pipeline rank;
+            empty for the default family.
+        stacks: stacks by Megatron's name, in pipeline order.
+        flags: fields of :class:`ModelFlags` that have the same values in all models of the family.
+        requirements: further conditions that a network must satisfy to be written.
+        seen: returns fields of :class:`ModelFlags` that follow from the presence of parameters.
+        heads: functions from a head's number of outputs to fields of :class:`ModelFlags`, by the
+            name of the head's weight [outputs, hidden].
     """
 
     family: str
@@ -158,7 +162,7 @@ T5 = FamilyNames(
         ),
     },
     flags={"encoder_decoder": True},
-    # Its head has a bias, which ours has with both alone.
+    # Megatron's T5 head has a bias. Ours has one only under these two conditions.
     requirements=(
         _BIASED,
         Requirement(
@@ -169,22 +173,22 @@ T5 = FamilyNames(
 )
 
 FAMILIES = (BERT, T5, GPT)
-"""The families, the one without a mark last."""
+"""All families. The default one, which has no marks, is last."""
 EMBEDDING = ("language_model.embedding.", "embedding.")
-"""Starts of the names of embeddings, the second in the core library."""
+"""Name prefixes of embeddings: Megatron's and the core library's."""
 HEAD_COPY = "word_embeddings_for_head.weight"
-"""The last pipeline stage's copy of a token embedding that is also the head."""
+"""Name of the tied token embedding's copy on the last pipeline stage."""
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _STACK = re.compile(
     r"(?:language_model\.(?:(?P<stack>encoder|decoder)|transformer)|decoder)\.(?P<rest>.+)"
 )
 _FUSED_NORM = re.compile(r"\.layer_norm_(?=(?:weight|bias)$)")
 _BUFFER = re.compile(r"(?:.*\.)?(?:inv_freq|_extra_state|masked_bias)")
-"""State that modules save besides their parameters."""
+"""Names of state that modules save besides parameters, and that is ignored."""
 
 
 def family_of_names(names: Iterable[str]) -> FamilyNames:
-    """The family of the parameters of a last pipeline rank, levels joined by dots."""
+    """Return the family of a model, given the parameter names on the last pipeline rank."""
     names = list(names)
     return next(
         known
@@ -194,19 +198,20 @@ def family_of_names(names: Iterable[str]) -> FamilyNames:
 
 
 def names_of_family(family: str) -> FamilyNames:
-    """The names of one of :data:`FAMILIES`."""
+    """Return the names of one of :data:`FAMILIES`."""
     return next(known for known in FAMILIES if known.family == family)
 
 
 def is_buffer(name: str) -> bool:
-    """True for the name of rotary frequencies or of a library's state, not of a parameter."""
+    """Return whether a name is not a parameter's, but that of rotary frequencies or library
+    state."""
     return _BUFFER.fullmatch(name) is not None
 
 
 def rename_block(name: str, block: Mapping[str, str] = BLOCK) -> str | None:
-    """Canonical name within a block (``attention.qkv.weight``) of Megatron's
-    (``self_attention.query_key_value.weight``), with the number of an expert in it
-    (``mlp.experts.3.up.weight``); None for an unknown name."""
+    """Convert Megatron's name within a block (``self_attention.query_key_value.weight``) to the
+    canonical name (``attention.qkv.weight``). An expert's name contains its index
+    (``mlp.experts.3.up.weight``). Return None for an unknown name."""
     module, _, kind = _FUSED_NORM.sub(".layer_norm.", name).rpartition(".")
     for table in (block, CORE_BLOCK):
         if module in table and kind in ("weight", "bias"):
@@ -215,27 +220,28 @@ def rename_block(name: str, block: Mapping[str, str] = BLOCK) -> str | None:
 
 
 def is_embedding_copy(name: str, names: FamilyNames) -> bool:
-    """True if a parameter of a pipeline rank after the first is a copy of the first one's: of the
-    embeddings, where a second stack begins."""
+    """Return whether a parameter is a copy of an embedding, on a pipeline rank after the first. The
+    rank where a second stack begins has such copies, for example."""
     return len(names.stacks) > 1 and name.startswith(EMBEDDING)
 
 
 def stack_name(name: str) -> str | None:
-    """Megatron's name of the stack that a parameter belongs to; None outside."""
+    """Return Megatron's name for the stack that contains a parameter, or None outside of stacks."""
     place = _STACK.fullmatch(name)
     return place and (place["stack"] or "encoder")
 
 
 def stack_of(name: str) -> tuple[str, int] | None:
-    """Megatron's name of the stack and number of the block of a parameter; None outside."""
+    """Return the stack and the block index in one of Megatron's parameter names, or None for a
+    parameter outside of blocks."""
     place = _STACK.fullmatch(name)
     layer = place and _LAYER.fullmatch(place["rest"])
     return None if not place or not layer else (place["stack"] or "encoder", int(layer[1]))
 
 
 def rename(name: str, first_layer: int = 0, names: FamilyNames = GPT) -> str | None:
-    """Canonical name of one of Megatron's, levels joined by dots; None for an unknown name.
-    ``first_layer`` is the number of the block that is ``layers.0`` in a pipeline stage."""
+    """Return the canonical name of one of Megatron's parameters, or None if it is unknown.
+    ``first_layer`` is the index of the block that a pipeline stage calls ``layers.0``."""
     if names is not GPT and name == "lm_head.bias":
         return next(iter(BIASES))
     module, _, kind = name.rpartition(".")
@@ -256,8 +262,8 @@ def rename(name: str, first_layer: int = 0, names: FamilyNames = GPT) -> str | N
 
 
 def to_megatron(name: str, first_layer: int = 0, names: FamilyNames = GPT) -> str | None:
-    """Inverse of :func:`rename`, in the spelling of Megatron-LM 3; None for a parameter that it
-    lacks."""
+    """Return the name in Megatron-LM 3, or None if it has no such parameter: the inverse of
+    :func:`rename`."""
     if names is not GPT and name in BIASES:
         return BIASES[name]
     for stack, (prefix, _, _, block) in names.stacks.items():
@@ -278,9 +284,9 @@ def to_megatron(name: str, first_layer: int = 0, names: FamilyNames = GPT) -> st
 
 
 def to_core(name: str, first_layer: int = 0, experts: bool = False) -> str | None:
-    """The name that Megatron's core library has for a canonical one, with an expert's number in it,
-    in a GPT, whose norms are in the linear layers after them; ``experts``: in a block with experts,
-    where the second is not. None for a parameter that it lacks."""
+    """Return the name of a GPT parameter in Megatron's core library, or None if the library lacks
+    it. ``name`` is canonical, with an index for an expert. The library stores norms in the linear
+    layers after them, except for the norm before experts in blocks with ``experts``."""
     block = _LAYER.fullmatch(name)
     module, _, kind = name.rpartition(".")
     if block is None:
@@ -301,21 +307,21 @@ def to_core(name: str, first_layer: int = 0, experts: bool = False) -> str | Non
 
 
 def _inverse(table: Mapping[str, str]) -> dict[str, str]:
-    """Canonical name to the first of Megatron's spellings."""
+    """Invert a table. Return Megatron's first name for each canonical name."""
     return {canonical: theirs for theirs, canonical in reversed(list(table.items()))}
 
 
 def qkv_from_megatron(
     values: Tensor, version: float, heads: int, groups: int, head_dim: int
 ) -> Tensor:
-    """Rows of a query-key-value matrix or bias in canonical order: all queries, all keys, all
-    values, heads in order.
+    """Reorder the rows of a query-key-value matrix or bias to the canonical order: all queries, all
+    keys, all values, with heads in order.
 
-    Megatron orders them by its checkpoint version: 0 as [3, heads, head_dim], 1 as
-    [heads, head_dim, 3], from 2 on as [groups, heads / groups queries + key + value, head_dim].
-    Each tensor-parallel rank's share has this order, so shares are converted one by one, with their
-    own numbers of heads. Raises ValueError if the number of rows is wrong, or the version has no
-    grouped queries.
+    Megatron's order depends on its checkpoint version: 0 is [3, heads, head_dim], 1 is [heads,
+    head_dim, 3], and from 2 on it is [groups, heads / groups queries + key + value, head_dim]. The
+    shard of each tensor-parallel rank has this order, so shards are converted one by one, with
+    their own numbers of heads. Raises ValueError if the number of rows is wrong, or if the version
+    does not support grouped queries.
     """
     _check_rows(values, version, heads, groups, head_dim)
     return _from_megatron(values, version, groups, head_dim, (heads // groups, 1, 1))
@@ -324,19 +330,19 @@ def qkv_from_megatron(
 def qkv_to_megatron(
     values: Tensor, version: float, heads: int, groups: int, head_dim: int
 ) -> Tensor:
-    """Inverse of :func:`qkv_from_megatron`."""
+    """Reorder the rows to Megatron's order: the inverse of :func:`qkv_from_megatron`."""
     _check_rows(values, version, heads, groups, head_dim)
     return _to_megatron(values, version, groups, head_dim, (heads // groups, 1, 1))
 
 
 def kv_from_megatron(values: Tensor, version: float, heads: int, head_dim: int) -> Tensor:
-    """The same of the key-value matrix or bias of a decoder's attention to its encoder."""
+    """Reorder the rows of a cross-attention key-value matrix or bias to the canonical order."""
     _check_kv_rows(values, heads, head_dim)
     return _from_megatron(values, version, heads, head_dim, (1, 1))
 
 
 def kv_to_megatron(values: Tensor, version: float, heads: int, head_dim: int) -> Tensor:
-    """Inverse of :func:`kv_from_megatron`."""
+    """Reorder the rows to Megatron's order: the inverse of :func:`kv_from_megatron`."""
     _check_kv_rows(values, heads, head_dim)
     return _to_megatron(values, version, heads, head_dim, (1, 1))
 
@@ -344,7 +350,8 @@ def kv_to_megatron(values: Tensor, version: float, heads: int, head_dim: int) ->
 def _from_megatron(
     values: Tensor, version: float, groups: int, head_dim: int, parts: tuple[int, ...]
 ) -> Tensor:
-    """``parts`` are the heads of queries, keys and values in each group."""
+    """Reorder rows to the canonical order. ``parts`` has the number of heads per group for queries,
+    keys and values, or for keys and values."""
     rest = values.shape[1:]
     if version < 1:
         return values.clone()

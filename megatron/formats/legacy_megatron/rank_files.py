@@ -1,4 +1,4 @@
-"""The files of an old Megatron checkpoint: their places, and the content of a rank's file.
+"""The files of an old Megatron checkpoint: their paths, and the content of a rank's file.
 
 ::
 
@@ -9,14 +9,14 @@
     <load>/iter_0000100/mp_rank_00_002/...                     or, in one stage, without the second
     <load>/release/mp_rank_00/model_optim_rng.pt
 
-The file of the only rank can be read alone, wherever it was copied. A checkpoint in a zip archive
-has a path like ``megatron_lm_345m_v0.0.zip/release``.
+The file of a single rank can also be read by itself, wherever it was copied. A checkpoint in a zip
+archive has a path like ``megatron_lm_345m_v0.0.zip/release``.
 
-The optimizer numbers parameters by groups: first those with weight decay, matrices, then norms and
-biases (or the reverse, where a pipeline stage registers a norm first), in the order of the model's
-dictionary. The file does not contain this numbering, so everything that can be checked is: the
-groups' sizes, every shape, and with half-precision training that each float32 copy, rounded, is the
-model's weight. Where something does not fit, the state is not used.
+The optimizer numbers parameters by groups: first those with weight decay, which are matrices, then
+norms and biases (or the reverse, if a pipeline stage registers a norm first), each in the order of
+the model's dictionary. The file does not contain this numbering. Therefore everything possible is
+checked: the sizes of groups, every shape, and in half-precision training that each float32 copy
+rounds to the model's weight. If anything does not fit, the optimizer state is not used.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from megatron.formats.unpickle import load_pickle
 from megatron.util.files import check_inflation, open_regular
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
-"""Names of a rank's file; the second with a distributed optimizer."""
+"""Names that a rank's file may have. The second is used with a distributed optimizer."""
 VERSIONS = (0.0, 1.0, 2.0, 3.0)
-"""Values of ``checkpoint_version``; they differ in the order of query-key-value rows."""
+"""Values of ``checkpoint_version``, which determines the order of query-key-value rows."""
 
 _ARCHIVE_ERRORS = (
     zipfile.BadZipFile, KeyError, NotImplementedError, RuntimeError, ValueError, EOFError,
@@ -58,7 +58,7 @@ _TAG = re.compile(r"release|iter_(\d+)")
 
 
 class Rank(NamedTuple):
-    """A process in the layout that wrote a checkpoint."""
+    """Coordinates of a process in the parallel layout that wrote a checkpoint."""
 
     pipeline: int
     tensor: int
@@ -66,19 +66,21 @@ class Rank(NamedTuple):
 
 
 def iteration_folder(iteration: int | None) -> str:
-    """Megatron's name of a checkpoint; ``release`` for weights without an iteration."""
+    """Return Megatron's folder name for an iteration's checkpoint, which is ``release`` for
+    None."""
     return "release" if iteration is None else f"iter_{iteration:07d}"
 
 
 def rank_folder(rank: Rank, sizes: Rank) -> str:
-    """Megatron's name of a rank's folder."""
+    """Return Megatron's folder name for a rank. ``sizes`` has the number of ranks of each kind."""
     further = zip(rank[::2], sizes[::2], strict=True)
     return f"mp_rank_{rank.tensor:02d}" + "".join(f"_{n:03d}" for n, size in further if size > 1)
 
 
 def find_megatron(path: Path, wanted: str | None) -> Path | None:
-    """The checkpoint to read: ``wanted`` is ``release``, an iteration or ``iter_0000100``; None for
-    the newest. Raises CheckpointError if only other ones exist."""
+    """Return the checkpoint to read, or None if there are no checkpoints. ``wanted`` is
+    ``release``, an iteration or ``iter_0000100``; None selects the newest. Raises CheckpointError
+    if only others exist."""
     if path.name in MODEL_FILES and path.is_file():
         if _RANK.fullmatch(path.parent.name) is None:
             if wanted is not None:
@@ -97,7 +99,7 @@ def find_megatron(path: Path, wanted: str | None) -> Path | None:
             raise CheckpointError(f"{path} is one checkpoint, and not {wanted}")
         return path
     if wanted is None:
-        wanted = _named_by_tracker(path, folders)
+        wanted = _named_by_tracker(folders)
     if wanted is None:
         numbers = {name: int(match[1] or -1) for name in checkpoints if (match := _TAG.match(name))}
         wanted = max(numbers, key=lambda name: numbers[name])
@@ -108,7 +110,7 @@ def find_megatron(path: Path, wanted: str | None) -> Path | None:
 
 
 def split_archive(path: Path) -> tuple[Path | None, str]:
-    """The zip archive that contains a path, if any, and the rest of the path."""
+    """Return the zip archive that contains a path, or None, and the path within the archive."""
     for place in (path, *path.parents):
         if place.is_file() and zipfile.is_zipfile(place):
             inner = path.relative_to(place).as_posix()
@@ -119,8 +121,8 @@ def split_archive(path: Path) -> tuple[Path | None, str]:
 
 
 def rank_files(folder: Path) -> dict[Rank, Path]:
-    """The files of a checkpoint's ranks; a second number is taken to be of pipeline ranks. Raises
-    CheckpointError if some are missing."""
+    """Return a checkpoint's files by rank. The second number in a folder name is read as the
+    pipeline rank. Raises CheckpointError if files are missing."""
     files: dict[Rank, Path] = {}
     names = _model_files(folder)
     if not names and folder.is_file():
@@ -143,12 +145,13 @@ def rank_files(folder: Path) -> dict[Rank, Path]:
 
 
 def layout_of(ranks: Iterable[Rank]) -> Rank:
-    """The number of ranks of each kind."""
+    """Return the number of ranks of each kind."""
     return Rank(*(max(numbers) + 1 for numbers in zip(*ranks, strict=True)))
 
 
 def require_ranks(found: dict[Rank, Path], folder: Path, sizes: Rank) -> dict[Rank, Path]:
-    """The files of all ranks of a layout, in order. Raises CheckpointError if one is missing."""
+    """Return the files of a layout's ranks, in rank order. Raises CheckpointError if one is
+    missing."""
     wanted = list(starmap(Rank, product(*map(range, sizes))))
     for rank in wanted:
         if rank not in found:
@@ -161,7 +164,8 @@ def _load(path: Path) -> Any:
     archive, inner = split_archive(path)
     if archive is None or not inner:
         return load_pickle(path)
-    # Torch seeks and maps, which a member cannot do; its temporary file stays as long as its map.
+    # Torch seeks in the file and maps it, which is impossible in an archive, so unpack it to a
+    # temporary file, which exists as long as it is mapped.
     try:
         with zipfile.ZipFile(archive) as opened, tempfile.NamedTemporaryFile() as file:
             member = opened.getinfo(inner)
@@ -182,7 +186,8 @@ def _load(path: Path) -> Any:
 
 
 def _model_files(path: Path) -> list[str]:
-    """Paths of the ranks' files of one checkpoint or of several, relative to ``path``."""
+    """Return the paths, relative to ``path``, of the rank files of the checkpoints that it
+    contains."""
     archive, inner = split_archive(path)
     if archive is None:
         names = [
@@ -210,8 +215,8 @@ def _is_model_file(name: PurePosixPath) -> bool:
     return len(name.parts) == 2 or _TAG.fullmatch(name.parts[-3]) is not None
 
 
-def _named_by_tracker(path: Path, found: set[Path]) -> str | None:
-    """Return the checkpoint that the tracker names, or None."""
+def _named_by_tracker(found: set[Path]) -> str | None:
+    """Return the checkpoint that the tracker file names, or None without a tracker file."""
     for root in {folder.parent for folder in found}:
         tracker = root / MEGATRON_TRACKER
         archive, inner = split_archive(tracker)
@@ -236,7 +241,7 @@ def _named_by_tracker(path: Path, found: set[Path]) -> str | None:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """The values of ``wanted`` that name a checkpoint."""
+    """Return the values of ``wanted`` that select the checkpoint with this folder name."""
     match = _TAG.fullmatch(name)
     if match is None or match[1] is None:
         return (name,)
@@ -251,9 +256,9 @@ def _missing(where: Path, wanted: str | None, found: set[Path]) -> NoReturn:
 
 @dataclass(frozen=True)
 class RankFile:
-    """The content of a rank's file. ``iteration`` is None for released models, ``arguments`` empty
-    if the file has none; ``chunks`` are the parameters of each virtual pipeline stage by Megatron's
-    name, levels joined by dots."""
+    """Content of a rank's file. ``iteration`` is None for released models. ``arguments`` are empty
+    if the file has none. ``chunks`` has each virtual pipeline stage's parameters, by Megatron's
+    names with all levels joined by dots."""
 
     path: Path
     version: float
@@ -264,7 +269,7 @@ class RankFile:
 
     @classmethod
     def open(cls, path: Path) -> RankFile:
-        """Reads a file. Raises CheckpointError if it is damaged, or not of this format."""
+        """Read a rank's file. Raises CheckpointError if it is damaged or has another format."""
         content = _load(path)
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} is not a dictionary")
@@ -282,7 +287,7 @@ class RankFile:
             path,
             float(version),
             iteration,
-            {  # the memory of tensors would stay in use
+            {  # Drop the tensors, which would keep the file mapped.
                 name: f"a tensor of {tuple(v.shape)}" if isinstance(v, Tensor) else v
                 for name, v in named.items()
             },
@@ -292,7 +297,8 @@ class RankFile:
 
 
 def _chunk_keys(content: Mapping[str, Any], path: Path) -> list[str]:
-    """``model``, or ``model0``, ``model1``, ... of a rank with several stages."""
+    """Return the keys under which the file has the model's chunks: ``model``, or ``model0``,
+    ``model1`` and so on."""
     if "model" in content:
         return ["model"]
     numbered = [
@@ -307,7 +313,7 @@ def _chunk_keys(content: Mapping[str, Any], path: Path) -> list[str]:
 
 
 def _flat(nested: Any, path: Path, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of nested dictionaries, by their keys joined by dots."""
+    """Flatten nested dictionaries. Return their tensors, by keys joined by dots."""
     if not isinstance(nested, dict):
         raise CheckpointError(f"{path}: {prefix or 'model'} is not a dictionary")
     tensors: dict[str, Tensor] = {}
@@ -328,22 +334,23 @@ def _flat(nested: Any, path: Path, prefix: str = "") -> dict[str, Tensor]:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Key = tuple[int, str]
-"""Number of the model chunk, Megatron's name of the parameter."""
+"""Index of a model chunk, and Megatron's name for a parameter in it."""
 
 _COMPARED = 1024
-"""Elements of a weight that are compared with its float32 copy."""
+"""Number of elements for which a weight is compared with its float32 copy."""
 
 
 class UnusableError(Exception):
-    """Raised if optimizer state cannot be used."""
+    """Raised for optimizer state that cannot be used. The weights are still loaded."""
 
 
 def adam_state(
     optimizer: Any, chunks: Sequence[Mapping[str, Tensor]]
 ) -> tuple[dict[Key, dict[str, Tensor]], int]:
-    """``exp_avg``, ``exp_avg_sq`` and perhaps ``weight`` (float32) of every parameter, and Adam's
-    number of steps, from a :class:`RankFile`. Raises UnusableError if they are missing, of another
-    optimizer, or cannot be assigned unambiguously."""
+    """Return each parameter's optimizer state, and Adam's number of steps. ``optimizer`` and
+    ``chunks`` are from a :class:`RankFile`. The state is ``exp_avg``, ``exp_avg_sq`` and, if
+    stored, the float32 ``weight``. Raises UnusableError if it is missing, belongs to another
+    optimizer, or cannot be assigned to parameters unambiguously."""
     if not isinstance(optimizer, dict):
         raise UnusableError("there is no optimizer state")
     inner = optimizer.get("optimizer", optimizer)
@@ -374,7 +381,8 @@ def adam_state(
 
 
 def _assigned(groups: Any, chunks: Sequence[Mapping[str, Tensor]]) -> Iterator[list[Key]]:
-    """The parameters of each group, in its order."""
+    """Yield the parameters of each group, in the optimizer's order. Raises UnusableError if groups
+    do not consist of all matrices, or of all norms and biases."""
     decayed: list[Key] = []
     others: list[Key] = []
     for number, chunk in enumerate(chunks):
@@ -390,7 +398,8 @@ def _assigned(groups: Any, chunks: Sequence[Mapping[str, Tensor]]) -> Iterator[l
 
 
 def _decay_agrees(groups: Any, order: list[list[Key]], decayed: list[Key]) -> bool:
-    """True if groups that say they have no weight decay would get norms and biases."""
+    """Return whether the groups' weight decay fits their parameters: matrices decay, norms and
+    biases do not. A weight_decay of 0 without wd_mult fits matrices too."""
     filled = [group for group in groups if group["params"]]
     for group, keys in zip(filled, [keys for keys in order if keys], strict=True):
         factor = bool(group.get("wd_mult", group.get("weight_decay")))
@@ -400,7 +409,7 @@ def _decay_agrees(groups: Any, order: list[list[Key]], decayed: list[Key]) -> bo
 
 
 def _master(masters: Any, group: int, place: int, weight: Tensor, name: str) -> Tensor:
-    """The float32 copy that a weight was rounded from."""
+    """Return a weight's float32 copy. Raises UnusableError if it does not round to the weight."""
     try:
         values = masters[group][place]
     except (IndexError, TypeError, KeyError):
@@ -414,7 +423,7 @@ def _master(masters: Any, group: int, place: int, weight: Tensor, name: str) -> 
 
 
 def _number(step: Any) -> int:
-    """A number of steps, which can be a tensor."""
+    """Return a number of steps as an integer. It may be stored as a tensor."""
     if isinstance(step, Tensor) and step.numel() == 1:
         step = step.item()
     if isinstance(step, int | float) and not isinstance(step, bool) and step == int(step):

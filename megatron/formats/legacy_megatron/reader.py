@@ -1,4 +1,4 @@
-"""Reads old Megatron checkpoints, of any tensor and pipeline size."""
+"""Reader of old Megatron checkpoints, with any tensor-parallel and pipeline-parallel size."""
 
 from __future__ import annotations
 
@@ -55,11 +55,12 @@ from megatron.formats.legacy_megatron.rank_files import (
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _PUBLISHED_HEAD_DIM = 64
-"""Width of a head in every model that NVIDIA published in this form without arguments."""
+"""Head width of every model that NVIDIA published in this format without arguments."""
 
 
 class ParameterLocation(NamedTuple):
-    """Place of a parameter, and the shape and dtype of a tensor-parallel rank's share."""
+    """Location of a parameter in the files, and the shape and dtype of a tensor-parallel rank's
+    shard."""
 
     pipeline: int
     key: Key
@@ -68,13 +69,13 @@ class ParameterLocation(NamedTuple):
 
 
 class MegatronCheckpoint(DescribedSource):
-    """A checkpoint of Megatron-LM before its core library (versions 0 to 3): ``iter_0000100``,
-    ``release``, such a folder within a zip archive, or the file of the only rank. ``described`` is
-    the network of a file that has no arguments. ``vocabulary_is_guessed`` is True if the checkpoint
-    does not record how many rows of the token embedding are padding.
+    """A checkpoint of Megatron-LM from before its core library (versions 0 to 3). It can be a
+    folder ``iter_0000100`` or ``release``, such a folder in a zip archive, or the file of a single
+    rank. ``described`` is the network for a file without arguments. ``vocabulary_is_guessed`` is
+    True if the checkpoint does not specify how many rows of the token embedding are padding.
 
-    Files of one pipeline rank are open at a time. Raises CheckpointError if a file is missing,
-    damaged, does not fit the others, or describes a network that cannot be represented.
+    Only the files of one pipeline rank are open at a time. Raises CheckpointError if a file is
+    missing, damaged or does not fit the others, or if the network cannot be represented.
     """
 
     title = "checkpoint of Megatron-LM"
@@ -90,14 +91,14 @@ class MegatronCheckpoint(DescribedSource):
         self.version, self._arguments = first.version, first.arguments
         self.iteration = first.iteration or None
         self._sizes(first.path)
-        self._open = None  # the ranks of a stage may be others than their files' names say
+        self._open = None  # reopen the files, which the arguments may have assigned to other ranks
         last = self._stage(self.pipeline_size - 1)[0].chunks[-1]
         self._names = family_of_names(last)
         self._locations, self._layers = _survey(self._stage, self.pipeline_size, self._names)
         self.model = self._model(first.path)
         self._shards = whole_shards(self.model)
         if self.model.embedding.tied and self.pipeline_size > 1:
-            # The core library calls the last stage's copy of the embedding so.
+            # The core library uses this name for the last stage's copy of the embedding.
             self._locations.pop("output_layer.weight", None)
         self._check_parameters(first.path)
         self.tokenizer = tokenizer_of_arguments(self._arguments)
@@ -129,8 +130,8 @@ class MegatronCheckpoint(DescribedSource):
         return shard.join(shares, {"tensor": len(shares)})
 
     def _shares(self, name: str, kind: str, expert_rank: int) -> list[Tensor]:
-        """The shares of the tensor ranks, in the files of an expert rank, of a parameter or of one
-        that a rank calls by this name."""
+        """Return the tensor-parallel ranks' shards of a parameter, read from one expert rank's
+        files. For an expert, ``name`` contains its index on that rank."""
         location, shares = self._locations[name], []
         for number, file in enumerate(self._stage(location.pipeline)):
             if number % self.expert_size != expert_rank:
@@ -145,7 +146,8 @@ class MegatronCheckpoint(DescribedSource):
         return shares
 
     def _experts(self, name: str, kind: str) -> Tensor:
-        """Return a parameter of all experts, each of which is in a file of every tensor rank."""
+        """Return a parameter that stacks all experts. Each tensor rank's files have a shard of each
+        expert."""
         experts, *shape = self.shape(name)
         here, gated, parts = experts // self.expert_size, self.model.mlp.gated, []
         for number in range(experts):
@@ -154,7 +156,8 @@ class MegatronCheckpoint(DescribedSource):
         return torch.stack(parts)
 
     def set_vocabulary(self, size: int) -> None:
-        """Sets the number of rows that are tokens, where the checkpoint does not say it."""
+        """Set the number of token embedding rows that are not padding, if the checkpoint does not
+        specify it."""
         assert self.vocabulary_is_guessed and 0 < size <= self.model.vocabulary.padded
         self.model = dataclasses.replace(
             self.model, vocabulary=Vocabulary(size, self.model.vocabulary.padded)
@@ -163,13 +166,14 @@ class MegatronCheckpoint(DescribedSource):
 
     def _stage(self, pipeline: int) -> list[RankFile]:
         if self._open is None or self._open[0] != pipeline:
-            self._open, self._moments = None, {}  # frees memory for the next ones
+            self._open, self._moments = None, {}  # free the memory of the previous files first
             paths = [path for rank, path in self._files.items() if rank.pipeline == pipeline]
             self._open = pipeline, [RankFile.open(path) for path in paths]
         return self._open[1]
 
     def _sizes(self, path: Path) -> None:
-        """The layout that wrote it, from the arguments if they record it, else from the folder."""
+        """Set the sizes of the parallel layout that wrote the checkpoint, from its arguments or
+        else from the folder. Raises CheckpointError if the files do not match them."""
         tensor = self._argument("tensor_model_parallel_size", self._argument("model_parallel_size"))
         pipeline = self._argument("pipeline_model_parallel_size")
         experts = self._argument("expert_model_parallel_size")
@@ -197,7 +201,7 @@ class MegatronCheckpoint(DescribedSource):
         return value if isinstance(value, int) and value > 0 else default
 
     def _model(self, path: Path) -> ModelConfig:
-        """The network, checked against the parameters' shapes."""
+        """Return the network, after checking it against the shapes of parameters."""
         embedding = self._locations.get(_EMBEDDING)
         if embedding is None or len(embedding.shape) != 2:
             raise CheckpointError(f"{path} has no language_model.embedding.word_embeddings.weight")
@@ -236,7 +240,8 @@ class MegatronCheckpoint(DescribedSource):
         return dataclasses.replace(model, vocabulary=Vocabulary(size or rows, rows))
 
     def _published(self, path: Path, hidden: int) -> ModelConfig:
-        """Return a network released without arguments. Shapes give all but the width of a head."""
+        """Return a network that was released without arguments. Everything but the head width is
+        derived from shapes."""
         positions = self._locations.get("embedding.position_embeddings.weight")
         up = self._locations.get("layers.0.mlp.up.weight")
         if positions is None or up is None or hidden % _PUBLISHED_HEAD_DIM:
@@ -259,7 +264,8 @@ class MegatronCheckpoint(DescribedSource):
         return complete(flags, path)
 
     def _check_parameters(self, path: Path) -> None:
-        """Compare the parameters with the ones that the arguments describe."""
+        """Raise CheckpointError if the parameters in the files are not those that the arguments
+        describe."""
         theirs = [location.key[1] for location in self._locations.values()]
         before_core = any(
             n.startswith("language_model.") and ".local_experts." in n for n in theirs
@@ -308,11 +314,11 @@ class MegatronCheckpoint(DescribedSource):
                 f"{path}: {self.expert_size} expert ranks do not divide the {experts} experts of "
                 f"{name}"
             )
-        # Each expert rank counts its own from 0.
+        # Each expert rank numbers its experts from 0.
         require_experts(numbers, experts // self.expert_size, name, path)
 
     def _find_optimizer(self) -> None:
-        """Decides whether there is optimizer state to continue from, and fills the counters."""
+        """Set ``has_moments`` and the counters in ``state``, if the optimizer state can be used."""
         self.has_moments = False
         try:
             files = (f for p in range(self.pipeline_size) for f in self._stage(p))
@@ -342,7 +348,7 @@ class MegatronCheckpoint(DescribedSource):
         return self._moments[key]
 
     def _canonical(self, name: str, share: Tensor, path: Path) -> Tensor:
-        """A rank's share with its rows in our order."""
+        """Return a rank's shard with its rows in the canonical order."""
         attention, size = self.model.attention, self.tensor_size
         heads, groups = attention.num_attention_heads // size, attention.num_query_groups // size
         width = attention.kv_channels
@@ -362,8 +368,8 @@ def _shown(sizes: Rank) -> str:
 
 
 class _Stage(NamedTuple):
-    """Facts that the tensor ranks of a pipeline rank share: the first one's file, and the shape and
-    dtype of each parameter by Megatron's name."""
+    """Facts that the files of a pipeline rank share: version, iteration, and the shape and dtype of
+    each parameter by Megatron's name. ``path`` is the file of the first tensor rank."""
 
     path: Path
     version: float
@@ -374,16 +380,16 @@ class _Stage(NamedTuple):
 def _survey(
     stage: Callable[[int], Sequence[RankFile]], pipeline_size: int, names: FamilyNames
 ) -> tuple[dict[str, ParameterLocation], Mapping[str, int]]:
-    """Locations of the parameters by canonical name, and the number of blocks by stack; ``stage``
-    gives the files of a pipeline rank by tensor rank. Raises CheckpointError if files are not of
-    one checkpoint, blocks are missing, or a parameter is unknown."""
+    """Return the location of each parameter by canonical name, and the number of blocks in each
+    stack. ``stage`` returns the files of a pipeline rank. Raises CheckpointError if files belong to
+    different checkpoints, blocks are missing, or a parameter is unknown."""
     stages: list[_Stage] = []
     for pipeline in range(pipeline_size):
         stages.append(_common(stage(pipeline)))
         _check_together(stages[0], stages[-1])
     locations: dict[str, ParameterLocation] = {}
     done = dict.fromkeys(names.stacks, 0)
-    # Stages are in order of chunks: rank 0's first, rank 1's first, ..., rank 0's second, ...
+    # Blocks are numbered by chunk first: chunk 0 of rank 0, of rank 1, ..., then chunk 1 of rank 0.
     for chunk in range(len(stages[0].chunks)):
         for pipeline, each in enumerate(stages):
             path, layers = each.path, {stack: set[int]() for stack in names.stacks}

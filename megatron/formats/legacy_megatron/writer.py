@@ -1,6 +1,6 @@
-"""Writes any checkpoint in Megatron's old layout (checkpoint version 3): weights, no optimizer. A
-network with experts has the names of its core library, which reads the layout with ``--ckpt-format
-torch``; others have those before it."""
+"""Writer of weights in Megatron's old layout (checkpoint version 3), without optimizer state. A
+network with experts gets the names of Megatron's core library, which reads this layout with
+``--ckpt-format torch``. Other networks get the names from before the core library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER, replace_folder
-from megatron.checkpoint.source import DTYPES, TOKENIZER, Source
+from megatron.checkpoint.source import TOKENIZER, Source
 from megatron.config import ModelConfig, TokenizerConfig
 from megatron.formats.conversion.output import unfinished_folder
 from megatron.formats.features import whole_shards
@@ -39,11 +39,12 @@ from megatron.formats.legacy_megatron.rank_files import (
     iteration_folder,
     rank_folder,
 )
+from megatron.formats.tensors import DTYPES
 from megatron.util.files import sync, sync_path
 from megatron.util.progress import progress_bar
 
 VERSION = 3.0
-"""The ``checkpoint_version`` that is written."""
+"""Value of ``checkpoint_version`` to write."""
 
 
 def write_megatron(
@@ -57,12 +58,14 @@ def write_megatron(
     check: Callable[[Path], None] | None = None,
     expert_size: int = 1,
 ) -> Path:
-    """Writes the weights as Megatron-LM's ranks would, into Megatron's ``--load``; returns the
-    folder. One rank's file is in memory at a time. Without ``iteration`` it writes ``release``,
-    weights to start from. ``check`` is called with the folder before it is published, and cancels
-    the export by raising an error. Raises ValueError if Megatron has no such network, or the sizes
-    do not divide it; CheckpointError if the source is damaged, or the checkpoint exists already;
-    OSError if a file cannot be written. Nothing is left behind then."""
+    """Write the weights as Megatron-LM's ranks would, to a folder for Megatron's ``--load``, and
+    return the checkpoint's folder. One rank's file is in memory at a time. Without ``iteration``,
+    write ``release``, which Megatron treats as initial weights. ``check`` is called with the folder
+    before it is published, and can cancel the export by raising an error. An error leaves nothing
+    behind.
+
+    Raises ValueError if Megatron has no such network or the sizes do not divide it, CheckpointError
+    if the source is damaged or the checkpoint exists, and OSError if a file cannot be written."""
     model = source.model.with_vocabulary(source.model.vocabulary.size, max(tensor_size, 1))
     arguments = arguments_of_model(model)
     check_sizes(model, tensor_size, pipeline_size)
@@ -107,9 +110,9 @@ def new_folder(
     dtype: str,
     trackers: Mapping[str, str] | None = None,
 ) -> Iterator[Path]:
-    """A temporary folder, which becomes ``folder`` when the block ends without an error, with
-    ``trackers`` next to it, by default Megatron's. Completes the arguments, and copies the
-    tokenizer. Raises CheckpointError if the folder exists."""
+    """Yield a temporary folder, which becomes ``folder`` if the block ends without an error.
+    Completes ``arguments`` in place and copies the tokenizer. ``trackers`` are files to write next
+    to the folder, by default Megatron's tracker. Raises CheckpointError if ``folder`` exists."""
     if folder.exists():
         raise CheckpointError(f"{folder} exists already; remove it, or give another folder")
     with unfinished_folder(folder) as partial:
@@ -127,7 +130,7 @@ def new_folder(
 
 
 def check_sizes(model: ModelConfig, tensor_size: int, pipeline_size: int) -> None:
-    """Raises ValueError for sizes that Megatron refuses."""
+    """Raise ValueError if Megatron does not support these sizes of the parallel layout."""
     for name, value in divided_sizes(model).items():
         if tensor_size < 1 or value % tensor_size:
             why = ": Megatron does not copy key and value heads to several ranks"
@@ -141,7 +144,7 @@ def check_sizes(model: ModelConfig, tensor_size: int, pipeline_size: int) -> Non
 def _rank(
     source: Source, model: ModelConfig, rank: Rank, sizes: Rank, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The weights of a rank, by Megatron's names."""
+    """Return a rank's weights, by Megatron's names."""
     shards, family = whole_shards(model), names_of_family(model.family)
     stages, core = stages_of(model, sizes.pipeline), has_experts(model)
 
@@ -158,7 +161,7 @@ def _rank(
         return share_of(source.tensor(name), name, model, rank.tensor, sizes.tensor, dtype)
 
     def experts(name: str) -> Iterator[tuple[str, Tensor]]:
-        """Return the experts of this rank, which counts them from 0."""
+        """Yield (name, values) of this rank's experts, numbered from 0."""
         values = source.tensor(name).chunk(sizes.expert)[rank.expert]
         for number, each in enumerate(values):
             mine = cut_expert(each, name, model.mlp.gated, rank.tensor, sizes.tensor)
@@ -180,19 +183,19 @@ def _rank(
 def share_of(
     values: Tensor, name: str, model: ModelConfig, rank: int, size: int, dtype: torch.dtype
 ) -> Tensor:
-    """A tensor rank's share of a canonical parameter, with its rows in Megatron's order."""
+    """Return a tensor-parallel rank's shard of a parameter, with rows in Megatron's order."""
     share = whole_shards(model)[name].cut(values, {"tensor": (rank, size)})
     return _megatron_order(name, share, model, size).to(dtype, copy=True)
 
 
 def has_experts(model: ModelConfig) -> bool:
-    """True if a layer of a network has experts."""
+    """Return whether any layer has experts."""
     return any(map(is_of_experts, whole_shards(model)))
 
 
 def check_experts(model: ModelConfig, size: int) -> None:
-    """Raises ValueError if expert ranks cannot divide the experts, or the core library has no such
-    layer."""
+    """Raise ValueError if a network's experts cannot be distributed over ``size`` expert ranks, or
+    if the core library has no such layer."""
     shards = whole_shards(model)
     experts = {s.full_shape[0] for name, s in shards.items() if is_of_experts(name)}
     if size < 1 or any(number % size for number in experts or {1}):
@@ -217,10 +220,11 @@ def _megatron_order(name: str, share: Tensor, model: ModelConfig, size: int) -> 
 
 
 def nested(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Megatron's dictionaries: every level of an embedding, and two levels of the rest, after which
-    names have dots (``language_model`` > ``encoder`` > ``layers.0.mlp.dense_h_to_4h.weight``)."""
+    """Return Megatron's nested dictionaries. Embeddings have all levels. Other weights have two
+    levels, and keys that contain dots (``language_model`` > ``encoder`` >
+    ``layers.0.mlp.dense_h_to_4h.weight``)."""
     if not any(name.startswith("language_model.") for name in weights):
-        return dict(weights)  # of the core library, flat
+        return dict(weights)  # The core library's dictionaries are flat.
     levels_of: dict[str, Any] = {}
     for name, values in weights.items():
         if name.startswith("language_model.embedding."):
@@ -237,12 +241,12 @@ def nested(weights: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def copied_tokenizer(source: Source, folder: Path, partial: Path) -> dict[str, Any]:
-    """Arguments that name the tokenizer, whose files are copied where there are any."""
+    """Copy the tokenizer's files, if there are any, and return the arguments for the tokenizer."""
     config = source.tokenizer or TokenizerConfig()
     names = "tokenizer_type vocab_file merge_file tokenizer_model vocab_size vocab_extra_ids"
     named = {name: getattr(config, name) for name in names.split()}
     if config.tokenizer_type == "IdTokenizer":
-        return named | {"tokenizer_type": None}  # it stands for one that is not known
+        return named | {"tokenizer_type": None}  # None stands for an unknown tokenizer.
     if config.tokenizer_type not in (None, "HFTokenizer", "HuggingFaceTokenizer"):
         return named
     copied = source.copy_tokenizer(partial / TOKENIZER)
@@ -262,25 +266,24 @@ def _save(content: dict[str, Any], path: Path) -> None:
 
 
 class _Span(NamedTuple):
-    """The ranks of a stack, and the blocks of each."""
+    """The pipeline ranks that a stack is distributed over, and the number of blocks on each."""
 
     ranks: range
     blocks: int
 
 
 class Stages(NamedTuple):
-    """The parameters of each pipeline rank. The blocks of a stack are divided evenly. Where
-    there are an encoder and a decoder, the first ranks have the encoder's and the others, from
-    ``split`` on, the decoder's; that rank has a copy of the embeddings. ``split`` is None for one
-    stack or a single rank."""
+    """Distribution of parameters over pipeline ranks. The blocks of a stack are divided evenly.
+    With an encoder and a decoder, the ranks from ``split`` on have the decoder, and the first of
+    these has a copy of the embeddings. ``split`` is None for a single stack or rank."""
 
     size: int
     spans: Mapping[str, _Span]
     split: int | None
 
     def of(self, theirs: str) -> tuple[int, ...]:
-        """The ranks that have a parameter, by Megatron's name with the block's number in the whole
-        stack."""
+        """Return the pipeline ranks that have a parameter. ``theirs`` is Megatron's name, with
+        block indices counted within the whole stack."""
         if theirs.startswith(EMBEDDING):
             return (0,) if self.split is None else (0, self.split)
         stack = stack_name(theirs)
@@ -291,7 +294,7 @@ class Stages(NamedTuple):
         return (ranks[-1] if numbered is None else ranks[numbered[1] // blocks],)
 
     def first_block(self, theirs: str, rank: int) -> int:
-        """The number in its stack of the block that a rank calls ``layers.0``."""
+        """Return the index, within its stack, of the block that a rank calls ``layers.0``."""
         stack = stack_name(theirs)
         if stack is None:
             return 0
@@ -299,8 +302,8 @@ class Stages(NamedTuple):
 
 
 def stages_of(model: ModelConfig, size: int) -> Stages:
-    """The division of a network over ``size`` ranks; of several for two stacks, that with the
-    fewest blocks on a rank. Raises ValueError if Megatron has none."""
+    """Distribute a network over ``size`` pipeline ranks. With two stacks, choose the split with the
+    fewest blocks per rank. Raises ValueError if none is possible."""
     stacks = names_of_family(model.family).stacks
     lengths = {name: stack.length(model) for name, stack in stacks.items()}
     flag = f"--target-pipeline-parallel-size {size}"

@@ -1,1 +1,2 @@
-"""Sharded checkpoints: torch.distributed.checkpoint (DCP), and Megatron-Core's torch_dist on it."""
+"""Sharded checkpoints: torch.distributed.checkpoint (DCP), and Megatron-Core's torch_dist, which is
+based on it."""

@@ -1,13 +1,14 @@
-"""The files of a checkpoint of torch.distributed.checkpoint (DCP), of which parts are read.
+"""Reader of torch.distributed.checkpoint (DCP) files, which can read slices of tensors.
 
 ::
 
-    .metadata           a pickle: shape and chunks of each tensor, place of each chunk in a file
-    __0_0.distcp, ...   per process: archives of torch.save, one after the other, of a chunk each
+    .metadata           a pickle: shape and chunks of each tensor, location of each chunk in a file
+    __0_0.distcp, ...   per process: concatenated torch.save archives, each with one chunk
 
-The pickle goes through the guard of :mod:`megatron.formats.unpickle`, and so does the pickle of a
-chunk's archive. Of a chunk, only the bytes between its first and last element that are wanted are
-read. The classes in the pickle are those of ``torch/distributed/checkpoint/metadata.py``.
+The pickles, in the metadata and in each chunk's archive, are read with the checks of
+:mod:`megatron.formats.unpickle`. In a chunk, only the bytes between the first and the last
+requested element are read. The classes in the pickle are those of
+``torch/distributed/checkpoint/metadata.py``.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from megatron.util.phases import moved
 
 METADATA = ".metadata"
 _MOST_PAIRS = 2**11
-"""Maximum number of chunks that are compared pairwise."""
+"""Maximum number of chunks of a tensor that are compared pairwise for overlaps."""
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""A member's header in a zip archive: the lengths of its name and of what follows it."""
+"""Local header of a zip member. It has the lengths of the name and of the extra field after it."""
 _MOST_OPEN = 64
 
 
 class Extent(NamedTuple):
-    """Bytes of a file, in which an archive of torch.save is."""
+    """Byte range in a file that contains a torch.save archive."""
 
     path: Path
     offset: int
@@ -51,9 +52,9 @@ class Extent(NamedTuple):
 
 
 class ArchivedTensor(NamedTuple):
-    """A tensor in an archive: elements from ``start`` on of a storage of ``length`` bytes, which
-    begins at ``place``. It has no tensor, even on the meta device: small blocks of memory that
-    stay would keep the large ones which are freed before them from being used again."""
+    """Tensor in an archive: elements from ``start`` on in a storage of ``length`` bytes at byte
+    ``place``. It does not refer to a tensor object, not even on the meta device: small allocations
+    that stay alive would prevent the large ones freed before them from being reused."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -66,7 +67,7 @@ class ArchivedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A tensor and its chunks: where in the tensor, and where in the files."""
+    """Tensor with its chunks. Each chunk has a slice of the tensor and a byte range in a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,10 +76,9 @@ class ShardedTensor:
 
 
 class ShardedFiles:
-    """The tensors of a folder, by name; ``objects`` are the places of everything else, and
-    ``original_shapes`` are the shapes of tensors that Megatron-Core had cut as flat runs. Raises
-    CheckpointError if a file is missing or has fewer bytes than it should, or chunks do not fill a
-    tensor."""
+    """Tensors in a folder by name. ``objects`` has the locations of other values, and
+    ``original_shapes`` the shapes of tensors that Megatron-Core stored as flattened blocks. Raises
+    CheckpointError if a file is missing or too short, or if chunks do not fill a tensor."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / METADATA
@@ -181,34 +181,35 @@ class ShardedFiles:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """The file with the first chunk of each tensor, by name."""
+        """File that contains the first chunk of each tensor, by tensor name."""
         return {
             name: each.chunks[0][1].path if each.chunks else self.path
             for name, each in self.tensors.items()
         }
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         return self[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor."""
+        """Return the dtype of a tensor."""
         return self[name].dtype
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, in the dtype of the files."""
+        """Return a whole tensor, in the dtype of the files."""
         shape = self[name].shape
         return self.read(name, Slice.whole(shape)).view(shape)
 
     def part(self, name: str, number: int) -> Tensor:
-        """Member ``number`` along the first dimension of a tensor."""
+        """Return the slice with index ``number`` along a tensor's first dimension."""
         shape = self[name].shape
         each = math.prod(shape[1:])
         return self.read(name, Slice(shape, (), number * each, (number + 1) * each)).view(shape[1:])
 
     def read(self, name: str, wanted: Slice) -> Tensor:
-        """A slice of a tensor, flat, in the dtype of the files, reading only what is needed. Raises
-        CheckpointError if a chunk is malformed or contradicts the metadata."""
+        """Return a slice of a tensor, flattened, in the dtype of the files. Reads only the
+        chunks that it needs. Raises CheckpointError if a chunk is malformed or contradicts the
+        metadata."""
         moved()
         stored = self[name]
         if len(stored.chunks) == 1 and wanted.is_whole_share and not wanted.cuts:
@@ -224,7 +225,7 @@ class ShardedFiles:
     def _elements(
         self, tensor: ShardedTensor, box: Slice, extent: Extent, first: int, end: int
     ) -> Tensor:
-        """Elements [first, end) of a chunk."""
+        """Return elements [first, end) of a flattened chunk."""
         chunk, dtype = self._stored(extent, tensor.name), tensor.dtype
         if (chunk.shape, chunk.dtype) != (box.share_shape, dtype):
             raise CheckpointError(
@@ -239,7 +240,8 @@ class ShardedFiles:
         return self._bytes(extent, start, (end - first) * dtype.itemsize, tensor.name).view(dtype)
 
     def _bytes(self, extent: Extent, start: int, length: int, name: str) -> Tensor:
-        """Bytes of a chunk's archive, without a mapping, whose pages would count as memory."""
+        """Read bytes of a chunk's archive. The file is not memory-mapped, because mapped pages
+        count as the process's memory."""
         values = torch.empty(length, dtype=torch.uint8)
         view, done = values.numpy().data.cast("B"), 0
         handle = self._handle(extent.path)
@@ -252,7 +254,7 @@ class ShardedFiles:
         return values
 
     def _find(self, extent: Extent, name: str) -> ArchivedTensor:
-        """The tensor in an archive."""
+        """Locate the tensor in an archive."""
         view = _View(self._handle(extent.path), extent.offset, extent.length)
         where = f"{extent.path}: {name}"
         try:
@@ -262,11 +264,12 @@ class ShardedFiles:
                 raise
             reason = str(error).partition("\n")[0][:200]
             raise CheckpointError(f"{where}: not an archive of torch.save ({reason})") from None
-        except (NotImplementedError, RuntimeError) as error:  # of a zip archive's other methods
+        # zipfile raises these for unsupported methods.
+        except (NotImplementedError, RuntimeError) as error:
             raise CheckpointError(f"{where}: {str(error)[:200]}") from None
 
     def object(self, name: str) -> Any:
-        """A stored value that is not a tensor."""
+        """Load a stored value that is not a tensor."""
         extent = self.objects[name]
         view = _View(self._handle(extent.path), extent.offset, extent.length)
         where = f"{extent.path}: {name}"
@@ -286,8 +289,8 @@ def _whole_numbers(values: Any) -> tuple[int, ...]:
 
 
 def _fills(shape: tuple[int, ...], boxes: Sequence[Slice]) -> bool:
-    """True if boxes cover a tensor, each element once. They are a grid, or fewer chunks than would
-    take long to compare."""
+    """Return whether boxes cover a tensor, each element exactly once. Boxes that do not form a grid
+    are compared pairwise; with too many for that, return False."""
     if tiles(shape, boxes):
         return True
     if sum(box.numel for box in boxes) != math.prod(shape) or len(boxes) > _MOST_PAIRS:
@@ -296,7 +299,7 @@ def _fills(shape: tuple[int, ...], boxes: Sequence[Slice]) -> bool:
 
 
 class _View(io.RawIOBase):
-    """A part of a file, as a file."""
+    """Byte range of a file, as a file object."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._place = file, offset, length, 0
@@ -327,7 +330,7 @@ class _View(io.RawIOBase):
 
 
 def _pickled(archive: zipfile.ZipFile, where: str) -> tuple[str, bytes]:
-    """The folder within an archive of torch.save, and its pickle."""
+    """Return the name of the folder within a torch.save archive, and the content of its pickle."""
     for member in archive.infolist():
         if member.compress_type != zipfile.ZIP_STORED:
             raise CheckpointError(f"{where}: a compressed member, which torch.save never writes")
@@ -338,7 +341,7 @@ def _pickled(archive: zipfile.ZipFile, where: str) -> tuple[str, bytes]:
 
 
 def _tensor_in(view: _View, where: str) -> ArchivedTensor:
-    """The tensor in an archive of torch.save, without its elements."""
+    """Locate the tensor in a torch.save archive without reading its elements."""
     keys: list[str] = []
 
     def storage(saved: Any) -> Any:
@@ -369,8 +372,8 @@ def _tensor_in(view: _View, where: str) -> ArchivedTensor:
 
 
 def load_common(path: Path) -> dict[str, Any]:
-    """Return the content of Megatron-Core's common.pt, the state common to all ranks. Raises
-    CheckpointError if it is missing or malformed."""
+    """Return the content of Megatron-Core's common.pt, the state that all ranks share. Raises
+    CheckpointError if the file is missing or malformed."""
     content = load_pickle(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a dictionary")

@@ -1,21 +1,22 @@
-"""Megatron-Core's distributed checkpoints (``torch_dist``) of GPTs, and NeMo 2's.
+"""Distributed checkpoints (``torch_dist``) of Megatron-Core and NeMo 2, for GPT models.
 
 ::
 
     iter_0000100/metadata.json        {"sharded_backend": "torch_dist", ...}
     iter_0000100/common.pt            arguments of Megatron-LM, counters, the optimizer's settings
-    iter_0000100/.metadata, *.distcp  the tensors, whole: no rank's layout is in them
-    weights/..., context/             the same of NeMo 2; context/model.yaml describes the network
+    iter_0000100/.metadata, *.distcp  the whole tensors, independent of any rank's layout
+    weights/..., context/             the same in NeMo 2; context/model.yaml describes the network
 
-A block's tensors are stacked over the blocks, ``decoder.layers.mlp.linear_fc2.weight [L, H, F]``,
-or numbered; the two halves of a gated one may be apart, as ``weight_w`` and ``weight_v``. Moments
-are ``optimizer.state.exp_avg.<name>``, float32 weights ``optimizer.state.fp32_param.<name>`` or,
-of its distributed optimizer, ``optimizer.state.param.<name>``. That is
-``megatron/core/dist_checkpointing`` and ``megatron/core/optimizer`` of Megatron-Core 0.16.1.
+A block's tensors are stacked over the blocks, as ``decoder.layers.mlp.linear_fc2.weight [L, H,
+F]``, or have the block's index in their name. The two halves of a gated MLP may be separate, as
+``weight_w`` and ``weight_v``. Moments are ``optimizer.state.exp_avg.<name>``. Float32 weights are
+``optimizer.state.fp32_param.<name>`` or, with the distributed optimizer,
+``optimizer.state.param.<name>``. See ``megatron/core/dist_checkpointing`` and
+``megatron/core/optimizer`` in Megatron-Core 0.16.1.
 
 NeMo writes the fields of its configuration, a subclass of Megatron-Core's ``TransformerConfig`` and
-of its own ``GPTConfig``: numbers and texts, and functions by their names
-(``activation_func: {_target_: torch.nn.functional.silu, _call_: false}``).
+of its own ``GPTConfig``. They are numbers, strings and, by name, functions (``activation_func:
+{_target_: torch.nn.functional.silu, _call_: false}``).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from megatron.formats.sharded.files import METADATA, ShardedFiles, load_common
 
 COMMON, BACKEND = "common.pt", "metadata.json"
 VERSION = 3.0
-"""The order of rows in a query-key-value matrix, as Megatron numbers it."""
+"""Megatron checkpoint version that defines the row order of the query-key-value matrix."""
 EMBEDDING = "embedding.word_embeddings.weight"
 _MASTERS = ("fp32_param", "param")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
@@ -62,8 +63,9 @@ _ITERATION = re.compile(r"(?:iter_0*(?!0\d))?(\d+|release)")
 
 
 class CorePart(NamedTuple):
-    """A tensor of the files, or a block's part of a stacked one: a parameter, one expert's part of
-    it, or half of it: 0 for the gate, 1 for the other, None for both."""
+    """Tensor in the files that stores all or some of a parameter. ``block`` is an index into a
+    tensor that stacks all blocks, and ``expert`` the index of the expert that it belongs to.
+    ``half`` is 0 for a gate, 1 for the up projection, None for neither."""
 
     key: str
     block: int | None
@@ -72,10 +74,10 @@ class CorePart(NamedTuple):
 
 
 class CoreFolder(DescribedSource):
-    """A checkpoint of Megatron-Core or NeMo 2. Where the optimizer has float32 weights, these are
-    the weights. A tensor is read when it is needed, and of one that has our order of rows only the
-    slice that a rank has. Raises CheckpointError if a file is missing or damaged, tensors are
-    missing, superfluous or of another shape, or the network cannot be represented."""
+    """Checkpoint of Megatron-Core or NeMo 2. Weights are the optimizer's float32 weights if it has
+    them. Tensors are read on demand, and only this rank's slice if the rows are in our order.
+    Raises CheckpointError if a file is missing or damaged, if tensors are missing, superfluous or
+    have a wrong shape, or if the model is not supported."""
 
     title = "distributed checkpoint of Megatron-Core"
 
@@ -150,7 +152,8 @@ class CoreFolder(DescribedSource):
         return shard.join([whole])
 
     def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
-        """Reads the slice alone where rows have our order, and the tensor is not padded."""
+        """See :meth:`Source.read`. Only the slice is read if rows are in our order and the tensor
+        is not padded."""
         (first, *others), shape = self._place(name, kind), self.shape(name)
         alone = not others and (first.block, first.expert, first.half) == (None, None, None)
         if alone and ".qkv." not in name and self._files.shape(first.key) == shape == wanted.shape:
@@ -181,7 +184,8 @@ class CoreFolder(DescribedSource):
         return dataclasses.replace(model, vocabulary=vocabulary)
 
     def _check(self, parts: Mapping[str, Sequence[CorePart]], where: Path) -> None:
-        """Compares tensors with the network: names, experts and shapes."""
+        """Raise CheckpointError if the names, experts and shapes of the tensors are not the
+        model's."""
         for name, shard in self._shards.items():
             if name not in parts:
                 raise CheckpointError(
@@ -204,7 +208,8 @@ class CoreFolder(DescribedSource):
     def _optimizer(
         self, where: Path
     ) -> tuple[dict[str, list[CorePart]], dict[str, dict[str, list[CorePart]]]]:
-        """The float32 weights and the moments by kind; fills the counters, where there are both."""
+        """Return the tensors of the float32 weights, and of the moments by kind. Sets the counters
+        if they and all moments are present."""
         by_kind: dict[str, dict[str, str]] = {}
         for key in self._files.tensors:
             if match := _STATE.fullmatch(key):
@@ -231,7 +236,7 @@ class CoreFolder(DescribedSource):
         return masters, {kind: parts[kind] for kind in MOMENTS}
 
     def _counters(self) -> dict[str, Any] | None:
-        """Return how far the run was; None if the checkpoint does not say it."""
+        """Return the run's counters, or None if the checkpoint does not record them."""
         iteration = self._common.get("iteration")
         consumed = self._arguments.get("consumed_train_samples")
         step = _step_of(self._common.get("optimizer"))
@@ -256,12 +261,12 @@ def _fits(path: Path) -> bool:
 
 
 def _weights_of(folder: Path) -> Path:
-    """The folder with the tensors, which is a folder in NeMo's."""
+    """Return the folder that contains the tensors. In NeMo's checkpoints it is a subfolder."""
     return folder / "weights" if (folder / CONTEXT).is_file() else folder
 
 
 def _step_of(optimizer: Any) -> int | None:
-    """Return Adam's number of steps, shared by its parameters or groups."""
+    """Return Adam's number of steps, which all parameters or groups share, or None if unknown."""
     inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
     if not isinstance(inner, dict):
         return None
@@ -275,8 +280,8 @@ def _step_of(optimizer: Any) -> int | None:
 
 
 def _parts_of(files: ShardedFiles, keys: Mapping[str, Any]) -> dict[str, list[CorePart]]:
-    """The parts of each parameter, in order; ``keys`` are Megatron's names, and names in the files
-    where these are others. Raises CheckpointError for a name that is not known."""
+    """Return the tensors that store each parameter, in order. ``keys`` maps Megatron's names to the
+    names in the files. Raises CheckpointError for an unknown name."""
     parts: dict[str, list[CorePart]] = {}
     for name, stored in keys.items():
         key = stored if isinstance(stored, str) else name
@@ -306,7 +311,8 @@ def _layers(files: ShardedFiles, key: str) -> int:
 
 
 def _canonical(theirs: str, shown: str, files: ShardedFiles) -> tuple[str, int | None]:
-    """Our name of one of Megatron's, and the number of its expert."""
+    """Return the canonical name for one of Megatron's parameters, and the index of its expert, if
+    any."""
     experts = _EXPERTS.search(theirs)
     if experts is not None:
         number = experts[1] or "0"
@@ -323,7 +329,7 @@ def _canonical(theirs: str, shown: str, files: ShardedFiles) -> tuple[str, int |
 
 
 def _shape_of(files: ShardedFiles, parts: Sequence[CorePart], name: str) -> tuple[int, ...]:
-    """Shape of a parameter that its parts make."""
+    """Return the shape of a parameter, computed from the tensors that store it."""
     numbers = sorted({part.expert for part in parts if part.expert is not None})
     if numbers:
         require_experts(numbers, len(numbers), name, files.path)
@@ -340,12 +346,12 @@ def _shape_of(files: ShardedFiles, parts: Sequence[CorePart], name: str) -> tupl
 
 
 def _original(files: ShardedFiles, key: str) -> tuple[int, ...]:
-    """Shape of a tensor before it was cut as a flat run, as releases up to 0.12 did."""
+    """Return the shape that a tensor had before Megatron-Core (up to 0.12) flattened its blocks."""
     return files.original_shapes.get(key, files.shape(key))
 
 
 def _assembled(files: ShardedFiles, parts: Sequence[CorePart]) -> Tensor:
-    """A parameter, in Megatron's order of rows."""
+    """Assemble a whole parameter, with rows in Megatron's order."""
     tensors = [_part(files, part) for part in parts]
     if parts[0].half is not None:
         halves = zip(tensors[::2], tensors[1::2], strict=True)
@@ -356,7 +362,7 @@ def _assembled(files: ShardedFiles, parts: Sequence[CorePart]) -> Tensor:
 def _part(files: ShardedFiles, part: CorePart) -> Tensor:
     whole = _original(files, part.key)
     if whole != files.shape(part.key):
-        # [X / x, Y / y, x y]: pieces of x by y, each of them flat.
+        # [X / x, Y / y, x y]: blocks of x by y elements, each flattened.
         grid = files.shape(part.key)[:-1]
         pieces = [size // max(1, count) for size, count in zip(whole, grid, strict=False)]
         order = [axis for dim in range(len(grid)) for axis in (dim, len(grid) + dim)]
@@ -407,15 +413,15 @@ _SAME = {
     "mtp_num_layers": "mtp_num_layers",
     "heterogeneous_block_specs": "heterogeneous_layers_config_path",
 }
-"""Configuration fields and Megatron's equivalent arguments."""
+"""Megatron's arguments, by equivalent field in NeMo's configuration."""
 _POSITIONS = {"learned_absolute": "learned_absolute", "rope": "rope", "none": "none"}
 _GATED = {"silu": "swiglu", "quick_gelu": "quick_geglu"}
 _PLAIN = {"gelu": "", "squared_relu": "squared_relu"}
 
 
 def arguments_of_nemo(path: Path) -> dict[str, Any]:
-    """The arguments of Megatron that describe the network of ``context/model.yaml``. Raises
-    CheckpointError if the file is malformed, or has a network without such arguments."""
+    """Return Megatron's arguments for the model in ``context/model.yaml``. Raises CheckpointError
+    if the file is malformed, or if no arguments describe the model."""
     config = _config(path)
     arguments = {theirs: config[name] for name, theirs in _SAME.items() if name in config}
     kind = config.get("position_embedding_type", "learned_absolute")
@@ -423,7 +429,7 @@ def arguments_of_nemo(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: position_embedding_type is {kind!r:.80}")
     groups = config.get("num_query_groups")
     length = config.get("seq_length")
-    scaled = "scale_factor" in config and kind == "rope"  # that of Llama 3.1
+    scaled = "scale_factor" in config and kind == "rope"  # as in Llama 3.1
     return {
         **arguments,
         **_activation(config, path),

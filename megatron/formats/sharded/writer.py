@@ -1,5 +1,5 @@
-"""Writes checkpoints of torch.distributed.checkpoint (DCP) and Megatron-Core's torch_dist: a chunk
-at a time, without the whole in memory; and the commands ``to-torch-dist`` and ``to-dcp``.
+"""Writers of torch.distributed.checkpoint (DCP) and Megatron-Core's torch_dist checkpoints, with
+one chunk in memory at a time. Also the commands ``to-torch-dist`` and ``to-dcp``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.checkpoint.files import CheckpointError, write_json
 from megatron.checkpoint.folder import replace_folder
 from megatron.checkpoint.manifest import KEPT_COUNTS
-from megatron.checkpoint.source import DTYPES, Source
+from megatron.checkpoint.source import Source
 from megatron.config import ConfigError, ModelConfig, RunConfig
 from megatron.config.flags import option
 from megatron.formats.conversion.commands import (
@@ -51,6 +51,7 @@ from megatron.formats.legacy_megatron.rank_files import MOMENTS, iteration_folde
 from megatron.formats.legacy_megatron.writer import new_folder, share_of
 from megatron.formats.sharded.files import METADATA
 from megatron.formats.sharded.megatron_core import BACKEND, COMMON, VERSION, CoreFolder
+from megatron.formats.tensors import DTYPES
 from megatron.formats.trainers.dcp import DcpFolder
 from megatron.util.files import sync, sync_path
 from megatron.util.progress import progress_bar
@@ -58,12 +59,13 @@ from megatron.util.progress import progress_bar
 _MOST_BYTES = 5 * 10**9
 _LINEAR = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1",
            "mlp.linear_fc2", "self_attention.core_attention")  # fmt: skip
-"""Modules of a block with extra state, which is empty except with 8 bits."""
+"""Modules in a block that save extra state, which is empty without FP8."""
 
 
 class ShardedWriter:
-    """Writes tensors to ``__0_N.distcp`` in a new folder, as one process would, and ``.metadata``
-    at the end. A file has ``most_bytes`` or one chunk."""
+    """Writer of tensors to files ``__0_N.distcp`` in a new folder, as a single process would
+    write them. :meth:`finish` writes ``.metadata``. A file has at most ``most_bytes``, or a
+    single chunk."""
 
     def __init__(self, folder: Path, most_bytes: int = _MOST_BYTES) -> None:
         self._folder, self._most = folder, most_bytes
@@ -81,8 +83,9 @@ class ShardedWriter:
         block: int = 0,
         path: tuple[str, ...] = (),
     ) -> None:
-        """Adds a tensor, or member ``block`` along the first dimension of one of this shape;
-        ``path`` are its keys in the nested dictionaries of the state."""
+        """Write a tensor. If ``shape`` is given, ``values`` is the slice ``block`` along the first
+        dimension of a tensor with this shape. ``path`` has the tensor's keys in the nested state
+        dictionary."""
         self._paths[name] = path or (name,)
         stacked = shape is not None
         chunk = (values[None] if stacked else values).contiguous()
@@ -99,7 +102,7 @@ class ShardedWriter:
         self._places[index] = self._write(chunk, chunk.nbytes)
 
     def add_object(self, name: str, value: Any) -> None:
-        """Adds a value that is not a tensor."""
+        """Write a value that is not a tensor."""
         self._facts[name], self._paths[name] = BytesStorageMetadata(), (name,)
         self._places[MetadataIndex(name)] = self._write(value, 0)
 
@@ -121,7 +124,7 @@ class ShardedWriter:
             self._file = None
 
     def finish(self) -> None:
-        """Writes ``.metadata``."""
+        """Close the current file, and write ``.metadata``."""
         self._close()
         metadata = Metadata(self._facts, self._paths, self._places, version="1.0.0")
         stream = io.BytesIO()
@@ -138,11 +141,12 @@ def write_torch_dist(
     distributed: bool = True,
     check: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
-    """Writes weights and Adam's moments of a GPT for Megatron-Core, into Megatron's ``--load``;
-    returns the folder. ``distributed``: True if its run has the distributed optimizer; ``check``
-    gets the folder before it has its name, and undoes the export by an error. Raises ValueError if
-    Megatron has no such network; CheckpointError if the source is damaged, or the checkpoint exists
-    already; OSError if a file cannot be written. Nothing is left behind then."""
+    """Write a GPT's weights and Adam's moments in Megatron-Core's format, to a folder for
+    Megatron's ``--load``. Return the checkpoint's folder. With ``distributed``, the state is that
+    of the distributed optimizer. ``check`` is called with the folder before it is published, and
+    can cancel the export by raising an error. Raises ValueError if Megatron does not support the
+    model, CheckpointError if the source is damaged or the checkpoint already exists, and OSError if
+    a file cannot be written. After an error nothing is left behind."""
     source.require_model()
     model = source.model
     arguments = arguments_of_model(model)
@@ -183,8 +187,8 @@ def write_torch_dist(
 
 
 def has_moments(source: Source) -> bool:
-    """True if Adam trains every weight with complete state: Muon and SOAP leave only some weights
-    to it, and AdEMAMix has more state."""
+    """Return whether Adam trains every weight and its state is complete. Muon and SOAP leave only
+    some weights to Adam, and AdEMAMix has additional state."""
     kept = {"weight", *source.state.get(KEPT_COUNTS, {})}
     return all({*source.kinds(name)} - kept == {*MOMENTS} for name in source.names())
 
@@ -214,8 +218,8 @@ def _write_parameter(
 
 
 def _key(name: str, model: ModelConfig) -> tuple[str, int | None]:
-    """Megatron-Core's name of a parameter, and the number of its block. Raises ValueError for one
-    that it lacks."""
+    """Return Megatron-Core's name for a parameter, and its block's index. Raises ValueError if
+    Megatron-Core has no such parameter."""
     blocks = {n for n in whole_shards(model) if is_of_experts(n)}
     stack = name.split(".mlp")[0]
     next_to_experts = any(each.startswith(f"{stack}.mlp.") for each in blocks)
@@ -236,8 +240,8 @@ def _key(name: str, model: ModelConfig) -> tuple[str, int | None]:
 
 
 def _optimizer(source: Source, distributed: bool, dtype: str) -> dict[str, Any]:
-    """The state of Megatron's optimizers that is not in tensors: the groups of parameters with and
-    without weight decay, and the number of steps."""
+    """Return the optimizer state other than tensors: parameter groups with and without weight
+    decay, and the number of steps."""
     run: RunConfig | None = source.run
     step = float(source.state["optimizer_step"])
     betas, eps, decay = (0.9, 0.999), 1e-8, 0.01
@@ -263,22 +267,23 @@ def _optimizer(source: Source, distributed: bool, dtype: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ToTorchDistConfig:
-    """Conversion to Megatron-Core's torch_dist."""
+    """Conversion to Megatron-Core's torch_dist format."""
 
     output: str | None = option(None)
-    """Folder of checkpoints to write in; --load of Megatron-LM."""
+    """Checkpoint folder to write to, which becomes Megatron-LM's --load."""
     dtype: str | None = option(None, choices=tuple(DTYPES), derived="as trained")
-    """dtype of the weights; the optimizer's are float32."""
+    """dtype of the model's weights. The optimizer's copy of the weights is float32."""
     optim: bool = option(True, off="--no-optim")
-    """Write Adam's moments and float32 weights too, where the checkpoint has them."""
+    """Leave out Adam's moments and float32 weights, which are otherwise written if the checkpoint
+    has them."""
     distributed_optimizer: bool = option(True, off="--no-distributed-optimizer")
-    """Write the optimizer's state for a run with Megatron-LM's --use-distributed-optimizer."""
+    """Write the optimizer state for a run without Megatron-LM's --use-distributed-optimizer."""
 
 
 def to_torch_dist(argv: Sequence[str]) -> None:
-    """Converts to Megatron-Core's format, and reads the result back. Raises ConfigError if a flag
-    is missing or wrong; ValueError or CheckpointError as :func:`write_torch_dist`, or if what is
-    read back differs."""
+    """Convert a checkpoint to Megatron-Core's format, and read the result back. Raises ConfigError
+    if a flag is missing or wrong, the errors of :func:`write_torch_dist`, and CheckpointError if a
+    value that is read back differs."""
     checkpoint, config = parsed(
         argv, "to-torch-dist", "Writes a checkpoint as Megatron-Core's torch_dist.",
         LoadConfig, ToTorchDistConfig,
@@ -289,7 +294,7 @@ def to_torch_dist(argv: Sequence[str]) -> None:
 
     def check(folder: Path) -> None:
         written = CoreFolder(folder)
-        # Float32 weights, where the optimizer's are written too, are exact.
+        # Float32 weights that are written with the optimizer state must be equal unrounded.
         exact = bool(written.state) and (config.distributed_optimizer or dtype != "float32")
         require_equal(written, source, torch.float32 if exact else DTYPES[dtype], folder)
         for name in written.names():
@@ -316,16 +321,16 @@ class ToDcpConfig:
     architecture: str | None = option(
         None, derived="the one that the weights were read from, or else the plainest that fits"
     )
-    """model_type of Hugging Face whose names the tensors get, for example mistral."""
+    """Hugging Face model_type that determines the tensor names, for example mistral."""
     dtype: str | None = option(None, choices=tuple(DTYPES), derived="as trained")
-    """dtype of the weights; moments are float32."""
+    """dtype of the weights. Moments are float32."""
     optim: bool = option(True, off="--no-optim")
-    """Write Adam's moments too, where the checkpoint has them."""
+    """Leave out Adam's moments, which are otherwise written if the checkpoint has them."""
 
 
 def to_dcp(argv: Sequence[str]) -> None:
-    """Converts to a sharded checkpoint with Hugging Face's names, under ``model`` and ``optim``, as
-    in torch's get_state_dict, and read the weights back. Raises the errors of
+    """Convert a checkpoint to DCP with Hugging Face's names, under ``model`` and ``optim`` as in
+    torch's get_state_dict, and read the weights back. Raises the same errors as
     :func:`to_torch_dist`."""
     checkpoint, config = parsed(
         argv, "to-dcp", "Writes a checkpoint of torch.distributed.checkpoint (DCP).",
@@ -347,9 +352,10 @@ def to_dcp(argv: Sequence[str]) -> None:
 def write_dcp(
     source: Source, output: Path, dtype: str, moments: bool = True, architecture: str | None = None
 ) -> bool:
-    """Writes a new folder with a config.json; returns True if moments were written. Raises
-    ValueError if the model fits no architecture; CheckpointError if the source is damaged, or what
-    is read back differs; OSError if a file cannot be written. Nothing is left behind then."""
+    """Write a new folder that includes a config.json. Return whether moments were written. Raises
+    ValueError if no architecture fits the model, CheckpointError if the source is damaged or a
+    value that is read back differs, and OSError if a file cannot be written. Errors leave nothing
+    behind."""
     form = architecture_of(source.model, architecture)
     moments = moments and has_moments(source)
     step = torch.tensor(float(source.state.get("optimizer_step", 0)))
@@ -376,7 +382,7 @@ def write_dcp(
         write_json(partial / "config.json", form.config(source.model) | {"torch_dtype": dtype})
         tokenizer = partial / "tokenizer"
         source.copy_tokenizer(tokenizer)
-        if tokenizer.is_dir():  # next to config.json, as Hugging Face has the files
+        if tokenizer.is_dir():  # copy its files next to config.json, as in Hugging Face folders
             for file in list(tokenizer.iterdir()):
                 file.rename(partial / file.name)
             tokenizer.rmdir()
@@ -387,8 +393,8 @@ def write_dcp(
 
 
 def _theirs(parameter: Parameter, values: Tensor, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """A parameter or a moment by their names. Weights of some norms are stored as another number,
-    which moments are not."""
+    """Yield (Hugging Face name, tensor) for a parameter or a moment. Some norm weights are stored
+    with an offset, which does not apply to moments."""
     parts = parameter.to_hf(values)
     if kind == "weight":
         yield from parts.items()

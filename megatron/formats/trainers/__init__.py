@@ -1,1 +1,1 @@
-"""Folders of other trainers, whose tensors are in Hugging Face's tables under other names."""
+"""Other trainers' checkpoints, which are read with the tables of Hugging Face architectures."""

@@ -1,11 +1,12 @@
-"""Folders of torch.distributed.checkpoint with a Hugging Face config.json in or above them: of FSDP
-and accelerate (``pytorch_model_fsdp_0``), with Hugging Face's names, and of torchtitan, with its
-own. Adam's moments are in the form of torch's ``get_optimizer_state_dict``, by the names of
-weights: under ``optim`` or ``optimizer``, flattened or not; accelerate's are in ``optimizer_0``.
+"""Checkpoints of torch.distributed.checkpoint (DCP) with a Hugging Face config.json in or above
+their folder: those of FSDP and accelerate (``pytorch_model_fsdp_0``), with Hugging Face's names,
+and those of torchtitan, with its own. Adam's moments have the form of torch's
+``get_optimizer_state_dict``, by weight name: under ``optim`` or ``optimizer``, flattened or not.
+accelerate stores them in ``optimizer_0``.
 
-torchtitan's folders do not describe the network: the config.json is that of the model which it was
-given, or of one of the same shape. Names and order of rows are from
-``torchtitan/models/{llama3,qwen3}/state_dict_adapter.py`` of torchtitan 0.3, and of those before.
+torchtitan's folders do not describe the network. The config.json must be that of the model from
+which training started, or of one with the same shape. Names and row order follow
+``torchtitan/models/{llama3,qwen3}/state_dict_adapter.py`` of torchtitan up to 0.3.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 _STATE = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader", "ft_", "rng")
-"""Beginnings of the names of what is not a weight."""
+"""Name prefixes of values that are not weights."""
 _OPTIMIZER = re.compile(r"(?:optim|optimizer)\.state\.(.+)\.(\w+)")
-"""The name of a weight, and the kind of its state; the number of one in torch's own form."""
+"""Pattern for the weight name and the kind of an optimizer state. In torch's own form, the weight
+name is a number."""
 _BARE = ("model.layers.", "model.decoder.", "model.embed_tokens.", "model.norm.")
 TITAN = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -57,11 +59,11 @@ TITAN = {
     "output.weight": "lm_head.weight",
     "lm_head.weight": "lm_head.weight",
 }
-"""Hugging Face's names of torchtitan's tensors."""
+"""Hugging Face names, by torchtitan's tensor names."""
 
 
 class DcpFolder(TrainerFolder):
-    """A sharded checkpoint of a Hugging Face model, or of torchtitan's Llama or Qwen3."""
+    """Sharded checkpoint of a Hugging Face model, or of torchtitan's Llama or Qwen3."""
 
     title = "sharded checkpoint (DCP)"
 
@@ -87,7 +89,7 @@ class DcpFolder(TrainerFolder):
     def _renamed(
         self, stored: Mapping[str, FileTensor], content: Mapping[str, Any]
     ) -> Mapping[str, FileTensor]:
-        """Tensors by Hugging Face's names."""
+        """Return the tensors by Hugging Face name."""
         if "tok_embeddings.weight" in self._native:
             return _titan(stored, content, self._files.path)
         return stored
@@ -116,10 +118,11 @@ class DcpFolder(TrainerFolder):
         return TrainerStates(tensors, counters, scheduler)
 
     def _steps(self) -> tuple[int | None, int | None]:
-        """The steps of the run and of its learning-rate schedule, where they are stored."""
+        """Return the step counts of the run and of its learning rate schedule; None if not
+        stored."""
         run = whole_number(self._files, "train_state.step")
         scheduler = whole_number(self._files, "lr_scheduler.last_epoch")
-        for place in (self.folder, self.folder.parent):  # of transformers' Trainer
+        for place in (self.folder, self.folder.parent):  # files that transformers' Trainer writes
             path = place / "trainer_state.json"
             if run is None and path.is_file():
                 run = counter(read_json(path, lenient=True), "global_step")
@@ -130,8 +133,8 @@ class DcpFolder(TrainerFolder):
 
 
 def states_of(files: ShardedFiles) -> tuple[dict[str, dict[str, FileTensor]], int | str]:
-    """The optimizer's state by kind and name of the weight, and Adam's number of steps, or the
-    reason why it cannot be used."""
+    """Return the optimizer states, by kind and weight name, and Adam's number of steps or, if the
+    states cannot be used, the reason."""
     by_kind: dict[str, dict[str, FileTensor]] = {}
     steps = set()
     for name in (*files.tensors, *files.objects):
@@ -150,7 +153,8 @@ def states_of(files: ShardedFiles) -> tuple[dict[str, dict[str, FileTensor]], in
 
 
 def whole_number(files: ShardedFiles, name: str) -> int | None:
-    """A number of a sharded checkpoint that counts; None if it is absent."""
+    """Return the non-negative integer that a sharded checkpoint stores as ``name``, or None if
+    there is no such number."""
     if name in files:
         value = files.tensor(name).item() if files.shape(name) in ((), (1,)) else None
     else:
@@ -159,7 +163,8 @@ def whole_number(files: ShardedFiles, name: str) -> int | None:
 
 
 def counter(content: Any, name: str) -> int | None:
-    """The whole number of a name in the content of a file; None if it is absent."""
+    """Return the non-negative integer under the key ``name``, or None if there is no such
+    number."""
     value = content.get(name) if isinstance(content, Mapping) else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:
         return None
@@ -167,7 +172,8 @@ def counter(content: Any, name: str) -> int | None:
 
 
 def _sharded(path: Path) -> Path | None:
-    """The folder with the weights: this one, accelerate's folder in it, or torchtitan's newest."""
+    """Return the folder with the weights: ``path`` itself, accelerate's subfolder, or the folder of
+    torchtitan's newest step. Return None if there are no such weights."""
     if not path.is_dir():
         return None
     for folder in (path, path / "pytorch_model_fsdp_0"):
@@ -182,7 +188,7 @@ def _sharded(path: Path) -> Path | None:
 
 
 def _weights(files: ShardedFiles) -> dict[str, FileTensor]:
-    """The weights, by their names in the model."""
+    """Return the weights by their names in the model, without the prefixes that wrappers add."""
     names = {
         name: _WRAPPERS.sub("", name)
         for name in files.tensors
@@ -195,7 +201,7 @@ def _weights(files: ShardedFiles) -> dict[str, FileTensor]:
 
 
 def sharded(files: ShardedFiles, name: str) -> FileTensor:
-    """A tensor of a sharded checkpoint."""
+    """Return a tensor of a sharded checkpoint."""
     path, shape, dtype = files.files[name], files.shape(name), files.dtype(name)
     return FileTensor(path, shape, dtype, lambda: files.tensor(name))
 
@@ -203,8 +209,8 @@ def sharded(files: ShardedFiles, name: str) -> FileTensor:
 def _unfused(
     stored: Mapping[str, FileTensor], content: Mapping[str, Any], path: Path
 ) -> dict[str, FileTensor]:
-    """torchtitan's tensors with queries, keys and values apart, as it saves weights: the optimizer
-    has them by group of heads, [groups, queries + 2, head width, ...]."""
+    """Split torchtitan's fused queries, keys and values in the optimizer's states, so that their
+    names match the saved weights'. The layout is [groups, queries + 2, head width, ...]."""
     result = dict(stored)
     for name in [name for name in stored if ".qkv_linear.wqkv." in name]:
         heads, groups = _heads(content, path)
@@ -223,7 +229,7 @@ def _titan(
     stored = {name: each for name, each in stored.items() if not name.endswith("freqs_cis")}
     result = renamed(stored, TITAN, path)
     if any(name.endswith("q_norm.weight") for name in result):
-        return result  # Qwen3 has Hugging Face's order of rows
+        return result  # Qwen3's rows already have Hugging Face's order
     heads, groups = _heads(content, path)
     for name, each in result.items():
         count = heads if name.endswith("q_proj.weight") else groups
@@ -233,7 +239,7 @@ def _titan(
 
 
 def _heads(content: Mapping[str, Any], path: Path) -> tuple[int, int]:
-    """Numbers of heads of queries, and of keys and values."""
+    """Return the numbers of query heads and of key and value heads."""
     heads = content.get("num_attention_heads")
     groups = content.get("num_key_value_heads") or heads
     for number in (heads, groups):

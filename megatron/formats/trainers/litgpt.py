@@ -1,8 +1,8 @@
-"""Models of litgpt: ``lit_model.pth`` and ``model_config.yaml``.
+"""Checkpoints of litgpt: ``lit_model.pth`` and ``model_config.yaml``.
 
-Names and order of rows are from ``litgpt/model.py`` and ``convert_lit_checkpoint.py`` of litgpt
-0.5.13: one matrix ``attn.qkv`` has all queries, all keys, all values. Read are the Llamas, Mistrals
-and Qwens (RMSNorm, ``LLaMAMLP``) and GPT-NeoX (LayerNorm, ``GptNeoxMLP``).
+Names and order of rows follow ``litgpt/model.py`` and ``convert_lit_checkpoint.py`` of litgpt
+0.5.13: one matrix ``attn.qkv`` has all queries, then all keys, then all values. Supported models
+are Llama, Mistral and Qwen (RMSNorm, ``LLaMAMLP``) and GPT-NeoX (LayerNorm, ``GptNeoxMLP``).
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ _HARMLESS = {
     "norm_2": True, "gelu_approximate": ..., "routed_scaling_factor": ..., "rope_condense_ratio": 1,
     "norm_qk_type": "default", "rope_n_elem": ..., "n_query_groups": ...,
 }  # fmt: skip
-"""Settings that change nothing here, with their value if only that does not."""
+"""Settings that do not affect the model if they have this value; ... means any value."""
 
 
 class LitFolder(TrainerFolder):
-    """A folder with ``lit_model.pth``, which is mapped into memory."""
+    """Folder with ``lit_model.pth``, which is memory-mapped."""
 
     title = "model of litgpt"
 
@@ -102,7 +102,7 @@ class LitFolder(TrainerFolder):
         path = self.folder / WEIGHTS
         loaded = load_pickle(path)
         if isinstance(loaded, dict) and isinstance(loaded.get("model"), dict):
-            loaded = loaded["model"]  # of a training run
+            loaded = loaded["model"]  # the file is from a training run
         stored = tensors_of(path, loaded)
         if any(name.endswith(".attn.attn.weight") for name in stored):
             raise CheckpointError(
@@ -138,7 +138,7 @@ class LitFolder(TrainerFolder):
 
 
 def _by_head(values: Tensor, heads: int) -> Tensor:
-    """Rows [heads, q + k + v] from all queries, all keys, all values."""
+    """Reorder rows from [all queries, all keys, all values] to [heads, query + key + value]."""
     return torch.stack(
         [part.reshape(heads, -1, *values.shape[1:]) for part in values.chunk(3)], 1
     ).reshape(values.shape)

@@ -1,17 +1,18 @@
-"""Llamas of nanotron: ``config.yaml`` and a safetensors file for each parameter and tensor rank.
+"""Llama models of nanotron: ``config.yaml`` and one safetensors file per parameter and
+tensor-parallel rank.
 
 ::
 
     config.yaml                                 model.model_config describes the network
     checkpoint_metadata.json
     model/model/decoder/0/pp_block/attn/qkv_proj/
-        model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors      a rank's part, under "data"
-    model/model/decoder/0/pp_block/input_layernorm/model_weight.safetensors        a whole one
+        model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors      a rank's shard, under "data"
+    model/model/decoder/0/pp_block/input_layernorm/model_weight.safetensors     not sharded
 
-A part's metadata says where it is in the whole: ``local_global_slices_pairs`` and
-``unsharded_shape``. That is ``nanotron/serialize/weights.py`` of nanotron 0.4, and the network is
-``models/llama.py``: qkv has all queries, all keys, all values, and RoPE rotates channels 2i and
-2i + 1 unless ``rope_interleaved`` is false.
+The metadata of a shard locates it in the whole parameter: ``local_global_slices_pairs`` and
+``unsharded_shape``. The files follow ``nanotron/serialize/weights.py`` of nanotron 0.4, and the
+network follows ``models/llama.py``: qkv has all queries, then all keys, then all values, and RoPE
+rotates channels 2i and 2i + 1 unless ``rope_interleaved`` is false.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _HARMLESS = {
 
 
 class NanotronFolder(TrainerFolder):
-    """A checkpoint of nanotron, of any number of tensor and pipeline ranks."""
+    """Checkpoint of nanotron, with any number of tensor-parallel and pipeline ranks."""
 
     title = "checkpoint of nanotron"
 
@@ -167,7 +168,7 @@ def _fits(path: Path) -> bool:
 
 
 def _whole(files: list[Path]) -> FileTensor:
-    """A parameter from the parts of the tensor ranks."""
+    """Return a parameter that is joined from the tensor-parallel ranks' shards."""
     shapes = [_header(path) for path in files]
     path, (shape, dtype, metadata) = files[0], shapes[0]
     if "unsharded_shape" not in metadata:
@@ -194,7 +195,8 @@ def _whole(files: list[Path]) -> FileTensor:
 
 
 def _pairs(text: str, path: Path) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Places in a part and in the whole: ``0,4,None|None,None,None#4,8,None|None,None,None;...``"""
+    """Parse pairs of slices, in the shard and in the whole parameter:
+    ``0,4,None|None,None,None#4,8,None|None,None,None;...``"""
 
     def place(part: str) -> tuple[slice, ...]:
         return tuple(
@@ -209,7 +211,7 @@ def _pairs(text: str, path: Path) -> list[tuple[tuple[slice, ...], tuple[slice, 
 
 
 def _numbers(text: str, path: Path) -> tuple[int, ...]:
-    text = re.sub(r"np\.int64\((\d+)\)", r"\1", text)  # as numpy 2 writes them
+    text = re.sub(r"np\.int64\((\d+)\)", r"\1", text)  # NumPy 2 writes numbers like this
     numbers = [each for each in text.strip("()").replace(" ", "").split(",") if each]
     if not numbers or not all(each.isdigit() and len(each) < 12 for each in numbers):
         raise CheckpointError(f"{path}: unsharded_shape is {text!r:.100}")

@@ -1,7 +1,7 @@
 """Checkpoints of OLMo-core: ``config.json`` and ``model_and_optim/``, a sharded checkpoint (DCP).
 
-Names are from ``olmo_core/nn/hf/convert.py`` of OLMo-core 3.0, and the order of rows is Hugging
-Face's. Read are blocks of the kinds ``default`` (Llama) and ``reordered_norm`` (OLMo 2).
+Names follow ``olmo_core/nn/hf/convert.py`` of OLMo-core 3.0, and rows are in Hugging Face's order.
+Supported blocks are of the kinds ``default`` (Llama) and ``reordered_norm`` (OLMo 2).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NORMS = {
     "default": ("input_layernorm", "post_attention_layernorm"),
     "reordered_norm": ("post_attention_layernorm", "post_feedforward_layernorm"),
 }
-"""Hugging Face's names of the norms of attention and MLP, by the kind of a block."""
+"""Hugging Face names of the norms for attention and MLP, by kind of block."""
 
 _HARMLESS = {
     "_CLASS_": ..., "name": "default", "type": "attention", "dtype": ..., "full_precision": ...,
@@ -51,11 +51,11 @@ _HARMLESS = {
     "init_std": ..., "use_flash": ..., "backend": ..., "elementwise_affine": True,
     "fused_ops": ..., "compile": ..., "dp_config": ..., "ac_config": ...,
 }  # fmt: skip
-"""Settings that change no network that is read, at these values."""
+"""Settings that do not affect a supported network if they have this value; ... means any value."""
 
 
 class OlmoCoreFolder(TrainerFolder):
-    """A folder ``step<N>`` of OLMo-core."""
+    """Folder ``step<N>`` of OLMo-core."""
 
     title = "checkpoint of OLMo-core"
 
@@ -152,7 +152,7 @@ def _settings(content: Any, name: str, path: Path) -> Settings:
 
 
 def _length(content: Mapping[str, Any]) -> int:
-    """The longest sequence of the run's data, which the model does not have."""
+    """Return the maximum sequence length of the run's data, since the model has no such setting."""
     for name in ("dataset", "train_module"):
         part = content.get(name)
         for key in ("sequence_length", "max_sequence_length"):

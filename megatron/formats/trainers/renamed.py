@@ -1,7 +1,8 @@
-"""Tensors of another trainer under the names of a Hugging Face model, whose table describes them.
+"""Base class for reading other trainers' checkpoints, which presents their tensors under the names
+of a Hugging Face model.
 
-A trainer is a :class:`TrainerFolder`, which defines the equivalent config.json and maps the tensors
-of its files to Hugging Face's.
+A reader is a :class:`TrainerFolder`. It defines the equivalent config.json, and maps the tensors in
+the trainer's files to Hugging Face names; the table of that architecture does the rest.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from megatron.formats.huggingface.source import HuggingFaceFolder
 
 CONFIG = "config.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's, by torch's names."""
+"""Torch's names for Adam's moments."""
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file, which is read when it is needed."""
+    """Tensor in a file, which is read only when needed."""
 
     path: Path
     shape: tuple[int, ...]
@@ -38,8 +39,8 @@ class FileTensor:
     read: Callable[[], Tensor]
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> FileTensor:
-        """The same after ``change``, such as a part of it or another order of rows. Raises
-        CheckpointError if its shape does not allow that."""
+        """Return the tensor with ``change`` applied on reading, such as a slice or another row
+        order. Raises CheckpointError if the tensor's shape does not permit the change."""
         try:
             shape = tuple(change(torch.empty(self.shape, device="meta")).shape)
         except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
@@ -48,14 +49,15 @@ class FileTensor:
         return replace(self, shape=shape, read=lambda: change(self.read()).contiguous())
 
     def rows(self, start: int, end: int) -> FileTensor:
-        """Its rows from ``start`` to before ``end``."""
+        """Return rows ``start`` to ``end - 1``. Raises CheckpointError if the tensor has too
+        few."""
         if self.shape and self.shape[0] < end:
             raise CheckpointError(f"{self.path}: a tensor {self.shape} has fewer than {end} rows")
         return self.changed(lambda values: values[start:end])
 
 
 class FileTensors:
-    """Tensors by Hugging Face's names, in the way of its
+    """Tensors by Hugging Face name, with the interface of
     :class:`~megatron.formats.huggingface.weight_files.WeightFiles`."""
 
     def __init__(self, path: Path, stored: Mapping[str, FileTensor]) -> None:
@@ -66,15 +68,15 @@ class FileTensors:
         return name in self._stored
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, which is not read."""
+        """Return the shape of a tensor without reading it."""
         return self._stored[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor, which is not read."""
+        """Return the dtype of a tensor without reading it."""
         return self._stored[name].dtype
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, in the dtype of the file."""
+        """Read a tensor in its file's dtype."""
         values = self._stored[name].read()
         if tuple(values.shape) != self._stored[name].shape:
             raise CheckpointError(
@@ -85,9 +87,8 @@ class FileTensors:
 
 
 class TrainerStates(NamedTuple):
-    """An optimizer's state: tensors by kind and Hugging Face's name of the weight, and counters as
-    in :attr:`Source.state`. ``scheduler`` is the step of the learning-rate schedule, where it is
-    stored."""
+    """Optimizer state: tensors by kind and by the weight's Hugging Face name, and counters as in
+    :attr:`Source.state`. ``scheduler`` is the learning rate schedule's step; None if not stored."""
 
     tensors: Mapping[str, Mapping[str, FileTensor]]
     counters: Mapping[str, int]
@@ -95,8 +96,8 @@ class TrainerStates(NamedTuple):
 
 
 class TrainerFolder(HuggingFaceFolder):
-    """A folder of another trainer, read by the table of a Hugging Face architecture. Where it has
-    Adam's moments of every weight, a run continues from them."""
+    """Another trainer's checkpoint, read with the table of a Hugging Face architecture. If it has
+    Adam's moments for every weight, training can continue from them."""
 
     read_by_transformers = False
 
@@ -114,17 +115,18 @@ class TrainerFolder(HuggingFaceFolder):
 
     @abstractmethod
     def _list(self, content: Mapping[str, Any]) -> tuple[Path, Mapping[str, FileTensor]]:
-        """Return the file that lists the tensors, and these by Hugging Face's names; ``content`` is
-        what config.json has."""
+        """Return the file that lists the tensors, and the tensors by Hugging Face name. ``content``
+        is the parsed config.json."""
 
     def _list_states(self, content: Mapping[str, Any]) -> TrainerStates | str | None:
-        """Return the optimizer's state, the reason why it cannot be used, or None where the folder
-        has none that is read."""
+        """Return the optimizer state, or a message why it cannot be used. Return None if the folder
+        has no state in a supported form."""
         return None
 
     def _unusable(self, states: TrainerStates) -> str | None:
-        """Return the reason why moments cannot be used: other kinds, a weight without, or a weight
-        that is another number here. Raises CheckpointError if one has another shape."""
+        """Return why the moments cannot be used, or None if they can. Reasons are states of other
+        kinds, a weight without moments, and a weight whose values are converted when read. Raises
+        CheckpointError if a moment's shape differs from its weight's."""
         if other := sorted(states.tensors.keys() - {*MOMENTS}):
             return f"its optimizer has {', '.join(other)}, which is not Adam's state"
         for name in self._trained():
@@ -141,7 +143,7 @@ class TrainerFolder(HuggingFaceFolder):
                         )
             shapes = [self._weights.shape(self._stored[each]) for each in parameter.theirs]
             if len(shapes) == 1 and len(shapes[0]) > 1:
-                continue  # other numbers are only in vectors, of norms and recurrences
+                continue  # only vectors, in norms and recurrences, are converted
             for value in (0.0, 1.0):
                 if bool((parameter.from_hf(torch.full(s, value) for s in shapes) != value).any()):
                     return f"{name} is another number than {parameter.theirs[0]}"
@@ -186,14 +188,15 @@ class TrainerFolder(HuggingFaceFolder):
 
     @property
     def generation(self) -> dict[str, Any]:
-        """See :attr:`Source.generation`; config.json has more, where it is Hugging Face's."""
+        """See :attr:`Source.generation`. Defaults are those of the model type in config.json."""
         known = self._config.name == CONFIG and config_near(self._config.parent, 0)
         model_type = self.architecture.model_type if known else None
         return read_generation(self._config.parent, self.model.vocabulary.size, model_type)
 
 
 def config_near(folder: Path, steps: int = 2) -> Path | None:
-    """The config.json of a Hugging Face model in a folder or one of those that it is in."""
+    """Return the Hugging Face config.json in a folder or up to ``steps`` folders above it, or
+    None."""
     for place in (folder, *list(folder.parents)[:steps]):
         path = place / CONFIG
         if path.is_file():
@@ -204,8 +207,8 @@ def config_near(folder: Path, steps: int = 2) -> Path | None:
 
 
 def yaml_of(path: Path) -> dict[str, Any]:
-    """The content of a YAML file with settings. Raises CheckpointError if it is missing or has
-    none; nothing but numbers, texts and containers is made."""
+    """Return the settings in a YAML file. Only numbers, strings and containers are constructed.
+    Raises CheckpointError if the file is missing or has no settings."""
     try:
         content = yaml.safe_load(read_bytes(path))
     except (yaml.YAMLError, RecursionError, ValueError, AttributeError, TypeError) as error:
@@ -219,42 +222,42 @@ def yaml_of(path: Path) -> dict[str, Any]:
 
 
 class Settings:
-    """Settings of another trainer; each is checked for its type when read. Raises CheckpointError,
-    which names the file and the setting."""
+    """Another trainer's settings, whose types are checked when they are read. Raises
+    CheckpointError if a setting is wrong. The message names the file and the setting."""
 
     def __init__(self, content: Mapping[str, Any], path: Path) -> None:
         self.content, self.path, self._read = content, path, set[str]()
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """Return the value of a setting, which must be a positive integer."""
         value = self.value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**40:
             raise self.wrong(name, "a positive integer")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number."""
+        """Return the value of a setting, which must be a positive number."""
         value = self.value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise self.wrong(name, "a positive number")
         return float(value)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
-        """True or false."""
+        """Return the value of a setting, which must be a boolean."""
         value = self.value(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, "true or false")
         return value
 
     def value(self, name: str, default: Any = None) -> Any:
-        """A value, or the default where it is missing or null."""
+        """Return the value of a setting, or ``default`` if it is missing or null."""
         self._read.add(name)
         value = self.content.get(name)
         return default if value is None else value
 
     def refuse(self, harmless: Mapping[str, Any]) -> None:
-        """Refuses settings that nothing has read, unless their value is that in ``harmless``, or
-        not set."""
+        """Raise CheckpointError if a setting has not been read, unless it is unset or has its value
+        in ``harmless``, where ... means any value."""
         for name, value in self.content.items():
             if name in self._read or value in (None, False, 0, "") or value in ([], {}):
                 continue
@@ -264,13 +267,14 @@ class Settings:
                 )
 
     def wrong(self, name: str, expected: str) -> CheckpointError:
-        """The error about a setting."""
+        """Return the error for a setting with a wrong value."""
         value = self.content.get(name)
         return CheckpointError(f"{self.path}: {name} is {value!r:.80}, expected {expected}")
 
 
 def tensors_of(path: Path, content: Any) -> dict[str, FileTensor]:
-    """The tensors by name in the content of a file."""
+    """Return the tensors in a file's content by name. Raises CheckpointError if it has other
+    values."""
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     ):
@@ -284,8 +288,8 @@ def tensors_of(path: Path, content: Any) -> dict[str, FileTensor]:
 def renamed(
     stored: Mapping[str, FileTensor], names: Mapping[str, str], path: Path
 ) -> dict[str, FileTensor]:
-    """Tensors by Hugging Face's names; ``names`` are these by the trainer's, with ``{}`` for the
-    number of a block. Raises CheckpointError for a tensor of another name."""
+    """Return the tensors by Hugging Face name. ``names`` maps the trainer's names to these, with
+    ``{}`` for a block's index. Raises CheckpointError for an unknown name."""
     result = {}
     for name, each in stored.items():
         block = re.search(r"\.(\d+)\.", name)
@@ -298,8 +302,8 @@ def renamed(
 
 
 def halves_from_pairs(values: Tensor, heads: int) -> Tensor:
-    """Return rows [heads D, ...] reordered from rotating channels 2i and 2i + 1 of a head to
-    Hugging Face's order, which rotates i and i + D/2."""
+    """Reorder the rows [heads D, ...] of queries or keys for Hugging Face's RoPE, which rotates
+    channels i and i + D/2 of a head together instead of 2i and 2i + 1."""
     rows = values.shape[0]
     pairs = values.reshape(heads, rows // heads // 2, 2, *values.shape[1:])
     return pairs.transpose(1, 2).reshape(values.shape)
@@ -309,4 +313,4 @@ LLAMA_KEYS: Mapping[str, Any] = {
     "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
     "attention_dropout": 0.0, "initializer_range": 0.02,
 }  # fmt: skip
-"""Keys of config.json common to Llamas of other trainers."""
+"""Keys of config.json that the Llama models of all these trainers share."""

@@ -1,5 +1,5 @@
-"""Checkpoints of transformers' Trainer and of accelerate with DeepSpeed's ZeRO: the weights in
-float32 and Adam's moments, from the shards of the optimizer.
+"""Checkpoints of transformers' Trainer and of accelerate with DeepSpeed's ZeRO. The float32 weights
+and Adam's moments are read from the optimizer's shards.
 
 ::
 
@@ -28,7 +28,7 @@ from megatron.formats.trainers.renamed import CONFIG, FileTensor, TrainerFolder,
 
 
 class ZeroFolder(TrainerFolder):
-    """A folder ``global_step<N>`` of DeepSpeed with a Hugging Face config.json above it."""
+    """DeepSpeed's folder ``global_step<N>`` with a Hugging Face config.json above it."""
 
     title = "checkpoint of transformers' Trainer with DeepSpeed"
 
@@ -47,7 +47,7 @@ class ZeroFolder(TrainerFolder):
         return self.folder, self._kind("weight")
 
     def _kind(self, kind: str) -> dict[str, FileTensor]:
-        """The weights, or a moment of the trained ones."""
+        """Return the weights, or the moment ``kind`` of the trained weights."""
         files, stored = self._files, {}
         shared = files.model_states().get("shared_params")
         copies = set(shared) if isinstance(shared, Mapping) else set()
@@ -90,7 +90,7 @@ class ZeroFolder(TrainerFolder):
                 )
             return values if shape is None else values.reshape(shape)
 
-        if shape is None:  # a buffer, or a parameter that is not trained
+        if shape is None:  # a buffer or an untrained parameter
             values = read()
             return FileTensor(self.folder, tuple(values.shape), values.dtype, read)
         return FileTensor(self.folder, shape, torch.float32, read)

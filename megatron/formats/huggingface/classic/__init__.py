@@ -1,4 +1,5 @@
-"""Decoders of 2019 to 2023, most with LayerNorm: a file for each group of relatives."""
+"""Decoders published from 2019 to 2023, most with LayerNorm. Each file has a group of related
+ones."""
 
 from __future__ import annotations
 
@@ -17,4 +18,4 @@ from megatron.formats.huggingface.classic.rotary import (
 CLASSIC: tuple[Architecture, ...] = (
     STABLELM, STARCODER2, PHI, PERSIMMON, GPT_BIGCODE, GPT_NEO, BIOGPT, XGLM, GPTJ, CODEGEN, MPT,
 )  # fmt: skip
-"""In the order in which an export looks for one that fits."""
+"""Architectures, in the order in which an export tries them."""

@@ -1,5 +1,5 @@
-"""Decoders with LayerNorm, an MLP without a gate, and positions that are added to the embeddings:
-GPTBigCode (SantaCoder, StarCoder), GPT-Neo, BioGPT and XGLM."""
+"""Decoders with LayerNorm, an ungated MLP, and position embeddings that are added to the token
+embeddings: GPTBigCode (SantaCoder, StarCoder), GPT-Neo, BioGPT and XGLM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LEARNED = {"position_embedding_type": "learned_absolute", "normalization": "Lay
 
 
 def _gpt2_entries(*qkv: Sequence[Entry], proj: str) -> tuple[Entry, ...]:
-    """The table of GPT-2 without transposed tensors, with its own attention."""
+    """Return GPT-2's entries with other attention entries, and with no tensor transposed."""
     return decoder_entries(
         "transformer.wte",
         "transformer.h.{n}",
@@ -57,7 +57,8 @@ def _multi_query(model: ModelConfig) -> bool:
 
 
 def _in_two_orders() -> tuple[Entry, ...]:
-    """The fused projection of GPTBigCode: by head if each head has its own keys and values."""
+    """Return the entries for GPTBigCode's fused projection. Its rows are grouped by head, unless
+    all queries share one key and value head."""
     entries = linear("attention.qkv", "attn.c_attn")
     by_head = linear("attention.qkv", "attn.c_attn", form=GROUPED_QKV)
     return (
@@ -72,7 +73,7 @@ def _read_bigcode(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
     given.only("num_key_value_heads", (groups,), f"multi_query is {multi_query}")
     given.only("scale_attn_weights", (True,), "attention scores are always scaled")
     given.only("add_cross_attention", (False,), NO_CROSS)
-    # Dtypes of the scores; kernels and buffers of the first code.
+    # The dtype of attention scores, and settings for kernels and buffers of the original code.
     given.unused(
         "embd_pdrop", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
         "inference_runner", "validate_runner_input", "pre_allocate_kv_cache",
@@ -104,14 +105,14 @@ GPT_BIGCODE = Architecture(
     read=_read_bigcode,
     base_prefix="transformer.",
 )
-"""GPT-2 in which all queries share one head of keys and values, or none do."""
+"""GPT-2 with multi-query attention (one key and value head) or plain multi-head attention."""
 
 
 _LOCAL = {"global": False, "local": True}
 
 
 def _expanded(given: HFConfigReader, layers: int) -> tuple[bool, ...]:
-    """True for each block of a GPT-Neo that attends to a window."""
+    """Return, for each block of a GPT-Neo, whether its attention has a window."""
     kinds = given.names("attention_layers")
     types = given.content.get("attention_types") or [[["global", "local"], layers // 2]]
     given.unused("attention_types")
@@ -181,19 +182,20 @@ GPT_NEO = Architecture(
     read=_read_neo,
     base_prefix="transformer.",
 )  # fmt: skip
-"""Attention scores that are not scaled, a window in blocks of the kind ``local``, no biases of
+"""GPT-Neo: unscaled attention scores, a window in blocks of the kind ``local``, and no biases on
 queries, keys and values."""
 
 
 _FAIRSEQ = {"add_bias_linear": True, "position_embedding_offset": 2, "norm_epsilon": 1e-5}
-"""config.json has no key for the epsilon, which is the default of torch.nn.LayerNorm."""
+"""Fields of decoders from fairseq. config.json has no key for the epsilon, torch.nn.LayerNorm's
+default."""
 
 
 def _read_fairseq(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("layerdrop", (0, 0.0), "blocks cannot be dropped in training")
     given.only("activation_dropout", (0, 0.0), "the MLP has no dropout of its own")
     given.only("add_cross_attention", (False,), NO_CROSS)
-    given.unused("layer_norm_eps")  # transformers does not read it
+    given.unused("layer_norm_eps")  # transformers ignores this key.
     return {}
 
 
@@ -221,7 +223,7 @@ BIOGPT = Architecture(
     base_prefix="biogpt.",
     copies=lambda model: {} if untied(model) else {"output_projection.weight": TABLE},
 )
-"""Learned positions from row 2 on, scaled embeddings, exact GELU."""
+"""BioGPT: learned positions that start at row 2, scaled embeddings, and exact GELU."""
 
 
 def _read_xglm(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -251,6 +253,6 @@ XGLM = Architecture(
     fixed={**BIOGPT.fixed, "position_embedding_type": "sinusoidal"},
     write=lambda model: {"pad_token_id": None},
     read=_read_xglm,
-    rewards=False,  # transformers has no such class
+    rewards=False,  # transformers has no reward class
 )
-"""BioGPT with sines and cosines as positions."""
+"""XGLM: BioGPT with sinusoidal positions."""

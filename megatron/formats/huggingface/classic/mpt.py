@@ -1,5 +1,4 @@
-"""MPT: ALiBi, LayerNorm without biases and no other biases, exact GELU in an MLP of four times the
-width."""
+"""MPT: ALiBi, no biases at all, and exact GELU in an MLP of four times the hidden width."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from megatron.formats.huggingface.entries import decoder_entries, linear, norm
 _ATTENTION = {
     "attn_pdrop": 0, "clip_qkv": None, "softmax_scale": None, "attn_type": "multihead_attention",
 }  # fmt: skip
-"""Keys of ``attn_config`` that are read, with their defaults."""
+"""Keys of ``attn_config`` that affect the model, with their default values."""
 
 
 def _power(value: float, exponent: float) -> float:
-    """A power to 14 digits, so that its inverse gives the value back."""
+    """Return a power, rounded to 14 digits so that the inverse power restores ``value``."""
     return float(f"{value**exponent:.14g}")
 
 
@@ -28,7 +27,8 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("logit_scale", (None,), "transformers does not scale the logits of such models")
     given.only("embedding_fraction", (1,), "transformers does not read it")
     given.only("norm_type", ("low_precision_layernorm", "layernorm"), "norms must be LayerNorm")
-    # How the first code initialised and printed; learned positions only without ALiBi.
+    # Initialisation and logging of the original code, and learned positions, which MPT uses only
+    # without ALiBi.
     given.unused("emb_pdrop", "resid_pdrop", "init_device", "init_config", "verbose",
                  "learned_pos_emb", "loss_fn", "tokenizer_name")  # fmt: skip
     nested = HFConfigReader(
@@ -62,7 +62,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     attention = model.attention
     usual = attention.query_pre_attn_scalar == attention.kv_channels
     return {
-        "attn_config": _ATTENTION | {  # whose dropout is an integer to transformers
+        "attn_config": _ATTENTION | {  # transformers requires an integer dropout here
             "clip_qkv": attention.clip_qkv,
             "softmax_scale": None if usual else _power(attention.query_pre_attn_scalar, -0.5),
         },

@@ -1,9 +1,9 @@
 """Decoders with LayerNorm and rotary positions: StableLM, StarCoder2, Phi-1 to Phi-2, Persimmon,
 GPT-J and CodeGen.
 
-All except StarCoder2 rotate the first channels of each head: GPT-J and CodeGen rotate neighbouring
-channels together, the others use Llama's order. GPT-J and CodeGen compute attention and MLP in
-parallel from one norm, with biases of the MLP and of logits alone.
+All except StarCoder2 rotate only the first channels of each head. GPT-J and CodeGen pair
+neighbouring channels, the others use Llama's order. GPT-J and CodeGen compute attention and MLP in
+parallel after one norm, and have biases only in the MLP and on the logits.
 
 Shapes: H hidden size.
 """
@@ -55,7 +55,8 @@ _QK_NORMS = (
 
 
 def _decoder(*parts: Sequence[Entry], attention: str, up: str, down: str) -> tuple[Entry, ...]:
-    """The entries of Phi and Persimmon, with their names of three linear layers."""
+    """Return the entries of Phi or Persimmon, which use other names for three of the linear
+    layers."""
     return decoder_entries(
         "model.embed_tokens",
         "model.layers.{n}",
@@ -120,14 +121,14 @@ STABLELM = Architecture(
         **read_rope(given, fields, share_key=_SHARE, share=0.25),
     },
 )  # fmt: skip
-"""StableLM 2 and 3B: a gated MLP, a quarter of each head rotated; biases on queries, keys and
-values, or none; attention and MLP in sequence, or in parallel from one norm. If queries and keys
-are normalised, each head has its own weight (StableLM 2 12B)."""
+"""StableLM 2 and 3B: a gated MLP, rotation of a quarter of each head, and optional biases on
+queries, keys and values. Attention and MLP run in sequence, or in parallel after one norm. With
+query and key norms, each head has its own weight (StableLM 2 12B)."""
 
 
 def _read_starcoder2(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.unused("embedding_dropout")
-    # In the first files; transformers reads neither.
+    # Config files of the first releases have these keys; transformers ignores both.
     given.only("mlp_type", ("default",), "the MLP must have no gate")
     given.only("norm_type", ("layer_norm",), "norms must be LayerNorm")
     return read_rope(given, fields)
@@ -151,7 +152,7 @@ STARCODER2 = Architecture(
     write=lambda model: {"embedding_dropout": model.hidden_dropout, **write_rope(model)},
     read=_read_starcoder2,
 )  # fmt: skip
-"""Grouped queries, biases everywhere or nowhere, a sliding window in all blocks or in none."""
+"""StarCoder2: grouped queries, biases everywhere or nowhere, and a window in all blocks or none."""
 
 
 def _read_phi(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -199,8 +200,8 @@ PHI = Architecture(
     write=_write_phi,
     read=_read_phi,
 )  # fmt: skip
-"""Phi-1, Phi-1.5 and Phi-2: attention and MLP in parallel from one norm, half of each head rotated,
-a bias of the logits."""
+"""Phi-1, Phi-1.5 and Phi-2: attention and MLP in parallel after one norm, rotation of half of each
+head, and a bias on the logits."""
 
 
 PERSIMMON = Architecture(
@@ -220,11 +221,12 @@ PERSIMMON = Architecture(
     write=lambda model: write_rope(model, share_key=_SHARE),
     read=lambda given, fields: read_rope(given, fields, share_key=_SHARE, share=0.5),
 )  # fmt: skip
-"""Persimmon 8B: squared ReLU, normalised queries and keys, half of each head rotated."""
+"""Persimmon 8B: squared ReLU, query and key norms, and rotation of half of each head."""
 
 
 _PARTS = 4
-"""TPU cores that CodeGen was trained on; each has a part of the rows of its fused projection."""
+"""Number of TPU cores that CodeGen was trained on. Each stored a quarter of the fused
+projection."""
 
 
 def _to_parts(values: Tensor, model: ModelConfig) -> Sequence[Tensor]:
@@ -238,7 +240,8 @@ def _from_parts(tensors: Sequence[Tensor], model: ModelConfig) -> Tensor:
 
 
 _PARTED = Reordering("q, v, k in four parts", 1, _to_parts, _from_parts, of_rows=True)
-"""A quarter of the heads' queries, values and keys follow each other: [4, 3, H / 4, H]."""
+"""Rows [4, 3, H / 4, H]: each of four slices has the queries, values and keys of a quarter of the
+heads."""
 
 
 def _gptj_entries(qkv: Sequence[Entry]) -> tuple[Entry, ...]:
@@ -258,7 +261,8 @@ def _gptj_entries(qkv: Sequence[Entry]) -> tuple[Entry, ...]:
 
 
 def share_of(rotated: int, width: int) -> float:
-    """Return the ``--rotary-percent`` that rotates this many channels of a head with this width."""
+    """Return the ``--rotary-percent`` with which ``rotated`` of a head's ``width`` channels
+    rotate."""
     share = rotated / width
     return share if int(width * share) == rotated else math.nextafter(share, 1.0)
 
@@ -269,7 +273,8 @@ def _write_gptj(model: ModelConfig) -> dict[str, Any]:
 
 def _read_gptj(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("scale_attn_weights", (True,), "attention scores are always scaled")
-    given.only("rotary", (True,), "queries and keys are always rotated")  # of the first files
+    # a key of the first releases
+    given.only("rotary", (True,), "queries and keys are always rotated")
     given.unused("embd_pdrop", "n_ctx", "rotary_pct", "parallel_attn_mlp")
     rotated, width = given.whole("rotary_dim"), fields["kv_channels"]
     if rotated > width:
@@ -320,7 +325,7 @@ CODEGEN = Architecture(
     ),
     write=_write_gptj,
     read=_read_codegen,
-    rewards=False,  # transformers has no such class
+    rewards=False,  # transformers has no reward class
     base_prefix="transformer.",
 )
-"""GPT-J with queries, values and keys in one tensor."""
+"""CodeGen: GPT-J with queries, values and keys fused in one tensor."""

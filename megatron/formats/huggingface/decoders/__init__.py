@@ -1,4 +1,4 @@
-"""Dense decoders of today, most with RMSNorm: a file for each group of relatives."""
+"""Current dense decoders, most with RMSNorm. Each file has a group of related architectures."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ DECODERS: tuple[Architecture, ...] = (
     COHERE2, COHERE_COMPASS, GEMMA, VAULTGEMMA, ARCEE, JAIS2, NEMOTRON, APERTUS, NANOCHAT,
     INTERNLM3, IQUEST_CODER,
 )  # fmt: skip
-"""In the order in which an export looks for one that fits."""
+"""Architectures in the order in which an export tries them."""

@@ -1,5 +1,5 @@
-"""GLM and GLM-4, and Cohere: decoders that rotate neighbouring channels of a head together, GLM a
-part of them, Cohere in blocks that compute attention and MLP from one norm."""
+"""GLM, GLM-4 and Cohere. RoPE pairs neighbouring channels of a head; GLM rotates only some of them.
+Cohere computes attention and MLP in parallel after one norm."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ GLM = relative(
     biases=("qkv",),
     share=0.5,
 )
-"""Half of each head is rotated; gate and up are one tensor."""
+"""GLM: rotation of half of each head; gate and up projection in one tensor."""
 
 GLM4 = relative(
     "GLM-4",
@@ -65,11 +65,11 @@ GLM4 = relative(
     biases=("qkv",),
     share=0.5,
 )
-"""GLM with norms after attention and MLP as well."""
+"""GLM-4: GLM with additional norms after attention and MLP."""
 
 
 def _read_scale(given: HFConfigReader) -> dict[str, Any]:
-    """``logits_scaling``, which divides what ``logit_scale`` multiplies."""
+    """Return ``logits_scaling``, which divides the logits, as the inverse of ``logit_scale``."""
     scale = given.number("logit_scale")
     if scale <= 0:
         given.refuse("logit_scale", scale, "expected a positive number")
@@ -150,11 +150,12 @@ COHERE2 = relative(
     requirements=(ROTATES_IN_WINDOWS,),
     rewards=False,
 )
-"""Blocks with a window rotate heads, the others do not."""
+"""Cohere 2: only the blocks with a window rotate queries and keys."""
 
 
 def _read_compass(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    """RoPE of each kind of blocks; null for blocks that rotate nothing."""
+    """Read RoPE separately for blocks with and without a window. It is null for blocks without
+    RoPE."""
     _check_width(given, fields)
     given.unused("pooling", "head_dim")
     nested, kinds = given.table("rope_parameters"), given.names("layer_types")
@@ -163,7 +164,7 @@ def _read_compass(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
     if not set(kinds) <= set(nested) or not all(isinstance(v, dict | None) for v in forms.values()):
         each = " and ".join(sorted({*kinds}))
         given.refuse("rope_parameters", nested, f"expected an object or null for {each}")
-    # Sections are for positions in images, which a text does not have.
+    # M-RoPE's sections are for positions in images, which text does not have.
     mrope = ("mrope_section", "mrope_interleaved")
     rotated = {
         kind: {key: value for key, value in form.items() if key not in mrope}
@@ -186,7 +187,8 @@ def _read_compass(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
 
 
 def _rotated_kinds(model: ModelConfig) -> dict[str, set[bool]]:
-    """True and False of the blocks of each kind, as they rotate heads; empty for no blocks."""
+    """Return whether blocks rotate queries and keys, as the set of values that occur, for each type
+    of attention. The set is empty if the model has no such blocks."""
     each = list(zip(model.windows, rotating(model), strict=True))
     return {
         FULL: {rotates for window, rotates in each if window is None},
@@ -232,4 +234,4 @@ COHERE_COMPASS = relative(
     ),
     rewards=False,
 )
-"""Cohere 2 with halves of a head that are rotated together, and RoPE for each kind of blocks."""
+"""Cohere 2 with Llama's pairing of channels, and separate RoPE settings for windowed blocks."""

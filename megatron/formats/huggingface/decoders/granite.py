@@ -1,5 +1,4 @@
-"""Granite 3, 4 and SWA, HyperCLOVA X: Llama with factors of embeddings, residual sums, scores and
-logits."""
+"""Granite 3, 4 and SWA, and HyperCLOVA X: Llama with embedding, residual and logit multipliers."""
 
 from __future__ import annotations
 
@@ -20,11 +19,12 @@ from megatron.formats.huggingface.llama import DIVISIBLE, local_base
 
 MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
 FACTORS = frozenset({"query_pre_attn_scalar", *MULTIPLIERS})
-"""Features that the factors are."""
+"""Features that the multipliers need."""
 
 
 def read_multipliers(given: HFConfigReader) -> dict[str, Any]:
-    """The flags of the factors; 1 is none. Raises CheckpointError if one is not positive."""
+    """Return the flags for the multipliers; None for a multiplier of 1. Raises CheckpointError if
+    one is not positive."""
     values = {name: given.number(name) for name in (*MULTIPLIERS, "attention_multiplier")}
     for name, value in values.items():
         if value <= 0:
@@ -37,7 +37,7 @@ def read_multipliers(given: HFConfigReader) -> dict[str, Any]:
 
 
 def write_multipliers(model: ModelConfig) -> dict[str, Any]:
-    """The inverse of :func:`read_multipliers`."""
+    """Return the keys for the multipliers: the inverse of :func:`read_multipliers`."""
     flags, attention = model.flags(), model.attention
     scale = attention.query_pre_attn_scalar**-0.5
     usual = attention.query_pre_attn_scalar == attention.kv_channels
@@ -97,15 +97,15 @@ GRANITE4 = relative(
         "layer_types": [FULL] * model.num_layers,
         "num_local_experts": 0,
         "position_embedding_type": "rope",
-        "mamba_n_heads": 1,  # must divide the hidden size although no layer is one of Mamba
+        "mamba_n_heads": 1,  # required to divide the hidden size, even without Mamba layers
     },
     rewards=False,
 )
-"""The dense models, without layers of Mamba and without experts; gate and up are one tensor."""
+"""Granite 4 models that are dense: without Mamba layers or experts. Gate and up are one tensor."""
 
 
 def _read_swa(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    """``layer_rope_theta``: a rotary base for each block, 0 for one that rotates nothing."""
+    """Read ``layer_rope_theta``, which has the rotary base of each block. 0 means no rotation."""
     layers, base = fields["num_layers"], fields["rotary_base"]
     kinds = given.names("layer_types") or _all_but_first_of(layers)
     thetas = given.content.get("layer_rope_theta") or [base] * layers
@@ -167,7 +167,7 @@ GRANITE_SWA = relative(
     ),
     rewards=False,
 )
-"""Granite with windows in some blocks, a rotary base or none for each, and attention sinks."""
+"""Granite with attention sinks, a window in some blocks, and RoPE that may vary by block."""
 
 
 def _read_hyperclova(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +175,8 @@ def _read_hyperclova(given: HFConfigReader, fields: dict[str, Any]) -> dict[str,
         width = fields["kv_channels"]
         given.content = given.content | {"attention_multiplier": width**-0.5}
     flags = read_multipliers(given)
-    if flags["logits_scaling"] is not None:  # here a factor of the logits
+    # HyperCLOVA X multiplies the logits, Granite divides them
+    if flags["logits_scaling"] is not None:
         flags["logits_scaling"] = short(1 / flags["logits_scaling"])
     return flags | {"post_norm": given.flag("use_post_norm")}
 

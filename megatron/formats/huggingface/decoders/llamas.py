@@ -1,6 +1,6 @@
-"""Decoders that differ from Llama in a few keys only: IQuest-Coder, InternLM3, Ministral, CWM,
-Seed-OSS, HunYuan, ERNIE 4.5, Helium and SmolLM3; and Gemma 1 and VaultGemma, which are Gemma 2
-without norms after attention and MLP, the first also without windows and softcaps.
+"""Decoders that differ from Llama in only a few keys: IQuest-Coder, InternLM3, Ministral, CWM,
+Seed-OSS, HunYuan, ERNIE 4.5, Helium and SmolLM3. Also Gemma 1 and VaultGemma: they are Gemma 2
+without norms after attention and MLP, and Gemma 1 has neither windows nor softcaps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.formats.huggingface.llama import DIVISIBLE, GEMMA2, HEAD_DIM, read
 IQUEST_CODER = relative(
     "IQuest-Coder", "iquestcoder", "LlamaForCausalLM", biases=BIASES, requirements=(DIVISIBLE,)
 )
-"""Llama by another name."""
+"""IQuest-Coder: Llama under another name."""
 
 INTERNLM3 = relative(
     "InternLM3",
@@ -47,12 +47,12 @@ INTERNLM3 = relative(
         ),
     ),
 )
-"""Llama whose linear layers all have biases, or none of them."""
+"""InternLM3: Llama with biases in all linear layers, or in none."""
 
 MINISTRAL = relative(
     "Ministral", "ministral", "MinistralForCausalLM", windows=lambda layers: [SLIDING] * layers
 )
-"""Mistral with windows in some blocks."""
+"""Ministral: Mistral with a sliding window in all blocks or in some."""
 
 CWM = relative(
     "CWM",
@@ -66,7 +66,8 @@ CWM = relative(
     requirements=(DIVISIBLE,),
     rewards=False,
 )
-"""Llama with windows in all blocks but the first of four."""
+"""CWM: Llama with a sliding window in three of every four blocks; the first of the four has
+none."""
 
 
 def _read_seed(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +95,8 @@ SEED_OSS = relative(
     read=_read_seed,
     write=lambda model: {"attention_out_bias": model.attention.proj_bias},
 )
-"""Llama with biases on queries, keys and values."""
+"""Seed-OSS: Llama with separate keys for the biases of queries, keys and values, of the output and
+of the MLP."""
 
 HUNYUAN_NORMS = (
     *norm("attention.q_norm", "self_attn.query_layernorm"),
@@ -104,8 +106,7 @@ HUNYUAN_FIXED = {"qk_layernorm": True, "qk_layernorm_after_rope": True}
 
 
 def read_alpha(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    """RoPE, where dynamic scaling with ``alpha`` means another base: theta * alpha^(D / (D - 2))
-    for heads with D channels."""
+    """Read RoPE. Its dynamic ``alpha`` multiplies theta by alpha^(D / (D - 2)) for head width D."""
     content, width = given.content, fields["kv_channels"]
     form = content.get("rope_parameters") or content.get("rope_scaling") or {}
     alpha = form.get("alpha") if isinstance(form, dict) else None
@@ -137,7 +138,7 @@ HUNYUAN_V1_DENSE = relative(
     read=_read_hunyuan,
     write=write_rope,
 )
-"""Llama whose queries and keys are normalised after they are rotated."""
+"""HunYuan: Llama with query and key norms after the rotation."""
 
 
 def _read_ernie(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +159,7 @@ ERNIE4_5 = relative(
     read=_read_ernie,
     rewards=False,
 )
-"""Llama with neighbouring channels of a head rotated together."""
+"""ERNIE 4.5: Llama whose RoPE pairs neighbouring channels of a head."""
 
 HELIUM = relative(
     "Helium",
@@ -174,7 +175,7 @@ HELIUM = relative(
         ),
     ),
 )
-"""As ERNIE 4.5, with biases on queries, keys and values."""
+"""Helium: ERNIE 4.5 with optional biases on queries, keys and values, and on the MLP."""
 
 
 def _read_smollm3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +212,7 @@ SMOLLM3 = relative(
     read=_read_smollm3,
     write=_write_smollm3,
 )
-"""Llama without RoPE in every fourth block."""
+"""SmolLM3: Llama without RoPE in every fourth block."""
 
 
 def _read_ministral3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +229,8 @@ def _read_ministral3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str,
     if not isinstance(floor, int) or isinstance(floor, bool) or floor < 1:
         given.refuse("rope_parameters", form, "original_max_position_embeddings must be positive")
     if form.get("rope_type", form.get("type")) in (None, "default", "linear"):
-        del form["original_max_position_embeddings"]  # not of RoPE
+        # RoPE is not scaled; only the attention temperature depends on this length.
+        del form["original_max_position_embeddings"]
     given.content = given.content | {"rope_parameters": form, "rope_scaling": None}
     flags = read_rope(given, fields)
     given.only("layer_types", ([SLIDING] * fields["num_layers"], None), "all blocks are alike")
@@ -249,7 +251,8 @@ def _write_ministral3(model: ModelConfig) -> dict[str, Any]:
 
 
 def _one_length(model: ModelConfig) -> bool:
-    """True if queries are scaled by the length from which RoPE is scaled."""
+    """Return whether the query factor and RoPE scaling start at the same sequence length, because
+    config.json has a single key for it."""
     original = model.positions.rope_scaling.original_max_position_embeddings
     floor = model.positions.attention_temperature_floor
     return model.positions.attention_temperature is None or original in (None, floor)
@@ -279,7 +282,7 @@ MINISTRAL3 = relative(
         ),
     ),
 )
-"""Mistral whose queries are multiplied by a factor that grows with their position."""
+"""Ministral 3: Mistral whose queries are multiplied by a factor that grows with their position."""
 
 BITNET = relative(
     "BitNet",
@@ -296,8 +299,8 @@ BITNET = relative(
     base=500_000.0,
     rewards=False,
 )
-"""Norms before the output projections. Files in two bits have a quantization_config, which is
-refused; the trainable ones are bfloat16."""
+"""BitNet: norms before the output projections of attention and MLP. Only its bfloat16 files, which
+can be trained, are read; 2-bit files have a quantization_config, which is refused."""
 
 
 _FIXED = {"apply_layernorm_1p": True, "scale_embeddings": True}
@@ -315,7 +318,7 @@ GEMMA = relative(
     "Gemma",
     "gemma",
     "GemmaForCausalLM",
-    # Files of the first releases say gelu for what transformers computes as gelu_pytorch_tanh.
+    # Config files of the first releases say gelu, but transformers computes gelu_pytorch_tanh.
     fixed=_FIXED,
     activations={
         name: {"glu_activation": "geglu"} for name in ("gelu", "gelu_pytorch_tanh", "gelu_new")

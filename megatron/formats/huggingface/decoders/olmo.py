@@ -1,4 +1,4 @@
-"""OLMo 1, 2 and 3, and EXAONE 4, which has the blocks of OLMo 2: norms after attention and MLP
+"""OLMo 1, 2 and 3, and EXAONE 4. EXAONE 4 has OLMo 2's blocks, with norms after attention and MLP
 instead of before them."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OLMO = relative(
     fixed=_OLMO_NORM,
     biases=("attention",),
 )
-"""Llama with LayerNorm without parameters, whose epsilon has no key."""
+"""OLMo: Llama with LayerNorm without parameters. config.json has no key for its epsilon."""
 
 POST_NORMS = (
     *norm("attention_post_norm", "post_attention_layernorm"),
@@ -61,7 +61,7 @@ OLMO2 = relative(
     fixed=POST_NORM | {"qk_layernorm_whole": True},
     biases=("attention",),
 )
-"""A norm over all queries, and one over all keys."""
+"""OLMo 2: one norm over the queries of all heads, and one over the keys of all heads."""
 
 
 def _read_olmo3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -101,11 +101,11 @@ OLMO3 = relative(
     write=_write_olmo3,
     requirements=(LOCAL_UNSCALED,),
 )
-"""OLMo 2 with windows in most blocks, in which RoPE is not scaled."""
+"""OLMo 3: OLMo 2 with a sliding window in most blocks. RoPE is not scaled in those blocks."""
 
 
 def _plain(model: ModelConfig) -> bool:
-    """True if all blocks attend to all tokens, and rotate queries and keys."""
+    """Return whether no block has a window and all blocks rotate queries and keys."""
     return all(rotating(model)) and not any(model.windows)
 
 
@@ -133,7 +133,7 @@ EXAONE4 = relative(
     windows=lambda layers: [FULL] * layers,
     reads_windows=False,
     read=_read_exaone,
-    # Blocks without a window rotate no heads where the file has a window.
+    # With sliding_window set, transformers would not rotate heads in blocks without a window.
     write=lambda model: {"sliding_window": None} if _plain(model) else {},
     requirements=(
         Requirement(
@@ -142,4 +142,5 @@ EXAONE4 = relative(
         ),
     ),
 )
-"""A norm of each head; where some blocks have a window, the others do not rotate heads."""
+"""EXAONE 4: query and key norms per head. If any block has a window, only windowed blocks have
+RoPE."""

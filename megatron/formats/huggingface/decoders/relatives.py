@@ -1,6 +1,6 @@
-"""Relatives of Llama: an architecture described by its differences. :func:`relative` reads and
-writes the common part: sizes, RoPE of each kind, biases by ``attention_bias`` and ``mlp_bias``,
-windows by ``layer_types``. A table then adds the rest.
+"""Architectures that are described by their differences from Llama. :func:`relative` reads and
+writes what they share: sizes, all types of RoPE, biases from ``attention_bias`` and ``mlp_bias``,
+and windows from ``layer_types``. An architecture's table adds its differences.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from megatron.formats.huggingface.llama import ACTIVATION, FIXED, HEAD_DIM, KEYS
 
 Fields = dict[str, Any]
 Kinds = Callable[[int], list[str]]
-"""Return the kind of each block for a config.json without ``layer_types``."""
+"""Function that returns the attention types of a number of blocks, if ``layer_types`` is
+missing."""
 
 SIZES = KEYS | HEAD_DIM | ACTIVATION
-"""Keys of most relatives."""
+"""Keys that most of Llama's relatives have."""
 LAYER_NORM_SIZES = {
     key if key != "rms_norm_eps" else "layer_norm_eps": field for key, field in SIZES.items()
 }
-"""The same of relatives with LayerNorm."""
+"""Keys of relatives with LayerNorm instead of RMSNorm."""
 
 UNGATED_MLP = (*linear("mlp.up", "mlp.up_proj"), *linear("mlp.down", "mlp.down_proj"))
-"""An MLP without a gate."""
+"""Entries for an ungated MLP."""
 
 
 def relative_entries(*further: Iterable[Entry], **others: Any) -> tuple[Entry, ...]:
-    """The table of Llama, with the biases that a model has; arguments as in
+    """Return Llama's entries, including optional biases. The arguments are those of
     :func:`~megatron.formats.huggingface.llama.llama_entries`."""
     biases = {"qkv_bias": qkv_biased, "proj_bias": attention_biased}
     return llama_entries(*(tuple(part) for part in further), **biases | others)
@@ -71,19 +72,20 @@ def relative(
     write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {},
     **others: Any,
 ) -> Architecture:
-    """Return the table of a relative of Llama; further arguments as in :class:`Architecture`.
+    """Return the table for a relative of Llama. Other arguments are fields of
+    :class:`Architecture`.
 
     Args:
-        entries: by default Llama's.
-        fixed: fields besides rotary positions, RMSNorm, and linear layers without biases.
-        biases: as in :func:`~megatron.formats.huggingface.config_reader.read_biases`.
-        base: the rotary base of a file that does not say it.
-        share: the rotated share of a head of a file that does not say it; None for whole heads.
-        all_biases: whether all linear layers may have biases, which ``keys`` or ``read`` say.
-        windows: the kinds of blocks of a file that does not say them; None without windows.
-        reads_windows, rope: False where ``read`` has the windows, or ``read`` and ``write`` RoPE.
-        read: fields besides those above, which may replace them.
-        write: keys likewise.
+        entries: Llama's by default.
+        fixed: fields in addition to RoPE, RMSNorm, and linear layers without biases.
+        biases: see :func:`~megatron.formats.huggingface.config_reader.read_biases`.
+        base: rotary base if the file has none.
+        share: rotated fraction of a head if the file has none; None if heads are rotated whole.
+        all_biases: whether all linear layers may have biases, as read by ``keys`` or ``read``.
+        windows: attention types if the file does not list them; None if no block has a window.
+        reads_windows, rope: False if ``read`` handles windows, or ``read`` and ``write`` RoPE.
+        read: returns further fields, which may override those above.
+        write: returns further keys, which may override those above.
     """
     named = {f"add_{part}_bias" for part in biases} | {"rope_scaling"}
     named |= {"rotary_percent"} if share is not None else set()
@@ -103,12 +105,12 @@ def relative(
         return flags | read(given, fields | flags)
 
     def write_all(model: ModelConfig) -> dict[str, Any]:
-        # The default can be a token that a small vocabulary does not have.
+        # The configuration class's default pad token may be outside a small vocabulary.
         values: dict[str, Any] = {"pad_token_id": None, **write_biases(model, biases)}
         if rope:
             values |= write_rope(model, share_key=share_key)
         if windows:
-            # Their code requires one even where no block has a window.
+            # transformers requires sliding_window even if no block has a window.
             longest = model.positions.max_position_embeddings
             values["sliding_window"] = model.attention.sliding_window or longest
             values["layer_types"] = layer_types(model)
@@ -130,23 +132,23 @@ def relative(
 
 
 def all_but_every(n: int) -> Kinds:
-    """Windows in all blocks but every N-th."""
+    """Return a function for attention types in which every N-th block has no window."""
     return lambda layers: [SLIDING if (k + 1) % n else FULL for k in range(layers)]
 
 
 def without_rope(skipped: Iterable[bool]) -> Fields:
-    """Return ``no_rope_freq`` for blocks some of which do not rotate queries and keys."""
+    """Return the field ``no_rope_freq`` for a flag per block, True if the block has no RoPE."""
     chosen = tuple(skipped)
     return {"no_rope_freq": shortest(chosen, every_last) if any(chosen) else None}
 
 
 def rotating(model: ModelConfig) -> list[bool]:
-    """For each block, True if it rotates queries and keys."""
+    """Return, for each block, whether it has RoPE."""
     return [model.positions.rotates(n) for n in range(model.num_layers)]
 
 
 def rotates_in_windows(model: ModelConfig) -> bool:
-    """True if exactly the blocks with a window rotate queries and keys."""
+    """Return whether exactly the windowed blocks have RoPE."""
     return rotating(model) == [window is not None for window in model.windows]
 
 
@@ -156,7 +158,7 @@ ROTATES_IN_WINDOWS = Requirement(
 
 
 def scaled_by_default(given: HFConfigReader, fields: Fields, factor: float, base: float) -> Fields:
-    """RoPE, which is scaled as in Llama 3.1 where a file does not say it."""
+    """Read RoPE. If the file has no scaling, use Llama 3.1's scaling with ``factor``."""
     if not any(given.content.get(name) for name in ("rope_parameters", "rope_scaling")):
         given.content = given.content | {"rope_scaling": {
             "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0,

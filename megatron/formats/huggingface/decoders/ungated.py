@@ -1,4 +1,4 @@
-"""Decoders with an MLP without a gate: Arcee, Jais 2, Nemotron, Apertus and nanochat."""
+"""Decoders with an ungated MLP: Arcee, Jais 2, Nemotron, Apertus and nanochat."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARCEE = relative(
     biases=BIASES,
     requirements=(DIVISIBLE,),
 )
-"""Llama with squared ReLU."""
+"""Arcee: Llama with an ungated MLP and squared ReLU."""
 
 JAIS2 = relative(
     "Jais 2",
@@ -42,7 +42,7 @@ JAIS2 = relative(
     requirements=(DIVISIBLE,),
     rewards=False,
 )
-"""Arcee with LayerNorm."""
+"""Jais 2: Arcee with LayerNorm instead of RMSNorm."""
 
 NEMOTRON = relative(
     "Nemotron",
@@ -55,7 +55,7 @@ NEMOTRON = relative(
     biases=BIASES,
     share=0.5,
 )
-"""LayerNorm that multiplies by 1 + weight; half of each head is rotated."""
+"""Nemotron: LayerNorm that multiplies by 1 + weight, and rotation of half of each head."""
 
 
 def _learned(model: ModelConfig) -> bool:
@@ -63,7 +63,7 @@ def _learned(model: ModelConfig) -> bool:
 
 
 def _constants(model: ModelConfig) -> dict[str, Tensor]:
-    """Numbers of xIELU that are always the same."""
+    """Return xIELU's constants, which are the same in every model but stored in the files."""
     values = {"beta": 0.5, "eps": -1e-6} if _learned(model) else {}
     return {
         f"model.layers.{n}.mlp.act_fn.{name}": torch.tensor(value)
@@ -98,11 +98,11 @@ APERTUS = relative(
     constants=_constants,
     rewards=False,
 )
-"""xIELU, with learned factors in each block."""
+"""Apertus: xIELU activation, with two learned factors in each block."""
 
 
 def _exchanged(rows: Tensor, model: ModelConfig) -> Tensor:
-    """Rows of heads with the first and the second half exchanged."""
+    """Swap the first and the second half of each head's rows."""
     return rows.unflatten(0, (-1, 2, model.attention.kv_channels // 2)).flip(1).flatten(0, 2)
 
 
@@ -119,8 +119,8 @@ _BACKWARDS = Reordering(
         [_exchanged(parts[0], model), _exchanged(parts[1], model), parts[2]]
     ),
 )
-"""Queries and keys that RoPE rotates by negative angles: the halves of each head in the other order
-are rotated by positive ones."""
+"""Queries and keys of models whose RoPE rotates by negative angles. Swapping the halves of each
+head makes the angles positive."""
 
 NANOCHAT = relative(
     "nanochat",
@@ -135,4 +135,4 @@ NANOCHAT = relative(
     biases=("attention",),
     rewards=False,
 )
-"""Norms without parameters, of the embeddings and of rotated queries and keys too."""
+"""nanochat: norms without parameters, also on the embeddings and on rotated queries and keys."""

@@ -1,5 +1,5 @@
-"""Quantised weights in folders of Hugging Face, read as the numbers that they stand for: the forms
-that the ``quantization_config`` of a config.json says."""
+"""Quantised weights in Hugging Face folders, dequantised on reading. The ``quantization_config`` in
+config.json determines how they are stored."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Packing:
-    """The forms that weights of a folder may have, and ends of the names of tensors about
-    activations, which are not read."""
+    """The forms in which a folder may store weights. ``ignored`` are suffixes of tensors that
+    quantise activations, which are not read."""
 
     forms: tuple[PackedForm, ...]
     ignored: tuple[str, ...] = ()
 
 
 PLAIN = Packing((MXFP4, form_of()))
-"""Forms that are recognised by the names of the tensors alone."""
+"""Forms that are recognised by tensor names, without a ``quantization_config``."""
 _ACTIVATIONS = (
     ".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".k_scale",
     ".v_scale", ".q_scale", ".activation_scale", ".input_scale_ub", ".weight_observer",
@@ -40,7 +40,7 @@ _ACTIVATIONS = (
 
 
 def _size(config: Config, key: str = "group_size") -> int | None:
-    """The number of inputs of a group; None for all."""
+    """Return the number of inputs per group, or None if all inputs are in one group."""
     size = config.get(key)
     if size in (None, -1):
         return None
@@ -146,8 +146,8 @@ _METHODS: dict[str, Callable[[Config], Packing]] = {
 
 
 def packing_of(content: Mapping[str, Any], path: Path) -> Packing:
-    """The packing of the weights next to the config.json at ``path``. Raises CheckpointError for a
-    variant of a known method that is not read."""
+    """Return how the weights next to the config.json at ``path`` are packed. Raises CheckpointError
+    for an unsupported variant of a supported method."""
     config = content.get("quantization_config")
     if not isinstance(config, dict):
         return PLAIN
@@ -159,14 +159,14 @@ def packing_of(content: Mapping[str, Any], path: Path) -> Packing:
 
 
 def _method(config: Config) -> str:
-    """Its method; older files of bitsandbytes do not say it."""
+    """Return the quantisation method. Older bitsandbytes files do not name it."""
     by_bits = config.get("load_in_8bit") or config.get("load_in_4bit")
     return str(config.get("quant_method") or ("bitsandbytes" if by_bits else None))
 
 
 def check_quantization(given: HFConfigReader) -> None:
-    """Accepts the ``quantization_config`` of weights that are read here. Raises CheckpointError for
-    other methods."""
+    """Mark the ``quantization_config`` as read. Raises CheckpointError if its method is not
+    supported."""
     config = given.content.get("quantization_config")
     if not isinstance(config, dict) or not config:
         return

@@ -1,8 +1,8 @@
-"""Weights of bitsandbytes: int8 with a scale for each output (LLM.int8(), arXiv:2208.07339), and
-numbers of four bits, places in a table of 16 (NF4 and FP4, arXiv:2305.14314), with a scale for each
-block, which may be quantised too.
+"""Weights quantised by bitsandbytes. LLM.int8() (arXiv:2208.07339) has int8 values with a scale for
+each output. NF4 and FP4 (arXiv:2305.14314) have 4-bit indices into a table of 16 values, with a
+scale for each block; the scales may be quantised too.
 
-Shapes: O outputs, I inputs; N numbers of a weight, B blocks of them.
+Shapes: O outputs, I inputs; N elements of a weight, B blocks of elements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 _STATE = ".weight.quant_state.bitsandbytes__"
 _LONGEST_STATE = 2**14
 _SHARE = 0.007874015718698502
-"""1 / 127 in bitsandbytes' precision."""
+"""1 / 127, as rounded by bitsandbytes."""
 
 
 def _int8_shape(parts: StoredParts) -> Shape:
@@ -54,7 +54,8 @@ INT8 = PackedForm(
 
 
 def _state(parts: StoredParts) -> dict[str, Any]:
-    """The JSON next to a weight. Raises ValueError if it is malformed."""
+    """Return the JSON object that describes a quantised weight. Raises ValueError if it is
+    malformed."""
     stored = parts["state"]
     if stored.dtype != torch.uint8 or stored.dim() != 1 or stored.numel() > _LONGEST_STATE:
         raise ValueError("its quant_state must be the bytes of a JSON object")
@@ -110,7 +111,7 @@ def _four(parts: StoredParts) -> Tensor:
 
 
 def four_bits(kind: str) -> PackedForm:
-    """The form of NF4 or FP4, ``nf4`` or ``fp4``."""
+    """Return the form of 4-bit weights; ``kind`` is ``nf4`` or ``fp4``."""
     return PackedForm(
         {"numbers": ".weight", "state": f"{_STATE}{kind}", "scales": ".weight.absmax",
          "table": ".weight.quant_map", "nested scales": ".weight.nested_absmax",

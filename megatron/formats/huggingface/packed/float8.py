@@ -1,13 +1,13 @@
-"""Weights in 8 bits with scales: for each block of 128 x 128, as DeepSeek-V3 is published
-(arXiv:2412.19437, section 3.3.2; README_WEIGHTS.md of its repository), for each output, or for
-a whole weight (fbgemm_fp8; compressed-tensors' float-quantized and int-quantized).
+"""8-bit weights with scales. A scale applies to a block of 128 x 128, as in DeepSeek-V3
+(arXiv:2412.19437, section 3.3.2; README_WEIGHTS.md in its repository), to an output, or to a whole
+weight (fbgemm_fp8; compressed-tensors' float-quantized and int-quantized).
 
-A tensor ``NAME`` is two in the files: ``NAME``, float8 numbers of four exponent and three mantissa
-bits, or int8, and ``NAME_scale_inv`` or ``NAME_scale``, the factor of the numbers of each block.
-Blocks at the lower and at the right edge are smaller where a size is no multiple.
+A weight ``NAME`` is stored as two tensors. ``NAME`` contains int8 or float8 values with four
+exponent and three mantissa bits. ``NAME_scale_inv`` or ``NAME_scale`` contains the factor of each
+block. Blocks at the lower and right edge are smaller if a size is not a multiple of the block's.
 
-Shapes: O outputs, I inputs, P and Q numbers of blocks, rounded up; further sizes, as of experts,
-may come first.
+Shapes: O outputs, I inputs, P and Q numbers of blocks, rounded up. Further dimensions, such as
+experts, may precede these.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch import Tensor
 from megatron.formats.huggingface.packed.form import PackedForm, Shape, StoredParts
 
 SCALES = "_scale_inv"
-"""End of the name of the second tensor in DeepSeek's files."""
+"""Name suffix of scales in DeepSeek's files."""
 BLOCK = 128
-"""Rows and columns of a block there."""
+"""Rows and columns of a block in DeepSeek's files."""
 DTYPE = torch.float8_e4m3fn
 Block = tuple[int, int]
-"""Rows and columns of a block; 0 for all."""
+"""Rows and columns of a block; 0 means all rows or columns of the weight."""
 
 
 def check_scales(weight: Shape, scales: Shape, block: Block = (BLOCK, BLOCK)) -> None:
-    """Raise ValueError for scales of another shape than a weight has."""
+    """Raise ValueError unless the shape of the scales fits the weight and its blocks."""
     *outer, rows, columns = weight if len(weight) > 1 else (1, *weight)
     down, across = block
     expected = (*outer, -(-rows // (down or rows or 1)), -(-columns // (across or columns or 1)))
-    short = {expected[:-1]} if across == 0 else set()  # [O] for [O, 1]
+    short = {expected[:-1]} if across == 0 else set()  # [O] is accepted for [O, 1]
     short |= {(), (1,)} if block == (0, 0) else set()
     if len(weight) < 2 or scales not in {expected, *short}:
         size = " x ".join(str(each or "all") for each in block)
@@ -46,9 +46,9 @@ def scaled(
     weight_OI: Tensor, scales_PQ: Tensor, block: Block = (BLOCK, BLOCK),
     zeros_PQ: Tensor | None = None, dtypes: tuple[torch.dtype, ...] = (DTYPE,),
 ) -> Tensor:  # fmt: skip
-    """The numbers [..., O, I] in float32, from float8 numbers or int8 and scales [..., P, Q] of any
-    dtype of floating point; int8 may have zero points, which are subtracted. Raises ValueError for
-    other dtypes and shapes."""
+    """Dequantise float8 or int8 values with floating-point scales [..., P, Q]. Return float32 [...,
+    O, I]. Zero points of int8 values are subtracted. Raises ValueError if a shape or dtype is
+    wrong."""
     check_scales(tuple(weight_OI.shape), tuple(scales_PQ.shape), block)
     if weight_OI.dtype not in dtypes or not scales_PQ.dtype.is_floating_point:
         raise ValueError(
@@ -79,8 +79,8 @@ def form_of(
     end: str = SCALES, block_of: Callable[[Shape, Shape], Block] | None = None,
     dtypes: tuple[torch.dtype, ...] = (DTYPE,),
 ) -> PackedForm:  # fmt: skip
-    """The form of numbers of 8 bits whose scales have names with this end, in blocks that
-    ``block_of`` finds by the shapes of weight and scales."""
+    """Return the form of 8-bit weights whose scales have the suffix ``end``. ``block_of`` returns
+    the size of a block from the shapes of weight and scales. By default, blocks are 128 x 128."""
 
     def block(parts: StoredParts) -> Block:
         if block_of is None:
@@ -100,8 +100,8 @@ def form_of(
 
 
 def usual_block(weight: Shape, scales: Shape, size: Block = (BLOCK, BLOCK)) -> Block:
-    """Rows and columns that share a scale, where the number of scales decides between a whole
-    weight, an output each, and else blocks of ``size``."""
+    """Return the rows and columns that share a scale, derived from the number of scales: the whole
+    weight, one output, or else a block of ``size``."""
     if len(weight) < 2 or scales in ((), (1,)) or scales[-2:] == (1, 1):
         return 0, 0
     rows = weight[-2]

@@ -1,7 +1,7 @@
-"""A weight that is several tensors in the files: numbers of few bits, scales, zero points.
+"""A quantised weight that is stored as several tensors: integers, scales and zero points.
 
-Shapes: O outputs, I inputs of a linear layer, whose weight is [O, I]; G groups of inputs that share
-a scale.
+Shapes: O outputs and I inputs of a linear layer, whose weight is [O, I]; G groups of inputs that
+share a scale.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class StoredParts:
-    """The stored tensors of one weight by role, read on access. A missing part raises
+    """The tensors that store one weight, by role. They are read on access. A missing one raises
     ValueError."""
 
     def __init__(
@@ -33,11 +33,11 @@ class StoredParts:
         return self._tensor(self._name(role))
 
     def get(self, role: str) -> Tensor | None:
-        """A part; None where it is missing."""
+        """Read the tensor with a role. Return None if it is missing."""
         return self[role] if role in self.names else None  # noqa: SIM401
 
     def shape(self, role: str) -> Shape:
-        """Shape of a part, which is not read."""
+        """Return the shape of the tensor with a role, without reading its data."""
         return self._shape(self._name(role))
 
     def _name(self, role: str) -> str:
@@ -48,16 +48,16 @@ class StoredParts:
 
 @dataclass(frozen=True)
 class PackedForm:
-    """A way to store a weight.
+    """Description of how one weight is stored in several tensors.
 
     Attributes:
-        ends: ends of the names of its parts by their role; the first is always there.
-        shape: the weight's, without reading more than small parts. Raises ValueError for parts that
-            do not fit each other.
-        unpack: the weight in a dtype of floating point. Raises ValueError likewise.
-        name: end of the name of the weight itself.
-        needs: roles of which one at least shows that a tensor is stored in this way.
-        dtype: of what is unpacked.
+        ends: suffix of each tensor's name, by role. The first role is always present.
+        shape: returns the weight's shape, reading only small tensors. Raises ValueError if the
+            tensors do not fit each other.
+        unpack: returns the weight in a floating-point dtype. Raises ValueError in the same cases.
+        name: suffix of the weight's own name.
+        needs: roles of which at least one must be present for a weight to have this form.
+        dtype: dtype of the unpacked weight.
     """
 
     ends: Mapping[str, str]
@@ -68,7 +68,8 @@ class PackedForm:
     dtype: torch.dtype = torch.float32
 
     def claim(self, names: set[str]) -> dict[str, dict[str, str]]:
-        """The parts by role, by the name of the weight, of the tensors of a model."""
+        """Find the weights that have this form. Return, by weight name, the names of the weight's
+        tensors by role. ``names`` are the names of all tensors of a model."""
         main, claimed = next(iter(self.ends.values())), {}
         for name in sorted(names):
             if not name.endswith(main):
@@ -81,21 +82,21 @@ class PackedForm:
 
 
 def matrix(shape: Shape, what: str) -> tuple[int, int]:
-    """The two sizes of a matrix; raises ValueError if it is none."""
+    """Return the two sizes in ``shape``. Raises ValueError if it is not two-dimensional."""
     if len(shape) != 2:
         raise ValueError(f"its {what} must be a matrix, not {shape}")
     return shape[0], shape[1]
 
 
 def require(shape: Shape, expected: Shape, what: str) -> None:
-    """Raise ValueError for another shape than expected."""
+    """Raise ValueError if ``shape`` is not the expected one."""
     if shape != expected:
         raise ValueError(f"its {what} must have the shape {expected}, not {shape}")
 
 
 def unpacked_bits(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """The numbers, not negative, int32, that are packed in int32 along a dimension, the lowest
-    bits first. Raises ValueError for another dtype."""
+    """Unpack non-negative integers of ``bits`` bits from int32 words along a dimension, the lowest
+    bits first. Return int32. Raises ValueError if ``packed`` has another dtype."""
     if packed.dtype != torch.int32:
         raise ValueError(f"packed numbers must be int32, not {packed.dtype}")
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
@@ -104,8 +105,9 @@ def unpacked_bits(packed: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def groups_of(inputs: int, groups: int, index: Tensor | None, size: int | None = None) -> Tensor:
-    """The group of each input, [I]: ``index``, or neighbours in groups of ``size``. Raises
-    ValueError for an index out of range, or if the number of groups is another."""
+    """Return the index of each input's group, [I]: the stored ``index``, or consecutive groups
+    of ``size`` inputs. Raises ValueError if an index is out of range or the number of groups is
+    wrong."""
     if index is None:
         size = size or max(1, -(-inputs // max(groups, 1)))
         if -(-inputs // size) != groups:
@@ -119,7 +121,8 @@ def groups_of(inputs: int, groups: int, index: Tensor | None, size: int | None =
 
 
 def elements(shape: Shape) -> int:
-    """Number of elements; raises ValueError if it is negative or not possible."""
+    """Return the number of elements in a shape. Raises ValueError if it is negative or above
+    2^48."""
     if any(size < 0 for size in shape) or math.prod(shape) > 2**48:
         raise ValueError(f"a weight cannot have the shape {shape}")
     return math.prod(shape)

@@ -1,8 +1,8 @@
-"""Weights as integers of few bits with scales for groups of inputs: GPTQ (arXiv:2210.17323, files
-of AutoGPTQ and GPTQModel), AWQ (arXiv:2306.00978, AutoAWQ's GEMM layout), and the packed integers
-of compressed-tensors. A weight is (number - zero point) * scale.
+"""Low-bit integer weights with a scale for each group of inputs: GPTQ (arXiv:2210.17323, files of
+AutoGPTQ and GPTQModel), AWQ (arXiv:2306.00978, AutoAWQ's GEMM layout), and the packed integers of
+compressed-tensors. A weight is (integer - zero point) * scale.
 
-Shapes: O outputs, I inputs, G groups of inputs; W = 32 / bits numbers in an int32.
+Shapes: O outputs, I inputs, G groups of inputs; W = 32 / bits integers in an int32.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megatron.formats.huggingface.packed.form import (
 )
 
 BITS = (2, 4, 8)
-"""Bit widths that divide an int32 evenly."""
+"""Supported bit widths, which divide 32."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Places of eight neighbours in their int32."""
+"""Position in an int32 of each of eight consecutive values."""
 
 
 def _dequantised(
     numbers_IO: Tensor, zeros_GO: Tensor, scales_GO: Tensor, groups_I: Tensor
 ) -> Tensor:
-    """The weight [O, I], float32, which has all of these products with scales of float16."""
+    """Dequantise a weight to float32 [O, I]. The result is exact for float16 scales."""
     if not scales_GO.dtype.is_floating_point:
         raise ValueError(f"its scales must be numbers of floating point, not {scales_GO.dtype}")
     values_IO = numbers_IO.float()
@@ -63,8 +63,8 @@ def _gptq(bits: int, added: int, size: int | None, parts: StoredParts) -> Tensor
 
 
 def gptq(bits: int, added: int, size: int | None) -> PackedForm:
-    """GPTQ's form. ``added`` is 1 for files whose zero points are stored less one (all but
-    ``gptq_v2``); groups have ``size`` inputs, None for one group or where ``g_idx`` says them."""
+    """Return GPTQ's form. ``added`` is 1 for files that store zero points minus one (all but
+    ``gptq_v2``). Groups have ``size`` inputs, or are listed in ``g_idx``; None means one group."""
     ends = {
         "numbers": ".qweight",
         "zero points": ".qzeros",
@@ -101,7 +101,7 @@ def _awq(size: int | None, parts: StoredParts) -> Tensor:
 
 
 def awq(size: int | None) -> PackedForm:
-    """AWQ's form, of four bits; ``size`` is the number of inputs of a group, None for one group."""
+    """Return AWQ's 4-bit form. ``size`` is the number of inputs per group; None means one group."""
     ends = {"numbers": ".qweight", "scales": ".scales", "zero points": ".qzeros"}
     return PackedForm(ends, _awq_shape, partial(_awq, size))
 
@@ -139,8 +139,8 @@ def _packed(bits: int, size: Callable[[int, int], int], parts: StoredParts) -> T
 
 
 def packed(bits: int, size: Callable[[int, int], int]) -> PackedForm:
-    """The form pack-quantized of compressed-tensors; ``size`` of groups by the numbers of inputs
-    and of groups."""
+    """Return the form for compressed-tensors' pack-quantized format. ``size`` returns the number of
+    inputs per group, given the number of inputs and the number of groups."""
     ends = {"numbers": ".weight_packed", "shape": ".weight_shape", "scales": ".weight_scale",
             "zero points": ".weight_zero_point", "groups": ".weight_g_idx"}  # fmt: skip
     return PackedForm(ends, partial(_packed_shape, bits), partial(_packed, bits, size))

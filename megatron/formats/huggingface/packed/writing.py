@@ -1,6 +1,6 @@
-"""Weights of 8 bits for serving, in compressed-tensors' form: float8 numbers of the weights of
-linear layers, with a scale for each output, and activations that a server quantises for each token
-(FP8_DYNAMIC of llm-compressor, which vLLM reads).
+"""Export of 8-bit weights for inference servers, in the format of compressed-tensors (FP8_DYNAMIC
+of llm-compressor, which vLLM reads). Weights of linear layers become float8 with a scale for each
+output. The server quantises the activations of each token.
 
 Shapes: O outputs, I inputs of a linear layer.
 """
@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.checkpoint.files import read_json, save_tensors, write_json
+from megatron.checkpoint.files import read_json, write_json
 from megatron.config import ModelConfig
 from megatron.formats.huggingface import linear_targets
 from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.packed.float8 import DTYPE
+from megatron.formats.tensors import save_tensors
 from megatron.util.files import sync_path
 
 _INDEX = "model.safetensors.index.json"
@@ -27,8 +28,9 @@ _LARGEST = torch.finfo(DTYPE).max
 
 
 def quantised(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Float8 numbers [O, I] and float32 scales [O, 1]: the largest number of an output becomes the
-    largest of float8, as in compressed-tensors' ``calculate_qparams``."""
+    """Quantise a weight. Return float8 values [O, I] and float32 scales [O, 1]. Each output's
+    largest magnitude maps to the largest float8, as in compressed-tensors'
+    ``calculate_qparams``."""
     weight_OI = weight_OI.float()
     scales_O1 = weight_OI.abs().amax(1, keepdim=True) / _LARGEST
     scales_O1 = scales_O1.where(scales_O1 > 0, torch.finfo(torch.float32).eps)
@@ -36,9 +38,9 @@ def quantised(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear_weights(form: Architecture, model: ModelConfig) -> set[str]:
-    """The names, in files of an architecture, of the weights of linear layers of blocks, experts
-    included; not of routers or of the gate of shared experts, which servers compute unquantised.
-    Raises ValueError if such weights are not tensors of linear modules there."""
+    """Return the names of the linear weights in blocks, including experts. Routers and the gates of
+    shared experts are not included, since servers compute them unquantised. Raises ValueError if
+    the architecture stacks or transposes such weights."""
     layers = {target.layer for target in linear_targets(model)}
     names = set[str]()
     for parameter in form.parameters(model):
@@ -60,9 +62,9 @@ def linear_weights(form: Architecture, model: ModelConfig) -> set[str]:
 def quantise_folder(
     folder: Path, form: Architecture, model: ModelConfig, progress: Callable[[str], None]
 ) -> None:
-    """Replaces the linear weights in a folder of Hugging Face, one file at a time, and record it in
-    its config.json. Raises ValueError as :func:`linear_weights`; OSError if a file cannot be
-    written."""
+    """Quantise the linear weights in a Hugging Face folder in place, one file at a time, and record
+    this in its config.json. Raises ValueError for an architecture that :func:`linear_weights` does
+    not support, and OSError if a file cannot be written."""
     chosen, kept = linear_weights(form, model), {"lm_head"}
     tables = {
         name for each in form.parameters(model) if each.ours.startswith("embedding.")
@@ -91,7 +93,8 @@ def quantise_folder(
 
 
 def _config(kept: list[str]) -> dict[str, Any]:
-    """The ``quantization_config``; ``kept`` are linear modules in the dtype of the others."""
+    """Return the ``quantization_config``. ``kept`` lists the linear modules that are not
+    quantised."""
     args = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],
